@@ -1,0 +1,158 @@
+"""Run an exporter of torch on an architecture whose weights are drawn from a seed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+import torch
+from architecture import DTYPES, Architecture, Config, Input, Variant
+from torch import nn
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to write: a variant of an architecture at one size."""
+
+    architecture: Architecture
+    variant: Variant
+    config: Config
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file, which is also its key in the index."""
+        return self.variant.file_name(self.architecture.name)
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The graph inputs at this size."""
+        return self.architecture.inputs(self.config)
+
+    @property
+    def verified_sizes(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes that onnxruntime runs."""
+        only = {"batch": self.variant.only_batch} if self.variant.only_batch else {}
+        return tuple({**sizes, **only} for sizes in self.architecture.sizes)
+
+    def arguments(self, sizes: Mapping[str, int], dtype: str) -> dict[str, torch.Tensor]:
+        """Random tensors for forward(), by parameter name."""
+        return {each.arg or each.name: each.draw(sizes, DTYPES[dtype]) for each in self.inputs}
+
+
+def build_model(job: Job) -> nn.Module:
+    """The torch module in eval mode, every parameter and running statistic drawn from the seed."""
+    torch.manual_seed(SEED)
+    model = job.architecture.build(job.config, job.variant.attention).eval()
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            randomise(name.rsplit(".", 1)[-1], value, job.architecture.gain)
+    return model.to(DTYPES[job.variant.dtype])
+
+
+def randomise(name: str, value: torch.Tensor, gain: float) -> None:
+    """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer."""
+    if name == "running_mean":
+        value.normal_(0, 0.2)
+    elif name == "running_var":
+        value.uniform_(0.5, 1.5)
+    elif not isinstance(value, nn.Parameter):
+        return  # inverse frequencies, position ids: computed, not learned
+    elif value.dim() > 1:
+        value.normal_(0, gain * value[0].numel() ** -0.5)
+    elif "bias" in name:
+        value.normal_(0, 0.1)
+    else:
+        value.uniform_(0.5, 1.5)
+
+
+def export_graph(job: Job, model: nn.Module, dtype: str) -> onnx.ModelProto:
+    """Run the variant's exporter."""
+    exporter = export_dynamo if job.variant.exporter == "dynamo" else export_torchscript
+    torch.manual_seed(SEED)
+    return exporter(job, model, job.arguments(job.architecture.sizes[0], dtype))
+
+
+def export_dynamo(job: Job, model: nn.Module, arguments: dict[str, torch.Tensor]) -> onnx.ModelProto:
+    """torch.export and onnxscript; unoptimized where BatchNormalization shall stay."""
+    axes = {each.arg or each.name: named_axes(each.dims) for each in job.inputs}
+    program = torch.onnx.export(
+        model,
+        kwargs=arguments,
+        dynamo=True,
+        opset_version=job.variant.opset,
+        dynamic_shapes=axes,
+        input_names=[each.name for each in job.inputs],
+        output_names=[name for name, _ in job.architecture.outputs],
+        optimize=not job.variant.keep_batch_norm,
+        verbose=False,
+    )
+    return program.model_proto
+
+
+def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Tensor]) -> onnx.ModelProto:
+    """The TorchScript exporter; with training=PRESERVE it folds no BatchNormalization (the model is in eval mode)."""
+    axes = {each.name: named_axes(each.dims) for each in job.inputs}
+    axes |= {name: named_axes(dims) for name, dims in job.architecture.outputs}
+    keep = job.variant.keep_batch_norm
+    forward, buffer = model.forward, io.BytesIO()
+    # This exporter fills every parameter of forward() by position, which the wrappers of transformers refuse.
+    model.forward = lambda *values: as_tuple(forward(**dict(zip(arguments, values, strict=True))))
+    torch.onnx.export(
+        model,
+        args=tuple(arguments.values()),
+        f=buffer,
+        dynamo=False,
+        opset_version=job.variant.opset,
+        dynamic_axes=axes,
+        input_names=[each.name for each in job.inputs],
+        output_names=[name for name, _ in job.architecture.outputs],
+        training=torch.onnx.TrainingMode.PRESERVE if keep else torch.onnx.TrainingMode.EVAL,
+        do_constant_folding=not keep,
+    )
+    model.forward = forward
+    return onnx.load_from_string(buffer.getvalue())
+
+
+def named_axes(dims: tuple[str | int, ...]) -> dict[int, str]:
+    """The symbolic dims by axis."""
+    return {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str)}
+
+
+def strip_traces(proto: onnx.ModelProto) -> None:
+    """Drop stack traces, per-value notes and repeated shapes, most of a tiny file; the model's own metadata stays."""
+    graph = proto.graph
+    graph.ClearField("metadata_props")
+    known = {each.name for each in graph.initializer}
+    shapes = [each for each in graph.value_info if each.name not in known]
+    graph.ClearField("value_info")
+    graph.value_info.extend(shapes)
+    functions = [node for function in proto.functions for node in function.node]
+    for item in [*graph.node, *functions, *graph.value_info, *graph.input, *graph.output, *graph.initializer]:
+        item.ClearField("doc_string")
+        item.ClearField("metadata_props")
+
+
+def number_values(proto: onnx.ModelProto) -> None:
+    """Name nodes and values the way torch wrote them before scopes came into the names: `Add_12` gives `12`."""
+    kept = {value.name for value in proto.graph.output}
+    names: dict[str, str] = {}
+    for position, node in enumerate(proto.graph.node):
+        node.name = f"{node.op_type}_{position}"
+        for output in node.output:
+            names[output] = output if output in kept or not output else str(len(names))
+    for node in proto.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names[name] for name in node.output]
+    if any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute):
+        raise ValueError("number_values: nodes without subgraphs required")
+
+
+def as_tuple(outputs: object) -> tuple[torch.Tensor, ...]:
+    """The outputs of forward() in the order of the graph's."""
+    if isinstance(outputs, torch.Tensor):
+        return (outputs,)
+    return tuple(outputs.values()) if isinstance(outputs, dict) else tuple(outputs)

@@ -1,0 +1,168 @@
+"""How the torch modules are built: classes of transformers by name, and the few modules written here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import transformers
+from architecture import Builder, Config
+from torch import nn
+
+NAMES = {
+    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "hidden": "hidden_size", "intermediate": "intermediate_size", "vocab": "vocab_size",
+    "positions": "max_position_embeddings", "image": "image_size", "patch": "patch_size", "classes": "num_labels",
+    "depths": "depths", "widths": "hidden_sizes", "stem": "embedding_size",
+}  # fmt: skip
+GPT2_NAMES = NAMES | {
+    "layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "intermediate": "n_inner", "positions": "n_positions",
+}  # fmt: skip
+T5_NAMES = NAMES | {
+    "layers": "num_layers", "heads": "num_heads", "hidden": "d_model", "intermediate": "d_ff", "head_dim": "d_kv",
+}  # fmt: skip
+SWIN_NAMES = NAMES | {"stem": "embed_dim", "stage_heads": "num_heads", "window": "window_size"}
+
+
+def from_transformers(model: str, config: str, names: Mapping[str, str] = NAMES, **fixed: object) -> Builder:
+    """A builder for a class of transformers; `names` translates our config keys, `fixed` is passed on as it is."""
+
+    def build(numbers: Config, attention: str) -> nn.Module:
+        translated = {names[key]: value for key, value in numbers.items()}
+        if attention:
+            translated["attn_implementation"] = attention
+        options = {"use_cache": False} | translated | fixed
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+    return build
+
+
+# Howard et al. 2019 (arXiv 1905.02244), table 2: kernel, expanded and output channels, squeeze-excite, activation,
+# stride.
+MOBILENET_V3_SMALL = (
+    (3, 16, 16, True, nn.ReLU, 2),
+    (3, 72, 24, False, nn.ReLU, 2),
+    (3, 88, 24, False, nn.ReLU, 1),
+    (5, 96, 40, True, nn.Hardswish, 2),
+    (5, 240, 40, True, nn.Hardswish, 1),
+    (5, 240, 40, True, nn.Hardswish, 1),
+    (5, 120, 48, True, nn.Hardswish, 1),
+    (5, 144, 48, True, nn.Hardswish, 1),
+    (5, 288, 96, True, nn.Hardswish, 2),
+    (5, 576, 96, True, nn.Hardswish, 1),
+    (5, 576, 96, True, nn.Hardswish, 1),
+)
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int, act: type[nn.Module] | None, groups: int = 1) -> list:
+    """Convolution, BatchNormalization and the activation, if any."""
+    layers: list[nn.Module] = [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)]
+    layers.append(nn.BatchNorm2d(outputs, eps=0.001))
+    return layers + ([act()] if act else [])
+
+
+class SqueezeExcite(nn.Module):
+    """Channel gate: x * hardsigmoid(conv(relu(conv(mean(x)))))."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, squeezed, 1),
+            nn.ReLU(),
+            nn.Conv2d(squeezed, channels, 1),
+            nn.Hardsigmoid(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, channels, height, width] to the same."""
+        return self.gate(x) * x
+
+
+class InvertedResidual(nn.Module):
+    """Expand, depthwise convolution, squeeze-excite, project; added to its input where the shapes agree."""
+
+    def __init__(
+        self, inputs: int, kernel: int, wide: int, outputs: int, squeezed: int, act: type, stride: int
+    ) -> None:
+        super().__init__()
+        layers = conv(inputs, wide, 1, 1, act) if wide != inputs else []
+        layers += conv(wide, wide, kernel, stride, act, groups=wide)
+        layers += [SqueezeExcite(wide, squeezed)] if squeezed else []
+        self.block = nn.Sequential(*layers, *conv(wide, outputs, 1, 1, None))
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, inputs, height, width] to [batch, outputs, height / stride, width / stride]."""
+        return x + self.block(x) if self.residual else self.block(x)
+
+
+def mobilenet_v3(config: Config, _attention: str) -> nn.Module:
+    """MobileNetV3-Small, its channels scaled to `width_percent` and rounded up to even numbers."""
+
+    def scaled(channels: int) -> int:
+        return -(-channels * config["width_percent"] // 200) * 2
+
+    layers, inputs = conv(3, scaled(16), 3, 2, nn.Hardswish), scaled(16)
+    for kernel, wide, outputs, gated, act, stride in MOBILENET_V3_SMALL:
+        squeezed = scaled(-(-wide // 32) * 8) if gated else 0  # a quarter, rounded up to a multiple of 8
+        layers.append(InvertedResidual(inputs, kernel, scaled(wide), scaled(outputs), squeezed, act, stride))
+        inputs = scaled(outputs)
+    layers += [*conv(inputs, scaled(576), 1, 1, nn.Hardswish), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers += [nn.Linear(scaled(576), scaled(1024)), nn.Hardswish(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(scaled(1024), config["classes"]))
+
+
+class WithCache(nn.Module):
+    """A two-layer decoder whose past keys and values are plain inputs and outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        key0: torch.Tensor,
+        value0: torch.Tensor,
+        key1: torch.Tensor,
+        value1: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Keys and values are [batch, kv_heads, past, head_dim]; returns the logits and the grown keys and values."""
+        cache = transformers.DynamicCache()
+        for layer, (key, value) in enumerate(((key0, value0), (key1, value1))):
+            cache.update(key, value, layer)
+        result = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        return (result.logits, *(state for layer in cache.layers for state in (layer.keys, layer.values)))
+
+
+def llama_with_cache(config: Config, attention: str) -> nn.Module:
+    """LlamaForCausalLM with its cache as inputs and outputs."""
+    return WithCache(from_transformers("LlamaForCausalLM", "LlamaConfig")(config, attention))
+
+
+def whisper_encoder(config: Config, attention: str) -> nn.Module:
+    """The encoder half of Whisper."""
+    names = {
+        "layers": "encoder_layers", "heads": "encoder_attention_heads", "hidden": "d_model",
+        "intermediate": "encoder_ffn_dim", "positions": "max_source_positions", "mel_bins": "num_mel_bins",
+    }  # fmt: skip
+    tokens = {
+        "vocab_size": 48,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
+    return from_transformers("WhisperModel", "WhisperConfig", names, **tokens)(config, attention).get_encoder()
+
+
+def transformer_encoder(config: Config, _attention: str) -> nn.Module:
+    """torch.nn.TransformerEncoder with GELU."""
+    layer = nn.TransformerEncoderLayer(
+        config["hidden"], config["heads"], config["intermediate"], activation="gelu", batch_first=True
+    )
+    return nn.TransformerEncoder(layer, config["layers"], enable_nested_tensor=False)

@@ -1,0 +1,284 @@
+"""The public architectures that export.py writes: how each is built, what it reads, which variants are exported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from architecture import Architecture, Config, Input, Variant
+from modules import (
+    GPT2_NAMES,
+    SWIN_NAMES,
+    T5_NAMES,
+    from_transformers,
+    llama_with_cache,
+    mobilenet_v3,
+    transformer_encoder,
+    whisper_encoder,
+)
+
+
+def text(config: Config) -> tuple[Input, ...]:
+    """Token ids with a padding mask."""
+    return (
+        Input("input_ids", ("batch", "seq"), values=(0, config["vocab"] - 1)),
+        Input("attention_mask", ("batch", "seq"), values=(0, 1), prefix_mask=True),
+    )
+
+
+def text_with_cache(config: Config) -> tuple[Input, ...]:
+    """New token ids, the mask over past and new tokens, and the keys and values of the past."""
+    state = ("batch", config["kv_heads"], "past", config["head_dim"])
+    return (
+        Input("input_ids", ("batch", "seq"), values=(0, config["vocab"] - 1)),
+        Input("attention_mask", ("batch", "past + seq"), values=(0, 1), prefix_mask=True),
+        *(
+            Input(f"past_key_values.{layer}.{part}", state, arg=f"{part}{layer}")
+            for layer in range(config["layers"])
+            for part in ("key", "value")
+        ),
+    )
+
+
+def image(config: Config) -> tuple[Input, ...]:
+    """A batch of square RGB images of fixed size."""
+    return (Input("pixel_values", ("batch", 3, config["image"], config["image"])),)
+
+
+def plain_image(config: Config) -> tuple[Input, ...]:
+    """The same for a torch.nn.Sequential, whose parameter has another name."""
+    return (Input("pixel_values", ("batch", 3, config["image"], config["image"]), arg="input"),)
+
+
+def features(config: Config) -> tuple[Input, ...]:
+    """A batch of sequences of vectors."""
+    return (Input("src", ("batch", "seq", config["hidden"])),)
+
+
+def spectrogram(config: Config) -> tuple[Input, ...]:
+    """Log-mel frames, two for every position."""
+    return (Input("input_features", ("batch", config["mel_bins"], 2 * config["positions"])),)
+
+
+TEXT = ({"batch": 2, "seq": 7}, {"batch": 3, "seq": 12})
+CACHED_TEXT = ({"batch": 2, "past": 5, "seq": 3}, {"batch": 3, "past": 9, "seq": 1})
+IMAGE = ({"batch": 2}, {"batch": 3})
+HIDDEN = (("last_hidden_state", ("batch", "seq")),)
+POOLED = (("last_hidden_state", ("batch", "seq")), ("pooler_output", ("batch",)))
+LOGITS = (("logits", ("batch", "seq")),)
+PRESENT = tuple((f"present.{n}.{part}", ("batch",)) for n in range(2) for part in ("key", "value"))
+IMAGE_HIDDEN = (("last_hidden_state", ("batch",)),)
+IMAGE_POOLED = (("last_hidden_state", ("batch",)), ("pooler_output", ("batch",)))
+CLASSES = (("logits", ("batch",)),)
+
+EVERY_WAY = tuple(
+    Variant(
+        exporter,
+        exporter,
+        opset,
+        attention,
+        dtype,
+        numbered_names=(exporter == "ts" and (attention, dtype) != ("sdpa", "fp32")),
+    )
+    for exporter, opset in (("dynamo", None), ("ts", 17))
+    for attention in ("sdpa", "eager")
+    for dtype in ("fp32", "fp16")
+)
+DYNAMO, TS = Variant("dynamo", "dynamo", None, "sdpa"), Variant("ts", "ts", 17, "sdpa", numbered_names=True)
+DYNAMO_23 = Variant("dynamo23", "dynamo", 23, "sdpa")
+DYNAMO_PLAIN, TS_PLAIN = Variant("dynamo", "dynamo", None), Variant("ts", "ts", 17, numbered_names=True)
+DYNAMO_BN = Variant("dynamo_bn", "dynamo", None, keep_batch_norm=True)
+TS_BN = Variant("ts13_bn", "ts", 13, keep_batch_norm=True)
+CONVOLUTIONS = (DYNAMO_PLAIN, DYNAMO_BN, TS_BN, dataclasses.replace(DYNAMO_BN, dtype="fp16"))
+
+BERT = {"layers": 2, "heads": 3, "hidden": 24, "intermediate": 32, "vocab": 64, "positions": 32}
+LLAMA = BERT | {"heads": 4, "kv_heads": 2, "head_dim": 8}
+VIT = {"layers": 2, "heads": 3, "hidden": 24, "intermediate": 32, "image": 32, "patch": 8}
+SMALL_BERT = {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24, "vocab": 48, "positions": 32}
+SMALL_LLAMA = SMALL_BERT | {"kv_heads": 1, "head_dim": 8}
+BERT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "vocab": 30522, "positions": 512}
+VIT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "image": 224, "patch": 16}
+LLAMA_BLOCKS = {"layers": 4, "heads": 32, "kv_heads": 8, "head_dim": 64, "hidden": 2048, "intermediate": 8192,
+                "vocab": 32000, "positions": 2048}  # fmt: skip
+
+bert = Architecture(
+    "bert",
+    from_transformers("BertModel", "BertConfig"),
+    text,
+    POOLED,
+    BERT,
+    EVERY_WAY,
+    TEXT,
+    full=BERT_BASE,
+    metadata={"task": "feature-extraction", "max_length": "32"},
+)
+gpt2 = Architecture(
+    "gpt2",
+    from_transformers("GPT2LMHeadModel", "GPT2Config", GPT2_NAMES),
+    text,
+    LOGITS,
+    BERT,
+    EVERY_WAY,
+    TEXT,
+    full=BERT_BASE | {"vocab": 50257, "positions": 1024},
+)
+vit = Architecture(
+    "vit",
+    from_transformers("ViTModel", "ViTConfig"),
+    image,
+    IMAGE_POOLED,
+    VIT,
+    EVERY_WAY,
+    IMAGE,
+    full=VIT_BASE,
+    metadata={"task": "image-feature-extraction", "preprocessing": '{"mean": 0.5, "std": 0.5, "layout": "NCHW"}'},
+)
+llama = Architecture(
+    "llama",
+    from_transformers("LlamaForCausalLM", "LlamaConfig"),
+    text,
+    LOGITS,
+    LLAMA,
+    EVERY_WAY,
+    TEXT,
+    full=LLAMA_BLOCKS,
+)
+resnet50 = Architecture(
+    "resnet50",
+    from_transformers("ResNetForImageClassification", "ResNetConfig", layer_type="bottleneck"),
+    image,
+    CLASSES,
+    {"depths": [3, 4, 6, 3], "widths": [8, 8, 16, 16], "stem": 4, "classes": 10, "image": 32},
+    CONVOLUTIONS,
+    IMAGE,
+    full={"depths": [3, 4, 6, 3], "widths": [256, 512, 1024, 2048], "stem": 64, "classes": 1000, "image": 224},
+)
+mobilenetv3 = Architecture(
+    "mobilenetv3",
+    mobilenet_v3,
+    plain_image,
+    CLASSES,
+    {"width_percent": 5, "classes": 10, "image": 32},
+    CONVOLUTIONS,
+    IMAGE,
+    gain=2.5,
+    full={"width_percent": 100, "classes": 1000, "image": 224},
+)
+llama_kvcache = Architecture(
+    "llama_kvcache",
+    llama_with_cache,
+    text_with_cache,
+    LOGITS + PRESENT,
+    SMALL_LLAMA,
+    (DYNAMO, TS, dataclasses.replace(DYNAMO_23, only_batch=1), dataclasses.replace(DYNAMO, dtype="fp16")),
+    CACHED_TEXT,
+)
+
+
+def decoder(name: str, model: str, config: str, numbers: Config, *more: Variant, **fixed: object) -> Architecture:
+    """A causal language model of transformers, small."""
+    build = from_transformers(model, config, **fixed)
+    return Architecture(name, build, text, LOGITS, numbers, (DYNAMO, *more), TEXT)
+
+
+ARCHITECTURES = [
+    bert,
+    gpt2,
+    vit,
+    llama,
+    resnet50,
+    mobilenetv3,
+    llama_kvcache,
+    # Further spellings of the same graphs, smaller still.
+    dataclasses.replace(
+        bert,
+        config=SMALL_BERT,
+        variants=(
+            DYNAMO_23,
+            Variant("ts14", "ts", 14, "sdpa", numbered_names=True),
+            Variant("ts13", "ts", 13, "eager", numbered_names=True),
+        ),
+    ),
+    dataclasses.replace(llama, config=SMALL_LLAMA, variants=(dataclasses.replace(DYNAMO_23, only_batch=1),)),
+    Architecture(
+        "t5_encoder",
+        from_transformers("T5EncoderModel", "T5Config", T5_NAMES),
+        text,
+        HIDDEN,
+        {key: value for key, value in SMALL_LLAMA.items() if key not in ("positions", "kv_heads")},
+        (dataclasses.replace(DYNAMO, attention="eager"), dataclasses.replace(TS, attention="eager")),
+        TEXT,
+    ),
+    decoder("qwen3", "Qwen3ForCausalLM", "Qwen3Config", SMALL_LLAMA, TS),
+    decoder(
+        "phi3",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {k: v for k, v in SMALL_LLAMA.items() if k != "head_dim"},
+        TS,
+        pad_token_id=0,
+    ),
+    decoder("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL_BERT, TS),
+    decoder("gemma", "GemmaForCausalLM", "GemmaConfig", SMALL_LLAMA),
+    Architecture(
+        "clip_text",
+        from_transformers("CLIPTextModel", "CLIPTextConfig", eos_token_id=2),
+        text,
+        POOLED,
+        SMALL_BERT,
+        (DYNAMO, TS),
+        TEXT,
+    ),
+    Architecture(
+        "transformer_encoder",
+        transformer_encoder,
+        features,
+        (("output", ("batch", "seq")),),
+        {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24},
+        (DYNAMO_PLAIN, dataclasses.replace(TS_PLAIN, only_batch=2)),
+        TEXT,
+    ),
+    Architecture(
+        "swin",
+        from_transformers("SwinModel", "SwinConfig", SWIN_NAMES),
+        image,
+        IMAGE_POOLED,
+        {"depths": [2, 2], "stage_heads": [1, 2], "stem": 8, "window": 4, "image": 16, "patch": 2},
+        (dataclasses.replace(DYNAMO, attention="eager"),),
+        IMAGE,
+    ),
+    Architecture(
+        "convnext",
+        from_transformers("ConvNextModel", "ConvNextConfig"),
+        image,
+        IMAGE_POOLED,
+        {"depths": [1, 1, 2, 1], "widths": [4, 4, 8, 8], "image": 32},
+        (DYNAMO_PLAIN, TS_PLAIN),
+        IMAGE,
+    ),
+    Architecture(
+        "efficientnet_b0",
+        from_transformers(
+            "EfficientNetModel",
+            "EfficientNetConfig",
+            width_coefficient=0.03,
+            depth_coefficient=1.0,
+            depth_divisor=2,
+            hidden_dim=38,
+        ),
+        image,
+        IMAGE_POOLED,
+        {"image": 64},
+        (DYNAMO_PLAIN,),
+        IMAGE,
+        gain=2.2,
+    ),
+    Architecture(
+        "whisper_encoder",
+        whisper_encoder,
+        spectrogram,
+        IMAGE_HIDDEN,
+        {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24, "positions": 16, "mel_bins": 8},
+        (DYNAMO, TS),
+        IMAGE,
+    ),
+]

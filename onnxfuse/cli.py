@@ -1,0 +1,197 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+from onnxfuse import catalog
+from onnxfuse.document import signature, summary
+from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.explain import explain, nearest, where_fused
+from onnxfuse.files import load, save
+from onnxfuse.optimize import Clock, apply, optimize
+from onnxfuse.verify import compare, load_inputs
+
+PATIENCE = 2.0  # seconds before a progress bar appears
+PACKAGES = "onnx", "onnx-graphsurgeon", "onnxruntime", "onnxruntime-gpu", "numpy", "cupy-cuda13x", "click", "rich"
+out, err = Console(), Console(stderr=True)
+
+model_file = click.Path(path_type=Path)
+only_option = click.option("--only", multiple=True, metavar="FUSION", help="Apply this fusion only (repeatable).")
+skip_option = click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable).")
+patterns_option = click.option(
+    "--patterns", multiple=True, type=click.Path(path_type=Path), metavar="DIR", help="A folder with your own fusions."
+)
+input_option = click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to verify with, as .npz.")
+
+
+class Commands(click.Group):
+    """Turns errors that users can act on into one line and an exit code: 1 failed or not equal, 2 usage."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except OnnxfuseError as error:
+            err.print(f"[red]error[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+            ctx.exit(2 if isinstance(error, UsageError) else 1)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("onnxfuse"), prog_name="onnxfuse")
+def main() -> None:
+    """Fuse the subgraphs of an ONNX model that one kernel could run."""
+
+
+@main.command("optimize")
+@click.argument("source", type=model_file)
+@click.argument("target", type=model_file, required=False)
+@only_option
+@skip_option
+@patterns_option
+@input_option
+@click.option("--fallback", type=click.Choice(["onnx", "ort"]), default="onnx", show_default=True,
+              help="What the bodies of fused nodes are written in: standard ONNX, or onnxruntime's own operators too.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Compare both models in onnxruntime.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the report: .json, or .html.")
+@click.option("--dry-run", is_flag=True, help="Report what would be fused, write no model.")
+def optimize_command(
+    source: Path, target: Path | None, only: tuple[str, ...], skip: tuple[str, ...], patterns: tuple[Path, ...],
+    npz: Path | None, fallback: Any, verify: bool, report: Path | None, dry_run: bool,
+) -> None:
+    """Fuse SOURCE and write TARGET."""  # fmt: skip
+    if target is None and not dry_run:
+        raise UsageError("give the file to write as a second argument, or --dry-run")
+    model, folder = load(source)
+    inputs = load_inputs(npz, model) if npz else None
+    with _progress() as progress:
+        optimized, result = optimize(
+            source, only=only, skip=skip, patterns=patterns, fallback=fallback, verify=verify, inputs=inputs,
+            progress=progress,
+        )  # fmt: skip
+    if target is not None and not dry_run:
+        save(optimized, target, folder=folder)
+        result = result.written(target)
+    if report:
+        result.write(report)
+    out.print(result.table())
+
+
+@main.command("explain")
+@click.argument("source", type=model_file)
+@click.argument("fusion", required=False)
+@click.option("--node", help="Only what was tried around this node.")
+@click.option("--limit", default=5, show_default=True, help="How many misses to show.")
+@patterns_option
+def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
+    """Show where SOURCE nearly matches a fusion, and what differs."""
+    fusions = catalog.with_folders(patterns)
+    if fusion:
+        catalog.known(fusion, [f.name for f in fusions])
+    model, folder = load(source)
+    with _progress() as progress:
+        fusing = apply(model, folder, fusions, False, Clock(progress)).fusing
+    if node and (place := where_fused(fusing.fused, node)):
+        out.print(escape(place))
+        return
+    misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
+    for miss in misses[:limit]:
+        click.echo(explain(miss) + "\n")
+    if not misses:
+        click.echo("Nothing comes near: no fusion's last operator is there, or everything that is near was fused.")
+    elif len(misses) > limit:
+        click.echo(f"{len(misses) - limit} more; --limit {len(misses)} shows all.")
+
+
+@main.command("list")
+@patterns_option
+def list_command(patterns: tuple[Path, ...]) -> None:
+    """List the fusions."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("fusion")
+    table.add_column("what it computes", overflow="fold")
+    for fusion in catalog.with_folders(patterns):
+        table.add_row(fusion.name, escape(summary(fusion)))
+    out.print(table)
+
+
+@main.command("show")
+@click.argument("fusion")
+@patterns_option
+def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
+    """Show one fusion: its operator, and the pattern."""
+    fusions = {f.name: f for f in catalog.with_folders(patterns)}
+    catalog.known(fusion, list(fusions))
+    found = fusions[fusion]
+    out.print(f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}", highlight=False)
+    out.print(Syntax(found.source, "python", background_color="default"))
+
+
+@main.command("verify")
+@click.argument("original", type=model_file)
+@click.argument("optimized", type=model_file)
+@input_option
+def verify_command(original: Path, optimized: Path, npz: Path | None) -> None:
+    """Compare two models in onnxruntime; exit with 1 unless they are equal."""
+    inputs = load_inputs(npz, load(original)[0]) if npz else None
+    result = compare(original, optimized, inputs=inputs)
+    table = Table(box=None, pad_edge=False)
+    for name in "output", "largest error", "relative", "tolerance":
+        table.add_column(name)
+    for one in result.outputs:
+        table.add_row(escape(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
+    out.print(table)
+    out.print("equal" if result.passed else escape(result.reason))
+    sys.exit(0 if result.passed else 1)
+
+
+@main.command("env")
+def env_command() -> None:
+    """Show the versions that matter in a bug report."""
+    rows = {"onnxfuse": version("onnxfuse"), "python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            rows[package] = version(package)
+        except PackageNotFoundError:
+            rows[package] = "not installed"
+    for name, value in rows.items():
+        click.echo(f"{name:20} {value}")
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    click.echo(f"{'providers':20} {', '.join(onnxruntime.get_available_providers())}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar for what takes longer than PATIENCE."""
+    start, bar = time.monotonic(), Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err,
+        transient=True,
+    )  # fmt: skip
+    task = bar.add_task("", total=None)
+
+    def tell(stage: str, done: int, of: int) -> None:
+        if time.monotonic() - start > PATIENCE:
+            bar.start()
+            bar.update(task, description=stage, completed=done, total=of or None)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()

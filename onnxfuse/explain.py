@@ -1,0 +1,47 @@
+"""Why a fusion did not apply: the pattern's own source line with carets, the model's node, and what differs."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterable, Sequence
+
+from onnxfuse.dsl import Span
+from onnxfuse.match import Miss
+from onnxfuse.rewrite import Fused
+
+
+def explain(miss: Miss) -> str:
+    """The explanation of one miss, in lines."""
+    head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
+    lines = [head, f"  {miss.reason}", *_source(miss.span)]
+    if miss.hint:
+        lines.append(f"  help: {miss.hint}")
+    return "\n".join(lines)
+
+
+def _source(span: Span) -> list[str]:
+    """The source line that the span points into, with carets under it."""
+    text = linecache.getline(span.file, span.line).rstrip("\n")
+    if not text:
+        return [f"  --> {span}"]
+    number = str(span.line)
+    end = span.end_column if span.end_column > span.column else len(text)
+    margin = " " * len(number)
+    carets = " " * span.column + "^" * max(end - span.column, 1)
+    return [f"  --> {span}", f"  {margin} |", f"  {number} | {text}", f"  {margin} | {carets}"]
+
+
+def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None = None) -> list[Miss]:
+    """The misses of a fusion, or around a node, nearest first."""
+    chosen = [
+        m
+        for m in misses
+        if (fusion is None or m.fusion.name == fusion) and (node is None or node in (m.node, *m.around))
+    ]
+    return sorted(chosen, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
+
+
+def where_fused(fused: Sequence[Fused], node: str) -> str | None:
+    """The fused node that replaced a node, in words; None where none did."""
+    found = next((one for one in fused if node in one.replaces), None)
+    return f"'{node}' is part of the {found.fusion} node '{found.node}'" if found else None

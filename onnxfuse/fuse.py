@@ -1,0 +1,98 @@
+"""Each node tried as the end of every fusion, from outputs to inputs, the larger match first, until nothing changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onnxfuse.dsl import Fusion
+from onnxfuse.graph import Graph, Node, op_of
+from onnxfuse.match import Match, Matcher, Miss
+from onnxfuse.rewrite import Functions, Fused, rewrite
+from onnxfuse.shapes import Shapes
+
+NEAR = 0.3  # a miss is worth reporting when this share of the nodes of the pattern agreed
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """What fusing did, and every place where a fusion did not apply."""
+
+    fused: tuple[Fused, ...]
+    missed: tuple[Miss, ...]
+
+    def near(self) -> list[Miss]:
+        """The misses worth reading, nearest first: those where much agreed and that nothing else fused."""
+        taken = {name for one in self.fused for name in one.replaces}
+        near = [m for m in self.missed if m.matched > 1 and m.node not in taken and m.matched >= NEAR * m.of]
+        return sorted(near, key=lambda m: (-m.matched / m.of, m.fusion.name, m.node))
+
+
+def fuse(
+    graph: Graph,
+    shapes: Shapes,
+    fusions: Sequence[Fusion],
+    *,
+    ort: bool = False,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Fusing:
+    """Replace in place what the fusions match.  `ort` lets the stored bodies use com.microsoft operators."""
+    functions = Functions(graph, ort)
+    by_root: dict[str, list[Matcher]] = defaultdict(list)
+    for fusion in fusions:
+        matcher = Matcher(graph, shapes, fusion)
+        for op in matcher.roots:
+            by_root[op].append(matcher)
+    fused: list[Fused] = []
+    misses: dict[tuple[str, str], Miss] = {}
+    while True:
+        new, misses = _sweep(graph, shapes, by_root, functions, progress)
+        fused += new
+        if not new:
+            return Fusing(tuple(fused), tuple(misses.values()))
+
+
+def _sweep(
+    graph: Graph,
+    shapes: Shapes,
+    by_root: Mapping[str, Sequence[Matcher]],
+    functions: Functions,
+    progress: Callable[[int, int], None],
+) -> tuple[list[Fused], dict[tuple[str, str], Miss]]:
+    fused: list[Fused] = []
+    misses: dict[tuple[str, str], Miss] = {}
+    nodes = graph.nodes[::-1]
+    for i, node in enumerate(nodes):
+        progress(i, len(nodes))
+        if not node.outputs or op_of(node) not in by_root:
+            continue
+        done = _fuse_at(graph, shapes, node, by_root[op_of(node)], functions, misses)
+        if done:
+            fused.append(done)
+    if fused:
+        graph.remove_dead()
+        graph.sort()
+    return fused, misses
+
+
+def _fuse_at(
+    graph: Graph,
+    shapes: Shapes,
+    node: Node,
+    matchers: Sequence[Matcher],
+    functions: Functions,
+    misses: dict[tuple[str, str], Miss],
+) -> Fused | None:
+    """Apply the largest match that ends at the node and is legal."""
+    found = [matcher.at(node.outputs[0]) for matcher in matchers]
+    matches = sorted((m for m in found if isinstance(m, Match)), key=lambda m: (-len(m.nodes), m.fusion.name))
+    refused = []
+    for match in matches:
+        result = rewrite(graph, shapes, match, functions)
+        if isinstance(result, Fused):
+            return result
+        refused.append(result)
+    for miss in (*(m for m in found if isinstance(m, Miss)), *refused):
+        misses[miss.fusion.name, miss.node] = miss
+    return None

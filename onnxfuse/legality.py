@@ -1,0 +1,73 @@
+"""Whether a match may be replaced: nothing outside may need what would vanish, and no cycle may arise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from onnxfuse.graph import Graph, Node, Tensor, op_of, unique
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why not, and what the user can change."""
+
+    sentence: str
+    hint: str = "let nothing else read the value, or take it off the graph's outputs"
+
+
+def refusal(
+    graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
+) -> Refusal | None:
+    """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
+    inside = {id(n) for n in nodes}
+    return _needed_outside(graph, nodes, inside, outputs) or _cycle(inside, used(graph, nodes, outputs), operands)
+
+
+def used(graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The first output, and those of the others that something outside reads."""
+    inside = {id(n) for n in nodes}
+    first, *others = outputs
+    return [first, *(t for t in others if graph.is_kept(t) or any(id(r) not in inside for r in t.outputs))]
+
+
+def _needed_outside(
+    graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor]
+) -> Refusal | None:
+    allowed = {t.name for t in outputs}
+    for node in nodes:
+        for tensor in node.outputs:
+            if tensor.name in allowed:
+                continue
+            if graph.is_kept(tensor):
+                return Refusal(f"'{tensor.name}' ({_label(node)}) is an output of the graph or read in a subgraph")
+            reader = next((r for r in unique(tensor.outputs) if id(r) not in inside), None)
+            if reader is not None:
+                return Refusal(
+                    f"'{tensor.name}' ({_label(node)}) is also read by {_label(reader)}; required no reader outside"
+                )
+    return None
+
+
+def _cycle(inside: set[int], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]) -> Refusal | None:
+    """One output is the only way out of what is fused; with two, an operand may be computed from the second."""
+    if len(outputs) == 1:
+        return None
+    seen: set[int] = set()
+    for name, operand in operands.items():
+        work: list[Node] = list(operand.inputs)
+        while work:
+            node = work.pop()
+            if id(node) in inside:
+                return Refusal(
+                    f"{name} ('{operand.name}') is computed from a value inside; fusing would make a cycle",
+                    "compute the operand from something else",
+                )
+            if id(node) not in seen:
+                seen.add(id(node))
+                work.extend(p for t in node.inputs for p in t.inputs)
+    return None
+
+
+def _label(node: Node) -> str:
+    return f"{op_of(node)} '{node.name or node.outputs[0].name}'"

@@ -1,0 +1,172 @@
+"""The pipeline, readable as a recipe: load, normalize, fold, fuse, verify."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import onnx
+
+from onnxfuse import catalog
+from onnxfuse.batch_norm import fold_batch_norm
+from onnxfuse.dsl import Fusion
+from onnxfuse.errors import UsageError, VerificationError
+from onnxfuse.files import load
+from onnxfuse.fold import Folded, fold_constants, fold_shapes
+from onnxfuse.fuse import Fusing, fuse
+from onnxfuse.graph import Array, Graph, read_graph, write_model
+from onnxfuse.normalize import normalize
+from onnxfuse.report import Dropped, Report, Traffic, traffic
+from onnxfuse.shapes import Shapes, infer_shapes
+from onnxfuse.verify import Verification, compare, first_difference
+
+ROUNDS = 4
+Progress = Callable[[str, int, int], None]  # stage, done, of
+
+
+@dataclass
+class Clock:
+    """Seconds by stage, and a place to tell progress to."""
+
+    tell: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage."""
+        self.tell(name, 0, 0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Fusible:
+    """A graph after fusing, and what was done to it."""
+
+    graph: Graph
+    before: Traffic
+    after: Traffic
+    folded: tuple[Folded, ...]
+    fusing: Fusing
+
+
+def optimize(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    patterns: Iterable[str | os.PathLike[str]] = (),
+    fallback: Literal["onnx", "ort"] = "onnx",
+    verify: bool = True,
+    inputs: Mapping[str, Array] | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> tuple[onnx.ModelProto, Report]:
+    """Fuse a model.
+
+    model     a path, a serialized model or a ModelProto (which is not changed); external data stays on disk
+    only      names of the fusions to apply; all, if none is named
+    skip      names of fusions to leave out
+    patterns  folders of Python files with further fusions; one of an existing name replaces it
+    fallback  which operators the bodies of fused nodes are written in: standard ONNX, or also onnxruntime's own
+    verify    run both models in onnxruntime and take back each fusion that changes an output
+    inputs    what to verify with, by input name; generated where not given
+
+    Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError for a
+    model that cannot be read, UsageError for an unknown fusion, VerificationError where the models differ although no
+    fusion is at fault.
+    """
+    if fallback not in ("onnx", "ort"):
+        raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
+    fusions = catalog.choose(catalog.with_folders(patterns), only, skip)
+    clock = Clock(progress)
+    with clock.stage("load"):
+        original, folder = load(model)
+    dropped: list[Dropped] = []
+    while True:
+        remaining = [f for f in fusions if f.name not in {d.fusion for d in dropped}]
+        result = apply(original, folder, remaining, fallback == "ort", clock)
+        with clock.stage("write"):
+            optimized = write_model(result.graph)
+        with clock.stage("verify"):
+            verified = _verify(original, optimized, folder, inputs) if verify else _unverified()
+            culprit = _culprit(original, optimized, folder, inputs, result, verified)
+        if culprit is None:
+            break
+        dropped.append(culprit)
+    path = str(model) if isinstance(model, str | os.PathLike) else None
+    report = Report(
+        {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
+        {"path": None, "nodes": len(optimized.graph.node)},
+        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
+        verified, clock.seconds,
+    )  # fmt: skip
+    return optimized, report
+
+
+def apply(
+    original: onnx.ModelProto, folder: Path | None, fusions: Sequence[Fusion], ort: bool, clock: Clock
+) -> Fusible:
+    """Everything between reading and writing."""
+    with clock.stage("normalize"):
+        graph = read_graph(original, folder)
+        graph.sort()
+        shapes = infer_shapes(graph)
+        before = traffic(graph, shapes)
+        folded = prepare(graph, shapes)
+    with clock.stage("fuse"):
+        fusing = fuse(graph, shapes, fusions, ort=ort, progress=lambda done, of: clock.tell("fuse", done, of))
+    return Fusible(graph, before, traffic(graph, shapes), tuple(folded), fusing)
+
+
+def prepare(graph: Graph, shapes: Shapes) -> list[Folded]:
+    """Fold and normalize until nothing changes."""
+    folded: list[Folded] = []
+    for _ in range(ROUNDS):
+        new = [*fold_constants(graph, shapes), *fold_shapes(graph, shapes)]
+        changes = normalize(graph, shapes)
+        new += fold_batch_norm(graph, shapes)
+        folded += new
+        if not new and not changes:
+            break
+    return folded
+
+
+def _unverified() -> Verification:
+    return Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
+
+
+def _verify(
+    original: onnx.ModelProto, optimized: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, Array] | None
+) -> Verification:
+    return compare(original, optimized, inputs=inputs, folder=folder)
+
+
+def _culprit(
+    original: onnx.ModelProto,
+    optimized: onnx.ModelProto,
+    folder: Path | None,
+    inputs: Mapping[str, Array] | None,
+    result: Fusible,
+    verified: Verification,
+) -> Dropped | None:
+    """The fusion to take back: the one whose node is the first to differ from the original."""
+    if verified.passed is not False:
+        return None
+    order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
+    fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1))
+    if not fused:
+        raise VerificationError(f"folding changed the model: {verified.reason}; please report this model")
+    try:
+        name = first_difference(original, optimized, [one.output for one in fused], inputs=inputs, folder=folder)
+    except VerificationError:
+        name = None
+    guilty = next((one for one in fused if one.output == name), fused[-1])
+    return Dropped(guilty.fusion, guilty.node, verified.reason)

@@ -1,0 +1,1 @@
+"""The onnxruntime side: fused nodes run as CUDA kernels inside onnxruntime's CUDA provider."""

@@ -1,0 +1,139 @@
+// The CUDA driver, opened at run time: symbols, errors, launches, modules.
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<const Driver*> opened{nullptr};
+std::mutex mutex;
+
+template <class Pointer>
+void find(void* library, const char* name, Pointer& pointer, bool needed = true) {
+  pointer = reinterpret_cast<Pointer>(dlsym(library, name));
+  if (!pointer && needed) throw std::runtime_error(std::string("the CUDA driver has no function ") + name);
+}
+
+// CUlaunchAttribute and CUlaunchConfig of the driver API (CUDA 11.8 and later).
+struct LaunchAttribute {
+  int id;
+  char pad[4];
+  union {
+    char bytes[64];
+    Dim cluster;
+  } value;
+};
+struct LaunchConfig {
+  Dim grid, block;
+  unsigned shared;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchConfig, stream) == 32 && sizeof(LaunchConfig) == 56);
+constexpr int kClusterDimension = 4;
+constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+}  // namespace
+
+void Driver::open(const std::string& path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Driver* known = opened.load();
+  if (known && known->path == path) return;
+  if (known) throw std::runtime_error("the CUDA driver is already open as " + known->path);
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error(std::string("cannot open the CUDA driver: ") + dlerror());
+  auto* driver = new Driver();  // lives as long as the process
+  driver->path = path;
+  find(library, "cuInit", driver->cuInit);
+  find(library, "cuDeviceGet", driver->cuDeviceGet);
+  find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
+  find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
+  find(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
+  find(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
+  find(library, "cuLaunchKernel", driver->cuLaunchKernel);
+  find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
+  find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
+  find(library, "cuModuleLoadData", driver->cuModuleLoadData);
+  find(library, "cuModuleUnload", driver->cuModuleUnload);
+  find(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
+  find(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
+  find(library, "cuGetErrorName", driver->cuGetErrorName);
+  find(library, "cuGetErrorString", driver->cuGetErrorString);
+  driver->check(driver->cuInit(0), "cuInit");
+  opened.store(driver);
+}
+
+const Driver& Driver::get() {
+  const Driver* driver = opened.load(std::memory_order_acquire);
+  if (!driver) throw std::runtime_error("the CUDA driver has not been opened");
+  return *driver;
+}
+
+void Driver::check(int code, const char* what) const {
+  if (code == 0) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (cuGetErrorName(code, &name) != 0 || !name) name = "an unknown CUDA error";
+  if (cuGetErrorString(code, &text) != 0 || !text) text = "no description";
+  throw std::runtime_error(std::string(what) + " failed: " + name + " (" + text + ")");
+}
+
+Context Driver::context_of(int device) const {
+  static auto* contexts = new std::map<int, Context>();  // retained once per process, never released
+  std::lock_guard<std::mutex> lock(mutex);
+  Context& context = (*contexts)[device];
+  if (!context) {
+    int handle = 0;
+    check(cuDeviceGet(&handle, device), "cuDeviceGet");
+    check(cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
+}
+
+bool Driver::is_capturing(Stream stream) const {
+  if (!stream) return false;
+  int status = 0;
+  check(cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+void Driver::launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
+                    void** arguments) const {
+  if (cluster == 1) {
+    check(cuLaunchKernel(function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments, nullptr),
+          "cuLaunchKernel");
+    return;
+  }
+  if (!cuLaunchKernelEx) throw std::runtime_error("the CUDA driver is too old for thread block clusters");
+  LaunchAttribute attribute{};
+  attribute.id = kClusterDimension;
+  attribute.value.cluster = {cluster, 1, 1};
+  LaunchConfig config{grid, block, shared, stream, &attribute, 1};
+  check(cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
+Function Driver::load(const void* image, const char* entry, uint32_t shared, void** module) const {
+  Function function = nullptr;
+  check(cuModuleLoadData(module, image), "cuModuleLoadData");
+  try {
+    check(cuModuleGetFunction(&function, *module, entry), "cuModuleGetFunction");
+    if (shared > 48 * 1024) {
+      check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
+    }
+  } catch (...) {
+    cuModuleUnload(*module);
+    throw;
+  }
+  return function;
+}
+
+void Driver::unload(void* module) const { check(cuModuleUnload(module), "cuModuleUnload"); }
+
+}  // namespace onnxfuse

@@ -1,0 +1,77 @@
+// The CUDA driver, opened at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace onnxfuse {
+
+using Function = void*;  // CUfunction
+using Stream = void*;    // CUstream
+using Context = void*;   // CUcontext
+
+struct Dim {
+  uint32_t x, y, z;
+};
+
+struct Driver {
+  // Open libcuda; later calls with the same path do nothing.  Throws std::runtime_error.
+  static void open(const std::string& path);
+  // Throws std::runtime_error if it has not been opened.
+  static const Driver& get();
+
+  // The device's primary context, which onnxruntime and CuPy use too.
+  Context context_of(int device) const;
+  bool is_capturing(Stream stream) const;
+  void launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
+              void** arguments) const;
+  // Load a cubin and find its entry; `module` receives what unload wants.
+  Function load(const void* image, const char* entry, uint32_t shared, void** module) const;
+  void unload(void* module) const;
+  // Throws "<what> failed: CUDA_ERROR_… (…)" unless the code is 0.
+  void check(int code, const char* what) const;
+
+  std::string path;
+  int (*cuInit)(unsigned);
+  int (*cuDeviceGet)(int*, int);
+  int (*cuDevicePrimaryCtxRetain)(Context*, int);
+  int (*cuCtxGetCurrent)(Context*);
+  int (*cuCtxPushCurrent_v2)(Context);
+  int (*cuCtxPopCurrent_v2)(Context*);
+  int (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                        void**);
+  int (*cuLaunchKernelEx)(const void*, Function, void**, void**);  // null before CUDA 11.8
+  int (*cuStreamIsCapturing)(Stream, int*);
+  int (*cuModuleLoadData)(void**, const void*);
+  int (*cuModuleUnload)(void*);
+  int (*cuModuleGetFunction)(Function*, void*, const char*);
+  int (*cuFuncSetAttribute)(Function, int, int);
+  int (*cuGetErrorName)(int, const char**);
+  int (*cuGetErrorString)(int, const char**);
+};
+
+// Makes a context current for as long as it lives, where another one is.
+class Current {
+ public:
+  Current(const Driver& driver, Context context) : driver_(driver) {
+    Context now = nullptr;
+    driver.check(driver.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
+    if (now != context) {
+      driver.check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent");
+      pushed_ = true;
+    }
+  }
+  ~Current() {
+    Context popped = nullptr;
+    if (pushed_) driver_.cuCtxPopCurrent_v2(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace onnxfuse

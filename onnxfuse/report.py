@@ -1,0 +1,191 @@
+"""What an optimization did: fused, folded and missed, the estimated gain, and whether it was verified."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from onnx import helper
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from onnxfuse.dims import evaluate, symbols
+from onnxfuse.fold import Folded
+from onnxfuse.graph import Graph, Tensor, op_of
+from onnxfuse.match import Miss
+from onnxfuse.rewrite import Fused
+from onnxfuse.shapes import Shapes
+from onnxfuse.verify import Verification
+
+FREE = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
+BATCH, OTHER = 1, 128  # assumed for dimensions that the model leaves open: those named like a batch, and the rest
+SHOWN = 10  # misses in the terminal
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The roofline model: every node reads its inputs and writes its outputs once, in one launch."""
+
+    bytes: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A fusion that the verification took back, and why."""
+
+    fusion: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `optimize`, besides the model.  `to_json()` documents the fields."""
+
+    input: Mapping[str, Any]
+    output: Mapping[str, Any]
+    fused: tuple[Fused, ...]
+    folded: tuple[Folded, ...]
+    missed: tuple[Miss, ...]
+    dropped: tuple[Dropped, ...]
+    before: Traffic
+    after: Traffic
+    verified: Verification
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Fused nodes by fusion."""
+        return dict(sorted(Counter(one.fusion for one in self.fused).items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: input, output, counts, fused, folded, missed, dropped, estimate, verified, seconds."""
+        return {
+            "input": dict(self.input),
+            "output": dict(self.output),
+            "counts": self.counts,
+            "fused": [
+                {"fusion": f.fusion, "node": f.node, "replaces": list(f.replaces), "dims": dict(f.dims)}
+                for f in self.fused
+            ],
+            "folded": [asdict(f) for f in self.folded],
+            "missed": [miss_json(m) for m in self.missed],
+            "dropped": [asdict(d) for d in self.dropped],
+            "estimate": {
+                "bytes_before": self.before.bytes,
+                "bytes_after": self.after.bytes,
+                "launches_before": self.before.launches,
+                "launches_after": self.after.launches,
+            },
+            "verified": self.verified.to_json(),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+
+    def written(self, path: Path) -> Report:
+        """The report of a run whose model was written to `path`."""
+        return replace(self, output={**self.output, "path": str(path)})
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, or as a page where the name ends in .html."""
+        if path.suffix == ".html":
+            console = Console(record=True, width=120, file=io.StringIO())
+            console.print(self.table())
+            path.write_text(console.export_html(), encoding="utf-8")
+        else:
+            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def table(self) -> Group:
+        """What the terminal shows."""
+        return Group(_fused_table(self), *_lines(self), *_missed_table(self))
+
+
+def miss_json(miss: Miss) -> dict[str, Any]:
+    """A miss as plain data."""
+    return {
+        "fusion": miss.fusion.name,
+        "node": miss.node,
+        "matched": miss.matched,
+        "of": miss.of,
+        "reason": miss.reason,
+        "source": str(miss.span),
+    }
+
+
+def traffic(graph: Graph, shapes: Shapes) -> Traffic:
+    """Bytes and launches of a graph; tensors of unknown shape count nothing, open dimensions as BATCH and OTHER say."""
+    total, launches = 0, 0
+    for node in graph.nodes:
+        if op_of(node) in FREE:
+            continue
+        launches += 1
+        total += sum(_bytes(shapes, t) for t in (*_unique(node.inputs), *node.outputs) if t.name)
+    return Traffic(total, launches)
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({t.name: t for t in tensors}.values())
+
+
+def _bytes(shapes: Shapes, tensor: Tensor) -> int:
+    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
+    if shape is None or not dtype:
+        return 0
+    count = 1
+    for size in shape:
+        values = {name: BATCH if "batch" in name.lower() else OTHER for name in symbols(size)}
+        count *= max(evaluate(size, values), 0)
+    return count * int(helper.tensor_dtype_to_np_dtype(dtype).itemsize)
+
+
+def _fused_table(report: Report) -> Table:
+    table = Table(title="Fused", title_justify="left", box=None, pad_edge=False)
+    for name, justify in ("fusion", "left"), ("nodes", "right"), ("replaced", "right"):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, count in report.counts.items():
+        replaced = sum(len(f.replaces) for f in report.fused if f.fusion == name)
+        table.add_row(name, str(count), str(replaced))
+    return table
+
+
+def _lines(report: Report) -> list[str]:
+    folded = Counter(f.what for f in report.folded)
+    lines = [f"Folded: {', '.join(f'{count} {what}' for what, count in sorted(folded.items())) or 'nothing'}"]
+    lines.append(f"Nodes: {report.input['nodes']} -> {report.output['nodes']}")
+    lines.append(
+        f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
+        f"{report.before.launches} -> {report.after.launches} launches"
+    )
+    lines += [f"[yellow]Dropped {d.fusion}[/] at '{escape(d.node)}': {escape(d.reason)}" for d in report.dropped]
+    verified = report.verified
+    if verified.passed:
+        worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
+        lines.append(f"[green]Verified[/]: {len(verified.outputs)} outputs equal (at {worst:.0%} of the tolerance)")
+    else:
+        lines.append(f"[yellow]Not verified[/]: {escape(verified.reason)}")
+    return lines
+
+
+def _missed_table(report: Report) -> list[Any]:
+    if not report.missed:
+        return []
+    table = Table(title=f"Nearly fused ({len(report.missed)})", title_justify="left", box=None, pad_edge=False)
+    for name in "fusion", "node", "agreed", "why not":
+        table.add_column(name, overflow="fold")
+    for miss in report.missed[:SHOWN]:
+        table.add_row(miss.fusion.name, escape(miss.node), f"{miss.matched} of {miss.of}", escape(miss.reason))
+    return [table, "`onnxfuse explain MODEL` shows where in the pattern each of them differs."]
+
+
+def _bytes_text(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

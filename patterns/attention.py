@@ -1,0 +1,102 @@
+"""Scaled dot-product attention: multi-head and grouped-query, with any mask."""
+
+from onnxfuse.dsl import (
+    attribute,
+    choose,
+    either,
+    fusion,
+    given,
+    narrow,
+    op,
+    rearrange,
+    require,
+    scalar,
+    scaled,
+    shared,
+    tensor,
+    wide,
+)
+
+LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
+MAX_FLOAT16 = 65504
+SCORES = "batch? heads? queries? keys?"
+
+
+def by_layout(choice, x, length, heads, size, result):
+    """The layouts in which queries, keys and values come; none of them needs a copy."""
+    return choose(
+        choice,
+        packed=rearrange(x, f"batch {length} ({heads} {size}) -> {result}"),
+        bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
+        bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
+        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
+    )
+
+
+def masked(scores, mask, masked_score):
+    """The kinds of mask; a boolean one is true where a key counts (inverted: where it does not)."""
+    keep = shared(op.Where(mask, 0.0, masked_score))
+    return choose(
+        "mask_kind",
+        boolean=either(
+            op.Where(mask, scores, masked_score),
+            given(
+                scores + keep,
+                "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}",
+                lambda masked_score, dtype: masked_score < (LOWEST if dtype != "float16" else -MAX_FLOAT16),
+            ),
+        ),
+        inverted=op.Where(mask, masked_score, scores),
+        additive=scores + mask,
+        none=scores,
+    )
+
+
+@fusion(out="batch queries (heads value_size)", casts=True)
+def attention(
+    q=tensor(),
+    k=tensor(),
+    v=tensor(),
+    mask=tensor(SCORES, optional=True),
+    bias=tensor(SCORES, optional=True),
+    scale=scalar(optional=True),
+    masked_score=scalar(optional=True),
+    is_causal=attribute(),
+    softcap=attribute(),
+):
+    """softmax(scale * q k^T + bias + mask) v, for each head (Vaswani et al. 2017, arXiv:1706.03762)
+
+    Key and value heads may be fewer than query heads, each serving `repeats` of these (Ainslie et al. 2023,
+    arXiv:2305.13245).  `form` operator is ONNX's own Attention, whose scale is 1 / sqrt(size) where none is given.
+    """
+    require(
+        "{heads} query heads are {kv_heads} key heads times {repeats}",
+        lambda heads, kv_heads, repeats: heads == kv_heads * repeats,
+    )
+    queries = by_layout("q_layout", q, "queries", "heads", "size", "batch heads queries size")
+    columns = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch (kv_heads repeats) size keys")
+    keys = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch (kv_heads repeats) keys size")
+    values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch (kv_heads repeats) keys value_size")
+
+    scores = scaled(op.MatMul(queries, columns), scale)
+    biased = choose("bias_kind", position=scores + bias, none=scores)
+    probabilities = op.Softmax(wide(masked(biased, mask, masked_score)), axis=-1)
+    guarded = choose(
+        "fully_masked",
+        zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
+        softmax=probabilities,
+    )
+    context = choose(
+        "form",
+        softmax=op.MatMul(narrow(guarded, like=v), values),
+        operator=op.Attention(queries, keys, values, mask, scale=scale, is_causal=is_causal, softcap=softcap),
+    )
+    return choose(
+        "out_layout",
+        packed=rearrange(context, "batch heads queries value_size -> batch queries (heads value_size)"),
+        rows=rearrange(context, "batch heads queries value_size -> (batch queries) (heads value_size)"),
+        bshd=rearrange(context, "batch heads queries value_size -> batch queries heads value_size"),
+        seq_first=rearrange(context, "batch heads queries value_size -> queries batch (heads value_size)"),
+        seq_first_rows=rearrange(context, "batch heads queries value_size -> (queries batch) (heads value_size)"),
+        bhsd=context,
+    )

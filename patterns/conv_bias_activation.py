@@ -1,0 +1,32 @@
+"""A convolution with what follows it: bias, residual, activation."""
+
+from onnxfuse.patterns._activations import activation
+
+from onnxfuse.dsl import attribute, either, fusion, op, require, scalar, tensor, weight
+
+
+@fusion(out="n m ...")
+def conv_bias_activation(
+    x=tensor(),
+    w=weight(),
+    bias=weight("m", optional=True),
+    residual=tensor("n m ...", optional=True),
+    alpha=scalar(optional=True),
+    beta=scalar(optional=True),
+    auto_pad=attribute(),
+    dilations=attribute(),
+    group=attribute(),
+    kernel_shape=attribute(),
+    pads=attribute(),
+    strides=attribute(),
+):
+    """y = activation(conv(x, w) + bias + residual)"""
+    require(
+        "an activation or a residual follows the convolution",
+        lambda residual, activation: residual is not None or activation != "none",
+    )
+    product = op.Conv(
+        x, w, bias, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
+        strides=strides,
+    )
+    return activation(either(product + residual, product), alpha, beta)

@@ -1,0 +1,367 @@
+"""What is inferred of a tensor holds when the model runs, and no exported model leaves a tensor unknown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from onnx import TensorProto
+
+from onnxfuse.dim_text import parse_size
+from onnxfuse.dims import Size, evaluate, is_known, symbol, symbols
+from onnxfuse.graph import Graph, Tensor, read_graph
+from onnxfuse.shapes import Shapes, infer_shapes
+
+EXPORTED = Path(__file__).parents[1] / "models" / "exported"
+INDEX = json.loads((EXPORTED / "index.json").read_text())["models"] if (EXPORTED / "index.json").exists() else {}
+MODELS = sorted(name for name in INDEX if (EXPORTED / name).exists())
+
+
+def inferred(model: onnx.ModelProto) -> tuple[Graph, Shapes]:
+    graph = read_graph(model)
+    graph.sort()
+    return graph, infer_shapes(graph, strict=True)
+
+
+def computed(graph: Graph) -> list[Tensor]:
+    return [tensor for node in graph.nodes for tensor in node.outputs if tensor.name]
+
+
+def feeds(inputs: list[dict[str, Any]], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
+    """Random inputs as index.json describes them."""
+    random = np.random.default_rng(seed)
+    result = {}
+    for each in inputs:
+        shape = [evaluate(parse_size(str(dim)), sizes) for dim in each["dims"]]
+        if np.issubdtype(np.dtype(each["dtype"]), np.integer):
+            low, high = each["range"]
+            array = random.integers(low, high + 1, shape)
+            array = np.sort(array, axis=-1)[..., ::-1] if each.get("prefix_mask") else array
+        else:
+            array = random.normal(size=shape)
+        result[each["name"]] = np.ascontiguousarray(array.astype(each["dtype"]))
+    return result
+
+
+def run_everything(model: onnx.ModelProto, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every tensor of the model by name, as onnxruntime computes it without optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    open_model = onnx.ModelProto()
+    open_model.CopyFrom(model)
+    stated = {info.name for info in model.graph.output}
+    open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in stated)
+    session = onnxruntime.InferenceSession(open_model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def check(shapes: Shapes, tensor: Tensor, real: np.ndarray, sizes: dict[str, int]) -> None:
+    """Compare what is known of a tensor with the real one; unknown symbols are bound where they first occur."""
+    shape = shapes.shape(tensor)
+    if shape is not None:
+        assert len(shape) == real.ndim, tensor.name
+        for size, there in zip(shape, real.shape, strict=True):
+            if size == symbol(str(size)) and str(size) not in sizes and not is_known(size):
+                sizes[str(size)] = there
+            assert evaluate(size, sizes) == there, f"{tensor.name}: {shape} is {real.shape}"
+    assert shapes.dtype(tensor) in (0, onnx.helper.np_dtype_to_tensor_dtype(real.dtype)), tensor.name
+    value = shapes.value(tensor)
+    if value is not None:
+        assert value.shape == real.shape, tensor.name
+        found = [evaluate(element, sizes) for element in value.reshape(-1)]
+        assert found == real.reshape(-1).tolist(), f"{tensor.name}: {value}"
+
+
+@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
+@pytest.mark.parametrize("name", MODELS or ["none"])
+def test_exported_model_runs_as_inferred(name: str) -> None:
+    model = onnx.load(EXPORTED / name)
+    graph, shapes = inferred(model)
+    names = [tensor.name for tensor in computed(graph)]
+    for seed, sizes in enumerate(INDEX[name]["verified_sizes"]):
+        inputs = feeds(INDEX[name]["inputs"], sizes, seed)
+        real = run_everything(model, names, inputs)
+        bound = dict(sizes)
+        for tensor in computed(graph):
+            check(shapes, tensor, real[tensor.name], bound)
+
+
+@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
+@pytest.mark.parametrize("name", MODELS or ["none"])
+def test_exported_model_keeps_no_unknown_tensor(name: str) -> None:
+    """Every dimension is a number or follows from the sizes of the graph inputs."""
+    graph, shapes = inferred(onnx.load(EXPORTED / name))
+    given = {name for tensor in graph.gs.inputs for size in shapes.shape(tensor) or () for name in symbols(size)}
+    for tensor in computed(graph):
+        shape = shapes.shape(tensor)
+        assert shape is not None and shapes.dtype(tensor), tensor.name
+        assert given.issuperset(name for size in shape for name in symbols(size)), f"{tensor.name}: {shape}"
+
+
+def parsed(inputs: str, body: str, opset: int = 17, constants: str = "") -> tuple[Graph, Shapes]:
+    """Infer a graph in ONNX text whose last result is `y`."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]>
+        g ({inputs}) => (y) {f"<{constants}>" if constants else ""} {{ {body} }}"""
+    return inferred(onnx.parser.parse_model(text))
+
+
+def named(graph: Graph, name: str) -> Tensor:
+    return graph.gs.tensors()[name]
+
+
+def shown(shape: tuple[Size, ...] | None) -> str:
+    return "unknown" if shape is None else " ".join("?" if not is_known(size) else str(size) for size in shape)
+
+
+X3, X4 = "float[batch,seq,64] x", "float[batch,3,h,w] x"
+
+SHAPES = [
+    # elementwise and broadcasting
+    (17, "float[batch,1,seq] x, float[heads,1] z", "y = Add(x, z)", "batch heads seq"),
+    (17, "float[a] x, float[b] z", "y = Add(x, z)", "?"),
+    (17, "float[a] x, float[8] z", "y = Add(x, z)", "8"),
+    (17, f"{X3}, float[64] z", "c = Less(x, z) y = Where(c, x, z)", "batch seq 64"),
+    (6, f"{X3}, float[seq] z", "y = Add <broadcast = 1, axis = 1> (x, z)", "batch seq 64"),
+    (17, "float[1024,64] x, int64[batch,seq] z",
+     "l = Shape <start = 1> (z) zero = Constant <value = int64[1] {0}> () s = Slice(x, zero, l) e = Gather(s, z) "
+     "u = Slice(x, zero, l) y = Add(e, u)", "batch seq 64"),
+    # shape arithmetic into Reshape and Expand
+    (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) o = Constant <value_ints = [-1]> () "
+             "q = Unsqueeze(d, a0) k = Constant <value_ints = [4, 16]> () t = Concat <axis = 0> (o, q, k) "
+             "y = Reshape(x, t)", "batch seq 4 16"),
+    (17, X3, "t = Constant <value_ints = [0, -1]> () y = Reshape(x, t)", "batch 64*seq"),
+    (17, X3, "t = Constant <value_ints = [0, 0, 4, -1]> () y = Reshape(x, t)", "batch seq 4 16"),
+    (17, X3, "t = Constant <value_ints = [-1, 3]> () y = Reshape(x, t)", "? 3"),
+    (17, f"{X3}, int64[2] t", "y = Reshape(x, t)", "? ?"),
+    (17, f"{X3}, int64[n] t", "y = Reshape(x, t)", "unknown"),
+    (14, "float[0,5] x", "t = Constant <value_ints = [7, 0]> () y = Reshape <allowzero = 1> (x, t)", "7 0"),
+    (17, "float[batch,past_seq,8] x, float[batch,seq,8] z",
+     "c = Concat <axis = 1> (x, z) f = Flatten <axis = 2> (c) s = Shape(c) t = Slice(s, a0, a2) "
+     "m = Constant <value_ints = [-1]> () r = Concat <axis = 0> (t, m) y = Reshape(f, r)",
+     "batch past_seq + seq 8"),
+    (17, "float[1,1,seq] x, int64[batch] z", "b = Shape(z) one = Constant <value_ints = [1]> () "
+     "m = Constant <value_ints = [-1]> () t = Concat <axis = 0> (b, one, m) e = Equal(t, m) "
+     "o = ConstantOfShape <value = int64[1] {1}> (a3) w = Where(e, o, t) y = Expand(x, w)", "batch 1 seq"),
+    # Slice, with attributes and with inputs
+    (9, X3, "y = Slice <axes = [1], starts = [0], ends = [9223372036854775807]> (x)", "batch seq 64"),
+    (9, X3, "y = Slice <axes = [1, 2], starts = [1, -8], ends = [2147483647, 64]> (x)", "batch seq - 1 8"),
+    (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [9223372036854775807]> () "
+             "y = Slice(x, m, e, a1)", "batch 1 64"),
+    (17, X3, "m = Constant <value_ints = [-1]> () y = Slice(x, a0, m, a1)", "batch seq - 1 64"),
+    (17, X3, "t = Constant <value_ints = [32]> () y = Slice(x, a0, t, a1)", "batch Min(32, seq) 64"),
+    (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9223372036854775808]> () "
+             "y = Slice(x, m, e, a1, m)", "batch seq 64"),
+    (17, X3, "e = Constant <value_ints = [9223372036854775807]> () y = Slice(x, a0, e, a1, a2)",
+     "batch (seq + 1)//2 64"),
+    (17, f"{X3}, int64[1] z", "y = Slice(x, a0, z, a1)", "batch ? 64"),
+    # Split, Squeeze, Unsqueeze, Reduce: attribute, then input
+    (11, X3, "y, z = Split <axis = 2, split = [16, 48]> (x)", "batch seq 16"),
+    (13, X3, "t = Constant <value_ints = [16, 48]> () y, z = Split <axis = 2> (x, t)", "batch seq 16"),
+    (17, X3, "y, z = Split <axis = -1> (x)", "batch seq 32"),
+    (18, "float[batch,7] x", "z, y = Split <axis = 1, num_outputs = 2> (x)", "batch 3"),
+    (11, "float[batch,1,seq,1] x", "y = Squeeze <axes = [1, -1]> (x)", "batch seq"),
+    (13, "float[batch,1,seq] x", "y = Squeeze(x, a1)", "batch seq"),
+    (13, "float[2,1,3] x", "y = Squeeze(x)", "2 3"),
+    (13, "float[2,s,3] x", "y = Squeeze(x)", "unknown"),
+    (11, X3, "y = Unsqueeze <axes = [0, -1]> (x)", "1 batch seq 64 1"),
+    (13, X3, "y = Unsqueeze(x, a1)", "batch 1 seq 64"),
+    (17, X3, "y = ReduceMean <axes = [-1]> (x)", "batch seq 1"),
+    (18, X3, "y = ReduceMean <keepdims = 0> (x, a1)", "batch 64"),
+    (18, X3, "y = ReduceMean <noop_with_empty_axes = 1> (x)", "batch seq 64"),
+    (17, X3, "y = ReduceMean <keepdims = 0> (x)", ""),
+    (17, X3, "y = ArgMax <axis = -1, keepdims = 0> (x)", "batch seq"),
+    (9, X3, "y, i = TopK <k = 5> (x)", "batch seq 5"),
+    (17, X3, "k = Constant <value_ints = [5]> () y, i = TopK <axis = 1> (x, k)", "batch 5 64"),
+    # products
+    (17, "float[batch,heads,seq,16] x, float[batch,heads,16,keys] z", "y = MatMul(x, z)", "batch heads seq keys"),
+    (17, "float[seq,16] x, float[16] z", "y = MatMul(x, z)", "seq"),
+    (17, "float[16] x, float[batch,16,8] z", "y = MatMul(x, z)", "batch 8"),
+    (17, "float[16,n] x, float[8,16] z", "y = Gemm <transA = 1, transB = 1> (x, z)", "n 8"),
+    (17, "float[b,i,d] x, float[b,j,d] z", 'y = Einsum <equation = "bid,bjd->bij"> (x, z)', "b i j"),
+    # movement
+    (17, X3, "y = Transpose(x)", "64 seq batch"),
+    (17, X3, "y = Transpose <perm = [0, 2, 1]> (x)", "batch 64 seq"),
+    (17, X3, "y = Flatten(x)", "batch 64*seq"),
+    (17, X3, "y = Flatten <axis = -1> (x)", "batch*seq 64"),
+    (17, "float[batch,seq,64] x, int64[n,2] z", "y = GatherND(x, z)", "n 64"),
+    (17, X3, "r = Constant <value_ints = [1, 2, 3]> () y = Tile(x, r)", "batch 2*seq 192"),
+    (17, X4, "p = Constant <value_ints = [0, 0, 1, 1, 0, 0, 1, 2]> () y = Pad(x, p)", "batch 3 h + 2 w + 3"),
+    (9, X4, "y = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 2]> (x)", "batch 3 h + 2 w + 3"),
+    (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) z = Constant <value_int = 0> () "
+             "y = Range(z, d, i)", "seq"),
+    (17, X3, "s = Shape(x) o = ConstantOfShape <value = int64[1] {1}> (s) y = NonZero(o)", "3 64*batch*seq"),
+    (17, X3, "y = NonZero(x)", "3 ?"),
+    (17, "int64[n] x", "d = Constant <value_ints = [10]> () v = Constant <value_floats = [0.0, 1.0]> () "
+     "y = OneHot(x, d, v)", "n 10"),
+    # images
+    (17, f"{X4}, float[8,3,3,3] z", "y = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, z)",
+     "batch 8 (h + 1)//2 (w + 1)//2"),
+    (17, f"{X4}, float[8,3,3,3] z", 'y = Conv <auto_pad = "SAME_UPPER"> (x, z)', "batch 8 h w"),
+    (17, f"{X4}, float[3,4,2,2] z", "y = ConvTranspose <strides = [2, 2], group = 2> (x, z)", "batch 8 2*h 2*w"),
+    (17, X4, "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "batch 3 h//2 w//2"),
+    (17, "float[1,1,5,5] x", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)", "1 1 3 3"),
+    (17, X4, "y = GlobalAveragePool(x)", "batch 3 1 1"),
+    (9, X4, "s = Constant <value = float[4] {1.0, 1.0, 2.0, 0.5}> () y = Upsample(x, s)", "batch 3 2*h w//2"),
+    (17, "float[batch,8,h,w] x", "y = DepthToSpace <blocksize = 2> (x)", "batch 2 2*h 2*w"),
+    # normalizations, attention, and one operator left to onnx
+    (17, f"{X3}, float[64] z", "y, m = LayerNormalization(x, z)", "batch seq 64"),
+    (17, f"{X3}, float[64] z", "q, y = LayerNormalization(x, z)", "batch seq 1"),
+    (23, "float[b,s,32] x, float[b,t,16] k, float[b,t,24] v",
+     "y = Attention <q_num_heads = 4, kv_num_heads = 2> (x, k, v)", "b s 48"),
+    (23, "float[b,4,s,8] x, float[b,2,t,8] k, float[b,2,t,8] v, float[b,2,p,8] pk, float[b,2,p,8] pv",
+     "q, y, w = Attention(x, k, v, , pk, pv)", "b 2 p + t 8"),
+    (17, f"{X3}, float[64] z", "y = com.microsoft.BiasGelu(x, z)", "batch seq 64"),
+    (17, "float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r", "y = LSTM <hidden_size = 4> (x, w, r)",
+     "seq 1 batch 4"),
+]  # fmt: skip
+AXES = "int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, int64[1] a3 = {3}"
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), SHAPES)
+def test_shape_of(opset: int, inputs: str, body: str, expected: str) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    assert shown(shapes.shape(named(graph, "y"))) == expected
+
+
+SEQ = "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) two = Constant <value_int = 2> () "
+NUMBERS = "zero = Constant <value_int = 0> () m = Constant <value_int = -1> () "
+
+VALUES = [
+    (17, X3, "y = Shape(x)", "[batch, seq, 64]"),
+    (17, X3, "y = Shape <start = -2, end = -1> (x)", "[seq]"),
+    (17, X3, "y = Size(x)", "64*batch*seq"),
+    (17, X3, SEQ + "y = Mul(d, two)", "2*seq"),
+    (17, X3, SEQ + "e = Mul(d, two) y = Div(e, two)", "seq"),
+    (17, X3, SEQ + "y = Div(d, two)", "seq//2"),
+    (17, X3, SEQ + "y = Mod(d, two)", "seq%2"),
+    (17, X3, SEQ + "n = Neg(d) y = Div(n, two)", "unknown"),
+    (17, X3, SEQ + "n = Neg(d) y = Abs(n)", "seq"),
+    (17, X3, SEQ + "y = Max(d, two)", "Max(2, seq)"),
+    (17, X3, SEQ + NUMBERS + "y = Max(d, zero)", "seq"),
+    (17, X3, SEQ + NUMBERS + "y = Equal(d, m)", "False"),
+    (17, X3, SEQ + "y = Equal(d, d)", "True"),
+    (17, X3, SEQ + "y = Equal(d, two)", "unknown"),
+    (17, X3, SEQ + NUMBERS + "y = Less(d, zero)", "False"),
+    (17, X3, SEQ + NUMBERS + "l = Greater(d, m) n = Not(l) y = Or(l, n)", "True"),
+    (17, X3, SEQ + "f = Cast <to = 1> (d) t = Constant <value_float = 2.0> () g = Mul(f, t) h = Floor(g) "
+                   "y = Cast <to = 7> (h)", "2*seq"),
+    (17, X3, SEQ + "f = Cast <to = 1> (d) t = Constant <value_float = 0.5> () g = Mul(f, t) y = Cast <to = 7> (g)",
+     "unknown"),
+    (17, X3, "s = Shape(x) y = ReduceProd <keepdims = 0> (s)", "64*batch*seq"),
+    (13, X3, "s = Shape(x) y = ReduceSum(s)", "[batch + seq + 64]"),
+    (18, X3, "s = Shape(x) y, z = Split <num_outputs = 2> (s)", "[batch, seq]"),
+    (11, X3, "s = Shape(x) z, y = Split <split = [1, 2]> (s)", "[seq, 64]"),
+    (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "
+             "y = Slice(s, m, e, a0, m)", "[64, seq, batch]"),
+    (9, X3, "s = Shape(x) u = Slice <starts = [1], ends = [2]> (s) y = Squeeze <axes = [0]> (u)", "seq"),
+    (17, X3, "t = Constant <value_ints = [3]> () y = ConstantOfShape(t)", "not an integer"),
+    (17, X3, "s = Shape(x) t = Constant <value_ints = [-1, 1]> () r = Reshape(s, t) y = Transpose(r)",
+     "[batch, seq, 64]"),
+    (17, X3, "a = Constant <value_int = 3> () b = Constant <value_int = 0> () d = Constant <value_int = -1> () "
+             "y = Range(a, b, d)", "[3, 2, 1]"),
+    (17, X3, "a = Constant <value_int = 65> () b = Constant <value_int = 0> () d = Constant <value_int = 1> () "
+             "y = Range(b, a, d)", "unknown"),
+    (17, "int64[3] x", "y = Add(x, x)", "unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), VALUES)
+def test_value_of(opset: int, inputs: str, body: str, expected: str) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    tensor = named(graph, "y")
+    value = shapes.value(tensor)
+    if expected == "not an integer":
+        assert value is None and shapes.dtype(tensor) == TensorProto.FLOAT
+        return
+    text = "unknown" if value is None else ", ".join(map(str, value.reshape(-1)))
+    assert (f"[{text}]" if value is not None and value.ndim else text) == expected
+
+
+DTYPES = [
+    (17, "float16[n] x", "y = Cast <to = 1> (x)", TensorProto.FLOAT),
+    (17, "float16[n] x", "y = Equal(x, x)", TensorProto.BOOL),
+    (17, "float16[n] x", "y = Shape(x)", TensorProto.INT64),
+    (17, "float16[n] x, int32[n] z", "c = Equal(z, z) y = Where(c, x, x)", TensorProto.FLOAT16),
+    (17, "bfloat16[n] x", "y = Relu(x)", TensorProto.BFLOAT16),
+    (17, "float[n] x", "y, s, z = DynamicQuantizeLinear(x)", TensorProto.UINT8),
+    (17, "float16[n] x", "y = com.microsoft.FastGelu(x)", TensorProto.FLOAT16),
+    (17, "float16[n] x", "v, y = TopK(x, a1)", TensorProto.INT64),
+    (17, "int64[2] x", "y = ConstantOfShape(x)", TensorProto.FLOAT),
+]
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), DTYPES)
+def test_dtype_of(opset: int, inputs: str, body: str, expected: int) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    assert shapes.dtype(named(graph, "y")) == expected
+
+
+def test_symbols_invented_by_onnx_are_not_the_user_s() -> None:
+    """onnx calls an unknown dimension unk__0; so may a user."""
+    graph, shapes = parsed("float[unk__0,unk__1] x", "z = NonZero(x) y = Transpose(z)")
+    assert shown(shapes.shape(named(graph, "x"))) == "unk__0 unk__1"
+    assert shown(shapes.shape(named(graph, "y"))) == "? 2"
+
+
+def test_unknown_dimensions_equal_only_themselves() -> None:
+    graph, shapes = parsed("float[?,4] x, float[?,4] z", "a = Relu(x) b = Relu(z) y = Add(a, b)")
+    x, z, a, b, y = (shapes.shape(named(graph, name)) for name in "xzaby")
+    assert x and z and y and x == a and z == b and x != z
+    assert y[0] not in (x[0], z[0])
+    shapes.node(named(graph, "y").inputs[0])
+    assert shapes.shape(named(graph, "y")) == y, "inferring again gives the same symbols"
+
+
+def test_nodes_made_by_a_rewrite_are_inferred_one_at_a_time() -> None:
+    graph, shapes = parsed("float[batch,64] x", "y = Relu(x)")
+    product = graph.variable("product")
+    node = graph.add("MatMul", [named(graph, "x"), graph.constant("w", np.ones((64, 8), np.float32))], [product])
+    shapes.node(node)
+    assert shown(shapes.shape(product)) == "batch 8" and shapes.dtype(product) == TensorProto.FLOAT
+    made = graph.variable("made")
+    assert shapes.shape(made) is None and shapes.rank(made) is None and shapes.dtype(made) == 0
+    shapes.put(made, (symbol("batch"), 3), TensorProto.FLOAT16)
+    assert shapes.rank(made) == 2 and shapes.dtype(made) == TensorProto.FLOAT16
+
+
+FUNCTION = """
+    <ir_version: 8, opset_import: ["" : 17, "local" : 1]>
+    g (float[batch,seq] x) => (y) { y = local.twice(x) }
+    <domain: "local", opset_import: ["" : 17]> twice (a) => (b) { b = Add(a, a) }
+"""
+
+
+def test_calls_to_model_local_functions_rely_on_onnx() -> None:
+    graph, shapes = inferred(onnx.parser.parse_model(FUNCTION))
+    assert shown(shapes.shape(named(graph, "y"))) == "batch seq" and shapes.dtype(named(graph, "y")) == 1
+
+
+def test_a_malformed_node_leaves_its_shape_unknown() -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[a,b] x) => (y) { y = Transpose <perm = [0, 7]> (x) }'
+    graph = read_graph(onnx.parser.parse_model(text))
+    assert infer_shapes(graph).shape(named(graph, "y")) is None
+    with pytest.raises(IndexError):
+        infer_shapes(graph, strict=True)
+
+
+def test_big_constants_are_not_handed_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    infer = onnx.shape_inference.infer_shapes
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", lambda m: (sizes.append(m.ByteSize()), infer(m))[1])
+    graph = read_graph(onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n,512] x) => (y) { y = MatMul(x, w) }'
+    ))  # fmt: skip
+    weight = onnx.numpy_helper.from_array(np.zeros((512, 8), np.float32), "w")
+    graph.model.graph.initializer.append(weight)
+    graph = read_graph(graph.model)
+    assert shown(infer_shapes(graph, strict=True).shape(named(graph, "y"))) == "n 8"
+    assert sizes[0] < 1024
