@@ -45,14 +45,19 @@ def _shorten(graph: Graph, shapes: Shapes, last: Node) -> bool:
     chain = _chain_to(last)
     for start in range(len(chain)):
         nodes = chain[start:]
-        source, layout = nodes[0].inputs[0], _layout(shapes, nodes)
+        source, removed = nodes[0].inputs[0], _removed(graph, nodes)
         shape, result = shapes.shape(source), shapes.shape(last.outputs[0])
-        if layout is None or shape is None or result is None or any(size == 0 for size in (*shape, *result)):
+        if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
+            continue
+        if removed == 1 and shape != result:  # one node can only give way to none
+            continue
+        layout = _layout(shapes, nodes)
+        if layout is None:
             continue
         limit = max((len(_perm(shapes, n)) for n in nodes if op_of(n) == "Transpose"), default=0)
         for moves in _spellings(shape, layout, result):
             # a Transpose over more axes than before may be slower
-            fits = len(moves) < _removed(graph, nodes) and all(len(move.perm or ()) <= limit for move in moves)
+            fits = len(moves) < removed and all(len(move.perm or ()) <= limit for move in moves)
             if fits and _build(graph, shapes, last, source, moves):
                 _drop_unread(graph, nodes)
                 return True

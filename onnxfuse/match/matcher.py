@@ -1,0 +1,302 @@
+"""The walk: every way of reading a term yields a State, and the first complete and legal one wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from onnx import TensorProto
+
+from onnxfuse.dsl import (
+    Apply,
+    Capture,
+    Choose,
+    Constant,
+    Either,
+    Fusion,
+    Given,
+    Guard,
+    Precision,
+    Product,
+    Rearrange,
+    Scaled,
+    Shared,
+    Sizes,
+    Span,
+    Stored,
+    Sum,
+    Term,
+    core,
+)
+from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.legality import refusal
+from onnxfuse.match.chains import Chain
+from onnxfuse.match.names import unify
+from onnxfuse.match.operators import match_operator
+from onnxfuse.match.state import FLOATS, Match, Miss, State
+from onnxfuse.match.views import match_rearrange, match_scaled, match_sizes
+from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
+from onnxfuse.shapes import Shapes
+
+# By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
+TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
+STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
+
+
+class Matcher:
+    """Matches one fusion against one graph."""
+
+    def __init__(self, graph: Graph, shapes: Shapes, fusion: Fusion) -> None:
+        self.graph, self.shapes, self.fusion = graph, shapes, fusion
+        self.roots = root_ops(fusion.outputs[0]) | ({"Cast"} if fusion.casts else set())
+        self._best: tuple[int, Callable[[], str], Span, State, str] | None = None
+        self._sizes_known: dict[tuple[tuple[str, str], ...], int] = {}
+        self._root: Tensor = None
+        self._steps = 0
+
+    def at(self, tensor: Tensor) -> Match | Miss:
+        """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
+        self._best, self._root, self._steps = None, tensor, 0
+        dtype = self.shapes.dtype(tensor)
+        if dtype not in FLOATS:
+            name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
+            hint = "convert the model to float32 or float16"
+            return self._miss_now(f"'{tensor.name}' is {name}; required float32, float16 or bfloat16", tensor, hint)
+        for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
+            complete = self._complete(state)
+            if complete is not None:
+                return complete
+        return self._nearest(tensor)
+
+    def _start(self, tensor: Tensor) -> State:
+        """Names of the output's dimensions are bound first, so that operands are held against them."""
+        shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
+        dims = unify(spec, shape, {}) if shape is not None and "(" not in spec else None
+        return State(dims=dims or {})
+
+    # --- the walk ------------------------------------------------------------------------------------------------
+
+    def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        self._steps += 1
+        if self._steps > STEPS:
+            return
+        match term:
+            case Precision(inner=inner) | Stored(inner=inner):
+                yield from self.match(inner, tensor, state)
+                return
+            case Given(inner=inner, guard=guard):
+                for after in self.match(inner, tensor, state):
+                    if self.holds(guard, after, term):
+                        yield after
+                return
+            case Shared(inner=inner):
+                for after in self.match(inner, tensor, state):
+                    seen = [n for i, n in after.nodes.items() if i not in state.nodes]
+                    yield replace(after, nodes=state.nodes).with_nodes(seen, keep=True)
+                return
+        known = state.terms.get(id(term))
+        if known is not None:
+            if self._stem(known, term) is self._stem(tensor, term):
+                yield state
+            else:
+                self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
+            return
+        if not isinstance(term, Capture | Constant):
+            tensor, state = self.through_casts(tensor, state)
+        for after in self._kinds(term, tensor, state):
+            yield replace(after, terms={**after.terms, id(term): tensor})
+
+    def _kinds(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        match term:
+            case Capture():
+                yield from self._capture(term, tensor, state)
+            case Constant():
+                yield from self._constant(term, tensor, state)
+            case Apply():
+                yield from match_operator(self, term, tensor, state)
+            case Sum() | Product():
+                yield from Chain(self, term).match(tensor, state)
+            case Either(options=options):
+                for option in options:
+                    yield from self.match(option, tensor, state)
+            case Choose(name=name, options=options):
+                yield from self._choose(name, options, tensor, state)
+            case Rearrange():
+                yield from match_rearrange(self, term, tensor, state)
+            case Scaled():
+                yield from match_scaled(self, term, tensor, state)
+            case Sizes():
+                yield from match_sizes(self, term, tensor, state)
+
+    def _choose(self, name: str, options: Mapping[str, Term], tensor: Tensor, state: State) -> Iterator[State]:
+        """Variants exclude each other, so the first that fits is not taken back."""
+        for label, option in options.items():
+            if state.choices.get(name, label) != label:
+                continue
+            fits = False
+            for after in self.match(option, tensor, replace(state, choices={**state.choices, name: label})):
+                fits = True
+                yield after
+            if fits:
+                return
+
+    # --- captures and constants ----------------------------------------------------------------------------------
+
+    def _capture(self, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
+        if term.kind == "scalar":
+            value = self.number(tensor)
+            if value is None:
+                self.fail(term, state, lambda: f"'{tensor.name}' is not a constant number, as {term.name} must be")
+            else:
+                yield from self.value(term, value, state)
+            return
+        if not tensor.name:
+            return
+        casts = []
+        while self.fusion.casts and (node := self.float_cast(tensor)) and self._widens(node):
+            casts.append(node)
+            tensor = node.inputs[0]
+        if term.kind == "weight" and not is_constant(tensor):
+            hint = "export with constant folding, so that weights are initializers"
+            computed = f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}"
+            self.fail(term, state, lambda: computed, hint=hint)
+            return
+        state = state.with_nodes(casts, keep=True)
+        if term.dims is not None:
+            dims = self._unify(term, tensor, state)
+            if dims is None:
+                return
+            state = replace(state, dims=dims)
+        yield replace(state, operands={**state.operands, term.name: tensor})
+
+    def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
+        if term.name in state.values and state.values[term.name] != value:
+            known = state.values[term.name]
+            self.fail(term, state, lambda: f"{term.name} is {value!r} here and {known!r} elsewhere")
+            return
+        yield replace(state, values={**state.values, term.name: value})
+
+    def _constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
+        value = self.number(tensor)
+        if value is None:
+            self.fail(term, state, lambda: f"'{tensor.name}' is not a constant number; required {term.value:g}")
+        elif not self.close(value, term.value, tensor):
+            self.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
+        else:
+            yield state
+
+    def number(self, tensor: Tensor) -> float | None:
+        """The value of a constant of one element."""
+        if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+            return None
+        value = constant_value(self.graph, tensor)
+        return float(value.reshape(())) if value.dtype != object else None
+
+    def close(self, found: float, required: float, tensor: Tensor) -> bool:
+        """Whether a stored constant is the required number, rounded to the dtype it is stored in."""
+        tolerance = TOLERANCE.get(self.shapes.dtype(tensor), 2e-5)
+        return found == required or math.isclose(found, required, rel_tol=tolerance)
+
+    def _unify(self, term: Capture, tensor: Tensor, state: State) -> Mapping[str, Any] | None:
+        shape = self.shapes.shape(tensor)
+        if shape is None:
+            unknown = f"the rank of '{tensor.name}' is unknown; required ({term.dims})"
+            self.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
+            return None
+        dims = unify(term.dims or "", shape, state.dims)
+        if dims is None:
+            wanted = spec_text(term.dims or "", state.dims)
+            self.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+        return dims
+
+    # --- casts ---------------------------------------------------------------------------------------------------
+
+    def float_cast(self, tensor: Tensor) -> Node | None:
+        node = producer(tensor)
+        if node is None or op_of(node) != "Cast":
+            return None
+        return node if {self.shapes.dtype(tensor), self.shapes.dtype(node.inputs[0])} <= FLOATS.keys() else None
+
+    def _widens(self, node: Node) -> bool:
+        return self.shapes.dtype(node.outputs[0]) == TensorProto.FLOAT
+
+    def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
+        nodes = []
+        while self.fusion.casts and (node := self.float_cast(tensor)):
+            nodes.append(node)
+            tensor = node.inputs[0]
+        return tensor, state.with_nodes(nodes)
+
+    def _stem(self, tensor: Tensor, term: Term) -> Tensor:
+        """What a value is, Casts aside."""
+        while self.fusion.casts and (node := self.float_cast(tensor)):
+            if isinstance(term, Capture) and not self._widens(node):
+                break
+            tensor = node.inputs[0]
+        return tensor
+
+    # --- ending --------------------------------------------------------------------------------------------------
+
+    def _complete(self, state: State) -> Match | None:
+        values = dict(state.values)
+        for capture in self.fusion.captures:
+            if capture.kind in ("tensor", "weight"):
+                if capture.name not in state.operands and not capture.optional:
+                    self.fail(capture, state, lambda c=capture: f"nothing was found for {c.name}")  # type: ignore[misc]
+                    return None
+            elif capture.default is not None:
+                values.setdefault(capture.name, capture.default)
+        state = replace(state, values=values)
+        if not all(self.holds(guard, state, self.fusion.outputs[0]) for guard in self.fusion.guards):
+            return None
+        others = [state.terms.get(id(core(term))) for term in self.fusion.outputs[1:]]
+        if any(t is None for t in others):
+            return None
+        nodes, outputs = tuple(state.nodes.values()), (self._root, *others)
+        refused = refusal(self.graph, nodes, outputs, state.operands)
+        if refused:
+            self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint)
+            return None
+        return Match(self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes)
+
+    def holds(self, guard: Guard, state: State, term: Term) -> bool:
+        known = {**state.dims, **state.values, **state.operands, **state.choices}
+        known["dtype"] = FLOATS[self.shapes.dtype(self._root)]
+        known["rank"] = self.shapes.rank(self._root)
+        asked = {name: known.get(name) for name in guard.names}
+        if guard.holds(**asked):
+            return True
+        shown = {name: getattr(value, "name", value) for name, value in asked.items()}
+        self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span)
+        return False
+
+    def fail(
+        self, term: Term, state: State, sentence: Callable[[], str], span: Span | None = None, hint: str = ""
+    ) -> None:
+        """Remember why `term` does not fit, if more agreed than at any failure before."""
+        reached = len(state.nodes) + len(state.kept)
+        if self._best is None or reached > self._best[0]:
+            self._best = (reached, sentence, span or term.span, state, hint)
+
+    def _nearest(self, tensor: Tensor) -> Miss:
+        if self._best is None:
+            return self._miss_now(f"no reading of '{tensor.name}' fits", tensor)
+        _, sentence, span, state, hint = self._best
+        names = tuple(str(n.name) for n in (*state.nodes.values(), *state.kept.values()))
+        size = self._size(state.choices)
+        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint)
+
+    def _miss_now(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
+        size = self._size({})
+        return Miss(self.fusion, node_name(tensor), 0, size, lambda: sentence, self.fusion.span, (), hint)
+
+    def _size(self, choices: Mapping[str, str]) -> Callable[[], int]:
+        def size() -> int:
+            key = tuple(sorted(choices.items()))
+            if key not in self._sizes_known:
+                self._sizes_known[key] = count(self.fusion.outputs[0], choices)
+            return self._sizes_known[key]
+
+        return size

@@ -1,0 +1,144 @@
+"""An operator against a node: its inputs, and its attributes, be they attributes or inputs in the model's opset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnxfuse.dsl import Apply, Capture, Size, core
+from onnxfuse.graph import Node, Tensor, attribute, default, op_of, producer, schema
+from onnxfuse.match.state import State
+from onnxfuse.match.words import origin, short
+
+if TYPE_CHECKING:
+    from onnxfuse.match.matcher import Matcher
+
+COMMUTATIVE = {"Add", "Mul", "Min", "Max", "And", "Or", "Equal"}
+
+
+def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
+    node = producer(tensor)
+    if node is None or op_of(node) != term.op:
+        m.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {term.op}")
+        return
+    if node.outputs[0] is not tensor:
+        m.fail(term, state, lambda: f"'{tensor.name}' is not the first output of its {term.op}")
+        return
+    state = state.with_nodes([node])
+    inputs = [t for i, t in enumerate(node.inputs) if _formal(m, term.op, i) not in term.attributes]
+    orders = [inputs]
+    if term.op in COMMUTATIVE and len(inputs) == 2:
+        orders.append(inputs[::-1])
+    for order in orders:
+        for after in _inputs(m, term, order, 0, state):
+            yield from _attributes(m, term, node, after)
+
+
+def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
+    if i == len(term.inputs):
+        extra = next((t for t in tensors[i:] if t.name), None)
+        if extra is None:
+            yield state
+        else:
+            m.fail(term, state, lambda: f"{term.op} reads '{extra.name}' besides what is required")
+        return
+    wanted = term.inputs[i]
+    present = i < len(tensors) and bool(tensors[i].name)
+    if present:
+        for after in m.match(wanted, tensors[i], state):
+            yield from _inputs(m, term, tensors, i + 1, after)
+    elif isinstance(inner := core(wanted), Capture) and inner.optional:
+        yield from _inputs(m, term, tensors, i + 1, state)
+    else:
+        m.fail(wanted, state, lambda: f"{term.op} has no input {i}; required one")
+
+
+def _formal(m: Matcher, op: str, place: int) -> str | None:
+    found = schema(op, m.graph.opset)
+    return found.inputs[place].name if found and place < len(found.inputs) else None
+
+
+def _attributes(m: Matcher, term: Apply, node: Node, state: State) -> Iterator[State]:
+    for name in node.attrs:
+        if name not in term.attributes and not _is_default(m, node, name):
+            value = node.attrs[name]
+            m.fail(
+                term,
+                state,
+                lambda name=name, value=value: (  # type: ignore[misc]
+                    f"{term.op} has {name}={short(value)}; required its default"
+                ),
+            )
+            return
+    states = [state]
+    for name, wanted in term.attributes.items():
+        states = [after for s in states for after in _attribute(m, term, node, name, wanted, s)]
+    yield from states
+
+
+def _is_default(m: Matcher, node: Node, name: str) -> bool:
+    value, usual = node.attrs[name], default(op_of(node), name, m.graph.opset)
+    return bool(value == usual) or (usual is not None and _same_axis(m, node, name, value, usual))
+
+
+def _attribute(m: Matcher, term: Apply, node: Node, name: str, wanted: Any, state: State) -> Iterator[State]:
+    value = attribute(m.graph, node, name)
+    if isinstance(wanted, Capture):
+        if value is None and wanted.optional:
+            yield state
+        elif wanted.kind == "scalar" and not isinstance(value, int | float):
+            m.fail(term, state, lambda: f"{name} of {term.op} is not a constant number")
+        else:
+            yield from m.value(wanted, value, state)
+        return
+    required = _computed(wanted, state.dims)
+    if _same(m, node, name, value, required):
+        yield state
+    else:
+        shown = f"'{value.name}'" if hasattr(value, "name") else short(value)
+        m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required {short(required)}")
+
+
+def _same(m: Matcher, node: Node, name: str, found: Any, required: Any) -> bool:
+    if name == "steps" and found is None:
+        found = [1] * len(required)
+    if isinstance(found, float) and isinstance(required, int | float):
+        return math.isclose(found, required, rel_tol=1e-6)
+    if op_of(node) == "Slice" and name == "ends" and isinstance(found, list):
+        return _ends(m, node, found) == _ends(m, node, required)
+    if hasattr(found, "name"):
+        return False  # computed at run time
+    return bool(found == required) or _same_axis(m, node, name, found, required)
+
+
+def _ends(m: Matcher, node: Node, ends: Sequence[int]) -> list[Any]:
+    """The ends of a Slice, those beyond the axis brought back to its size."""
+    shape, axes = m.shapes.shape(node.inputs[0]), attribute(m.graph, node, "axes")
+    if shape is None or not isinstance(axes, list):
+        return list(ends)
+    sizes = [shape[axis] for axis in axes]
+    return [
+        n if isinstance(end, int) and end > (n if isinstance(n, int) else 2**62) else end
+        for end, n in zip(ends, sizes, strict=True)
+    ]
+
+
+def _same_axis(m: Matcher, node: Node, name: str, found: Any, required: Any) -> bool:
+    if name not in ("axis", "axes") or not node.inputs:
+        return False
+    rank = m.shapes.rank(node.inputs[0])
+    if rank is None or isinstance(found, bool) or found is None or required is None:
+        return False
+    try:
+        return bool(np.array_equal(np.mod(found, rank), np.mod(required, rank)))
+    except TypeError:
+        return False
+
+
+def _computed(wanted: Any, dims: Mapping[str, Any]) -> Any:
+    if isinstance(wanted, Size):
+        return wanted.compute(dims)
+    return [_computed(item, dims) for item in wanted] if isinstance(wanted, list) else wanted

@@ -1,0 +1,136 @@
+"""Rearrangements and scalings against chains of nodes that only move or scale values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from onnxfuse import layout as layouts
+from onnxfuse.dims import Size as DimSize
+from onnxfuse.dsl import Capture, Rearrange, Scaled, Sizes, core
+from onnxfuse.graph import Node, Tensor, op_of, producer
+from onnxfuse.match.names import fitted
+from onnxfuse.match.state import State
+from onnxfuse.match.words import VIEWS, shape_text
+
+if TYPE_CHECKING:
+    from onnxfuse.match.matcher import Matcher
+
+
+def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
+    keep = isinstance(core(term.inner), Capture)
+    found = False
+    for source, nodes, factor in reversed(list(_sources(m, tensor, state.factor is not None))):
+        dims = _arrangement(m, term.pattern, source, nodes, tensor, state)
+        if dims is None:
+            continue
+        found = True
+        after = replace(state, dims=dims, factor=None if state.factor is None else state.factor * factor)
+        fits = False
+        for inside in m.match(term.inner, source, after.with_nodes(nodes, keep=keep)):
+            fits = True
+            yield inside
+        if fits:
+            return  # the farthest source is the one to read; a nearer one would only keep the views
+    if not found:
+        shape = m.shapes.shape(tensor)
+        m.fail(term, state, lambda: f"'{tensor.name}' ({shape_text(shape)}) is not made by {term.pattern}")
+
+
+def _sources(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[tuple[Tensor, list[Node], float]]:
+    """The tensor itself and what it is a view of, nearest first: (source, nodes from it, factor on the way)."""
+    nodes: list[Node] = []
+    factor = 1.0
+    while True:
+        yield tensor, nodes[::-1], factor
+        node = producer(tensor)
+        if node is None:
+            return
+        if op_of(node) in VIEWS or (m.fusion.casts and m.float_cast(tensor)):
+            tensor = node.inputs[0]
+        elif scaling and (step := _scale_step(m, node)) is not None:
+            tensor, factor = step[0], factor * step[1]
+        else:
+            return
+        nodes.append(node)
+
+
+def _scale_step(m: Matcher, node: Node) -> tuple[Tensor, float] | None:
+    """(x, c) where the node computes x * c or x / (1/c) for a constant number c."""
+    if op_of(node) not in ("Mul", "Div"):
+        return None
+    left, right = node.inputs
+    value = m.number(right)
+    if value is not None:
+        if op_of(node) == "Mul":
+            return left, value
+        return (left, 1 / value) if value else None
+    value = m.number(left)
+    return (right, value) if value is not None and op_of(node) == "Mul" else None
+
+
+def _arrangement(
+    m: Matcher, pattern: str, source: Tensor, nodes: Sequence[Node], tensor: Tensor, state: State
+) -> Mapping[str, Any] | None:
+    start, end = m.shapes.shape(source), m.shapes.shape(tensor)
+    if start is None or end is None:
+        return None
+    arrangement = fitted(pattern, len(start), len(end))
+    if arrangement is None:
+        return None
+    found = _layout(m, start, nodes)
+    known = {name: size for name, size in state.dims.items() if name != "..."}
+    leading = {f"...{i}": size for i, size in enumerate(state.dims.get("...", ()))}
+    sizes = layouts.solve(arrangement, start, end, {**known, **leading})
+    if sizes is None or found is None or layouts.arranged(arrangement, sizes) != layouts.merged(found):
+        return None
+    extra = sum(name.startswith("...") for axis in arrangement.source for name in axis)
+    dims = {name: size for name, size in sizes.items() if not name.startswith("...")}
+    if "..." in pattern:
+        dims_leading = tuple(sizes[f"...{i}"] for i in range(extra))
+        if state.dims.get("...", dims_leading) != dims_leading:
+            return None
+        return {**dims, "...": dims_leading}
+    return {**dims, **({"...": state.dims["..."]} if "..." in state.dims else {})}
+
+
+def _layout(m: Matcher, shape: Sequence[DimSize], nodes: Sequence[Node]) -> layouts.Layout | None:
+    found: layouts.Layout | None = layouts.identity(shape)
+    for node in nodes:
+        after = m.shapes.shape(node.outputs[0])
+        if found is None or after is None:
+            return None
+        match op_of(node):
+            case "Transpose":
+                perm = node.attrs.get("perm") or range(len(after))[::-1]
+                found = layouts.transpose(found, perm)
+            case "Expand":
+                found = layouts.expand(found, after)
+            case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
+                found = layouts.reshape(found, after)
+    return found
+
+
+def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iterator[State]:
+    nodes, factor = [], 1.0
+    while (node := producer(tensor)) is not None:
+        if (step := _scale_step(m, node)) is not None:
+            tensor, factor = step[0], factor * step[1]
+        elif m.fusion.casts and m.float_cast(tensor):
+            tensor = node.inputs[0]
+        else:
+            break
+        nodes.append(node)
+    inside = replace(state.with_nodes(nodes), factor=factor)
+    for after in m.match(term.inner, tensor, inside):
+        yield from m.value(term.scale, after.factor, replace(after, factor=state.factor))
+
+
+def match_sizes(m: Matcher, term: Sizes, tensor: Tensor, state: State) -> Iterator[State]:
+    value = m.shapes.value(tensor)
+    wanted = [state.dims.get(name) for name in term.names]
+    if value is not None and value.ndim == 1 and list(value) == wanted and None not in wanted:
+        yield state
+    else:
+        m.fail(term, state, lambda: f"'{tensor.name}' is not the shape ({' '.join(term.names)})")

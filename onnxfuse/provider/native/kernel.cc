@@ -1,0 +1,220 @@
+// Running a fused node: inputs → plan → outputs → launches.
+#include "kernel.h"
+
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+#include "python.h"
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<uint64_t> next_id{1};
+std::atomic<int64_t> alive_count{0};
+constexpr uintptr_t kAlignment = 16;
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
+
+// The inputs of one run.  Reused by each thread, so that a run allocates nothing.
+struct Inputs {
+  Key key;
+  std::vector<void*> data;
+
+  void read(const Ort& ort, const OrtKernelContext* context) {
+    size_t count = 0;
+    check(ort, ort.KernelContext_GetInputCount(context, &count));
+    key.clear();
+    data.clear();
+    for (size_t i = 0; i < count; ++i) {
+      const OrtValue* value = nullptr;
+      check(ort, ort.KernelContext_GetInput(context, i, &value));
+      if (!value) throw std::runtime_error("input " + std::to_string(i) + " is absent; leave absent operands out");
+      void* pointer = nullptr;
+      check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
+      data.push_back(pointer);
+      add(ort, value, aligned(pointer));
+    }
+  }
+
+ private:
+  void add(const Ort& ort, const OrtValue* value, bool is_aligned) {
+    int dtype = 0;
+    size_t rank = 0;
+    if (ort.GetTensorElementTypeAndShapeDataReference) {
+      const int64_t* shape = nullptr;
+      check(ort, ort.GetTensorElementTypeAndShapeDataReference(value, &dtype, &shape, &rank));
+      key.insert(key.end(), {dtype, is_aligned, static_cast<int64_t>(rank)});
+      key.insert(key.end(), shape, shape + rank);
+      return;
+    }
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(ort, ort.GetTensorTypeAndShape(value, &info));
+    OrtStatus* status = ort.GetTensorElementType(info, &dtype);
+    if (!status) status = ort.GetDimensionsCount(info, &rank);
+    if (!status) {
+      key.insert(key.end(), {dtype, is_aligned, static_cast<int64_t>(rank)});
+      key.resize(key.size() + rank);
+      status = ort.GetDimensions(info, key.data() + key.size() - rank, rank);
+    }
+    ort.ReleaseTensorTypeAndShapeInfo(info);
+    check(ort, status);
+  }
+};
+
+// The same inputs, all called unaligned: the plan for outputs that are not aligned.
+Key without_alignment(Key key) {
+  for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] = 0;
+  return key;
+}
+
+// Scratch memory from onnxruntime's arena, ordered after earlier work on the run's stream; given back on return.
+class Scratch {
+ public:
+  Scratch(const Ort& ort, OrtKernelContext* context, OrtAllocator* allocator, const OrtMemoryInfo* memory, size_t bytes)
+      : ort_(ort), allocator_(allocator) {
+    if (bytes) check(ort, ort.KernelContext_GetScratchBuffer(context, memory, bytes, &data));
+  }
+  ~Scratch() {
+    if (!data) return;
+    if (OrtStatus* status = ort_.AllocatorFree(allocator_, data)) ort_.ReleaseStatus(status);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data = nullptr;
+
+ private:
+  const Ort& ort_;
+  OrtAllocator* allocator_;
+};
+
+}  // namespace
+
+void check(const Ort& ort, OrtStatus* status) {
+  if (!status) return;
+  const std::string message = ort.GetErrorMessage(status);
+  ort.ReleaseStatus(status);
+  throw std::runtime_error(message);
+}
+
+FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
+                         const std::vector<AttributeName>& names)
+    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)) {
+  size_t size = 0;
+  check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
+  node_.resize(size);
+  check(ort, ort.KernelInfo_GetNodeName(info, node_.data(), &size));
+  node_.resize(std::strlen(node_.c_str()));
+  attributes_ = read_attributes(ort, info, names);
+  size_t outputs = 0;
+  if (OrtStatus* status = ort.KernelInfoGetAttributeArray_int64(info, "output_types", nullptr, &outputs)) {
+    ort.ReleaseStatus(status);
+    throw std::runtime_error("the attribute output_types (the dtypes of the outputs) is missing or no list of ints");
+  }
+  output_dtypes_.resize(outputs);
+  if (outputs) {
+    check(ort, ort.KernelInfoGetAttributeArray_int64(info, "output_types", output_dtypes_.data(), &outputs));
+  }
+  check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
+  ++alive_count;
+  check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
+  check(ort, ort.MemoryInfoGetId(memory_, &device_));
+}
+
+FusedKernel::~FusedKernel() {
+  tell_dropped(id_);
+  ort_.ReleaseAllocator(allocator_);
+  --alive_count;
+}
+
+int64_t FusedKernel::alive() { return alive_count; }
+
+std::string FusedKernel::describe(const Key* key) const {
+  std::string text = op_ + " '" + node_ + "'";
+  if (!key || key->empty()) return text;
+  text += " (";
+  for (const TensorType& type : types_of(*key)) text += (text.back() == '(' ? "" : ", ") + onnxfuse::describe(type);
+  return text + ")";
+}
+
+const FusedKernel::Entry* FusedKernel::find(const Key& key) {
+  const Entry* last = last_.load(std::memory_order_acquire);
+  if (last && last->first == key) return last;
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  const auto found = plans_.find(key);
+  if (found == plans_.end()) return nullptr;
+  last_.store(&*found, std::memory_order_release);
+  return &*found;
+}
+
+const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
+  if (Driver::get().is_capturing(stream)) {
+    throw std::runtime_error("these shapes are new while a CUDA graph is captured; run them once without capture first");
+  }
+  const PlanRequest request{id_,        provider_.c_str(), op_.c_str(),        node_.c_str(), attributes_.data(),
+                            attributes_.size(), key.data(),        key.size(), device_};
+  Plan plan = read_plan(ask_for_plan(request), types_of(key), output_dtypes_);
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  const auto place = plans_.emplace(key, std::move(plan)).first;  // another thread may have been first
+  last_.store(&*place, std::memory_order_release);
+  return &*place;
+}
+
+void FusedKernel::compute(OrtKernelContext* context) {
+  thread_local Inputs inputs;
+  thread_local std::vector<void*> outputs;
+  inputs.key.clear();
+  try {
+    inputs.read(ort_, context);
+    Stream stream = nullptr;
+    check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
+    const Entry* entry = find(inputs.key);
+    if (!entry) entry = make(inputs.key, stream);
+    bool is_aligned = true, empty = true;
+    outputs.clear();
+    for (const TensorType& type : entry->second.outputs) {
+      OrtValue* value = nullptr;
+      void* pointer = nullptr;
+      check(ort_, ort_.KernelContext_GetOutput(context, outputs.size(), type.shape.data(), type.shape.size(), &value));
+      if (!value) throw std::runtime_error("output " + std::to_string(outputs.size()) + " is absent");
+      check(ort_, ort_.GetTensorMutableData(value, &pointer));
+      is_aligned = is_aligned && aligned(pointer);
+      empty = empty && type.bytes() == 0;
+      outputs.push_back(pointer);
+    }
+    if (empty) return;
+    if (!is_aligned) {
+      const Key key = without_alignment(inputs.key);
+      const Entry* other = find(key);
+      entry = other ? other : make(key, stream);
+    }
+    launch(entry->second, inputs.data.data(), outputs.data(), context, stream);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(describe(&inputs.key) + ": " + error.what());
+  }
+}
+
+void FusedKernel::launch(const Plan& plan, void* const* inputs, void* const* outputs, OrtKernelContext* context,
+                         Stream stream) {
+  if (plan.steps.empty()) throw std::runtime_error("the plan has no step, but the outputs have elements");
+  const Driver& driver = Driver::get();
+  const Current current(driver, driver.context_of(device_));
+  const Scratch scratch(ort_, context, allocator_, memory_, plan.scratch_bytes);
+  for (const Launch& step : plan.steps) {
+    uint64_t values[kMaxArguments];
+    void* arguments[kMaxArguments];
+    for (size_t i = 0; i < step.values.size(); ++i) {
+      values[i] = step.values[i];
+      arguments[i] = &values[i];
+    }
+    for (const PointerArgument& pointer : step.pointers) {
+      const void* start = pointer.place == Place::kInput    ? inputs[pointer.index]
+                          : pointer.place == Place::kOutput ? outputs[pointer.index]
+                                                            : static_cast<char*>(scratch.data) + plan.scratch[pointer.index];
+      values[pointer.argument] = reinterpret_cast<uint64_t>(start) + pointer.offset;
+    }
+    driver.launch(step.function, step.grid, step.block, step.shared, step.cluster, stream, arguments);
+  }
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,250 @@
+// The one operator, under as many names as models need, and what Python calls.
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <tuple>
+
+#include "kernel.h"
+#include "python.h"
+
+#define ONNXFUSE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace onnxfuse {
+namespace {
+
+constexpr const char* kDomain = "onnxfuse";
+
+// Lives as long as the process: sessions point to it, and say nothing when they are done.
+struct FusedOp : OrtCustomOp {
+  FusedOp(const Ort& ort, std::string provider, std::string name);
+  std::vector<AttributeName> attributes() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return names;
+  }
+  void add_attributes(const std::vector<AttributeName>& more) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const AttributeName& attribute : more) {
+      bool known = false;
+      for (const AttributeName& name : names) known = known || name == attribute;
+      if (!known) names.push_back(attribute);
+    }
+  }
+
+  const Ort& ort;
+  const std::string provider, name;
+  std::vector<AttributeName> names;
+  mutable std::mutex mutex;
+};
+
+const FusedOp& self(const OrtCustomOp* op) { return *static_cast<const FusedOp*>(op); }
+
+// Runs `body`; what it throws becomes a status.
+template <class Body>
+OrtStatus* guarded(const Ort& ort, Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return ort.CreateStatus(kRuntimeException, (std::string("onnxfuse: ") + error.what()).c_str());
+  } catch (...) {
+    return ort.CreateStatus(kRuntimeException, "onnxfuse: unknown error");
+  }
+}
+
+struct KernelOfOrt {  // what onnxruntime holds
+  const Ort& ort;
+  FusedKernel kernel;
+};
+
+OrtStatus* create_kernel(const OrtCustomOp* op, const void*, const OrtKernelInfo* info, void** kernel) {
+  const FusedOp& fused = self(op);
+  return guarded(fused.ort, [&] {
+    try {
+      *kernel = new KernelOfOrt{fused.ort, {fused.ort, info, fused.name, fused.provider, fused.attributes()}};
+    } catch (const std::exception& error) {
+      throw std::runtime_error(fused.name + ": " + error.what());
+    }
+  });
+}
+
+OrtStatus* compute(void* kernel, OrtKernelContext* context) {
+  auto* own = static_cast<KernelOfOrt*>(kernel);
+  return guarded(own->ort, [&] { own->kernel.compute(context); });
+}
+
+// Types only: a shape is what the plan says.
+OrtStatus* infer_outputs(const OrtCustomOp* op, OrtShapeInferContext* context) {
+  const FusedOp& fused = self(op);
+  const Ort& ort = fused.ort;
+  return guarded(ort, [&] {
+    const OrtOpAttr* attribute = nullptr;
+    int64_t dtypes[64];
+    size_t bytes = 0;
+    check(ort, ort.ShapeInferContext_GetAttribute(context, "output_types", &attribute));
+    if (!attribute) throw std::runtime_error(fused.name + ": the attribute output_types is missing");
+    check(ort, ort.ReadOpAttr(attribute, kAttributeInts, dtypes, sizeof dtypes, &bytes));
+    for (size_t i = 0; i < bytes / sizeof(int64_t); ++i) {
+      OrtTensorTypeAndShapeInfo* info = nullptr;
+      check(ort, ort.CreateTensorTypeAndShapeInfo(&info));
+      OrtStatus* status = ort.SetTensorElementType(info, static_cast<int>(dtypes[i]));
+      if (!status) status = ort.ShapeInferContext_SetOutputTypeShape(context, i, info);
+      ort.ReleaseTensorTypeAndShapeInfo(info);
+      check(ort, status);
+    }
+  });
+}
+
+FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, std::string op_name)
+    : OrtCustomOp{}, ort(ort_functions), provider(std::move(provider_name)), name(std::move(op_name)) {
+  version = kCustomOpVersion;
+  GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
+  GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).provider.c_str(); };
+  GetInputType = GetOutputType = [](const OrtCustomOp*, size_t) { return 0; };  // undefined: any
+  GetInputTypeCount = GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  GetInputCharacteristic = GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kVariadic; };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };  // the provider's own
+  GetVariadicInputMinArity = GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+  GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  CreateKernelV2 = create_kernel;
+  KernelComputeV2 = compute;
+  KernelDestroy = [](void* kernel) { delete static_cast<KernelOfOrt*>(kernel); };
+  InferOutputShapeFn = infer_outputs;
+}
+
+// --- registration ------------------------------------------------------------------------------------------------
+
+struct Wanted {
+  std::string name;
+  std::vector<AttributeName> attributes;
+};
+
+thread_local std::string wanted_provider;
+thread_local std::string wanted_ops;  // a line per op: its name, then its attributes as name:type
+
+std::vector<Wanted> read_wanted(const std::string& text) {
+  std::vector<Wanted> wanted;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    Wanted op;
+    words >> op.name;
+    for (std::string word; words >> word;) op.attributes.push_back({word.substr(0, word.size() - 2), word.back()});
+    wanted.push_back(std::move(op));
+  }
+  return wanted;
+}
+
+// Operators and domains that sessions may point to.  One of a kind each, so that registering again costs nothing.
+struct Registry {
+  std::mutex mutex;
+  std::map<const void*, std::unique_ptr<Ort>> runtimes;
+  std::map<std::tuple<const void*, std::string, std::string>, std::unique_ptr<FusedOp>> ops;
+  std::map<std::tuple<const void*, std::string, std::set<std::string>>, OrtCustomOpDomain*> domains;
+
+  const Ort& runtime(const OrtApiBase& base) {
+    const void* newest = base.GetApi(kShapeReferenceApi);
+    const void* table = newest ? newest : base.GetApi(kOldestApi);
+    if (!table) throw std::runtime_error(std::string("onnxruntime 1.23 or newer is required, found ") + base.GetVersionString());
+    auto& ort = runtimes[table];
+    if (!ort) ort = std::make_unique<Ort>(table, newest != nullptr);
+    return *ort;
+  }
+
+  OrtCustomOpDomain* domain(const Ort& ort, const std::string& provider, const std::vector<Wanted>& wanted) {
+    std::set<std::string> names;
+    for (const Wanted& op : wanted) names.insert(op.name);
+    auto& domain = domains[{&ort, provider, names}];
+    const bool is_new = !domain;
+    if (is_new) check(ort, ort.CreateCustomOpDomain(kDomain, &domain));
+    for (const Wanted& op : wanted) {
+      auto& fused = ops[{&ort, provider, op.name}];
+      if (!fused) fused = std::make_unique<FusedOp>(ort, provider, op.name);
+      fused->add_attributes(op.attributes);
+      if (is_new) check(ort, ort.CustomOpDomain_Add(domain, fused.get()));
+    }
+    return domain;
+  }
+};
+
+Registry& registry() {
+  static auto* only = new Registry();  // never destroyed: sessions may outlive static objects
+  return *only;
+}
+
+thread_local std::string last_error;
+
+// Runs `body` for Python: null, or what went wrong, good until the thread's next call.
+template <class Body>
+const char* reported(Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return last_error.c_str();
+  }
+}
+
+}  // namespace
+}  // namespace onnxfuse
+
+using namespace onnxfuse;
+
+// Called by onnxruntime's register_custom_ops_library, after onnxfuse_prepare in the same thread.
+ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  const Ort* ort = nullptr;
+  try {
+    Registry& all = registry();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    ort = &all.runtime(*base);
+    return guarded(*ort, [&] {
+      check(*ort, ort->AddCustomOpDomain(options, all.domain(*ort, wanted_provider, read_wanted(wanted_ops))));
+    });
+  } catch (const std::exception& error) {
+    // The first slot, CreateStatus, is in every version of the table.
+    const auto* slots = static_cast<void* const*>(base->GetApi(1));
+    return reinterpret_cast<OrtStatus* (*)(int, const char*)>(slots[0])(kFail, error.what());
+  }
+}
+
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 1; }
+
+ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops) {
+  wanted_provider = provider;
+  wanted_ops = ops;
+}
+
+ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop) { set_callbacks(plan, drop); }
+
+ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size) {
+  static_cast<std::string*>(reply)->assign(bytes, size);
+}
+
+ONNXFUSE_EXPORT int64_t onnxfuse_kernels_alive() { return FusedKernel::alive(); }
+
+ONNXFUSE_EXPORT const char* onnxfuse_open_driver(const char* path) {
+  return reported([&] { Driver::open(path); });
+}
+
+ONNXFUSE_EXPORT const char* onnxfuse_load(int device, const void* image, const char* entry, uint32_t shared,
+                                          void** module, void** function) {
+  return reported([&] {
+    const Driver& driver = Driver::get();
+    const Current current(driver, driver.context_of(device));
+    *function = driver.load(image, entry, shared, module);
+  });
+}
+
+ONNXFUSE_EXPORT const char* onnxfuse_unload(int device, void* module) {
+  return reported([&] {
+    const Driver& driver = Driver::get();
+    const Current current(driver, driver.context_of(device));
+    driver.unload(module);
+  });
+}
