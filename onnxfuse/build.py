@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.defs import OpSchema
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import product
@@ -63,6 +64,11 @@ class Variant:
     dims: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     ort: bool = False  # whether com.microsoft operators may be used
+
+    def key(self) -> Hashable:
+        """Equal for variants with equal bodies."""
+        maps = self.dtypes, self.ranks, self.values, self.dims, self.choices
+        return (self.opset, self.out, self.rank, self.ort, *(repr(sorted(m.items())) for m in maps))
 
     def holds(self, guard: Any) -> bool:
         """Whether a condition on what was captured is true of this variant."""
@@ -167,9 +173,15 @@ class Builder:
                 return self.expressible(inner)
             case Apply(op=op, inputs=inputs):
                 known = op.startswith(ORT_DOMAIN) or schema(op, self.variant.opset) is not None
-                return known and all(self.expressible(i) or _optional(i) for i in inputs)
+                return known and all(self.expressible(item) or self._may_lack(op, i, item) for i, item in enumerate(inputs))
             case _:
                 return all(map(self.expressible, parts(term)))
+
+    def _may_lack(self, op: str, place: int, term: Term) -> bool:
+        """Whether the operand is optional, for the fusion and for the operator."""
+        found = schema(op, self.variant.opset)
+        needed = found and place < len(found.inputs) and found.inputs[place].option == OpSchema.FormalParameterOption.Single
+        return _optional(term) and not needed
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +248,7 @@ class Builder:
         for name, wanted in term.attributes.items():
             value = self._parameter(wanted)
             place = None if term.op.startswith(ORT_DOMAIN) else self._place(term.op, name)
-            if value is None:
+            if value is None or (term.op == "Slice" and name == "steps" and self.variant.opset < 10):  # all were one then
                 continue
             if place is None:
                 attributes[name] = value

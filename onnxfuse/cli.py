@@ -22,9 +22,11 @@ from onnxfuse import catalog
 from onnxfuse.document import signature, summary
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.explain import explain, nearest, where_fused
-from onnxfuse.files import load, save
-from onnxfuse.optimize import Clock, apply, optimize
-from onnxfuse.verify import compare, load_inputs
+from onnxfuse.files import load
+from onnxfuse.inputs import load_inputs
+from onnxfuse.optimize import Clock, Run, optimize
+from onnxfuse.save import save
+from onnxfuse.verify import compare
 
 PATIENCE = 2.0  # seconds before a progress bar appears
 PACKAGES = "onnx", "onnx-graphsurgeon", "onnxruntime", "onnxruntime-gpu", "numpy", "cupy-cuda13x", "click", "rich"
@@ -104,7 +106,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         catalog.known(fusion, [f.name for f in fusions])
     model, folder = load(source)
     with _progress() as progress:
-        fusing = apply(model, folder, fusions, False, Clock(progress)).fusing
+        fusing = Run(model, folder, False, None, Clock(progress)).apply(fusions).fusing
     if node and (place := where_fused(fusing.fused, node)):
         out.print(escape(place))
         return

@@ -226,6 +226,7 @@ class Fusion:
     casts: bool
     source: str
     span: Span
+    example: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def operands(self) -> tuple[Capture, ...]:
@@ -357,12 +358,18 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
 
 
 def fusion(
-    *, out: str | tuple[str, ...], casts: bool = False, before: tuple[str, ...] = ()
+    *,
+    out: str | tuple[str, ...],
+    casts: bool = False,
+    example: Mapping[str, Any] | None = None,
+    before: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Fusion]:
     """Declare a fusion.
 
     out     dimensions of the output or outputs; further outputs are interior values that others may read
     casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
+    example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
+            models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
     """
 
     def declare(function: Callable[..., Any]) -> Fusion:
@@ -380,7 +387,7 @@ def fusion(
             raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
-            inspect.getsource(function), span,
+            inspect.getsource(function), span, _known(example or {}, captures, span),
         )
 
     return declare
@@ -457,6 +464,13 @@ def _named(name: str, capture: Any, span: Span) -> Capture:
     if not isinstance(capture, Capture):
         raise PatternError(f"{span}: parameter '{name}' needs a default: tensor(), weight(), scalar() or attribute()")
     return replace(capture, name=name)
+
+
+def _known(example: Mapping[str, Any], captures: tuple[Capture, ...], span: Span) -> Mapping[str, Any]:
+    unknown = sorted(example.keys() - {c.name for c in captures})
+    if unknown:
+        raise PatternError(f"{span}: example= names '{unknown[0]}', which is no parameter")
+    return example
 
 
 def _here() -> Span:

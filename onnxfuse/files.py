@@ -1,31 +1,24 @@
-"""Reading and writing model files: what is wrong with one is said in a sentence, and an output appears whole or not."""
+"""Reading model files: what is wrong with one is said in a sentence."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import graphlib
 import math
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import onnx
 import onnx.checker
-import onnx.numpy_helper
-from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped, unused-ignore]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.errors import ModelError
+from onnxfuse.protos import subgraphs, swapped, tensors
 
 OPSETS = range(9, 25)
 PROTOBUF_LIMIT = 2**31 - 1
 LARGE = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
-PAGE = 4096  # runtimes map a tensor straight from the file when it starts on a page
-CHUNK = 8 * 2**20
 PACKED_BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 SIGNATURES = (
     (b"\x89PNG", "a PNG image"),
@@ -67,10 +60,10 @@ def check(model: onnx.ModelProto, folder: Path | None = None, name: str = "the m
             "export it again, or use onnx.version_converter.convert_version(model, 17)"
         )
     _check_names(model.graph, {}, frozenset(), name)
-    for tensor in _tensors(model.graph, *model.functions):
+    for tensor in tensors(model.graph, *model.functions):
         if uses_external_data(tensor):
-            _external_range(tensor, folder)
-    outline = _copy(model, _outline)
+            external_range(tensor, folder)
+    outline = swapped(model, _outline)
     for value in (*outline.graph.input, *outline.graph.output):
         if value.type.HasField("tensor_type"):  # the checker wants a shape; runtimes do without
             value.type.tensor_type.shape.SetInParent()
@@ -79,30 +72,6 @@ def check(model: onnx.ModelProto, folder: Path | None = None, name: str = "the m
     except (onnx.checker.ValidationError, ValueError) as error:
         line = " ".join(str(error).strip().split("\n")[0].split())
         raise ModelError(f"{name} is not valid ONNX: {line}") from error
-
-
-def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
-    """Write the model whole or not at all; `path` may be the file that it was read from.
-
-    Where tensors are external (relative to `folder`), or the model would exceed 2 GiB, their bytes and every
-    initializer of at least 1 KiB go to one file `<path>.data` beside it.  `model` itself is not changed.
-    Raises ModelError; then an output that existed before is as it was.
-    """
-    target = Path(path)
-    _check_target(target)
-    try:
-        _write(model, target, folder)
-    except OSError as error:
-        raise ModelError(f"cannot write '{target}': {_reason(error, target)}") from error
-
-
-def serialize(model: onnx.ModelProto) -> bytes | None:
-    """The file's content; None where it would exceed what protobuf can write."""
-    try:
-        content = model.SerializeToString()
-    except EncodeError:
-        return None
-    return content if len(content) <= PROTOBUF_LIMIT else None
 
 
 def _read(path: Path) -> bytes:
@@ -155,7 +124,7 @@ def _check_names(graph: onnx.GraphProto, around: dict[str, str], outer: frozense
         for tensor in node.input:
             if tensor and tensor not in seen:
                 raise ModelError(f"{name}: {_unwritten(graph, node, tensor, writers, around)}")
-        for inner in _subgraphs(node):
+        for inner in subgraphs(node):
             _check_names(inner, around | writers, frozenset(seen), name)
         seen.update(node.output)
     for output in graph.output:
@@ -188,27 +157,12 @@ def _label(node: onnx.NodeProto) -> str:
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
     yield from node.input
-    for inner in _subgraphs(node):
+    for inner in subgraphs(node):
         for child in inner.node:
             yield from _reads(child)
 
 
-def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
-
-
-def _tensors(*parts: Any) -> Iterator[onnx.TensorProto]:
-    """Every dense tensor in graphs and functions, at any depth."""
-    for part in parts:
-        yield from getattr(part, "initializer", ())
-        for node in part.node:
-            for attribute in node.attribute:
-                yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
-            yield from _tensors(*_subgraphs(node))
-
-
-def _size(tensor: onnx.TensorProto) -> int:
+def size_of(tensor: onnx.TensorProto) -> int:
     """Bytes that the tensor's dtype and dims ask for."""
     try:
         packed = PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type))
@@ -218,7 +172,7 @@ def _size(tensor: onnx.TensorProto) -> int:
     return int(-(-math.prod(tensor.dims) * bits // 8))
 
 
-def _external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
+def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
     """File, offset and length of an external tensor, all of them checked."""
     what = f"the external data of tensor '{tensor.name}'"
     if folder is None:
@@ -234,7 +188,7 @@ def _external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path
     status = path.lstat()
     if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read these
         raise ModelError(f"{what}, '{path}', is a link or no plain file; replace it by a copy (cp --dereference)")
-    size = _size(tensor)
+    size = size_of(tensor)
     try:
         offset, length = int(fields.get("offset", 0)), int(fields.get("length", size))
     except ValueError as error:
@@ -255,156 +209,8 @@ def _outline(tensor: onnx.TensorProto) -> onnx.TensorProto:
         found = len(tensor.raw_data)
         if found < LARGE:
             return tensor
-        if found != _size(tensor):
-            raise ModelError(f"initializer '{tensor.name}' holds {found} bytes; its shape asks for {_size(tensor)}")
+        if found != size_of(tensor):
+            raise ModelError(f"initializer '{tensor.name}' holds {found} bytes; its shape asks for {size_of(tensor)}")
     return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0])
 
 
-def _copy(model: onnx.ModelProto, swap: Callable[[onnx.TensorProto], onnx.TensorProto]) -> onnx.ModelProto:
-    """A copy with every initializer and every external tensor swapped; weights that are swapped out are not copied."""
-    copy = onnx.ModelProto()
-    _transfer(model, copy, "graph")
-    _transfer(model.graph, copy.graph, "initializer")
-    for tensor in _tensors(copy.graph, *copy.functions):
-        if uses_external_data(tensor):
-            tensor.CopyFrom(swap(tensor))
-    copy.graph.initializer.extend(swap(tensor) for tensor in model.graph.initializer)
-    return copy
-
-
-def _transfer(source: Any, target: Any, left_out: str) -> None:
-    for field, value in source.ListFields():
-        if field.name == left_out:
-            continue
-        present = getattr(target, field.name)
-        if hasattr(present, "extend"):
-            present.extend(value)
-        elif hasattr(present, "CopyFrom"):
-            present.CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
-
-
-def _check_target(target: Path) -> None:
-    if target.is_dir():
-        raise ModelError(f"cannot write '{target}': it is a directory; give the name of a file")
-    if not target.parent.is_dir():
-        raise ModelError(f"cannot write '{target}': the folder '{target.parent}' does not exist; create it first")
-    if target.exists() and not target.is_file():
-        raise ModelError(f"cannot write '{target}': it is a device or a pipe; give the name of a file")
-    if target.exists() and not os.access(target, os.W_OK):
-        raise ModelError(f"cannot write '{target}': it is write-protected; choose another name or chmod +w it")
-
-
-def _reason(error: OSError, target: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space is left in '{target.parent}'; free some, or write elsewhere"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write in '{target.parent}'; choose another folder"
-    return error.strerror or str(error)
-
-
-def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
-    blob = target.with_name(f"{target.name}.data")
-    new_blob, new_model = _temporary(blob), _temporary(target)
-    try:
-        outside = any(uses_external_data(t) for t in _tensors(model.graph, *model.functions))
-        content = None if outside else serialize(model)
-        if content is None:
-            with _create(new_blob, blob) as file:
-                content = serialize(_copy(model, _mover(file, blob, target, folder)))
-        if content is None:
-            raise ModelError(f"cannot write '{target}': it exceeds 2 GiB even with its initializers in '{blob.name}'")
-        with _create(new_model, target) as file:
-            file.write(content)
-        _publish(new_blob, blob, new_model, target)
-    finally:
-        new_blob.unlink(missing_ok=True)
-        new_model.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-@contextlib.contextmanager
-def _create(new: Path, final: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends, with the permissions of the one it will replace."""
-    with new.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    if final.exists():
-        shutil.copymode(final, new)
-
-
-def _mover(
-    file: BinaryIO, blob: Path, target: Path, folder: Path | None
-) -> Callable[[onnx.TensorProto], onnx.TensorProto]:
-    """A swap for `_copy` that appends values to the file; a range that several tensors share is copied once."""
-    moved: dict[tuple[Path, int, int], int] = {}
-
-    def move(tensor: onnx.TensorProto) -> onnx.TensorProto:
-        if uses_external_data(tensor):
-            place = _external_range(tensor, folder)
-            if not target.exists() and blob.exists() and place[0].samefile(blob):
-                raise ModelError(f"cannot write '{target}': its weights would overwrite '{blob}', which another model "
-                                 "reads; choose another name")  # fmt: skip
-            if place not in moved:
-                moved[place] = _page(file)
-                _copy_range(place, file)
-            return _external(tensor, blob.name, moved[place], place[2])
-        if tensor.data_type == onnx.TensorProto.STRING or _size(tensor) < LARGE:
-            return tensor
-        raw = tensor.raw_data or onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor)).raw_data
-        start = _page(file)
-        file.write(raw)
-        return _external(tensor, blob.name, start, len(raw))
-
-    return move
-
-
-def _page(file: BinaryIO) -> int:
-    """Fill the file up to the next page; the offset of what is written next."""
-    file.write(b"\0" * (-file.tell() % PAGE))
-    return file.tell()
-
-
-def _copy_range(place: tuple[Path, int, int], file: BinaryIO) -> None:
-    path, offset, left = place
-    with path.open("rb") as source:
-        source.seek(offset)
-        while left:
-            piece = source.read(min(left, CHUNK))
-            if not piece:
-                raise ModelError(f"'{path}' became shorter while it was copied; leave it alone and try again")
-            file.write(piece)
-            left -= len(piece)
-
-
-def _external(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> onnx.TensorProto:
-    result = onnx.TensorProto(
-        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, doc_string=tensor.doc_string,
-        data_location=onnx.TensorProto.EXTERNAL,
-    )  # fmt: skip
-    for key, value in (("location", location), ("offset", offset), ("length", length)):
-        result.external_data.add(key=key, value=str(value))
-    return result
-
-
-def _publish(new_blob: Path, blob: Path, new_model: Path, target: Path) -> None:
-    """Rename the data file, then the model; if that fails, the data file from before comes back."""
-    kept, renaming = _temporary(blob), new_blob.exists()
-    try:
-        if renaming and blob.exists():
-            blob.replace(kept)
-        if renaming:
-            new_blob.replace(blob)
-        new_model.replace(target)
-    except BaseException:
-        if kept.exists():
-            kept.replace(blob)
-        elif renaming and not new_blob.exists():
-            blob.unlink()
-        raise
-    kept.unlink(missing_ok=True)

@@ -46,23 +46,26 @@ def fuse(
             by_root[op].append(matcher)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
-    while True:
-        new, misses = _sweep(graph, shapes, by_root, functions, progress)
+    nodes = graph.nodes[::-1]
+    while nodes:
+        new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
         fused += new
-        if not new:
-            return Fusing(tuple(fused), tuple(misses.values()))
+        # What vanished may have been the outside reader that a complete match was refused for.
+        refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
+        nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
+    return Fusing(tuple(fused), tuple(misses.values()))
 
 
 def _sweep(
     graph: Graph,
     shapes: Shapes,
+    nodes: Sequence[Node],
     by_root: Mapping[str, Sequence[Matcher]],
     functions: Functions,
+    misses: dict[tuple[str, str], Miss],
     progress: Callable[[int, int], None],
-) -> tuple[list[Fused], dict[tuple[str, str], Miss]]:
+) -> list[Fused]:
     fused: list[Fused] = []
-    misses: dict[tuple[str, str], Miss] = {}
-    nodes = graph.nodes[::-1]
     for i, node in enumerate(nodes):
         progress(i, len(nodes))
         if not node.outputs or op_of(node) not in by_root:
@@ -73,7 +76,7 @@ def _sweep(
     if fused:
         graph.remove_dead()
         graph.sort()
-    return fused, misses
+    return fused
 
 
 def _fuse_at(

@@ -24,6 +24,7 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.errors import ModelError
+from onnxfuse.protos import subgraphs, without
 
 Node: TypeAlias = Any  # gs.Node: graphsurgeon ships no types
 Tensor: TypeAlias = Any  # gs.Variable | gs.Constant
@@ -46,6 +47,7 @@ class Graph:
     functions: list[onnx.FunctionProto]
     names: set[str]
     protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)
+    notes: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:
@@ -78,9 +80,15 @@ class Graph:
         **attributes: Any,
     ) -> Node:
         """Append a node; `sort` puts it into its place later."""
-        node = gs.Node(op, name or self.fresh(op), attributes, list(inputs), list(outputs), domain or None)
+        node = _Node(op, name or self.fresh(op), attributes, list(inputs), list(outputs), domain or None)
         self.gs.nodes.append(node)
         return node
+
+    def note(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
+        """Record a tensor's type for the written model, so that tools which do not know its node can go on."""
+        if dtype:
+            known = shape if shape is None else [d if isinstance(d, int) else _dim_param(str(d)) for d in shape]
+            self.notes[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Let every reader of `old` read `new`.
@@ -167,6 +175,9 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     for tensor in imported.tensors().values():
         if tensor.name in overridable:
             tensor.to_variable(tensor.dtype, tensor.shape)
+    for part in (imported, *imported.subgraphs(recursive=True)):
+        for node in part.nodes:
+            node.__class__ = _Node
     for node, proto in zip(imported.nodes, graph.node, strict=True):
         result.protos[id(node)] = (node, proto)
     return result
@@ -175,22 +186,18 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
 def write_model(graph: Graph) -> onnx.ModelProto:
     """The graph as a model: what was not rewritten is the same as in the model that was read."""
     source = graph.model.graph
-    model = onnx.ModelProto()
-    for name, value in graph.model.ListFields():
-        if name.name not in ("graph", "functions"):
-            _copy_field(model, name.name, value)
+    model = without(graph.model, "graph", "functions")
+    rewritten = "node", "initializer", "sparse_initializer", "value_info", "quantization_annotation"
+    model.graph.CopyFrom(without(source, *rewritten))
     result = model.graph
-    for name, value in source.ListFields():
-        if name.name not in ("node", "initializer", "sparse_initializer", "value_info", "quantization_annotation"):
-            _copy_field(result, name.name, value)
     result.node.extend(_node_proto(graph, node) for node in graph.nodes)
     model.functions.extend(graph.functions)
     alive = {name for node in graph.nodes for name in (*graph.reads(node), *(t.name for t in node.outputs))}
     alive |= {v.name for v in (*source.input, *source.output)}
     written = _write_initializers(graph, result)
-    for info in source.value_info:
-        if info.name in alive and info.name not in written:
-            result.value_info.append(info)
+    infos = {**{info.name: info for info in source.value_info}, **graph.notes}
+    outer = written | {v.name for v in (*source.input, *source.output)}
+    result.value_info.extend(info for name, info in infos.items() if name in alive and name not in outer)
     for note in source.quantization_annotation:
         if note.tensor_name in alive:
             result.quantization_annotation.append(note)
@@ -236,6 +243,10 @@ def _declare_functions(model: onnx.ModelProto) -> None:
     model.ir_version = max(model.ir_version, 8)
 
 
+def _dim_param(text: str) -> str | None:
+    return None if "?" in text else text  # "?" marks a dimension that is not known
+
+
 def _node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
     if id(node) not in graph.protos:
         exported: onnx.NodeProto = OnnxExporter.export_node(node)
@@ -247,24 +258,26 @@ def _node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
     return proto
 
 
-def _copy_field(message: Any, name: str, value: Any) -> None:
-    present = getattr(message, name)
-    if hasattr(present, "extend"):
-        present.extend(value)
-    elif hasattr(present, "CopyFrom"):
-        present.CopyFrom(value)
-    else:
-        setattr(message, name, value)
+class _Node(gs.Node):  # type: ignore[misc]
+    """A node that equals itself only.
+
+    graphsurgeon compares nodes by content, which its lists do on every removal: slow, and wrong among unnamed nodes.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def _subgraph_names(node: onnx.NodeProto) -> Iterator[str]:
     """Every name that the subgraphs of a node mention: the outer tensors they read are among them."""
-    for attribute in node.attribute:
-        for inner in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-            yield from (o.name for o in inner.output)
-            for child in inner.node:
-                yield from child.input
-                yield from _subgraph_names(child)
+    for inner in subgraphs(node):
+        yield from (o.name for o in inner.output)
+        for child in inner.node:
+            yield from child.input
+            yield from _subgraph_names(child)
 
 
 def _swap(tensors: Any, old: Tensor, new: Tensor) -> None:
@@ -274,8 +287,8 @@ def _swap(tensors: Any, old: Tensor, new: Tensor) -> None:
 
 
 def unique(nodes: Iterable[Node]) -> list[Node]:
-    """The nodes without repeats, in order (graphsurgeon compares nodes by content, so `set` does not do)."""
-    return list({id(n): n for n in nodes}.values())
+    """The nodes without repeats, in order."""
+    return list(dict.fromkeys(nodes))
 
 
 def is_constant(tensor: Tensor) -> bool:

@@ -196,15 +196,20 @@ RANDOM = re.compile("Bernoulli|Dropout|Multinomial|Random.*")
 
 def merge_repeats(graph: Graph, shapes: Shapes) -> int:
     """Let nodes that compute the same from the same be one node; the graph must be sorted."""
-    first: dict[Hashable, Node] = {}
+    alike: dict[Hashable, list[Node]] = {}
+    keys: dict[Node, Hashable] = {}
     constants: dict[int, Hashable] = {}
     count = 0
     for node in list(graph.nodes):
-        key = _key(graph, node, constants)
-        if key is None:
-            continue
-        known = first.setdefault(key, node)
+        rough = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
+        others = alike.setdefault(rough, [])
+        others.append(node)
+        for other in others if len(others) > 1 else ():  # few nodes are alike, so few keys are made
+            if other not in keys:
+                keys[other] = _key(graph, other, constants)
+        known = next((o for o in others if len(others) > 1 and keys[o] is not None and keys[o] == keys[node]), node)
         if known is not node and _merge(graph, known, node):
+            others.pop()
             count += 1
     if count:
         graph.remove_dead()

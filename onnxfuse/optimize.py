@@ -26,6 +26,8 @@ from onnxfuse.shapes import Shapes, infer_shapes
 from onnxfuse.verify import Verification, compare, first_difference
 
 ROUNDS = 4
+WEIGHTS = "batch_norm"  # the name under which folding into weights is reported when it is taken back
+UNVERIFIED = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
 Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
@@ -52,6 +54,7 @@ class Fusible:
     """A graph after fusing, and what was done to it."""
 
     graph: Graph
+    model: onnx.ModelProto
     before: Traffic
     after: Traffic
     folded: tuple[Folded, ...]
@@ -76,12 +79,12 @@ def optimize(
     skip      names of fusions to leave out
     patterns  folders of Python files with further fusions; one of an existing name replaces it
     fallback  which operators the bodies of fused nodes are written in: standard ONNX, or also onnxruntime's own
-    verify    run both models in onnxruntime and take back each fusion that changes an output
+    verify    run both models in onnxruntime and take back each fusion, or the folding, that changes an output
     inputs    what to verify with, by input name; generated where not given
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError for a
-    model that cannot be read, UsageError for an unknown fusion, VerificationError where the models differ although no
-    fusion is at fault.
+    model that cannot be read, UsageError for an unknown fusion, VerificationError where the models differ although
+    nothing that could be taken back is at fault.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
@@ -89,84 +92,83 @@ def optimize(
     clock = Clock(progress)
     with clock.stage("load"):
         original, folder = load(model)
+    run = Run(original, folder, fallback == "ort", inputs, clock)
     dropped: list[Dropped] = []
     while True:
-        remaining = [f for f in fusions if f.name not in {d.fusion for d in dropped}]
-        result = apply(original, folder, remaining, fallback == "ort", clock)
-        with clock.stage("write"):
-            optimized = write_model(result.graph)
-        with clock.stage("verify"):
-            verified = _verify(original, optimized, folder, inputs) if verify else _unverified()
-            culprit = _culprit(original, optimized, folder, inputs, result, verified)
-        if culprit is None:
+        taken = {d.fusion for d in dropped}
+        result = run.apply([f for f in fusions if f.name not in taken], WEIGHTS not in taken)
+        verified = run.verify(result.model) if verify else UNVERIFIED
+        if verified.passed is not False:
             break
-        dropped.append(culprit)
+        dropped.append(run.culprit(result, verified, WEIGHTS not in taken))
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
-        {"path": None, "nodes": len(optimized.graph.node)},
+        {"path": None, "nodes": len(result.model.graph.node)},
         result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
         verified, clock.seconds,
     )  # fmt: skip
-    return optimized, report
+    return result.model, report
 
 
-def apply(
-    original: onnx.ModelProto, folder: Path | None, fusions: Sequence[Fusion], ort: bool, clock: Clock
-) -> Fusible:
-    """Everything between reading and writing."""
-    with clock.stage("normalize"):
-        graph = read_graph(original, folder)
-        graph.sort()
-        shapes = infer_shapes(graph)
-        before = traffic(graph, shapes)
-        folded = prepare(graph, shapes)
-    with clock.stage("fuse"):
-        fusing = fuse(graph, shapes, fusions, ort=ort, progress=lambda done, of: clock.tell("fuse", done, of))
-    return Fusible(graph, before, traffic(graph, shapes), tuple(folded), fusing)
+@dataclass(frozen=True)
+class Run:
+    """One model on its way, with what every attempt needs."""
+
+    original: onnx.ModelProto
+    folder: Path | None
+    ort: bool
+    inputs: Mapping[str, Array] | None
+    clock: Clock
+
+    def apply(self, fusions: Sequence[Fusion], weights: bool = True) -> Fusible:
+        """Everything between reading and verifying.  `weights`: fold BatchNormalization and scales into weights."""
+        with self.clock.stage("normalize"):
+            graph = read_graph(self.original, self.folder)
+            graph.sort()
+            shapes = infer_shapes(graph)
+            before = traffic(graph, shapes)
+            folded = prepare(graph, shapes, weights)
+        with self.clock.stage("fuse"):
+            progress = self.clock.tell
+            fusing = fuse(graph, shapes, fusions, ort=self.ort, progress=lambda done, of: progress("fuse", done, of))
+        with self.clock.stage("write"):
+            model = write_model(graph)
+        return Fusible(graph, model, before, traffic(graph, shapes), tuple(folded), fusing)
+
+    def verify(self, optimized: onnx.ModelProto) -> Verification:
+        """The original against `optimized`."""
+        with self.clock.stage("verify"):
+            return compare(self.original, optimized, inputs=self.inputs, folder=self.folder)
+
+    def culprit(self, result: Fusible, verified: Verification, weights: bool) -> Dropped:
+        """What to take back: folding into weights, if that alone changes an output, or else the first fusion to."""
+        alone = self.verify(self.apply([], weights).model)
+        if alone.passed is False and not weights:
+            raise VerificationError(f"normalizing changed the model: {alone.reason}; please report this model")
+        if alone.passed is False:
+            node = next((f.node for f in result.folded if f.what in ("batch_norm", "scale")), "")
+            return Dropped(WEIGHTS, node, alone.reason)
+        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
+        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1))
+        names = [one.output for one in fused]
+        try:
+            name = first_difference(self.original, result.model, names, inputs=self.inputs, folder=self.folder)
+        except VerificationError:
+            name = None
+        guilty = next((one for one in fused if one.output == name), fused[-1])
+        return Dropped(guilty.fusion, guilty.node, verified.reason)
 
 
-def prepare(graph: Graph, shapes: Shapes) -> list[Folded]:
+def prepare(graph: Graph, shapes: Shapes, weights: bool = True) -> list[Folded]:
     """Fold and normalize until nothing changes."""
     folded: list[Folded] = []
     for _ in range(ROUNDS):
         new = [*fold_constants(graph, shapes), *fold_shapes(graph, shapes)]
         changes = normalize(graph, shapes)
-        new += fold_batch_norm(graph, shapes)
+        if weights:
+            new += fold_batch_norm(graph, shapes)
         folded += new
         if not new and not changes:
             break
     return folded
-
-
-def _unverified() -> Verification:
-    return Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
-
-
-def _verify(
-    original: onnx.ModelProto, optimized: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, Array] | None
-) -> Verification:
-    return compare(original, optimized, inputs=inputs, folder=folder)
-
-
-def _culprit(
-    original: onnx.ModelProto,
-    optimized: onnx.ModelProto,
-    folder: Path | None,
-    inputs: Mapping[str, Array] | None,
-    result: Fusible,
-    verified: Verification,
-) -> Dropped | None:
-    """The fusion to take back: the one whose node is the first to differ from the original."""
-    if verified.passed is not False:
-        return None
-    order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
-    fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1))
-    if not fused:
-        raise VerificationError(f"folding changed the model: {verified.reason}; please report this model")
-    try:
-        name = first_difference(original, optimized, [one.output for one in fused], inputs=inputs, folder=folder)
-    except VerificationError:
-        name = None
-    guilty = next((one for one in fused if one.output == name), fused[-1])
-    return Dropped(guilty.fusion, guilty.node, verified.reason)

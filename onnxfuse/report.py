@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from onnxfuse.dims import evaluate, symbols
+from onnxfuse.dims import Size, evaluate, symbols
 from onnxfuse.fold import Folded
-from onnxfuse.graph import Graph, Tensor, op_of
+from onnxfuse.graph import Graph, op_of
 from onnxfuse.match import Miss
 from onnxfuse.rewrite import Fused
 from onnxfuse.shapes import Shapes
@@ -121,20 +121,20 @@ def miss_json(miss: Miss) -> dict[str, Any]:
 def traffic(graph: Graph, shapes: Shapes) -> Traffic:
     """Bytes and launches of a graph; tensors of unknown shape count nothing, open dimensions as BATCH and OTHER say."""
     total, launches = 0, 0
+    known: dict[object, int] = {}
     for node in graph.nodes:
         if op_of(node) in FREE:
             continue
         launches += 1
-        total += sum(_bytes(shapes, t) for t in (*_unique(node.inputs), *node.outputs) if t.name)
+        for tensor in {t.name: t for t in (*node.inputs, *node.outputs) if t.name}.values():
+            key = shapes.shape(tensor), shapes.dtype(tensor)
+            if key not in known:
+                known[key] = _bytes(*key)
+            total += known[key]
     return Traffic(total, launches)
 
 
-def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({t.name: t for t in tensors}.values())
-
-
-def _bytes(shapes: Shapes, tensor: Tensor) -> int:
-    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
+def _bytes(shape: Sequence[Size] | None, dtype: int) -> int:
     if shape is None or not dtype:
         return 0
     count = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,16 @@ class Functions:
     graph: Graph
     ort: bool = False
     known: dict[bytes, str] = field(default_factory=dict)
+    built: dict[Hashable, str] = field(default_factory=dict)
 
     def name_of(self, fusion: Fusion, variant: Variant, attributes: list[str]) -> str:
         """The name of the function for a variant, which is added to the model if it is new."""
+        key = fusion.name, variant.key(), tuple(sorted(attributes))
+        if key not in self.built:
+            self.built[key] = self._add(fusion, variant, attributes)
+        return self.built[key]
+
+    def _add(self, fusion: Fusion, variant: Variant, attributes: list[str]) -> str:
         body = function(fusion, variant, fusion.name, sorted(attributes))
         key = body.SerializeToString(deterministic=True)
         if key not in self.known:
@@ -69,6 +76,8 @@ def rewrite(graph: Graph, shapes: Shapes, match: Match, functions: Functions) ->
         node.inputs.clear()
         node.outputs.clear()
     graph.add(name, inputs, outputs, place, DOMAIN, **attributes)
+    for tensor in outputs:
+        graph.note(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     dims = {k: v if is_static(v) else str(v) for k, v in match.dims.items() if k != "..."}
     return Fused(match.fusion.name, place, replaced, dims, outputs[0].name)
 

@@ -2,28 +2,29 @@
 
 from typing import Any
 
-from onnxfuse.dsl import Term, choose, either, op
+from onnxfuse.dsl import Term, choose, contrib, either, op, stored
 
 
 def gelu(x: Term) -> Term:
     """x * Phi(x), with erf (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
-    return either(op.Gelu(x), x * 0.5 * (op.Erf(x * 0.7071067811865476) + 1))
+    return stored(either(op.Gelu(x), x * 0.5 * (op.Erf(x * 0.7071067811865476) + 1)), ort=contrib.Gelu(x))
 
 
 def gelu_tanh(x: Term) -> Term:
     """The tanh approximation of GELU."""
     inner = either(0.7978845608028654 * (x + 0.044715 * x**3), 0.7978845608028654 * x * (1 + 0.044715 * x * x))
-    return either(op.Gelu(x, approximate="tanh"), x * 0.5 * (1 + op.Tanh(inner)))
+    spellings = either(op.Gelu(x, approximate="tanh"), x * 0.5 * (1 + op.Tanh(inner)))
+    return stored(spellings, ort=contrib.FastGelu(x))
 
 
 def silu(x: Term) -> Term:
     """x * sigmoid(x)."""
-    return either(op.Swish(x), x * op.Sigmoid(x))
+    return stored(either(op.Swish(x), x * op.Sigmoid(x)), ort=contrib.QuickGelu(x, alpha=1.0))
 
 
 def quick_gelu(x: Term) -> Term:
     """x * sigmoid(1.702 x)."""
-    return x * op.Sigmoid(x * 1.702)
+    return stored(x * op.Sigmoid(x * 1.702), ort=contrib.QuickGelu(x, alpha=1.702))
 
 
 def hard_swish(x: Term) -> Term:

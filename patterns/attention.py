@@ -27,9 +27,9 @@ def by_layout(choice, x, length, heads, size, result):
     return choose(
         choice,
         packed=rearrange(x, f"batch {length} ({heads} {size}) -> {result}"),
+        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
         bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
         bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
-        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
     )
 
 
@@ -52,7 +52,7 @@ def masked(scores, mask, masked_score):
     )
 
 
-@fusion(out="batch queries (heads value_size)", casts=True)
+@fusion(out="batch queries (heads value_size)", casts=True, example={"is_causal": 1, "softcap": 2.0})
 def attention(
     q=tensor(),
     k=tensor(),

@@ -5,7 +5,13 @@ from onnxfuse.patterns._activations import activation
 from onnxfuse.dsl import attribute, either, fusion, op, require, scalar, tensor, weight
 
 
-@fusion(out="n m ...")
+@fusion(
+    out="n m ...",
+    example={
+        "x": (2, 4, 6, 7), "w": (5, 4, 3, 3), "auto_pad": "SAME_UPPER", "dilations": [1, 2], "kernel_shape": [3, 3],
+        "pads": [1, 0, 1, 0], "strides": [2, 1],
+    },
+)
 def conv_bias_activation(
     x=tensor(),
     w=weight(),

@@ -14,7 +14,10 @@ def _per_head(table):
     )
 
 
-@fusion(out="batch heads seq size")
+@fusion(
+    out="batch heads seq size",
+    example={"x": (2, 3, 5, 4), "cos": (2, 5, 2), "sin": (2, 5, 2), "interleaved": 1},
+)
 def rotary_embedding(
     x=tensor(), cos=tensor(), sin=tensor(), interleaved=attribute(), num_heads=attribute(),
     rotary_embedding_dim=attribute(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from onnx import TensorProto
@@ -30,6 +30,7 @@ from onnxfuse.dsl import (
     Term,
     core,
 )
+from onnxfuse.errors import PatternError
 from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
 from onnxfuse.legality import refusal
 from onnxfuse.match.chains import Chain
@@ -50,15 +51,34 @@ class Matcher:
 
     def __init__(self, graph: Graph, shapes: Shapes, fusion: Fusion) -> None:
         self.graph, self.shapes, self.fusion = graph, shapes, fusion
-        self.roots = root_ops(fusion.outputs[0]) | ({"Cast"} if fusion.casts else set())
+        self._numbers: dict[str, float | None] = {}
+        self._rules: dict[type[Term], Callable[..., Iterator[State]]] = {
+            Capture: self._capture,
+            Constant: self._constant,
+            Apply: functools.partial(match_operator, self),
+            Sum: self._chain,
+            Product: self._chain,
+            Either: self._either,
+            Choose: self._choose,
+            Rearrange: functools.partial(match_rearrange, self),
+            Scaled: functools.partial(match_scaled, self),
+            Sizes: functools.partial(match_sizes, self),
+        }
+        self._chains: dict[int, Chain] = {}
+        self._root_ops: dict[int, frozenset[str] | None] = {}
+        ends = self._ops(fusion.outputs[0])
+        if ends is None:
+            raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
+        self.roots = ends | {"Cast"} if fusion.casts else ends
         self._best: tuple[int, Callable[[], str], Span, State, str] | None = None
         self._sizes_known: dict[tuple[tuple[str, str], ...], int] = {}
         self._root: Tensor = None
         self._steps = 0
+        self._refused = False
 
     def at(self, tensor: Tensor) -> Match | Miss:
         """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
-        self._best, self._root, self._steps = None, tensor, 0
+        self._best, self._root, self._steps, self._refused = None, tensor, 0, False
         dtype = self.shapes.dtype(tensor)
         if dtype not in FLOATS:
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
@@ -79,64 +99,78 @@ class Matcher:
     # --- the walk ------------------------------------------------------------------------------------------------
 
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        """Every way to read `tensor` as `term`, given what is captured already."""
         self._steps += 1
         if self._steps > STEPS:
-            return
-        match term:
-            case Precision(inner=inner) | Stored(inner=inner):
-                yield from self.match(inner, tensor, state)
-                return
-            case Given(inner=inner, guard=guard):
-                for after in self.match(inner, tensor, state):
-                    if self.holds(guard, after, term):
-                        yield after
-                return
-            case Shared(inner=inner):
-                for after in self.match(inner, tensor, state):
-                    seen = [n for i, n in after.nodes.items() if i not in state.nodes]
-                    yield replace(after, nodes=state.nodes).with_nodes(seen, keep=True)
-                return
+            return iter(())
+        while isinstance(term, Precision | Stored):
+            term = term.inner
+        if isinstance(term, Given):
+            return self._given(term, tensor, state)
+        if isinstance(term, Shared):
+            return self._shared(term, tensor, state)
         known = state.terms.get(id(term))
         if known is not None:
             if self._stem(known, term) is self._stem(tensor, term):
-                yield state
-            else:
-                self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
-            return
+                return iter((state,))
+            self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
+            return iter(())
         if not isinstance(term, Capture | Constant):
             tensor, state = self.through_casts(tensor, state)
-        for after in self._kinds(term, tensor, state):
-            yield replace(after, terms={**after.terms, id(term): tensor})
+            if not self._fits(term, tensor):
+                self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self._wanted(term)}")
+                return iter(())
+        return self._named(term, tensor, state)
 
-    def _kinds(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        match term:
-            case Capture():
-                yield from self._capture(term, tensor, state)
-            case Constant():
-                yield from self._constant(term, tensor, state)
-            case Apply():
-                yield from match_operator(self, term, tensor, state)
-            case Sum() | Product():
-                yield from Chain(self, term).match(tensor, state)
-            case Either(options=options):
-                for option in options:
-                    yield from self.match(option, tensor, state)
-            case Choose(name=name, options=options):
-                yield from self._choose(name, options, tensor, state)
-            case Rearrange():
-                yield from match_rearrange(self, term, tensor, state)
-            case Scaled():
-                yield from match_scaled(self, term, tensor, state)
-            case Sizes():
-                yield from match_sizes(self, term, tensor, state)
+    def _named(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        for after in self._rules[type(term)](term, tensor, state):
+            yield after._replace(terms={**after.terms, id(term): tensor})
 
-    def _choose(self, name: str, options: Mapping[str, Term], tensor: Tensor, state: State) -> Iterator[State]:
+    def _given(self, term: Given, tensor: Tensor, state: State) -> Iterator[State]:
+        for after in self.match(term.inner, tensor, state):
+            if self.holds(term.guard, after, term):
+                yield after
+
+    def _shared(self, term: Shared, tensor: Tensor, state: State) -> Iterator[State]:
+        for after in self.match(term.inner, tensor, state):
+            seen = [n for i, n in after.nodes.items() if i not in state.nodes]
+            yield after._replace(nodes=state.nodes).with_nodes(seen, keep=True)
+
+    def _chain(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
+        if id(term) not in self._chains:
+            self._chains[id(term)] = Chain(self, term)
+        return self._chains[id(term)].match(tensor, state)
+
+    def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
+        for option in term.options:
+            if self._fits(option, tensor):
+                yield from self.match(option, tensor, state)
+
+    def _fits(self, term: Term, tensor: Tensor) -> bool:
+        """Whether the operator that computes the tensor can be the last one of the term: most cannot, and end here."""
+        ops = self._ops(term)
+        if ops is None:
+            return True
+        node = producer(tensor)
+        return node is not None and (op_of(node) in ops or (self.fusion.casts and self.float_cast(tensor) is not None))
+
+    def _ops(self, term: Term) -> frozenset[str] | None:
+        if id(term) not in self._root_ops:
+            self._root_ops[id(term)] = root_ops(term)
+        return self._root_ops[id(term)]
+
+    def _wanted(self, term: Term) -> str:
+        ops = sorted(self._ops(term) or ())
+        return ops[0] if len(ops) == 1 else f"{', '.join(ops[:-1])} or {ops[-1]}"
+
+    def _choose(self, term: Choose, tensor: Tensor, state: State) -> Iterator[State]:
         """Variants exclude each other, so the first that fits is not taken back."""
-        for label, option in options.items():
-            if state.choices.get(name, label) != label:
+        name = term.name
+        for label, option in term.options.items():
+            if state.choices.get(name, label) != label or not self._fits(option, tensor):
                 continue
             fits = False
-            for after in self.match(option, tensor, replace(state, choices={**state.choices, name: label})):
+            for after in self.match(option, tensor, state._replace(choices={**state.choices, name: label})):
                 fits = True
                 yield after
             if fits:
@@ -168,15 +202,15 @@ class Matcher:
             dims = self._unify(term, tensor, state)
             if dims is None:
                 return
-            state = replace(state, dims=dims)
-        yield replace(state, operands={**state.operands, term.name: tensor})
+            state = state._replace(dims=dims)
+        yield state._replace(operands={**state.operands, term.name: tensor})
 
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
         if term.name in state.values and state.values[term.name] != value:
             known = state.values[term.name]
             self.fail(term, state, lambda: f"{term.name} is {value!r} here and {known!r} elsewhere")
             return
-        yield replace(state, values={**state.values, term.name: value})
+        yield state._replace(values={**state.values, term.name: value})
 
     def _constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
         value = self.number(tensor)
@@ -189,7 +223,14 @@ class Matcher:
 
     def number(self, tensor: Tensor) -> float | None:
         """The value of a constant of one element."""
-        if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+        if not is_constant(tensor):
+            return None
+        if tensor.name not in self._numbers:
+            self._numbers[tensor.name] = self._read_number(tensor)
+        return self._numbers[tensor.name]
+
+    def _read_number(self, tensor: Tensor) -> float | None:
+        if math.prod(tensor.shape) != 1:
             return None
         value = constant_value(self.graph, tensor)
         return float(value.reshape(())) if value.dtype != object else None
@@ -248,7 +289,7 @@ class Matcher:
                     return None
             elif capture.default is not None:
                 values.setdefault(capture.name, capture.default)
-        state = replace(state, values=values)
+        state = state._replace(values=values)
         if not all(self.holds(guard, state, self.fusion.outputs[0]) for guard in self.fusion.guards):
             return None
         others = [state.terms.get(id(core(term))) for term in self.fusion.outputs[1:]]
@@ -257,6 +298,7 @@ class Matcher:
         nodes, outputs = tuple(state.nodes.values()), (self._root, *others)
         refused = refusal(self.graph, nodes, outputs, state.operands)
         if refused:
+            self._refused = True
             self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint)
             return None
         return Match(self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes)
@@ -286,7 +328,7 @@ class Matcher:
         _, sentence, span, state, hint = self._best
         names = tuple(str(n.name) for n in (*state.nodes.values(), *state.kept.values()))
         size = self._size(state.choices)
-        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint)
+        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self._refused)
 
     def _miss_now(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
         size = self._size({})

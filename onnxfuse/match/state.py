@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from onnx import TensorProto
 
@@ -18,24 +19,24 @@ FLOATS: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True)
-class State:
-    """What is captured so far."""
+class State(NamedTuple):
+    """What is captured so far; never changed, so that every way of matching can go on from it."""
 
-    terms: Mapping[int, Tensor] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    operands: Mapping[str, Tensor] = field(default_factory=dict)
-    dims: Mapping[str, Any] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
-    nodes: Mapping[int, Node] = field(default_factory=dict)
-    kept: Mapping[int, Node] = field(default_factory=dict)
+    terms: Mapping[int, Tensor] = MappingProxyType({})
+    values: Mapping[str, Any] = MappingProxyType({})
+    operands: Mapping[str, Tensor] = MappingProxyType({})
+    dims: Mapping[str, Any] = MappingProxyType({})
+    choices: Mapping[str, str] = MappingProxyType({})
+    nodes: Mapping[int, Node] = MappingProxyType({})
+    kept: Mapping[int, Node] = MappingProxyType({})
     factor: float | None = None  # the scalars met so far, while inside scaled()
 
     def with_nodes(self, nodes: Sequence[Node], *, keep: bool = False) -> State:
+        """The state with more nodes: to be replaced, or (`keep`) only seen through."""
         if not nodes:
             return self
         new = {id(n): n for n in nodes}
-        return replace(self, kept={**self.kept, **new}) if keep else replace(self, nodes={**self.nodes, **new})
+        return self._replace(kept={**self.kept, **new}) if keep else self._replace(nodes={**self.nodes, **new})
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Miss:
     span: Span
     around: tuple[str, ...] = ()  # names of the nodes that agreed
     hint: str = ""  # what the user can change
+    complete: bool = False  # all agreed, but replacing it was refused
 
     @property
     def of(self) -> int:

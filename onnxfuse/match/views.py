@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from onnxfuse import layout as layouts
@@ -26,7 +25,7 @@ def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -
         if dims is None:
             continue
         found = True
-        after = replace(state, dims=dims, factor=None if state.factor is None else state.factor * factor)
+        after = state._replace(dims=dims, factor=None if state.factor is None else state.factor * factor)
         fits = False
         for inside in m.match(term.inner, source, after.with_nodes(nodes, keep=keep)):
             fits = True
@@ -122,9 +121,9 @@ def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iter
         else:
             break
         nodes.append(node)
-    inside = replace(state.with_nodes(nodes), factor=factor)
+    inside = state.with_nodes(nodes)._replace(factor=factor)
     for after in m.match(term.inner, tensor, inside):
-        yield from m.value(term.scale, after.factor, replace(after, factor=state.factor))
+        yield from m.value(term.scale, after.factor, after._replace(factor=state.factor))
 
 
 def match_sizes(m: Matcher, term: Sizes, tensor: Tensor, state: State) -> Iterator[State]:

@@ -6,27 +6,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import Apply, Choose, Either, Product, Rearrange, Scaled, Sum, Term, parts
+from onnxfuse.dsl import (
+    Apply,
+    Capture,
+    Choose,
+    Constant,
+    Either,
+    Product,
+    Rearrange,
+    Scaled,
+    Sizes,
+    Sum,
+    Term,
+    parts,
+)
 from onnxfuse.graph import Tensor, is_constant, op_of, producer
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"}
 
 
-def root_ops(term: Term) -> set[str]:
-    """The operators that can compute a term."""
+def root_ops(term: Term) -> frozenset[str] | None:
+    """The operators that can compute a term; None where any can, or none, as for an operand."""
     match term:
+        case Capture() | Constant() | Sizes():
+            return None
         case Apply(op=op):
-            return {op}
+            return frozenset([op])
         case Product():
-            return {"Mul", "Div"}
+            return frozenset(["Mul", "Div"])
         case Sum():
-            return {"Add", "Sub"}
+            return frozenset(["Add", "Sub"])
         case Rearrange(inner=inner):
-            return VIEWS | root_ops(inner)
+            inside = root_ops(inner)
+            return None if inside is None else inside | VIEWS
         case Scaled(inner=inner):
-            return {"Mul", "Div"} | root_ops(inner)
-        case _:
-            return set().union(*map(root_ops, parts(term)))
+            inside = root_ops(inner)
+            return None if inside is None else inside | {"Mul", "Div"}
+    each = [root_ops(part) for part in parts(term)]
+    return None if None in each else frozenset().union(*(ops for ops in each if ops is not None))
 
 
 def count(term: Term, choices: Mapping[str, str], seen: set[int] | None = None) -> int:
@@ -72,11 +89,14 @@ def shape_text(shape: Sequence[DimSize] | None) -> str:
 
 def spec_text(spec: str, dims: Mapping[str, Any]) -> str:
     """Named dimensions for a message, with the sizes that are bound."""
-    known = (
-        f"{token}={dims[token.rstrip('?')]}" if token.rstrip("?") in dims and token != "..." else token
-        for token in spec.split()
-    )
-    return ", ".join(known)
+    return ", ".join(_token_text(token, dims) for token in spec.split())
+
+
+def _token_text(token: str, dims: Mapping[str, Any]) -> str:
+    if token == "..." and token in dims:
+        return ", ".join(map(str, dims[token]))
+    size = dims.get(token.rstrip("?"))
+    return token if size is None else f"{token}={size}"
 
 
 def short(value: Any) -> str:

@@ -13,6 +13,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
+    aligned: bool = True  # the data begins at a multiple of 16 bytes; where an output does not, every input says no
 
 
 @dataclass(frozen=True)

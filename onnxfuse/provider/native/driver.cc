@@ -38,7 +38,9 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchConfig, stream) == 32 && sizeof(LaunchConfig) == 56);
 constexpr int kClusterDimension = 4;
-constexpr int kMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kNonPortableCluster = 14;  // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+constexpr uint32_t kDefaultShared = 48 * 1024;
 
 }  // namespace
 
@@ -119,19 +121,20 @@ void Driver::launch(Function function, Dim grid, Dim block, uint32_t shared, uin
   check(cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
-Function Driver::load(const void* image, const char* entry, uint32_t shared, void** module) const {
+Function Driver::load(const void* image, const char* entry, void** module) const {
   Function function = nullptr;
   check(cuModuleLoadData(module, image), "cuModuleLoadData");
-  try {
-    check(cuModuleGetFunction(&function, *module, entry), "cuModuleGetFunction");
-    if (shared > 48 * 1024) {
-      check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
-    }
-  } catch (...) {
-    cuModuleUnload(*module);
-    throw;
-  }
+  const int code = cuModuleGetFunction(&function, *module, entry);
+  if (code != 0) cuModuleUnload(*module);
+  check(code, "cuModuleGetFunction");
   return function;
+}
+
+void Driver::configure(Function function, uint32_t shared, bool large_cluster) const {
+  if (shared > kDefaultShared) {
+    check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
+  }
+  if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");
 }
 
 void Driver::unload(void* module) const { check(cuModuleUnload(module), "cuModuleUnload"); }

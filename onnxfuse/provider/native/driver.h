@@ -27,7 +27,8 @@ struct Driver {
   void launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
               void** arguments) const;
   // Load a cubin and find its entry; `module` receives what unload wants.
-  Function load(const void* image, const char* entry, uint32_t shared, void** module) const;
+  Function load(const void* image, const char* entry, void** module) const;
+  void configure(Function function, uint32_t shared, bool large_cluster) const;
   void unload(void* module) const;
   // Throws "<what> failed: CUDA_ERROR_… (…)" unless the code is 0.
   void check(int code, const char* what) const;

@@ -16,25 +16,39 @@ constexpr uintptr_t kAlignment = 16;
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
 
-// The inputs of one run.  Reused by each thread, so that a run allocates nothing.
-struct Inputs {
+// The tensors of one run.
+struct Tensors {
   Key key;
-  std::vector<void*> data;
+  std::vector<void*> inputs, outputs;
 
-  void read(const Ort& ort, const OrtKernelContext* context) {
+  void read_inputs(const Ort& ort, const OrtKernelContext* context) {
     size_t count = 0;
     check(ort, ort.KernelContext_GetInputCount(context, &count));
-    key.clear();
-    data.clear();
     for (size_t i = 0; i < count; ++i) {
       const OrtValue* value = nullptr;
       check(ort, ort.KernelContext_GetInput(context, i, &value));
       if (!value) throw std::runtime_error("input " + std::to_string(i) + " is absent; leave absent operands out");
       void* pointer = nullptr;
       check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
-      data.push_back(pointer);
+      inputs.push_back(pointer);
       add(ort, value, aligned(pointer));
     }
+  }
+
+  // Whether one of the outputs has elements, and whether all are aligned.
+  std::pair<bool, bool> make_outputs(const Ort& ort, OrtKernelContext* context, const std::vector<TensorType>& types) {
+    bool any = false, all_aligned = true;
+    for (const TensorType& type : types) {
+      OrtValue* value = nullptr;
+      void* pointer = nullptr;
+      check(ort, ort.KernelContext_GetOutput(context, outputs.size(), type.shape.data(), type.shape.size(), &value));
+      if (!value) throw std::runtime_error("output " + std::to_string(outputs.size()) + " is absent");
+      check(ort, ort.GetTensorMutableData(value, &pointer));
+      any = any || type.bytes() != 0;
+      all_aligned = all_aligned && aligned(pointer);
+      outputs.push_back(pointer);
+    }
+    return {any, all_aligned};
   }
 
  private:
@@ -59,6 +73,27 @@ struct Inputs {
     }
     ort.ReleaseTensorTypeAndShapeInfo(info);
     check(ort, status);
+  }
+};
+
+// A thread's Tensors, whose memory later runs use again; a run inside a run (Python may start one) gets its own.
+class Borrowed {
+ public:
+  Borrowed() {
+    std::swap(tensors, spare());
+    tensors.key.clear();
+    tensors.inputs.clear();
+    tensors.outputs.clear();
+  }
+  ~Borrowed() { std::swap(tensors, spare()); }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+  Tensors tensors;
+
+ private:
+  static Tensors& spare() {
+    thread_local Tensors spare;
+    return spare;
   }
 };
 
@@ -116,9 +151,9 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
     check(ort, ort.KernelInfoGetAttributeArray_int64(info, "output_types", output_dtypes_.data(), &outputs));
   }
   check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
-  ++alive_count;
   check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
   check(ort, ort.MemoryInfoGetId(memory_, &device_));
+  ++alive_count;
 }
 
 FusedKernel::~FusedKernel() {
@@ -161,36 +196,24 @@ const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
 }
 
 void FusedKernel::compute(OrtKernelContext* context) {
-  thread_local Inputs inputs;
-  thread_local std::vector<void*> outputs;
-  inputs.key.clear();
+  Borrowed borrowed;
+  Tensors& tensors = borrowed.tensors;
   try {
-    inputs.read(ort_, context);
+    tensors.read_inputs(ort_, context);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    const Entry* entry = find(inputs.key);
-    if (!entry) entry = make(inputs.key, stream);
-    bool is_aligned = true, empty = true;
-    outputs.clear();
-    for (const TensorType& type : entry->second.outputs) {
-      OrtValue* value = nullptr;
-      void* pointer = nullptr;
-      check(ort_, ort_.KernelContext_GetOutput(context, outputs.size(), type.shape.data(), type.shape.size(), &value));
-      if (!value) throw std::runtime_error("output " + std::to_string(outputs.size()) + " is absent");
-      check(ort_, ort_.GetTensorMutableData(value, &pointer));
-      is_aligned = is_aligned && aligned(pointer);
-      empty = empty && type.bytes() == 0;
-      outputs.push_back(pointer);
+    const Entry* entry = find(tensors.key);
+    if (!entry) entry = make(tensors.key, stream);
+    const auto [any, all_aligned] = tensors.make_outputs(ort_, context, entry->second.outputs);
+    if (!any) return;
+    if (!all_aligned) {
+      const Key key = without_alignment(tensors.key);
+      entry = find(key);
+      if (!entry) entry = make(key, stream);
     }
-    if (empty) return;
-    if (!is_aligned) {
-      const Key key = without_alignment(inputs.key);
-      const Entry* other = find(key);
-      entry = other ? other : make(key, stream);
-    }
-    launch(entry->second, inputs.data.data(), outputs.data(), context, stream);
+    launch(entry->second, tensors.inputs.data(), tensors.outputs.data(), context, stream);
   } catch (const std::exception& error) {
-    throw std::runtime_error(describe(&inputs.key) + ": " + error.what());
+    throw std::runtime_error(describe(&tensors.key) + ": " + error.what());
   }
 }
 

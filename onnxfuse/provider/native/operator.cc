@@ -1,5 +1,5 @@
 // The one operator, under as many names as models need, and what Python calls.
-#include <cstring>
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "infer.h"
 #include "kernel.h"
 #include "python.h"
 
@@ -28,9 +29,7 @@ struct FusedOp : OrtCustomOp {
   void add_attributes(const std::vector<AttributeName>& more) {
     std::lock_guard<std::mutex> lock(mutex);
     for (const AttributeName& attribute : more) {
-      bool known = false;
-      for (const AttributeName& name : names) known = known || name == attribute;
-      if (!known) names.push_back(attribute);
+      if (std::find(names.begin(), names.end(), attribute) == names.end()) names.push_back(attribute);
     }
   }
 
@@ -76,26 +75,9 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
   return guarded(own->ort, [&] { own->kernel.compute(context); });
 }
 
-// Types only: a shape is what the plan says.
-OrtStatus* infer_outputs(const OrtCustomOp* op, OrtShapeInferContext* context) {
+OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
   const FusedOp& fused = self(op);
-  const Ort& ort = fused.ort;
-  return guarded(ort, [&] {
-    const OrtOpAttr* attribute = nullptr;
-    int64_t dtypes[64];
-    size_t bytes = 0;
-    check(ort, ort.ShapeInferContext_GetAttribute(context, "output_types", &attribute));
-    if (!attribute) throw std::runtime_error(fused.name + ": the attribute output_types is missing");
-    check(ort, ort.ReadOpAttr(attribute, kAttributeInts, dtypes, sizeof dtypes, &bytes));
-    for (size_t i = 0; i < bytes / sizeof(int64_t); ++i) {
-      OrtTensorTypeAndShapeInfo* info = nullptr;
-      check(ort, ort.CreateTensorTypeAndShapeInfo(&info));
-      OrtStatus* status = ort.SetTensorElementType(info, static_cast<int>(dtypes[i]));
-      if (!status) status = ort.ShapeInferContext_SetOutputTypeShape(context, i, info);
-      ort.ReleaseTensorTypeAndShapeInfo(info);
-      check(ort, status);
-    }
-  });
+  return guarded(fused.ort, [&] { infer_outputs(fused.ort, context); });
 }
 
 FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, std::string op_name)
@@ -114,7 +96,7 @@ FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, std::strin
   CreateKernelV2 = create_kernel;
   KernelComputeV2 = compute;
   KernelDestroy = [](void* kernel) { delete static_cast<KernelOfOrt*>(kernel); };
-  InferOutputShapeFn = infer_outputs;
+  InferOutputShapeFn = infer;
 }
 
 // --- registration ------------------------------------------------------------------------------------------------
@@ -150,7 +132,9 @@ struct Registry {
   const Ort& runtime(const OrtApiBase& base) {
     const void* newest = base.GetApi(kShapeReferenceApi);
     const void* table = newest ? newest : base.GetApi(kOldestApi);
-    if (!table) throw std::runtime_error(std::string("onnxruntime 1.23 or newer is required, found ") + base.GetVersionString());
+    if (!table) {
+      throw std::runtime_error(std::string("onnxruntime 1.23 or newer is required, found ") + base.GetVersionString());
+    }
     auto& ort = runtimes[table];
     if (!ort) ort = std::make_unique<Ort>(table, newest != nullptr);
     return *ort;
@@ -215,9 +199,17 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 ONNXFUSE_EXPORT int onnxfuse_abi() { return 1; }
 
+// Say what the thread's next RegisterCustomOps registers; operators that are there already learn new attributes now.
 ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops) {
   wanted_provider = provider;
   wanted_ops = ops;
+  Registry& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (const Wanted& op : read_wanted(wanted_ops)) {
+    for (auto& [key, fused] : all.ops) {
+      if (fused->provider == wanted_provider && fused->name == op.name) fused->add_attributes(op.attributes);
+    }
+  }
 }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop) { set_callbacks(plan, drop); }
@@ -232,12 +224,21 @@ ONNXFUSE_EXPORT const char* onnxfuse_open_driver(const char* path) {
   return reported([&] { Driver::open(path); });
 }
 
-ONNXFUSE_EXPORT const char* onnxfuse_load(int device, const void* image, const char* entry, uint32_t shared,
-                                          void** module, void** function) {
+ONNXFUSE_EXPORT const char* onnxfuse_load(int device, const void* image, const char* entry, void** module,
+                                          void** function) {
   return reported([&] {
     const Driver& driver = Driver::get();
     const Current current(driver, driver.context_of(device));
-    *function = driver.load(image, entry, shared, module);
+    *function = driver.load(image, entry, module);
+  });
+}
+
+// Let a function use this much dynamic shared memory, and clusters of more than 8 blocks where `large_cluster`.
+ONNXFUSE_EXPORT const char* onnxfuse_configure(int device, void* function, uint32_t shared, int large_cluster) {
+  return reported([&] {
+    const Driver& driver = Driver::get();
+    const Current current(driver, driver.context_of(device));
+    driver.configure(function, shared, large_cluster != 0);
   });
 }
 

@@ -34,6 +34,7 @@ enum AttributeType { kAttributeInts = 2 };
   X(GetTensorMutableData, 51, OrtStatus*, (OrtValue*, void**))                                                     \
   X(CreateTensorTypeAndShapeInfo, 57, OrtStatus*, (OrtTensorTypeAndShapeInfo**))                                   \
   X(SetTensorElementType, 58, OrtStatus*, (OrtTensorTypeAndShapeInfo*, int type))                                  \
+  X(SetDimensions, 59, OrtStatus*, (OrtTensorTypeAndShapeInfo*, const int64_t*, size_t))                            \
   X(GetTensorElementType, 60, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, int* type))                           \
   X(GetDimensionsCount, 61, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, size_t*))                               \
   X(GetDimensions, 62, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, int64_t*, size_t))                           \
@@ -55,9 +56,13 @@ enum AttributeType { kAttributeInts = 2 };
   X(KernelInfoGetAttributeArray_int64, 163, OrtStatus*, (const OrtKernelInfo*, const char*, int64_t*, size_t*))    \
   X(KernelContext_GetGPUComputeStream, 193, OrtStatus*, (const OrtKernelContext*, void**))                         \
   X(KernelInfo_GetNodeName, 244, OrtStatus*, (const OrtKernelInfo*, char*, size_t*))                               \
+  X(ShapeInferContext_GetInputCount, 267, OrtStatus*, (const OrtShapeInferContext*, size_t*))                       \
+  X(ShapeInferContext_GetInputTypeShape, 268, OrtStatus*,                                                          \
+    (const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**))                                            \
   X(ShapeInferContext_GetAttribute, 269, OrtStatus*, (const OrtShapeInferContext*, const char*, const OrtOpAttr**)) \
   X(ShapeInferContext_SetOutputTypeShape, 270, OrtStatus*,                                                         \
     (const OrtShapeInferContext*, size_t, const OrtTensorTypeAndShapeInfo*))                                       \
+  X(SetSymbolicDimensions, 271, OrtStatus*, (OrtTensorTypeAndShapeInfo*, const char**, size_t))                    \
   X(ReadOpAttr, 272, OrtStatus*, (const OrtOpAttr*, int type, void* data, size_t length, size_t* needed))          \
   X(KernelContext_GetScratchBuffer, 277, OrtStatus*, (const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**)) \
   X(KernelInfoGetAllocator, 278, OrtStatus*, (const OrtKernelInfo*, int memory_type, OrtAllocator**))

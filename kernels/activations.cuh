@@ -1,0 +1,113 @@
+// The activation functions, in fp32, each with the accuracy that its storage type can show.
+//
+// A NaN stays a NaN, and an infinity gives what the function's formula gives. Costs matter: at 4 TB/s of fp16 read and
+// written an H200 has about 28 instructions an element, all included, before arithmetic and not memory is the limit.
+#pragma once
+
+__device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+constexpr float LOG2_E = 1.442695041f;
+
+namespace activate {
+
+__device__ __forceinline__ float none(float x, float, float) { return x; }
+
+__device__ __forceinline__ float relu(float x, float, float) { return x < 0.0f ? 0.0f : x; }
+
+__device__ __forceinline__ float sigmoid(float x, float, float) { return reciprocal(1.0f + exp2_fast(-LOG2_E * x)); }
+
+__device__ __forceinline__ float silu(float x, float, float) { return x * reciprocal(1.0f + exp2_fast(-LOG2_E * x)); }
+
+__device__ __forceinline__ float quick_gelu(float x, float, float) {
+    return x * reciprocal(1.0f + exp2_fast(-1.702f * LOG2_E * x));
+}
+
+// x Phi(x) = max(x, 0) - |x| Q(|x|), where Q(u) = erfc(u / sqrt 2) / 2 keeps its relative accuracy far out, which
+// 1 + erf does not (at x = -4 the textbook form in fp32 is off by 1e-3).
+__device__ __forceinline__ float gelu_from_tail(float x, float u, float tail) {
+    return fmaf(-u, tail, x < 0.0f ? 0.0f : x);
+}
+
+// For 16-bit results: log2 Q as a polynomial; relative error 7e-6, a hundredth of what fp16 can show.
+__device__ __forceinline__ float gelu_16(float x) {
+    const float u = fminf(fabsf(x), 10.0f);
+    float p = 6.85087258e-08f;
+    p = fmaf(p, u, -3.48461231e-06f);
+    p = fmaf(p, u, 7.75881708e-05f);
+    p = fmaf(p, u, -1.01032876e-03f);
+    p = fmaf(p, u, 8.72556213e-03f);
+    p = fmaf(p, u, -5.42770512e-02f);
+    p = fmaf(p, u, -4.58242565e-01f);
+    p = fmaf(p, u, -1.15130854e+00f);
+    p = fmaf(p, u, -9.99992967e-01f);
+    return gelu_from_tail(x, u, exp2_fast(p));
+}
+
+// For fp32 results: Q(u) = exp(-u^2 / 2) P(1 / (1 + 0.225 u)), fitted to a relative error of 5e-8; 7e-7 with the
+// rounding of its parts for x > -3, 2e-6 down to -5, where the result is 1e-6.
+__device__ __forceinline__ float gelu_32(float x) {
+    const float u = fminf(fabsf(x), 13.0f);
+    const float t = reciprocal(fmaf(0.225f, u, 1.0f));
+    float p = -9.28687751e-02f;
+    p = fmaf(p, t, 3.80768657e-01f);
+    p = fmaf(p, t, -4.40230340e-01f);
+    p = fmaf(p, t, 4.61327165e-01f);
+    p = fmaf(p, t, -1.29370093e-01f);
+    p = fmaf(p, t, 1.53376967e-01f);
+    p = fmaf(p, t, 7.56633431e-02f);
+    p = fmaf(p, t, 9.14172977e-02f);
+    p = fmaf(p, t, -8.41813890e-05f);
+    return gelu_from_tail(x, u, p * exp2_fast(-0.5f * LOG2_E * u * u));
+}
+
+__device__ __forceinline__ float gelu(float x, float, float) { return PRECISE ? gelu_32(x) : gelu_16(x); }
+
+// (1 + tanh z) / 2 = sigmoid(2 z), which loses nothing where tanh is near -1.
+__device__ __forceinline__ float gelu_tanh(float x, float, float) {
+    const float z = x * fmaf(0.044715f * 0.7978845608f, x * x, 0.7978845608f);
+    return x * reciprocal(1.0f + exp2_fast(-2.0f * LOG2_E * z));
+}
+
+__device__ __forceinline__ float hard_swish(float x, float, float) {
+    const float gate = fmaf(x, 1.0f / 6.0f, 0.5f);
+    return x * (gate < 0.0f ? 0.0f : gate > 1.0f ? 1.0f : gate);
+}
+
+// tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2): no difference of near numbers; beyond 20 it is 1.
+__device__ __forceinline__ float mish(float x, float, float) {
+    const float e = exp2_fast(LOG2_E * fminf(x, 20.0f));
+    const float n = e * (e + 2.0f);
+    return x != x ? x : x * (n * reciprocal(n + 2.0f));
+}
+
+__device__ __forceinline__ float tanh(float x, float, float) { return tanhf(x); }
+
+__device__ __forceinline__ float softplus(float x, float, float) {
+    return (x < 0.0f ? 0.0f : x) + log1pf(exp2_fast(-LOG2_E * fabsf(x)));
+}
+
+__device__ __forceinline__ float clip(float x, float alpha, float beta) {
+    const float y = x < alpha ? alpha : x;
+    return y > beta ? beta : y;
+}
+
+__device__ __forceinline__ float leaky_relu(float x, float alpha, float) { return x < 0.0f ? alpha * x : x; }
+
+__device__ __forceinline__ float elu(float x, float alpha, float) { return x < 0.0f ? alpha * expm1f(x) : x; }
+
+__device__ __forceinline__ float hard_sigmoid(float x, float alpha, float beta) {
+    const float y = fmaf(alpha, x, beta);
+    return y < 0.0f ? 0.0f : y > 1.0f ? 1.0f : y;
+}
+
+}  // namespace activate

@@ -1,0 +1,164 @@
+// Storage types, vectors of them, and the loads and stores that move them.
+//
+// Arithmetic is fp32 everywhere; f32, f16 and bf16 say how a tensor is stored. Conversions are PTX, so that a kernel
+// needs no header of the CUDA toolkit and compiles in under 0.1 s.
+#pragma once
+
+struct f32 { unsigned bits; };
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+constexpr float LARGEST = 3.402823466e38f;
+
+// ---- one 32-bit word <-> the one or two floats in it -------------------------------------------------------------
+
+__device__ __forceinline__ void widen(f32, unsigned word, float* to) { to[0] = __uint_as_float(word); }
+
+__device__ __forceinline__ void widen(bf16, unsigned word, float* to) {
+    to[0] = __uint_as_float(word << 16);
+    to[1] = __uint_as_float(word & 0xffff0000u);
+}
+
+__device__ __forceinline__ void widen(f16, unsigned word, float* to) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+        : "=f"(to[0]), "=f"(to[1]) : "r"(word));
+}
+
+__device__ __forceinline__ unsigned narrow(f32, const float* from) { return __float_as_uint(from[0]); }
+
+__device__ __forceinline__ unsigned narrow(f16, const float* from) {
+    unsigned word;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
+#else
+    asm("{ .reg .b16 low, high; cvt.rn.f16.f32 low, %1; cvt.rn.f16.f32 high, %2; mov.b32 %0, {low, high}; }"
+        : "=r"(word) : "f"(from[0]), "f"(from[1]));
+#endif
+    return word;
+}
+
+__device__ __forceinline__ unsigned nearest_bf16(float value) {  // sm_75 has no conversion of its own
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ __forceinline__ unsigned narrow(bf16, const float* from) {
+#if __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
+    return word;
+#else
+    return nearest_bf16(from[0]) | nearest_bf16(from[1]) << 16;
+#endif
+}
+
+// ---- vectors -----------------------------------------------------------------------------------------------------
+
+// WIDTH consecutive elements as they lie in memory.
+template <class T, int WIDTH>
+struct Pack {
+    static constexpr int BYTES = WIDTH * sizeof(T);
+    unsigned words[(BYTES + 3) / 4];
+};
+
+template <class T, int WIDTH>
+__device__ __forceinline__ void unpack(const Pack<T, WIDTH>& pack, float (&to)[WIDTH]) {
+    constexpr int EACH = 4 / sizeof(T);
+    if constexpr (WIDTH < EACH) {
+        float both[2];
+        widen(T(), pack.words[0], both);
+        to[0] = both[0];
+    } else {
+#pragma unroll
+        for (int i = 0; i < WIDTH / EACH; ++i) widen(T(), pack.words[i], to + i * EACH);
+    }
+}
+
+template <class T, int WIDTH>
+__device__ __forceinline__ Pack<T, WIDTH> pack(const float (&from)[WIDTH]) {
+    constexpr int EACH = 4 / sizeof(T);
+    Pack<T, WIDTH> packed;
+    if constexpr (WIDTH < EACH) {
+        const float both[2] = {from[0], 0.0f};
+        packed.words[0] = narrow(T(), both);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WIDTH / EACH; ++i) packed.words[i] = narrow(T(), from + i * EACH);
+    }
+    return packed;
+}
+
+// ---- loads and stores --------------------------------------------------------------------------------------------
+
+// Inputs never change while a kernel runs, so loads go through the read-only path. ONCE: nobody in this kernel reads
+// the data again, so that it need not push weights out of L1.
+#define LOAD(size, places, ...)                                                                                     \
+    if constexpr (ONCE)                                                                                             \
+        asm("ld.global.nc.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));                         \
+    else                                                                                                            \
+        asm("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from))
+
+template <bool ONCE, int BYTES>
+__device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
+    if constexpr (BYTES > 16) {
+        load_bytes<ONCE, 16>(from, to);
+        load_bytes<ONCE, BYTES - 16>(from + 16, to + 4);
+    } else if constexpr (BYTES == 16) {
+        LOAD("v4.u32", "{%0, %1, %2, %3}, [%4]", "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]));
+    } else if constexpr (BYTES == 8) {
+        LOAD("v2.u32", "{%0, %1}, [%2]", "=r"(to[0]), "=r"(to[1]));
+    } else if constexpr (BYTES == 4) {
+        LOAD("u32", "%0, [%1]", "=r"(to[0]));
+    } else {
+        unsigned short half;
+        LOAD("u16", "%0, [%1]", "=h"(half));
+        to[0] = half;
+    }
+}
+
+#undef LOAD
+
+// Outputs are left in L2 for the next operator to read; STREAMED: they are too large for that, and leave first.
+#define STORE(size, places, ...)                                                                                    \
+    if constexpr (STREAMED)                                                                                         \
+        asm volatile("st.global.cs." size " " places ";" ::__VA_ARGS__ : "memory");                                 \
+    else                                                                                                            \
+        asm volatile("st.global." size " " places ";" ::__VA_ARGS__ : "memory")
+
+template <bool STREAMED, int BYTES>
+__device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
+    if constexpr (BYTES > 16) {
+        store_bytes<STREAMED, 16>(to, from);
+        store_bytes<STREAMED, BYTES - 16>(to + 16, from + 4);
+    } else if constexpr (BYTES == 16) {
+        STORE("v4.u32", "[%0], {%1, %2, %3, %4}", "l"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]));
+    } else if constexpr (BYTES == 8) {
+        STORE("v2.u32", "[%0], {%1, %2}", "l"(to), "r"(from[0]), "r"(from[1]));
+    } else if constexpr (BYTES == 4) {
+        STORE("u32", "[%0], %1", "l"(to), "r"(from[0]));
+    } else {
+        STORE("u16", "[%0], %1", "l"(to), "h"((unsigned short)from[0]));
+    }
+}
+
+#undef STORE
+
+template <int WIDTH, class T>
+__device__ __forceinline__ Pack<T, WIDTH> load_once(const T* from) {
+    Pack<T, WIDTH> loaded;
+    load_bytes<true, WIDTH * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+    return loaded;
+}
+
+template <int WIDTH, class T>
+__device__ __forceinline__ Pack<T, WIDTH> load_cached(const T* from) {  // data that several rows or threads use
+    Pack<T, WIDTH> loaded;
+    load_bytes<false, WIDTH * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+    return loaded;
+}
+
+template <bool STREAMED, int WIDTH, class T>
+__device__ __forceinline__ void store(T* to, const float (&values)[WIDTH]) {
+    const Pack<T, WIDTH> packed = pack<T, WIDTH>(values);
+    store_bytes<STREAMED, WIDTH * sizeof(T)>(reinterpret_cast<char*>(to), packed.words);
+}

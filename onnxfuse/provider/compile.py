@@ -1,0 +1,97 @@
+"""Kernels compiled and loaded for a GPU, through CuPy, whose disk cache other processes share."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from onnxfuse.provider.cubin import compile_cubin
+from onnxfuse.provider.plan import Device, Kernel
+from onnxfuse.provider.source import KernelError, architecture, options, source_text
+
+log: Final = logging.getLogger("onnxfuse")
+
+
+@dataclass(eq=False)
+class Function:
+    """A loaded entry point; it works as long as this object lives."""
+
+    handle: int  # CUfunction
+    keep: Any  # what must not be unloaded
+    configured: tuple[int, int] = field(default=(0, 1))  # dynamic shared memory and cluster size allowed so far
+
+
+_loaded: weakref.WeakValueDictionary[tuple[Any, ...], Function] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled here; None where they can."""
+    try:
+        cupy: Any = importlib.import_module("cupy")
+        importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); install onnxfuse[cuda]"
+    except Exception as error:  # CuPy's own errors, which have no common class
+        return f"CuPy finds no usable CUDA: {error}"
+    return None if count else "CuPy finds no GPU"
+
+
+@functools.cache
+def gpu(ordinal: int) -> Device:
+    """The GPU of that number."""
+    cupy: Any = importlib.import_module("cupy")
+    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    return Device(
+        properties["name"].decode(),
+        10 * properties["major"] + properties["minor"],
+        properties["multiProcessorCount"],
+        properties["sharedMemPerBlockOptin"],
+    )
+
+
+def compile_kernel(kernel: Kernel, ordinal: int) -> Function:
+    """The kernel on that GPU; the same object for the same kernel, while somebody holds it.  Raises KernelError."""
+    text = source_text(kernel.source)
+    flags = options(kernel)
+    if kernel.arch_specific:
+        flags += (f"-arch={architecture(kernel, gpu(ordinal).arch)}",)
+    key = (ordinal, kernel.entry, flags, text)
+    with _lock:
+        function = _loaded.get(key)
+        if function is None:
+            function = _loaded[key] = _compile(kernel, text, flags, ordinal)
+        return function
+
+
+def _compile(kernel: Kernel, text: str, flags: tuple[str, ...], ordinal: int) -> Function:
+    cupy: Any = importlib.import_module("cupy")
+    with cupy.cuda.Device(ordinal):
+        raw = cupy.RawKernel(text, kernel.entry, options=flags)
+        try:
+            return Function(_handle(raw), raw)
+        except cupy.cuda.compiler.CompileException as error:
+            raise KernelError(f"{kernel.source}.cu does not compile: {error}") from error
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise KernelError(f"{kernel.source}.cu: entry {kernel.entry} cannot be loaded: {error}") from error
+
+
+def _handle(raw: Any) -> int:
+    try:
+        return int(raw.kernel.ptr)
+    except OSError as error:
+        log.warning("kernels are not cached on disk from now on: %s", error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        return int(raw.kernel.ptr)
+
+
+def cubin(kernel: Kernel, device: Device) -> bytes:
+    """The kernel's machine code."""
+    return compile_cubin(kernel, device.arch).code

@@ -1,0 +1,123 @@
+"""Plans on demand: what the native library asks when a node meets new shapes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from onnxfuse.errors import ModelError
+from onnxfuse.provider import compile as gpu_compile
+from onnxfuse.provider import native
+from onnxfuse.provider.compile import Function
+from onnxfuse.provider.dtypes import dtype_name
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.provider.source import KernelError, kernel_module
+from onnxfuse.provider.wire import plan_bytes
+
+RESERVED: Final = ("fusion", "operands", "output_types")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How kernels come to run under one of onnxruntime's providers."""
+
+    unavailable: Callable[[], str | None]
+    device: Callable[[int], Device]
+    compile: Callable[[Kernel, int], Function]
+    cubin: Callable[[Kernel, Device], bytes]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, with the functions that its steps call."""
+
+    node: FusedNode
+    inputs: tuple[TensorSpec, ...]
+    device: Device
+    plan: Plan
+    functions: tuple[Function, ...]
+
+
+Stored = Callable[[FusedNode, tuple[TensorSpec, ...], int], Planned | None]
+
+backends: Final[dict[str, Backend]] = {
+    "CUDAExecutionProvider": Backend(
+        gpu_compile.unavailable, gpu_compile.gpu, gpu_compile.compile_kernel, gpu_compile.cubin
+    )
+}
+stored: Final[list[Stored]] = []  # plans that were loaded from files, asked in order
+_live: Final[dict[int, dict[tuple[TensorSpec, ...], Planned]]] = {}
+_lock: Final = threading.RLock()  # one plan at a time; never taken by `drop`, which the garbage collector may call
+
+
+def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
+    """A node as its kernel sees it.  Raises ModelError where an attribute is missing or of the wrong kind."""
+    required = (("fusion", str, "a string"), ("operands", str, "a string"), ("output_types", list, "ints"))
+    for attribute, kind, what in required:
+        if not isinstance(attributes.get(attribute), kind):
+            found = repr(attributes[attribute]) if attribute in attributes else "nothing"
+            raise ModelError(f"fused node '{name}': attribute {attribute} must be {what}, found {found}")
+    return FusedNode(
+        attributes["fusion"],
+        name,
+        tuple(attributes["operands"].split()),
+        {key: value for key, value in sorted(attributes.items()) if key not in RESERVED},
+        tuple(dtype_name(number) for number in attributes["output_types"]),
+    )
+
+
+def answer(request: native.Request) -> bytes:
+    """The plan for a request, as the native library reads it.  What it raises becomes an onnxruntime error."""
+    with _lock:
+        plans = _live.setdefault(request.kernel, {})
+        planned = plans.get(request.inputs)
+        if planned is None:
+            node = fused_node(request.node, request.attributes)
+            planned = _stored(node, request) or _planned(node, request)
+            plans[request.inputs] = planned
+        return plan_bytes(planned.plan, [function.handle for function in planned.functions])
+
+
+def drop(kernel: int) -> None:
+    """Forget the plans of a node whose session is gone."""
+    _live.pop(kernel, None)
+
+
+def living() -> list[Planned]:
+    """Every plan that a session holds."""
+    return [planned for plans in list(_live.values()) for planned in list(plans.values())]
+
+
+def _stored(node: FusedNode, request: native.Request) -> Planned | None:
+    return next((found for ask in stored if (found := ask(node, request.inputs, request.device))), None)
+
+
+def _planned(node: FusedNode, request: native.Request) -> Planned:
+    module = kernel_module(node.fusion)
+    if module is None:
+        raise KernelError(f"fusion {node.fusion} has no kernel")
+    backend = backends[request.provider]
+    device = backend.device(request.device)
+    plan = module.plan(node, request.inputs, device)
+    steps = plan.steps if any(0 not in output.shape for output in plan.outputs) else ()
+    functions = tuple(_ready(backend.compile(step.kernel, request.device), step, request.device) for step in steps)
+    return Planned(node, request.inputs, device, plan, functions)
+
+
+def _ready(function: Function, step: Launch, ordinal: int) -> Function:
+    """The function, allowed to use the shared memory and the cluster size of the step."""
+    wanted = (max(step.shared, function.configured[0]), max(step.cluster, function.configured[1]))
+    if wanted != function.configured:
+        library = native.load()
+        native.check(library.onnxfuse_configure(ordinal, function.handle, wanted[0], int(wanted[1] > 8)))
+        function.configured = wanted
+    return function
+
+
+def signature(node: FusedNode, inputs: tuple[TensorSpec, ...]) -> str:
+    """A text that is equal for nodes and shapes that share a plan."""
+    tensors = [(spec.dtype, spec.shape, spec.aligned) for spec in inputs]
+    return json.dumps([node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors], sort_keys=True)

@@ -1,0 +1,268 @@
+"""Sessions in which fused nodes run as kernels, where there are kernels, and as their bodies elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
+from onnxfuse.provider import native, planner
+from onnxfuse.provider.model import (
+    Call,
+    attribute_kinds,
+    has_external_data,
+    read_calls,
+    read_model,
+    split,
+)
+from onnxfuse.provider.plan import Device, FusedNode
+from onnxfuse.provider.source import kernel_module
+
+log: Final = logging.getLogger("onnxfuse")
+CUDA: Final = "CUDAExecutionProvider"
+Providers = Sequence[str | tuple[str, Mapping[str, Any]]]
+Tune = Callable[[FusedNode, tuple[str, ...], Device], str | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a fused node runs in a session, and why."""
+
+    node: str
+    fusion: str
+    how: Literal["kernel", "body"]
+    why: str
+
+
+@dataclass(frozen=True)
+class _Target:
+    provider: str
+    ordinal: int
+
+
+_runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_lock: Final = threading.Lock()
+
+
+def InferenceSession(
+    path_or_bytes: str | os.PathLike[str] | bytes,
+    sess_options: ort.SessionOptions | None = None,
+    providers: Providers | None = None,
+    provider_options: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    tune: Tune | None = None,
+    **arguments: Any,
+) -> ort.InferenceSession:
+    """An ordinary onnxruntime session, in which the fused nodes run as kernels where this GPU has them.
+
+    `tune` is asked for every node that has a kernel; where it returns a sentence, the body runs for that reason.
+    Raises ModelError for a model that names operators or attributes of onnxfuse that this version does not know.
+    """
+    options = sess_options if sess_options is not None else ort.SessionOptions()
+    path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
+    model = read_model(path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes))
+    calls = read_calls(model)
+    target = _target(options, providers, provider_options)
+    reasons = _reasons(calls, target, tune)
+    mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
+    source: Any = path_or_bytes
+    if mixed:
+        source = split(model, mixed).SerializeToString()
+        if path and has_external_data(model):
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(path.parent.resolve())
+            )
+    kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
+    _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels})
+    session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
+    _runs[session] = _report(calls, reasons, target)
+    return session
+
+
+def register(
+    session_options: ort.SessionOptions,
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    providers: Providers | None = None,
+    provider_options: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    tune: Tune | None = None,
+) -> tuple[Run, ...]:
+    """Let a session that is made with these options, this model and these providers run kernels.
+
+    The same as `InferenceSession`, except that the model stays as it is: of nodes that call one function, all run as
+    kernels or none does.
+    """
+    source = model if isinstance(model, bytes | onnx.ModelProto) else Path(model)
+    calls = read_calls(read_model(source))
+    target = _target(session_options, providers, provider_options)
+    reasons = _reasons(calls, target, tune)
+    for i, call in enumerate(calls):
+        other = next((c for c, why in zip(calls, reasons, strict=True) if c.op == call.op and why), None)
+        if reasons[i] is None and other is not None:
+            reasons[i] = f"node '{other.node.name}', which calls the same function, has no kernel"
+    kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
+    _register(session_options, target, kernels, {call.op for call in calls} - {call.op for call in kernels})
+    _runs[session_options] = runs = _report(calls, reasons, target)
+    return runs
+
+
+def explain_session(session: ort.InferenceSession) -> tuple[Run, ...]:
+    """How each fused node of a session runs; for sessions made by `InferenceSession`, or after `register`."""
+    for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
+        if key is not None and key in _runs:
+            return _runs[key]
+    raise UsageError("this session was made without onnxfuse; use onnxfuse.InferenceSession or onnxfuse.register")
+
+
+# --- where kernels run -----------------------------------------------------------------------------------------------
+
+
+def _target(
+    options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[Mapping[str, Any]] | None
+) -> _Target | str:
+    """The provider whose nodes can be kernels, or why there is none."""
+    if providers is None and options.has_providers():
+        return "the providers were added to the session options; name them in `providers`"
+    available = ort.get_available_providers()
+    chosen = available if providers is None else providers
+    extra = provider_options or [{}] * len(chosen)
+    for item, more in zip(chosen, extra, strict=False):
+        name, given = (item, more) if isinstance(item, str) else item
+        if name in planner.backends:
+            if name not in available:
+                return f"this onnxruntime has no {name}; install onnxruntime-gpu"
+            target = _Target(name, int(given.get("device_id", 0)))
+            return _unusable(target) or target
+    return f"the session does not use {CUDA}"
+
+
+def _unusable(target: _Target) -> str | None:
+    if why := planner.backends[target.provider].unavailable():
+        return why
+    try:
+        _library()
+    except native.NativeError as error:
+        return str(error)
+    if not _works(target):
+        return f"{target.provider} does not start; try onnxruntime.preload_dlls() first, and see its log"
+    return None
+
+
+@functools.cache
+def _works(target: _Target) -> bool:
+    """Whether the provider really starts: onnxruntime goes on without one whose libraries are missing."""
+    if target.provider != CUDA:
+        return True
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
+    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        providers = [(target.provider, {"device_id": target.ordinal})]
+        session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
+    except Exception:  # onnxruntime's errors have no common class
+        return False
+    return target.provider in session.get_providers()
+
+
+@functools.cache
+def _library() -> Any:
+    library = native.load()
+    native.connect(library, planner.answer, planner.drop)
+    native.check(library.onnxfuse_open_driver(os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1").encode()))
+    return library
+
+
+# --- which nodes are kernels -----------------------------------------------------------------------------------------
+
+
+def _reasons(calls: Sequence[Call], target: _Target | str, tune: Tune | None) -> list[str | None]:
+    """Per node None where a kernel runs it, else why not.  Raises ModelError where its body cannot run either."""
+    reasons = [target if isinstance(target, str) else _reason(call, target, tune) for call in calls]
+    for call, why in zip(calls, reasons, strict=True):
+        if why and not call.has_body:
+            raise ModelError(
+                f"node '{call.node.name}' calls {call.proto.domain}::{call.op}, which the model has no function for, "
+                f"and no kernel runs it: {why}"
+            )
+    in_functions = {call.op for call in calls if call.in_function}
+    return [
+        why or (f"{call.op} is also called inside a function" if call.op in in_functions else None)
+        for call, why in zip(calls, reasons, strict=True)
+    ]
+
+
+def _reason(call: Call, target: _Target, tune: Tune | None) -> str | None:
+    node = call.node
+    module = kernel_module(node.fusion)
+    if module is None:
+        return f"fusion {node.fusion} has no kernel in this version of onnxfuse"
+    if call.in_function:
+        return "it stands inside a function"
+    dtypes = tuple(dtype for dtype in call.dtypes if dtype is not None)
+    if len(dtypes) < len(call.dtypes):
+        operand = node.operands[call.dtypes.index(None)]
+        return f"the dtype of its operand {operand} ('{call.proto.input[call.dtypes.index(None)]}') is not known"
+    device = planner.backends[target.provider].device(target.ordinal)
+    try:
+        why: str | None = module.supports(node, dtypes, device)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its attributes are not what kernel {node.fusion} expects: {type(error).__name__}: {error}"
+    return why or (tune(node, dtypes, device) if tune else None)
+
+
+def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -> bool:
+    return any(call.op == op and why is None for call, why in zip(calls, reasons, strict=True))
+
+
+def _register(
+    options: ort.SessionOptions, target: _Target | str, calls: Sequence[Call], bodies: set[str]
+) -> None:
+    """Register the functions that these nodes call as operators of the target's provider."""
+    ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
+    done = _registered.get(options)
+    if done is not None and (clash := sorted(done & bodies) or sorted(set(ops) - done)):
+        what = "as a kernel, but here its body" if clash[0] in done else "not as a kernel, but here its kernel"
+        raise UsageError(
+            f"another model was registered with these session options; they run {clash[0]} {what} must run; "
+            "make new SessionOptions for each model"
+        )
+    if isinstance(target, str) or not ops:
+        return
+    lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
+    library = _library()
+    with _lock:
+        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode())
+        if done is not None:
+            return
+        try:
+            options.register_custom_ops_library(str(Path(library._name).resolve()))
+        except Exception as error:  # onnxruntime's errors have no common class
+            raise OnnxfuseError(f"onnxruntime does not accept the operators of onnxfuse: {error}") from error
+    _registered[options] = frozenset(ops)
+
+
+def _report(calls: Sequence[Call], reasons: Sequence[str | None], target: _Target | str) -> tuple[Run, ...]:
+    """What `explain_session` says; logged per fusion."""
+    kernel = "" if isinstance(target, str) else f"{target.provider}, device {target.ordinal}"
+    runs = tuple(
+        Run(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)
+        for call, why in zip(calls, reasons, strict=True)
+    )
+    for fusion, how, why in dict.fromkeys((run.fusion, run.how, run.why) for run in runs):
+        count = sum((run.fusion, run.how, run.why) == (fusion, how, why) for run in runs)
+        log.info("%s: %d nodes run as %s (%s)", fusion, count, "kernels" if how == "kernel" else "their body", why)
+    return runs

@@ -1,0 +1,189 @@
+// A stand-in for libcuda: "kernels" are functions of the host, which run at once; launches are counted.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Dim {
+  unsigned x, y, z;
+};
+struct Entry {
+  const char* name;
+  void (*run)(void** arguments, Dim grid);
+};
+struct Launched {
+  Dim grid, block;
+  unsigned shared, cluster;
+  void* stream;
+  void* context;
+};
+
+std::mutex mutex;
+Launched last{};
+std::atomic<int64_t> launches{0}, modules{0};
+std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
+thread_local std::vector<void*> contexts;
+
+template <class T>
+T value(void* argument) {
+  T result;
+  std::memcpy(&result, argument, sizeof result);
+  return result;
+}
+
+// (x, bias, y, n, d): y[i] = x[i] + bias[i % d]
+void shift(void** a, Dim) {
+  const auto* x = value<const float*>(a[0]);
+  const auto* bias = value<const float*>(a[1]);
+  auto* y = value<float*>(a[2]);
+  const auto n = value<int64_t>(a[3]);
+  const auto d = value<int32_t>(a[4]);
+  for (int64_t i = 0; i < n; ++i) y[i] = x[i] + bias[i % d];
+}
+
+// (x, y, bytes)
+void copy(void** a, Dim) {
+  std::memcpy(value<void*>(a[1]), value<void*>(a[0]), static_cast<size_t>(value<int64_t>(a[2])));
+}
+
+// (x, y, n, factor)
+void scale(void** a, Dim) {
+  const auto* x = value<const float*>(a[0]);
+  auto* y = value<float*>(a[1]);
+  for (int64_t i = 0; i < value<int64_t>(a[2]); ++i) y[i] = x[i] * value<float>(a[3]);
+}
+
+// (x, r, sum, difference, n)
+void pair(void** a, Dim) {
+  const auto* x = value<const float*>(a[0]);
+  const auto* r = value<const float*>(a[1]);
+  auto* sum = value<float*>(a[2]);
+  auto* difference = value<float*>(a[3]);
+  for (int64_t i = 0; i < value<int64_t>(a[4]); ++i) {
+    sum[i] = x[i] + r[i];
+    difference[i] = x[i] - r[i];
+  }
+}
+
+const Entry entries[] = {{"shift", shift}, {"copy", copy}, {"scale", scale}, {"pair", pair}};
+
+int run(void* function, const Launched& launch, void** arguments) {
+  if (const int code = fail_with.exchange(0)) return code;
+  if (contexts.empty()) return 201;
+  ++launches;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    last = launch;
+    last.context = contexts.back();
+  }
+  static_cast<const Entry*>(function)->run(arguments, launch.grid);
+  return 0;
+}
+
+struct Attribute {
+  int id;
+  char pad[4];
+  union {
+    char bytes[64];
+    Dim cluster;
+  } value;
+};
+struct Config {
+  Dim grid, block;
+  unsigned shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+};
+
+}  // namespace
+
+EXPORT int cuInit(unsigned) { return 0; }
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return ordinal < 2 ? 0 : 101;
+}
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(0x1000 + device));
+  return 0;
+}
+EXPORT int cuCtxGetCurrent(void** context) {
+  *context = contexts.empty() ? nullptr : contexts.back();
+  return 0;
+}
+EXPORT int cuCtxPushCurrent_v2(void* context) {
+  contexts.push_back(context);
+  return 0;
+}
+EXPORT int cuCtxPopCurrent_v2(void** context) {
+  *context = contexts.back();
+  contexts.pop_back();
+  return 0;
+}
+EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                          unsigned shared, void* stream, void** arguments, void**) {
+  return run(function, {{gx, gy, gz}, {bx, by, bz}, shared, 1, stream, nullptr}, arguments);
+}
+EXPORT int cuLaunchKernelEx(const void* configuration, void* function, void** arguments, void**) {
+  const auto& config = *static_cast<const Config*>(configuration);
+  if (config.count != 1 || config.attributes[0].id != 4) return 1;
+  const unsigned cluster = config.attributes[0].value.cluster.x;
+  return run(function, {config.grid, config.block, config.shared, cluster, config.stream, nullptr}, arguments);
+}
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+  *status = capturing;
+  return 0;
+}
+EXPORT int cuModuleLoadData(void** module, const void* image) {
+  if (std::strncmp(static_cast<const char*>(image), "fake:", 5) != 0) return 200;
+  *module = new int(++modules);
+  return 0;
+}
+EXPORT int cuModuleUnload(void* module) {
+  delete static_cast<int*>(module);
+  --modules;
+  return 0;
+}
+EXPORT int cuModuleGetFunction(void** function, void*, const char* name) {
+  for (const Entry& entry : entries) {
+    if (std::strcmp(entry.name, name) == 0) {
+      *function = const_cast<Entry*>(&entry);
+      return 0;
+    }
+  }
+  return 500;
+}
+EXPORT int cuFuncSetAttribute(void*, int attribute, int setting) {
+  if (attribute == 8) shared_limit = setting;
+  return 0;
+}
+EXPORT int cuGetErrorName(int code, const char** name) {
+  *name = code == 200   ? "CUDA_ERROR_INVALID_IMAGE"
+          : code == 201 ? "CUDA_ERROR_INVALID_CONTEXT"
+          : code == 500 ? "CUDA_ERROR_NOT_FOUND"
+          : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+                        : nullptr;
+  return *name ? 0 : 1;
+}
+EXPORT int cuGetErrorString(int, const char** text) {
+  *text = "said the stand-in";
+  return 0;
+}
+
+EXPORT int64_t fake_launches() { return launches; }
+EXPORT int64_t fake_modules() { return modules; }
+EXPORT int fake_shared_limit() { return shared_limit; }
+EXPORT void fake_fail_next(int code) { fail_with = code; }
+EXPORT void fake_capture(int on) { capturing = on; }
+EXPORT void fake_last(unsigned* out) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const unsigned words[] = {last.grid.x, last.grid.y, last.grid.z, last.block.x, last.block.y,
+                            last.block.z, last.shared, last.cluster};
+  std::memcpy(out, words, sizeof words);
+}

@@ -1,0 +1,126 @@
+"""The provider without a GPU: the native library on onnxruntime's CPU provider, over a stand-in for libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.parser
+import onnxfuse.kernels
+import pytest
+
+from onnxfuse.provider import build_native, native, planner, session
+from onnxfuse.provider.compile import Function
+from onnxfuse.provider.plan import Device, Kernel
+
+HERE = Path(__file__).parent
+CPU = "CPUExecutionProvider"
+DEVICE = Device("stand-in", 90, 132, 227 * 1024)
+HEAD = '<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>'
+BODIES = {
+    "shift": "(x, bias) => (y) { y = Add(x, bias) }",
+    "copy": "(x) => (y) { y = Identity(x) }",
+    "pair": "(x, r) => (a, b) { a = Add(x, r) b = Sub(x, r) }",
+    "scale": "(x) => (y) { f = Constant <value_float: float = @factor>() y = Mul(x, f) }",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The stand-in's own functions, and the test's kernel modules by name."""
+
+    cuda: Any
+    library: Any
+    kernels: Callable[[str], Any]
+
+    def launches(self) -> int:
+        return int(self.cuda.fake_launches())
+
+    def last(self) -> list[int]:
+        """Grid, block, shared memory and cluster size of the last launch."""
+        words = (ctypes.c_uint * 8)()
+        self.cuda.fake_last(words)
+        return list(words)
+
+
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """Let fused nodes on the CPU provider run the kernels of this folder."""
+    if build_native.compiler() is None:
+        pytest.skip("no C++ compiler: the native library is not tested")
+    libcuda = built("fake_cuda", lambda target: compiled(HERE / "fake_cuda.cc", target))
+    library = built("native", lambda target: build_native.build(target, "-O1", "-Wall", "-Wextra", "-Werror"))
+    monkeypatch.setenv("ONNXFUSE_LIBCUDA", str(libcuda))
+    monkeypatch.setattr(native, "library_path", lambda: library)
+    monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
+    monkeypatch.setattr(planner, "stored", [])
+    monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
+    cuda = ctypes.CDLL(str(libcuda))
+    cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
+    return Stage(cuda, session._library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
+
+
+def device(ordinal: int) -> Device:
+    return DEVICE
+
+
+def load(kernel: Kernel, ordinal: int) -> Function:
+    return _load(kernel.entry, ordinal)
+
+
+@functools.cache
+def _load(entry: str, ordinal: int) -> Function:
+    module, function = native.load_function(native.load(), ordinal, b"fake:cubin", entry)
+    return Function(function, module)
+
+
+@functools.cache
+def built(name: str, build: Callable[[Path], Path]) -> Path:
+    """A library compiled from the present sources, kept for later runs."""
+    sources = sorted([*(native.PACKAGE / "native").iterdir(), HERE / "fake_cuda.cc"])
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{name}-{digest}.so"
+    if not target.exists():
+        part = build(folder / f"{name}-{digest}-{os.getpid()}.so")
+        part.rename(target)
+    return target
+
+
+def compiled(source: Path, target: Path) -> Path:
+    command = [str(build_native.compiler()), *build_native.FLAGS, str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return target
+
+
+def model(graph: str, **bodies: str) -> bytes:
+    """A model in ONNX text; its functions are those of BODIES that it calls, and others that are given."""
+    functions = [
+        f'<domain: "onnxfuse", opset_import: ["" : 17]> {name} '
+        f"<{'factor' if name == 'scale' else 'd'}, fusion, operands, output_types> {body}"
+        for name, body in (BODIES | bodies).items()
+        if f"onnxfuse.{name} " in graph
+    ]
+    proto = onnx.parser.parse_model("\n".join([HEAD, graph, *functions]))
+    for index, node in enumerate(proto.graph.node):
+        node.name = node.name or f"node_{index}"
+    return bytes(proto.SerializeToString())
+
+
+def node(op: str, inputs: str, outputs: str, *, operands: str, types: str = "1", more: str = "") -> str:
+    """A fused node in ONNX text."""
+    attributes = f'fusion = "{op}", operands = "{operands}", output_types = [{types}]{more}'
+    return f"{outputs} = onnxfuse.{op} <{attributes}> ({inputs})"
+
+
+SHIFT = "g (float[n, d] x, float[d] b) => (float[n, d] y) { " + node("shift", "x, b", "y", operands="x bias") + " }"

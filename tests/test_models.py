@@ -1,0 +1,365 @@
+"""Exported public architectures: every block is fused, and plain onnxruntime computes what it computed before.
+
+This file imports onnxfuse nowhere: run as a program, it compares pairs of models in a process without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+EXPORTED = Path(__file__).parent.parent / "models" / "exported"
+INDEX: dict[str, dict[str, Any]] = json.loads((EXPORTED / "index.json").read_text(encoding="utf-8"))["models"]
+
+
+# --- what is in a model, from its config ---------------------------------------------------------------------------
+
+Config = Mapping[str, Any]
+Formulas = Mapping[str, Callable[[Config], int]]
+Counts = dict[str, int]
+
+
+def of(architecture: Formulas, config: Config) -> Counts:
+    """The numbers that the formulas give for a config; zeros are left out."""
+    return {name: count for name, formula in sorted(architecture.items()) if (count := formula(config))}
+
+
+# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add, which they take in.  The norm
+# that follows the embeddings has none: their sum is broadcast over the batch, or there is no sum.
+POST_NORM = PRE_NORM = {
+    "add_layer_norm": lambda c: 2 * c["layers"],
+    "layer_norm": lambda c: 1,  # after the embeddings (post-norm), or before the first layer (pre-norm)
+    "attention": lambda c: c["layers"],
+}
+LLAMA: Formulas = {
+    "add_rms_norm": lambda c: 2 * c["layers"],
+    "rms_norm": lambda c: 1,
+    "attention": lambda c: c["layers"],
+    "rotary_embedding": lambda c: 2 * c["layers"],  # queries and keys
+    "gated_activation": lambda c: c["layers"],
+}
+SIX_LINEARS = 6  # query, key, value, output, and two of the feed-forward network
+FOUR_LINEARS = 4  # query, key and value are one
+FUSED: Mapping[str, Formulas] = {
+    "bert": POST_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"] + 1},  # the pooler
+    "gpt2": PRE_NORM | {"gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"]},
+    "vit": PRE_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"] + 1},  # the pooler
+    "llama": LLAMA,
+    "resnet50": {
+        "conv_bias_activation": lambda c: 1 + 3 * sum(c["depths"]),  # the stem, and three in a bottleneck
+        "gemm_bias_activation": lambda c: 1,  # the classifier
+    },
+    "mobilenetv3": {
+        # first and last; 10 expansions, 11 depthwise, 9 squeeze-excitations of two, 6 projections with a residual
+        "conv_bias_activation": lambda c: 2 + 10 + 11 + 2 * 9 + 6,
+        "gemm_bias_activation": lambda c: 2,
+    },
+    "llama_kvcache": LLAMA,
+    "gemma": LLAMA,
+    "phi3": LLAMA,
+    "qwen3": LLAMA | {"rms_norm": lambda c: 1 + 2 * c["layers"]},  # queries and keys have norms of their own
+    "t5_encoder": {
+        "add_rms_norm": LLAMA["add_rms_norm"],
+        "rms_norm": lambda c: 1,
+        "attention": lambda c: c["layers"],
+        "gemm_bias_activation": lambda c: c["layers"],  # no biases, but a Relu
+    },
+    "gpt_neox": {
+        # attention and feed-forward network read one sum, through two norms: one of them takes the Add in
+        "add_layer_norm": lambda c: c["layers"],
+        "layer_norm": lambda c: c["layers"] + 1,
+        "attention": lambda c: c["layers"],
+        "rotary_embedding": lambda c: 2 * c["layers"],
+        "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
+    },
+    "clip_text": PRE_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"]},
+    "transformer_encoder": {
+        "add_layer_norm": lambda c: 2 * c["layers"],
+        "attention": lambda c: c["layers"],
+        "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
+    },
+    "swin": {
+        # 2 a block; the first of a stage follows no Add, the last of all does
+        "add_layer_norm": lambda c: 2 * sum(c["depths"]) - len(c["depths"]) + 1,
+        "layer_norm": lambda c: 2 * len(c["depths"]),  # embedding or patch merging, and the first of the stage
+        "attention": lambda c: sum(c["depths"]),
+        "gemm_bias_activation": lambda c: SIX_LINEARS * sum(c["depths"]),
+    },
+    "convnext": {
+        "layer_norm": lambda c: 1 + sum(c["depths"]) + (len(c["depths"]) - 1) + 1,  # stem, blocks, downsampling, end
+        "gemm_bias_activation": lambda c: 2 * sum(c["depths"]),
+    },
+    "efficientnet_b0": {
+        # first and last; 15 expansions, 16 depthwise, 16 squeeze-excitations of two, 9 projections with a residual
+        "conv_bias_activation": lambda c: 2 + 15 + 16 + 2 * 16 + 9,
+    },
+    "whisper_encoder": PRE_NORM | {
+        "conv_bias_activation": lambda c: 2,
+        "gemm_bias_activation": lambda c: 5 * c["layers"],  # the key has no bias
+    },
+}  # fmt: skip
+
+# Products and convolutions that nothing follows which could be fused.
+PLAIN: Mapping[str, Formulas] = {
+    "bert": {},
+    "gpt2": {"MatMul": lambda c: 1},  # logits
+    "vit": {"Conv": lambda c: 1},  # patches
+    "llama": {"MatMul": lambda c: 7 * c["layers"] + 1},  # linears without bias, and logits
+    "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
+    "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
+    "t5_encoder": {"MatMul": lambda c: 5 * c["layers"]},
+    "gpt_neox": {"MatMul": lambda c: 1},  # logits
+    "clip_text": {},
+    "transformer_encoder": {},
+    "swin": {"Conv": lambda c: 1, "MatMul": lambda c: len(c["depths"]) - 1},  # patches, and merging them
+    "convnext": {"Conv": lambda c: 1 + sum(c["depths"]) + len(c["depths"]) - 1},  # stem, depthwise, downsampling
+    "efficientnet_b0": {"Conv": lambda c: 16 - 9},
+    "whisper_encoder": {"MatMul": lambda c: c["layers"]},  # keys
+}
+LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
+PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: 4 * c["layers"] + 1}}
+
+# Operators that only occur in what is fused, in all these architectures.
+FAMILIES = {
+    "attention": {"Softmax", "IsNaN", "Attention"},
+    "norms": {"LayerNormalization", "RMSNormalization", "Pow", "Sqrt", "Reciprocal"},
+    "rotary embedding": {"RotaryEmbedding", "Neg"},
+    "activations": {"Relu", "Gelu", "Erf", "Tanh", "Sigmoid", "HardSwish", "HardSigmoid", "Swish", "Clip"},
+    "biased linears": {"Gemm"},
+    "batch norm": {"BatchNormalization"},
+}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_every_block_is_fused(name: str, optimized: Callable[[str], Any]) -> None:
+    entry, result = INDEX[name], optimized(name)
+    assert result.report["counts"] == of(FUSED[entry["architecture"]], entry["config"])
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_nothing_of_the_families_is_left(name: str, optimized: Callable[[str], Any]) -> None:
+    entry, graph = INDEX[name], onnx.load(optimized(name).path).graph
+    left = Counter(node.op_type for node in graph.node if node.domain == "")
+    assert {family: found for family, ops in FAMILIES.items() if (found := sorted(ops & left.keys()))} == {}
+    products = {op: count for op, count in sorted(left.items()) if op in ("Conv", "ConvTranspose", "MatMul")}
+    assert products == of(PLAIN[entry["architecture"]], entry["config"])
+    assert biases(graph) == []
+
+
+def biases(graph: onnx.GraphProto) -> list[str]:
+    """Adds of a constant to a product."""
+    constants = {t.name for t in graph.initializer} | {n.output[0] for n in graph.node if n.op_type == "Constant"}
+    products = {n.output[0] for n in graph.node if n.op_type in ("MatMul", "Conv", "Gemm")}
+    return [n.name for n in graph.node if n.op_type == "Add" and constants & set(n.input) and products & set(n.input)]
+
+
+@pytest.mark.parametrize("name", [name for name in INDEX if name.startswith(("resnet50", "mobilenetv3"))])
+def test_residuals_of_convolutions_are_fused(name: str, optimized: Callable[[str], Any]) -> None:
+    result = optimized(name)
+    assert [node.name for node in onnx.load(result.path).graph.node if node.op_type == "Add"] == []
+    before = Counter(node.op_type for node in onnx.load(result.original).graph.node)
+    folded = Counter(each["what"] for each in result.report["folded"])
+    assert folded["batch_norm"] == before["BatchNormalization"]
+    assert bool(before["BatchNormalization"]) == INDEX[name]["batch_norm_kept"]
+
+
+# --- the file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_the_file_is_valid(name: str, optimized: Callable[[str], Any]) -> None:
+    onnx.checker.check_model(onnx.load(optimized(name).path), full_check=True)
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_what_surrounds_the_nodes_is_kept(name: str, optimized: Callable[[str], Any]) -> None:
+    result = optimized(name)
+    before, after = onnx.load(result.original), onnx.load(result.path)
+    assert list(after.graph.input) == list(before.graph.input)  # names, types, sizes and dim_params
+    assert list(after.graph.output) == list(before.graph.output)
+    for field in ("metadata_props", "producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert after.graph.name == before.graph.name
+    opsets = {each.domain: each.version for each in after.opset_import}
+    assert opsets.pop("onnxfuse") == 1
+    assert opsets == {each.domain: each.version for each in before.opset_import}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_optimizing_again_changes_nothing(name: str, optimized: Callable[[str], Any]) -> None:
+    from onnxfuse import optimize
+
+    once = onnx.load(optimized(name).path)
+    twice, report = optimize(once, verify=False)
+    assert (report.counts, report.folded) == ({}, ())
+    assert twice == once
+
+
+# --- its values ----------------------------------------------------------------------------------------------------
+
+TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3}  # of the largest output; what the project promises
+
+
+REQUIRED = "bert", "gpt2", "vit", "llama", "resnet50", "mobilenetv3"
+OTHERS = sorted({entry["architecture"] for entry in INDEX.values()} - {*REQUIRED})
+GROUPS = {**{name: (name,) for name in REQUIRED}, "others": OTHERS[::2], "more others": OTHERS[1::2]}
+# In these files, changing each weight at random by at most half a unit in the last place of float16 moves the outputs
+# by 4e-2 to 1e-1 of the largest: rounding the weights once more, after folding BatchNormalization, cannot do better.
+ILL_CONDITIONED = "mobilenetv3_dynamo_bn_fp16.onnx", "mobilenetv3_dynamo_bn_fp32.onnx"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_plain_onnxruntime_computes_the_same(group: str, optimized: Callable[[str], Any]) -> None:
+    names = [n for n, entry in INDEX.items() if entry["architecture"] in GROUPS[group] and n not in ILL_CONDITIONED]
+    errors = errors_without_onnxfuse([optimized(name).path for name in names])
+    assert {name: len(by_size) for name, by_size in errors.items()} == dict.fromkeys(names, 2)
+    assert {name: by_size for name, by_size in errors.items() if worst(by_size) > tolerance(name)} == {}
+
+
+@pytest.mark.xfail(strict=True, reason="the exported weights amplify their own rounding a hundred times and more")
+@pytest.mark.parametrize("name", ILL_CONDITIONED)
+def test_plain_onnxruntime_computes_the_same_in_an_ill_conditioned_file(
+    name: str, optimized: Callable[[str], Any]
+) -> None:
+    assert worst(errors_without_onnxfuse([optimized(name).path])[name]) <= tolerance(name)
+
+
+def tolerance(name: str) -> float:
+    return TOLERANCES[INDEX[name]["dtype"]]
+
+
+def worst(by_size: Iterable[Mapping[str, float]]) -> float:
+    return max(error for by_output in by_size for error in by_output.values())
+
+
+def errors_without_onnxfuse(paths: Iterable[Path]) -> dict[str, list[dict[str, float]]]:
+    """The errors of optimized models, by file, size and output, measured in a process without onnxfuse."""
+    command = [sys.executable, __file__, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+SMALL = (
+    "bert_sdpa_ts_fp32.onnx", "llama_sdpa_dynamo_fp32.onnx", "resnet50_dynamo_bn_fp32.onnx", "gpt2_eager_ts_fp32.onnx",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_reference_evaluator_computes_the_same(name: str, optimized: Callable[[str], Any]) -> None:
+    result, sizes = optimized(name), INDEX[name]["verified_sizes"][0]
+    feeds = draw(INDEX[name]["inputs"], sizes)
+    expected = ReferenceEvaluator(str(result.original)).run(None, feeds)
+    actual = ReferenceEvaluator(str(result.path)).run(None, feeds)
+    assert max(map(relative_error, expected, actual)) <= TOLERANCES["fp32"]
+
+
+def draw(inputs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Seeded inputs, as the index describes them."""
+    feeds = {}
+    for each in inputs:
+        name, shape = each["name"], [d if isinstance(d, int) else size_of(d, sizes) for d in each["dims"]]
+        random = np.random.default_rng(zlib.crc32(f"{name}{shape}".encode()))
+        if each.get("prefix_mask"):  # padded on the right, but for the first row
+            kept = random.integers(1, shape[-1] + 1, (*shape[:-1], 1))
+            kept.flat[0] = shape[-1]
+            value = np.arange(shape[-1]) < kept
+        elif "range" in each:
+            value = random.integers(each["range"][0], each["range"][1] + 1, shape)
+        else:
+            value = random.standard_normal(shape)
+        feeds[name] = value.astype(each["dtype"])
+    return feeds
+
+
+def size_of(dim: str, sizes: Mapping[str, int]) -> int:
+    """A dim is a name, or a sum such as `past + seq`."""
+    return sum(sizes[name] for name in dim.split(" + "))
+
+
+def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
+    """The largest difference, relative to the largest value; infinite where shapes or what is finite differ."""
+    if expected.shape != actual.shape or not np.array_equal(np.isfinite(expected), np.isfinite(actual)):
+        return math.inf
+    want, have = (np.nan_to_num(value.astype(np.float64)) for value in (expected, actual))
+    return float(np.abs(want - have).max(initial=0) / (np.abs(want).max(initial=0) or 1))
+
+
+def compare(path: Path) -> list[dict[str, float]]:
+    """The error of each output, for each of the sizes.
+
+    In half precision it is the smaller of the errors against the original and against the original computed in
+    float32: onnxruntime places other Casts in another graph, which alone moves outputs by 1.8e-3.
+    """
+    entry, original = INDEX[path.name], onnx.load(EXPORTED / path.name)
+    names = [output.name for output in original.graph.output]
+    actual, expected, exact = path.read_bytes(), original.SerializeToString(), None
+    sessions = [session(actual), session(expected)]
+    if entry["dtype"] == "fp16":
+        exact = session(in_float32(original).SerializeToString())
+    errors = []
+    for sizes in entry["verified_sizes"]:
+        feeds = draw(entry["inputs"], sizes)
+        have, want = (run(each, names, feeds) for each in sessions)
+        found = [relative_error(w, h) for w, h in zip(want, have, strict=True)]
+        if exact:
+            best = run(exact, names, as_float32(feeds))
+            found = [min(e, relative_error(b, h)) for e, b, h in zip(found, best, have, strict=True)]
+        errors.append(dict(zip(names, found, strict=True)))
+    return errors
+
+
+def session(model: bytes) -> onnxruntime.InferenceSession:
+    """What a user has who only has onnxruntime."""
+    return onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The named outputs."""
+    return session.run(names, {each.name: feeds[each.name] for each in session.get_inputs()})
+
+
+def as_float32(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: value.astype(np.float32) if value.dtype == np.float16 else value for name, value in feeds.items()}
+
+
+def in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with float32 wherever it has float16."""
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for tensor in tensors(model.graph):
+        if tensor.data_type == TensorProto.FLOAT16:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.FLOAT
+    del model.graph.value_info[:]
+    return model
+
+
+def tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+if __name__ == "__main__":
+    found = {Path(path).name: compare(Path(path)) for path in sys.argv[1:]}
+    assert "onnxfuse" not in sys.modules
+    print(json.dumps(found))

@@ -1,0 +1,129 @@
+"""Plans in files: what is loaded runs without planning; what does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+
+import stand_in
+from stand_in import CPU, SHIFT, Stage, model, stage
+
+from onnxfuse.provider import planner
+from onnxfuse.provider.plan_file import INDEX, PlanFileError, load_plans, save_plans
+from onnxfuse.provider.session import InferenceSession
+
+X = {"x": np.ones((2, 3), np.float32), "b": np.arange(3, dtype=np.float32)}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    result = stage(monkeypatch)
+    result.kernels("shift").calls.clear()
+    yield result
+
+
+@pytest.fixture
+def saved(gpu: Stage, tmp_path: Path) -> Path:
+    """A file with the plan of one shape."""
+    run = new()
+    run.run(None, X)
+    assert save_plans(tmp_path / "plans.zip", CPU) == 1
+    return tmp_path / "plans.zip"
+
+
+def new() -> ort.InferenceSession:
+    return InferenceSession(model(SHIFT), providers=[CPU])
+
+
+def rewritten(path: Path, name: str, change: Any) -> Path:
+    """The file with one member changed."""
+    with zipfile.ZipFile(path) as file:
+        members = {member: file.read(member) for member in file.namelist()}
+    target = next(member for member in members if member.endswith(name))
+    members[target] = change(members[target])
+    with zipfile.ZipFile(path, "w") as file:
+        for member, data in members.items():
+            file.writestr(member, data)
+    return path
+
+
+def edited(path: Path, **changes: Any) -> Path:
+    return rewritten(path, INDEX, lambda data: json.dumps(json.loads(data) | changes).encode())
+
+
+def test_a_loaded_plan_runs_without_planning(gpu: Stage, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.kernels("shift").calls.clear()
+    before, modules = gpu.launches(), gpu.cuda.fake_modules()
+    assert load_plans(saved, CPU) == 1
+    run = new()
+    np.testing.assert_array_equal(run.run(None, X)[0], X["x"] + X["b"])
+    assert gpu.launches() == before + 1
+    assert not gpu.kernels("shift").calls
+    assert gpu.cuda.fake_modules() == modules + 1
+    run.run(None, {"x": X["x"][:1], "b": X["b"]})
+    assert len(gpu.kernels("shift").calls) == 1, "other shapes are planned"
+    assert save_plans(saved, CPU) == 2, "loaded plans are saved again"
+
+
+def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "DEVICE", dataclasses.replace(stand_in.DEVICE, name="other", arch=80))
+    with pytest.raises(PlanFileError, match=r"made for stand-in \(sm_90, 132 multip.*\), this GPU is other \(sm_80"):
+        load_plans(saved, CPU)
+    assert not planner.stored
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 1\), this is .*; make it again"),
+        ({"format": 99}, r"\(format 99\)"),
+        ({"plans": 3}, r"no plan file, or corrupted: TypeError"),
+        ({"device": None}, r"no plan file, or corrupted: TypeError"),
+        ({"plans": [{"node": {}}]}, r"a plan is malformed: KeyError"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanFileError, match=message):
+        load_plans(edited(saved, **changes), CPU)
+    assert not planner.stored
+
+
+def test_a_corrupted_cubin_is_refused(saved: Path) -> None:
+    with pytest.raises(PlanFileError, match=r"shift-\w+\.cubin is corrupted; make the file again"):
+        load_plans(rewritten(saved, ".cubin", lambda data: data[:-1] + b"!"), CPU)
+
+
+@pytest.mark.parametrize("size", [0, 10, 200])
+def test_a_truncated_file_is_refused(saved: Path, size: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:size])
+    with pytest.raises(PlanFileError, match="no plan file, or corrupted"):
+        load_plans(saved, CPU)
+
+
+def test_a_missing_file_and_a_full_folder_are_errors(gpu: Stage, tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="no plan file, or corrupted: FileNotFoundError"):
+        load_plans(tmp_path / "none", CPU)
+    with pytest.raises(PlanFileError, match="cannot be written"):
+        save_plans(tmp_path / "no" / "folder", CPU)
+
+
+def test_sizes_in_a_file_are_checked_when_the_plan_is_used(gpu: Stage, saved: Path) -> None:
+    def change(data: bytes) -> bytes:
+        index = json.loads(data)
+        index["plans"][0]["steps"][0]["arguments"][0]["offset"] = 1 << 40
+        return json.dumps(index).encode()
+
+    load_plans(rewritten(saved, INDEX, change), CPU)
+    with pytest.raises(Exception, match="a pointer's offset is 1099511627776, required 0 to 24"):
+        new().run(None, X)

@@ -1,0 +1,357 @@
+"""Fused nodes in onnxruntime sessions: the native operator is real, the GPU is a stand-in."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+
+from stand_in import CPU, SHIFT, Stage, model, node, stage
+
+from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.provider import planner
+from onnxfuse.provider.plan import Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.provider.session import InferenceSession, Run, explain_session, register
+
+KERNEL = f"{CPU}, device 0"
+FP16 = "g (float16[n, d] x, float16[d] b) => (float16[n, d] y) { " + node(
+    "shift", "x, b", "y", operands="x bias", types="10"
+) + " }"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    result = stage(monkeypatch)
+    result.kernels("shift").calls.clear()
+    yield result
+    result.cuda.fake_fail_next(0)
+    result.cuda.fake_capture(0)
+
+
+def session(source: bytes, **arguments: Any) -> ort.InferenceSession:
+    return InferenceSession(source, providers=[CPU], **arguments)
+
+
+def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
+    random = np.random.default_rng(n * 1000 + d)
+    return {"x": random.standard_normal((n, d)).astype(dtype), "b": random.standard_normal(d).astype(dtype)}
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_runs_in_place_of_the_body_and_is_planned_once_per_shape(gpu: Stage) -> None:
+    run = session(model(SHIFT))
+    before = gpu.launches()
+    for n, d in [(2, 3), (5, 3), (2, 3), (5, 3), (1, 8), (2, 3)]:
+        given = feed(n, d)
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert gpu.launches() - before == 6
+    assert [inputs[0].shape for _, inputs, _ in gpu.kernels("shift").calls] == [(2, 3), (5, 3), (1, 8)]
+    assert gpu.last() == [7, 1, 1, 32, 2, 1, 0, 1]
+    assert explain_session(run) == (Run("node_0", "shift", "kernel", KERNEL),)
+
+
+DTYPES = {"float16": np.float16, "int64": np.int64, "double": np.float64, "bool": np.bool_}
+
+
+@pytest.mark.parametrize("name, dtype", DTYPES.items())
+def test_every_dtype_goes_through_scratch_memory_and_clusters(gpu: Stage, name: str, dtype: Any) -> None:
+    number = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = f"g ({name}[n] x) => ({name}[n] y) {{ {node('copy', 'x', 'y', operands='x', types=str(number))} }}"
+    x = (np.arange(1001) % 7).astype(dtype)
+    np.testing.assert_array_equal(session(model(graph)).run(None, {"x": x})[0], x)
+    assert gpu.last() == [8, 1, 1, 32, 1, 1, 64 * 1024, 4]
+    assert gpu.cuda.fake_shared_limit() == 64 * 1024
+
+
+def test_two_outputs_attributes_and_a_chain(gpu: Stage) -> None:
+    graph = "g (float[n] x, float[n] r) => (float[n] d, float[n] t) {{ {} {} }}".format(
+        node("pair", "x, r", "s, d", operands="x r", types="1, 1"),
+        node("scale", "s", "t", operands="x", more=', factor = 0.1, sizes = [3, 4], mode = "fast", half = [0.5, 2.0]'),
+    )
+    x, r = np.float32([1, 2, 3]), np.float32([4, 5, 7])
+    difference, scaled = session(model(graph)).run(None, {"x": x, "r": r})
+    np.testing.assert_array_equal(difference, x - r)
+    np.testing.assert_array_equal(scaled, (x + r) * np.float32(0.1))
+    attributes = dict(gpu.kernels("scale").nodes[-1].attributes)
+    assert attributes == {"factor": float(np.float32(0.1)), "sizes": [3, 4], "mode": "fast", "half": [0.5, 2.0]}
+
+
+def test_sizes_stay_open_for_the_nodes_that_follow(gpu: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    graph = "g (float[n, d] x, float[d] b, float[d, m] w) => (float[n, m] z) {{ {} {} }}".format(
+        node("shift", "x, b", "y", operands="x bias"),
+        "m = MatMul(y, w) t = Transpose<perm = [1, 0]>(m) u = Transpose<perm = [1, 0]>(t) z = Relu(u)",
+    )
+    run = session(model(graph))
+    for n in (3, 4):
+        given = feed(n, 4) | {"w": np.eye(4, 2, dtype=np.float32)}
+        np.testing.assert_array_equal(run.run(None, given)[0], np.maximum((given["x"] + given["b"])[:, :2], 0))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_node_may_say_the_rank_of_its_output(gpu: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    graph = "g (float[a, b, c] x) => (float[d] y) {{ {} }}".format(
+        node("copy", "x", "y", operands="x", more=", output_ranks = [1]")
+    )
+    session(model(graph))
+    assert capfd.readouterr().err == ""
+
+
+def test_nothing_is_launched_for_outputs_without_elements(gpu: Stage) -> None:
+    before = gpu.launches()
+    assert session(model(SHIFT)).run(None, feed(0, 4))[0].shape == (0, 4)
+    assert gpu.launches() == before
+
+
+def test_plans_know_which_inputs_are_aligned(gpu: Stage) -> None:
+    run = session(model(SHIFT))
+    storage = np.zeros(64, np.float32)
+    start = (-storage.ctypes.data % 16) // 4
+    for offset in (start, start + 1):
+        given = {"x": storage[offset : offset + 8].reshape(2, 4), "b": np.ones(4, np.float32)}
+        np.testing.assert_array_equal(run.run(None, given)[0], np.ones((2, 4), np.float32))
+    assert [inputs[0].aligned for _, inputs, _ in gpu.kernels("shift").calls] == [True, False]
+
+
+def test_an_unaligned_output_is_planned_as_if_nothing_were_aligned(gpu: Stage) -> None:
+    run = session(model(SHIFT))
+    storage = np.zeros(64, np.float32)
+    start = (-storage.ctypes.data % 16) // 4 + 1
+    binding = run.io_binding()
+    for name, value in feed(2, 4).items():
+        binding.bind_cpu_input(name, value)
+    binding.bind_output("y", "cpu", 0, np.float32, (2, 4), storage[start:].ctypes.data)
+    run.run_with_iobinding(binding)
+    np.testing.assert_array_equal(storage[start : start + 8].reshape(2, 4), feed(2, 4)["x"] + feed(2, 4)["b"])
+    assert not any(spec.aligned for spec in gpu.kernels("shift").calls[-1][1])
+
+
+def test_eight_threads_share_a_session(gpu: Stage) -> None:
+    run = session(model(SHIFT))
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        for i in range(200):
+            given = feed(1 + (seed + i) % 5, 16)
+            if not np.array_equal(run.run(None, given)[0], given["x"] + given["b"]):
+                failures.append(f"thread {seed}, run {i}")
+
+    before = gpu.launches()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert not failures
+    assert gpu.launches() - before == 1600
+    aligned = [inputs for _, inputs, _ in gpu.kernels("shift").calls if inputs[0].aligned and inputs[1].aligned]
+    assert len(aligned) == 5
+
+
+def test_sessions_come_and_go_without_a_leak(gpu: Stage) -> None:
+    source = model(SHIFT)
+
+    def cycle(count: int) -> int:
+        for _ in range(count):
+            session(source).run(None, feed(3, 4))
+        gc.collect()
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    cycle(60)
+    before = cycle(1)
+    assert cycle(200) - before < 3000, "kB"
+    assert gpu.library.onnxfuse_kernels_alive() == 0
+    assert not planner.living()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def fails(run: ort.InferenceSession, given: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
+        run.run(None, given)
+    return str(caught.value)
+
+
+def test_an_error_in_python_names_op_node_shapes_and_message(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*_: Any) -> Plan:
+        raise ValueError("no tile fits")
+
+    run = session(model(SHIFT))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.kernels("shift"), "plan", plan)
+        assert "shift 'node_0' (float32[2,3], float32[3]): ValueError: no tile fits" in fails(run, feed(2, 3))
+    assert run.run(None, feed(2, 3))[0].shape == (2, 3), "the session works again"
+
+
+MALFORMED = {
+    "an output is float16, the node declares float32": lambda p: replaced(p, outputs=(TensorSpec((2, 3), "float16"),)),
+    "the number of outputs is 2, required 1 to 1": lambda p: replaced(p, outputs=p.outputs * 2),
+    "a pointer's index is 2, required 0 to 1": lambda p: with_step(p, arguments=(Pointer("input", 2),)),
+    "a pointer's offset is 25, required 0 to 24": lambda p: with_step(p, arguments=(Pointer("output", 0, 25),)),
+    "a pointer's index is 0, required 0 to -1": lambda p: with_step(p, arguments=(Pointer("scratch", 0),)),
+    "a grid size is 0, required 1 to": lambda p: with_step(p, grid=(1, 0, 1)),
+    "a block has over 1024 threads": lambda p: with_step(p, block=(1024, 2, 1)),
+    "the grid's width is no multiple of the cluster's": lambda p: with_step(p, cluster=2),
+    "the number of arguments is 65": lambda p: with_step(p, arguments=(Scalar(1, "int32"),) * 65),
+    "a scratch size is -1": lambda p: replaced(p, scratch=(-1,)),
+    "no step, but the outputs have elements": lambda p: replaced(p, steps=()),
+}
+
+
+def replaced(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, **changes)
+
+
+def with_step(plan: Plan, **changes: Any) -> Plan:
+    step: Launch = dataclasses.replace(plan.steps[0], **changes)
+    return dataclasses.replace(plan, steps=(step,))
+
+
+@pytest.mark.parametrize("message", MALFORMED)
+def test_a_malformed_plan_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    shift = gpu.kernels("shift")
+    good = shift.plan
+    monkeypatch.setattr(shift, "plan", lambda *a: MALFORMED[message](good(*a)))
+    before = gpu.launches()
+    assert message in fails(session(model(SHIFT)), feed(2, 3))
+    assert gpu.launches() == before
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 80])
+def test_a_truncated_reply_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(planner, "plan_bytes", lambda *_: bytes(size))
+    assert "the plan is malformed" in fails(session(model(SHIFT)), feed(2, 3))
+
+
+def test_a_failed_launch_is_an_error_with_its_cuda_name(gpu: Stage) -> None:
+    run = session(model(SHIFT))
+    gpu.cuda.fake_fail_next(700)
+    message = fails(run, feed(2, 3))
+    assert "shift 'node_0' (float32[2,3], float32[3]): cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS" in message
+    assert run.run(None, feed(2, 3))[0].shape == (2, 3)
+
+
+def test_new_shapes_are_not_planned_while_a_graph_is_captured(gpu: Stage) -> None:
+    assert gpu.cuda.fake_capture(1) is not None
+    run = session(model(SHIFT))
+    run.run(None, feed(2, 3))  # the CPU provider has no stream, so nothing can be captured
+
+
+# --- which op runs how -----------------------------------------------------------------------------------------------
+
+
+def test_the_body_runs_where_the_dtype_has_no_kernel(gpu: Stage) -> None:
+    before = gpu.launches()
+    run = session(model(FP16))
+    given = feed(2, 3, np.float16)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert gpu.launches() == before
+    why = "shift is there for float32, the node has float16, float16"
+    assert explain_session(run) == (Run("node_0", "shift", "body", why),)
+
+
+def test_the_body_runs_where_the_provider_has_no_kernels() -> None:
+    run = InferenceSession(model(SHIFT), providers=["CPUExecutionProvider"])
+    given = feed(2, 3)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert explain_session(run)[0].why == "the session does not use CUDAExecutionProvider"
+
+
+def mixed() -> bytes:
+    return model(
+        "g (float[n] x) => (float[n] y, float[n] z) { "
+        + node("scale", "x", "y", operands="x", more=", factor = 2.0")
+        + node("scale", "x", "z", operands="x", more=", factor = -2.0")
+        + " }"
+    )
+
+
+def test_an_op_is_split_where_only_some_of_its_nodes_have_a_kernel(gpu: Stage) -> None:
+    before, x = gpu.launches(), np.float32([1, 2])
+    run = session(mixed())
+    y, z = run.run(None, {"x": x})
+    assert (y.tolist(), z.tolist()) == ([2, 4], [-2, -4])
+    assert gpu.launches() - before == 1
+    assert [(r.how, r.why) for r in explain_session(run)] == [
+        ("kernel", KERNEL),
+        ("body", "the factor must be positive"),
+    ]
+
+
+def test_register_leaves_the_model_alone(gpu: Stage) -> None:
+    options = ort.SessionOptions()
+    runs = register(options, mixed(), [CPU])
+    assert [(r.how, r.why) for r in runs] == [
+        ("body", "node 'node_1', which calls the same function, has no kernel"),
+        ("body", "the factor must be positive"),
+    ]
+    register(options, model(SHIFT), [CPU])
+    run = ort.InferenceSession(model(SHIFT), options, [CPU])
+    before = gpu.launches()
+    run.run(None, feed(2, 3))
+    assert gpu.launches() - before == 1
+    assert [r.how for r in explain_session(run)] == ["kernel"]
+
+
+def test_session_options_serve_one_choice_per_op(gpu: Stage) -> None:
+    options = ort.SessionOptions()
+    InferenceSession(model(SHIFT), options, [CPU])
+    more = SHIFT.replace("[1]>", '[1], size = 3>')
+    assert InferenceSession(model(more), options, [CPU]).run(None, feed(2, 3))
+    assert gpu.kernels("shift").nodes[-1].attributes == {"size": 3}
+    with pytest.raises(UsageError, match="they run shift as a kernel, but here its body must run; make new"):
+        InferenceSession(model(FP16), options, [CPU])
+    with pytest.raises(UsageError, match="they run scale not as a kernel"):
+        InferenceSession(mixed(), options, [CPU])
+
+
+def test_a_measurement_may_prefer_the_body(gpu: Stage) -> None:
+    run = session(model(SHIFT), tune=lambda node, dtypes, device: "the body was faster: 3 against 4 us")
+    assert [(r.how, r.why) for r in explain_session(run)] == [("body", "the body was faster: 3 against 4 us")]
+
+
+def test_explain_refuses_other_sessions() -> None:
+    with pytest.raises(UsageError, match="made without onnxfuse"):
+        explain_session(ort.InferenceSession(model(SHIFT), providers=["CPUExecutionProvider"]))
+
+
+REFUSED = {
+    "which the model has no function for, and no kernel runs it": ("onnxfuse.shift", "onnxfuse.shift_9"),
+    "attribute fusion must be a string, found nothing": ('fusion = "shift", operands', "operands"),
+    "attribute operands must be a string, found 3": ('operands = "x bias"', "operands = 3"),
+    "attribute operands names 1, the node has 2": ('"x bias"', '"x"'),
+    "attribute output_types names 2, the node has 1": ("[1]", "[1, 1]"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_that_does_not_fit_is_refused(message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        session(model(SHIFT.replace(*REFUSED[message])))
+
+
+def test_a_newer_domain_version_is_refused() -> None:
+    proto = onnx.load_from_string(model(SHIFT))
+    proto.opset_import[1].version = 2
+    with pytest.raises(ModelError, match=r"version 2 .* this onnxfuse knows version 1; install a newer onnxfuse"):
+        session(proto.SerializeToString())
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.onnx"
+    path.write_text("not a model")
+    with pytest.raises(ModelError, match=r"text\.onnx cannot be read as ONNX"):
+        InferenceSession(path, providers=[CPU])
+    assert threading.active_count() >= 1
