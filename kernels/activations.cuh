@@ -1,22 +1,10 @@
 // The activation functions, in fp32, each with the accuracy that its storage type can show.
 //
+// PRECISE: 1 where results are stored as fp32, 0 where only 16 bits of them are.
+//
 // A NaN stays a NaN, and an infinity gives what the function's formula gives. Costs matter: at 4 TB/s of fp16 read and
 // written an H200 has about 28 instructions an element, all included, before arithmetic and not memory is the limit.
 #pragma once
-
-__device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-constexpr float LOG2_E = 1.442695041f;
 
 namespace activate {
 

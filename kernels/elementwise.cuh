@@ -1,7 +1,7 @@
 // Elementwise kernels: each thread loads CHUNKS vectors, far apart, before it computes the first.
 //
 //   WIDTH    elements of a vector access    CHUNKS  vectors per thread    THREADS  of a block
-//   STREAMED 1: outputs leave the L2 cache first        INDEX  unsigned type that counts all elements
+//   STREAMED 1: outputs leave the L2 cache first        INDEX  u32, or u64 where that cannot count all elements
 //
 // An elementwise op has, for vectors of W elements from element `at` on,
 //   Raw<W> fetch<W>(at)       the loads

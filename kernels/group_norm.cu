@@ -1,13 +1,13 @@
 // y = activation((x - mean) / sqrt(var + epsilon) * scale + bias) over groups of channels of x (n, c, ...).
 //
 // A group of an image is a row in memory: c / groups channels of SPATIAL elements. Moves each element of x and y once:
-// 4 bytes an element in fp16. fp32 throughout; mean and variance as in norm.cuh's Moments.
+// 4 bytes an element in fp16. fp32 throughout; mean and variance as in statistics.cuh's Moments.
 //
 //   GROUPS    of an image    SPATIAL   elements of a channel; a multiple of WIDTH    CHANNELS  of a group
 #include "types.cuh"
 #include "activations.cuh"
 #include "rows.cuh"
-#include "norm.cuh"
+#include "statistics.cuh"
 
 static_assert(SPATIAL % WIDTH == 0, "a vector lies in one channel");
 

@@ -1,7 +1,7 @@
 // y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias over the last axis.
 //
 // Moves each element of x and y once: 4 bytes an element in fp16. The weights stay in registers or L1.
-// fp32 throughout; mean and variance as in norm.cuh's Moments.
+// fp32 throughout; mean and variance as in statistics.cuh's Moments.
 #include "types.cuh"
 #include "rows.cuh"
 #include "norm.cuh"

@@ -16,7 +16,7 @@
 // A row op has
 //   Raw fetch(row, pack)                     the loads of one pack
 //   void open(raw, row, pack, values, first) conversion to fp32; first: not the second reading of a long row
-//   void weights<EARLY>(k, row, pack)        loads of what depends on the place in the row only
+//   void weights(k, row, pack)               loads of what depends on the place in the row only
 //   Partial local(values, has)               of the packs k for which has(k)
 //   Partial::merge, merge_lanes, VALUES, load, save
 //   void finish(partial)                     of the whole row
@@ -140,23 +140,24 @@ struct Rows {
             if (has(row, batch, k)) op.open(raw[k], row, place(thread, batch, k), values[k], first);
     }
 
-    template <bool WANTED>
     __device__ __forceinline__ void weights(long long row, int batch) const {
-        if constexpr (WANTED) {
 #pragma unroll
-            for (int k = 0; k < CHUNKS; ++k)
-                if (has(row, batch, k)) op.weights(k, row, place(thread, batch, k));
-        }
+        for (int k = 0; k < CHUNKS; ++k)
+            if (has(row, batch, k)) op.weights(k, row, place(thread, batch, k));
     }
 
     __device__ __forceinline__ Partial local(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
         return op.local(values, [&](int k) { return has(row, batch, k); });
     }
 
+    template <bool WEIGHTS>
     __device__ __forceinline__ void close(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k)
-            if (has(row, batch, k)) op.close(row, k, place(thread, batch, k), values[k]);
+        for (int k = 0; k < CHUNKS; ++k) {
+            if (!has(row, batch, k)) continue;
+            if constexpr (WEIGHTS) op.weights(k, row, place(thread, batch, k));
+            op.close(row, k, place(thread, batch, k), values[k]);
+        }
     }
 };
 
@@ -178,9 +179,8 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
 #pragma unroll 1
     for (int batch = 0; batch < BATCHES; ++batch) {
         rows.fetch(row, batch, raw);
-        rows.template weights<true>(row, batch);
         rows.open(raw, row, batch, false, values);
-        rows.close(row, batch, values);
+        rows.template close<true>(row, batch, values);
     }
 }
 
@@ -192,19 +192,18 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     rows.fetch(first + threadIdx.y, 0, raw);
-    rows.template weights<EARLY && SAME>(first + threadIdx.y, 0);
+    if constexpr (EARLY && SAME) rows.weights(first + threadIdx.y, 0);
     if constexpr (CLUSTER > 1) row_wait();  // the peers have started: their shared memory is there
     int parity = 0;
     while (true) {
         const long long row = first + threadIdx.y;
-        rows.template weights<EARLY && !SAME>(row, 0);
+        if constexpr (EARLY && !SAME) rows.weights(row, 0);
         rows.open(raw, row, 0, true, values);
         first += step;
         const bool more = LOOP && first < rows.count;
         if (more) rows.fetch(row + step, 0, raw);
         rows.op.finish(merge_row(rows.local(row, 0, values), shares[parity]));
-        rows.template weights<!EARLY>(row, 0);
-        rows.close(row, 0, values);
+        rows.template close<!EARLY>(row, 0, values);
         if (!more) break;
         parity ^= 1;
     }

@@ -4,7 +4,6 @@
 // against its own maximum, and what the warps' maxima differ by is made good in the factor that divides by the sum.
 // A row of -inf, or one with +inf or NaN, gives NaN, as the formula does.
 #include "types.cuh"
-#include "activations.cuh"
 #include "rows.cuh"
 
 struct Softmax {
@@ -25,7 +24,9 @@ struct Softmax {
         }
         __device__ __forceinline__ float count() const { return 0.0f; }
         __device__ __forceinline__ void save(float (&to)[VALUES]) const { to[0] = top, to[1] = sum; }
-        static __device__ __forceinline__ Partial load(const float (&from)[VALUES], float) { return {from[0], from[1]}; }
+        static __device__ __forceinline__ Partial load(const float (&from)[VALUES], float) {
+            return {from[0], from[1]};
+        }
     };
 
     const X_T* x;

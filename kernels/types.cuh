@@ -8,7 +8,24 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+using u32 = unsigned;
+using u64 = unsigned long long;
+
 constexpr float LARGEST = 3.402823466e38f;
+
+__device__ __forceinline__ float exp2_fast(float x) {  // relative error 2^-22
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+constexpr float LOG2_E = 1.442695041f;
 
 // ---- one 32-bit word <-> the one or two floats in it -------------------------------------------------------------
 
@@ -54,49 +71,50 @@ __device__ __forceinline__ unsigned narrow(bf16, const float* from) {
 
 // ---- vectors -----------------------------------------------------------------------------------------------------
 
-// WIDTH consecutive elements as they lie in memory.
-template <class T, int WIDTH>
+// N consecutive elements as they lie in memory.
+template <class T, int N>
 struct Pack {
-    static constexpr int BYTES = WIDTH * sizeof(T);
+    static constexpr int BYTES = N * sizeof(T);
     unsigned words[(BYTES + 3) / 4];
 };
 
-template <class T, int WIDTH>
-__device__ __forceinline__ void unpack(const Pack<T, WIDTH>& pack, float (&to)[WIDTH]) {
+template <class T, int N>
+__device__ __forceinline__ void unpack(const Pack<T, N>& pack, float (&to)[N]) {
     constexpr int EACH = 4 / sizeof(T);
-    if constexpr (WIDTH < EACH) {
+    if constexpr (N < EACH) {
         float both[2];
         widen(T(), pack.words[0], both);
         to[0] = both[0];
     } else {
 #pragma unroll
-        for (int i = 0; i < WIDTH / EACH; ++i) widen(T(), pack.words[i], to + i * EACH);
+        for (int i = 0; i < N / EACH; ++i) widen(T(), pack.words[i], to + i * EACH);
     }
 }
 
-template <class T, int WIDTH>
-__device__ __forceinline__ Pack<T, WIDTH> pack(const float (&from)[WIDTH]) {
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
     constexpr int EACH = 4 / sizeof(T);
-    Pack<T, WIDTH> packed;
-    if constexpr (WIDTH < EACH) {
+    Pack<T, N> packed;
+    if constexpr (N < EACH) {
         const float both[2] = {from[0], 0.0f};
         packed.words[0] = narrow(T(), both);
     } else {
 #pragma unroll
-        for (int i = 0; i < WIDTH / EACH; ++i) packed.words[i] = narrow(T(), from + i * EACH);
+        for (int i = 0; i < N / EACH; ++i) packed.words[i] = narrow(T(), from + i * EACH);
     }
     return packed;
 }
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
-// Inputs never change while a kernel runs, so loads go through the read-only path. ONCE: nobody in this kernel reads
+// Inputs never change while a kernel runs, so loads go through the read-only path; volatile keeps them as early as the
+// source says, where the compiler would move them to their first use. ONCE: nobody in this kernel reads
 // the data again, so that it need not push weights out of L1.
 #define LOAD(size, places, ...)                                                                                     \
     if constexpr (ONCE)                                                                                             \
-        asm("ld.global.nc.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));                         \
+        asm volatile("ld.global.nc.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));               \
     else                                                                                                            \
-        asm("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from))
+        asm volatile("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from))
 
 template <bool ONCE, int BYTES>
 __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
@@ -118,18 +136,18 @@ __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
 
 #undef LOAD
 
-// Outputs are left in L2 for the next operator to read; STREAMED: they are too large for that, and leave first.
+// Outputs are left in L2 for the next operator to read; LEAVING: they are too large for that, and leave first.
 #define STORE(size, places, ...)                                                                                    \
-    if constexpr (STREAMED)                                                                                         \
+    if constexpr (LEAVING)                                                                                         \
         asm volatile("st.global.cs." size " " places ";" ::__VA_ARGS__ : "memory");                                 \
     else                                                                                                            \
         asm volatile("st.global." size " " places ";" ::__VA_ARGS__ : "memory")
 
-template <bool STREAMED, int BYTES>
+template <bool LEAVING, int BYTES>
 __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
     if constexpr (BYTES > 16) {
-        store_bytes<STREAMED, 16>(to, from);
-        store_bytes<STREAMED, BYTES - 16>(to + 16, from + 4);
+        store_bytes<LEAVING, 16>(to, from);
+        store_bytes<LEAVING, BYTES - 16>(to + 16, from + 4);
     } else if constexpr (BYTES == 16) {
         STORE("v4.u32", "[%0], {%1, %2, %3, %4}", "l"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]));
     } else if constexpr (BYTES == 8) {
@@ -143,22 +161,22 @@ __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
 
 #undef STORE
 
-template <int WIDTH, class T>
-__device__ __forceinline__ Pack<T, WIDTH> load_once(const T* from) {
-    Pack<T, WIDTH> loaded;
-    load_bytes<true, WIDTH * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load_once(const T* from) {
+    Pack<T, N> loaded;
+    load_bytes<true, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
     return loaded;
 }
 
-template <int WIDTH, class T>
-__device__ __forceinline__ Pack<T, WIDTH> load_cached(const T* from) {  // data that several rows or threads use
-    Pack<T, WIDTH> loaded;
-    load_bytes<false, WIDTH * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load_cached(const T* from) {  // data that several rows or threads use
+    Pack<T, N> loaded;
+    load_bytes<false, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
     return loaded;
 }
 
-template <bool STREAMED, int WIDTH, class T>
-__device__ __forceinline__ void store(T* to, const float (&values)[WIDTH]) {
-    const Pack<T, WIDTH> packed = pack<T, WIDTH>(values);
-    store_bytes<STREAMED, WIDTH * sizeof(T)>(reinterpret_cast<char*>(to), packed.words);
+template <bool LEAVING, int N, class T>
+__device__ __forceinline__ void store(T* to, const float (&values)[N]) {
+    const Pack<T, N> packed = pack<T, N>(values);
+    store_bytes<LEAVING, N * sizeof(T)>(reinterpret_cast<char*>(to), packed.words);
 }

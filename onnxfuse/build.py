@@ -173,14 +173,16 @@ class Builder:
                 return self.expressible(inner)
             case Apply(op=op, inputs=inputs):
                 known = op.startswith(ORT_DOMAIN) or schema(op, self.variant.opset) is not None
-                return known and all(self.expressible(item) or self._may_lack(op, i, item) for i, item in enumerate(inputs))
+                return known and all(
+                    self.expressible(item) or self._may_lack(op, place, item) for place, item in enumerate(inputs)
+                )
             case _:
                 return all(map(self.expressible, parts(term)))
 
     def _may_lack(self, op: str, place: int, term: Term) -> bool:
         """Whether the operand is optional, for the fusion and for the operator."""
-        found = schema(op, self.variant.opset)
-        needed = found and place < len(found.inputs) and found.inputs[place].option == OpSchema.FormalParameterOption.Single
+        formals = found.inputs if (found := schema(op, self.variant.opset)) else ()
+        needed = place < len(formals) and formals[place].option == OpSchema.FormalParameterOption.Single
         return _optional(term) and not needed
 
     # --- nodes ---------------------------------------------------------------------------------------------------
@@ -248,8 +250,8 @@ class Builder:
         for name, wanted in term.attributes.items():
             value = self._parameter(wanted)
             place = None if term.op.startswith(ORT_DOMAIN) else self._place(term.op, name)
-            if value is None or (term.op == "Slice" and name == "steps" and self.variant.opset < 10):  # all were one then
-                continue
+            if value is None or (term.op == "Slice" and name == "steps" and self.variant.opset < 10):
+                continue  # before opset 10 all steps were one
             if place is None:
                 attributes[name] = value
             else:

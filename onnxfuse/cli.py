@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import platform
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
+import onnx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
-from onnxfuse import catalog
+from onnxfuse import catalog, chart
+from onnxfuse.bench import bench
 from onnxfuse.document import signature, summary
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.explain import explain, nearest, where_fused
@@ -26,6 +29,7 @@ from onnxfuse.files import load
 from onnxfuse.inputs import load_inputs
 from onnxfuse.optimize import Clock, Run, optimize
 from onnxfuse.save import save
+from onnxfuse.timing import default_provider
 from onnxfuse.verify import compare
 
 PATIENCE = 2.0  # seconds before a progress bar appears
@@ -105,6 +109,8 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if fusion:
         catalog.known(fusion, [f.name for f in fusions])
     model, folder = load(source)
+    if node:
+        _known_node(node, model)
     with _progress() as progress:
         fusing = Run(model, folder, False, None, Clock(progress)).apply(fusions).fusing
     if node and (place := where_fused(fusing.fused, node)):
@@ -117,6 +123,14 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         click.echo("Nothing comes near: no fusion's last operator is there, or everything that is near was fused.")
     elif len(misses) > limit:
         click.echo(f"{len(misses) - limit} more; --limit {len(misses)} shows all.")
+
+
+def _known_node(name: str, model: onnx.ModelProto) -> None:
+    """Raise UsageError, with the nearest name, unless a node or what it computes has this name."""
+    names = [known for node in model.graph.node for known in (node.name, *node.output) if known]
+    if name not in names:
+        near = get_close_matches(name, names, 1)
+        raise UsageError(f"there is no node '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))
 
 
 @main.command("list")
@@ -149,7 +163,9 @@ def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
 @input_option
 def verify_command(original: Path, optimized: Path, npz: Path | None) -> None:
     """Compare two models in onnxruntime; exit with 1 unless they are equal."""
-    inputs = load_inputs(npz, load(original)[0]) if npz else None
+    model, _ = load(original)
+    load(optimized)  # `compare` would call what is wrong with the file a difference
+    inputs = load_inputs(npz, model) if npz else None
     result = compare(original, optimized, inputs=inputs)
     table = Table(box=None, pad_edge=False)
     for name in "output", "largest error", "relative", "tolerance":
@@ -157,7 +173,39 @@ def verify_command(original: Path, optimized: Path, npz: Path | None) -> None:
     for one in result.outputs:
         table.add_row(escape(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
     out.print(table)
-    out.print("equal" if result.passed else escape(result.reason))
+    out.print("equal" if result.passed else escape(result.reason), soft_wrap=True)
+    sys.exit(0 if result.passed else 1)
+
+
+@main.command("bench")
+@click.argument("model", type=model_file)
+@click.option("--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Sizes of an input's dims (repeatable).")
+@click.option("--against", multiple=True, type=model_file, help="Another model to time beside it (repeatable).")
+@click.option("--runs", type=click.IntRange(2), help="Runs of each model and mode.  [default: what two seconds allow]")
+@click.option("--provider", type=click.Choice(["cpu", "cuda"]), help="[default: cuda, where onnxruntime has it]")
+@click.option("--cuda-graph/--no-cuda-graph", default=True, show_default=True, help="On CUDA, also with CUDA graphs.")
+@click.option("--ops/--no-ops", default=True, show_default=True, help="Also time each fused operator alone.")
+@click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to run on, as .npz.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@click.option("--chart", "chart_file", type=click.Path(path_type=Path), help="Draw it: .html, or .png.")
+def bench_command(
+    model: Path, shapes: tuple[str, ...], against: tuple[Path, ...], runs: int | None, provider: Any, cuda_graph: bool,
+    ops: bool, npz: Path | None, json_file: Path | None, chart_file: Path | None,
+) -> None:
+    """Time MODEL and MODEL fused in turns; exit with 1 where one of them is wrong or does not run."""
+    if chart_file:
+        chart.check_name(chart_file)
+    inputs = load_inputs(npz, load(model)[0]) if npz else None
+    with _progress() as progress:
+        result = bench(
+            model, shapes=shapes, against=against, runs=runs, provider=provider or default_provider(),
+            cuda_graph=cuda_graph, inputs=inputs, ops=ops, progress=progress,
+        )  # fmt: skip
+    if json_file:
+        result.write(json_file)
+    if chart_file:
+        chart.draw(result, chart_file)
+    out.print(chart.tables(result))
     sys.exit(0 if result.passed else 1)
 
 
@@ -182,18 +230,15 @@ def env_command() -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for what takes longer than PATIENCE."""
-    start, bar = time.monotonic(), Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err,
-        transient=True,
-    )  # fmt: skip
-    task = bar.add_task("", total=None)
-
-    def tell(stage: str, done: int, of: int) -> None:
-        if time.monotonic() - start > PATIENCE:
-            bar.start()
-            bar.update(task, description=stage, completed=done, total=of or None)
-
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=err, transient=True)
+    task = bar.add_task("load", total=None)
+    timer = threading.Timer(PATIENCE, bar.start)
+    timer.start()
     try:
-        yield tell
+        yield lambda stage, done, of: bar.update(task, description=stage, completed=done, total=of or None)
     finally:
-        bar.stop()
+        timer.cancel()
+        timer.join()
+        if bar.live.is_started:  # stopping prints a newline
+            bar.stop()

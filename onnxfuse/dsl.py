@@ -305,7 +305,7 @@ def rearrange(value: Term, pattern: str) -> Term:
 
 def scaled(value: Term, scale: Term) -> Term:
     """`value * scale`, where factors may stand on either side of the MatMul and of rearrangements inside."""
-    if not isinstance(scale, Capture):
+    if not isinstance(scale, Capture) or scale.kind != "scalar":
         raise PatternError(f"{_here()}: scaled() needs a scalar parameter as its second argument")
     return Scaled(inner=value, scale=scale, span=_here())
 

@@ -48,6 +48,7 @@ class Graph:
     names: set[str]
     protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)
     notes: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
+    place: dict[Node, int] = field(default_factory=dict)  # position in execution order, as of the last `sort`
 
     @property
     def nodes(self) -> list[Node]:
@@ -156,6 +157,7 @@ class Graph:
             stuck = next(n.name or n.op for i, n in enumerate(nodes) if waits[i])
             raise ModelError(f"the graph has a cycle through node '{stuck}'; ONNX graphs must be acyclic")
         self.gs.nodes = order
+        self.place = {node: i for i, node in enumerate(order)}
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
@@ -201,6 +203,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
     for note in source.quantization_annotation:
         if note.tensor_name in alive:
             result.quantization_annotation.append(note)
+    _drop_constant_inputs(model, {t.name for t in source.initializer})
     _declare_functions(model)
     return model
 
@@ -235,12 +238,19 @@ def _declare_functions(model: onnx.ModelProto) -> None:
         return
     if not any(o.domain == DOMAIN for o in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    if model.ir_version < 4:  # from IR 4 on an initializer that is also an input may be overridden by the caller
-        constants = {t.name for t in model.graph.initializer}
+    model.ir_version = max(model.ir_version, 8)
+
+
+def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
+    """Before IR version 4 every initializer is an input too; from 4 on that would let callers override it.
+
+    So a model that is rewritten keeps only its true inputs, and becomes version 4 at least.
+    """
+    if model.ir_version < 4:
         inputs = [i for i in model.graph.input if i.name not in constants]
         del model.graph.input[:]
         model.graph.input.extend(inputs)
-    model.ir_version = max(model.ir_version, 8)
+        model.ir_version = 4
 
 
 def _dim_param(text: str) -> str | None:
@@ -303,7 +313,8 @@ def producer(tensor: Tensor) -> Node | None:
 
 def op_of(node: Node) -> str:
     """The operator's name: `Add` in the ONNX domain, `domain::Add` elsewhere."""
-    return str(node.op) if node.domain in (None, "", "ai.onnx") else f"{node.domain}::{node.op}"
+    domain, op = node.domain, node.op
+    return f"{domain}::{op}" if domain and domain != "ai.onnx" else op
 
 
 def constant_value(graph: Graph, tensor: Tensor) -> Array:

@@ -114,8 +114,12 @@ def solve(
 ) -> dict[str, Size] | None:
     """The sizes of the names, given both shapes; None where they contradict each other or leave a name open."""
     sizes = dict(known)
-    axes = [*zip(arrangement.source, source, strict=True), *zip(arrangement.result, result, strict=True)]
-    waiting = axes
+    waiting = []
+    for names, size in (*zip(arrangement.source, source, strict=True), *zip(arrangement.result, result, strict=True)):
+        if len(names) != 1:
+            waiting.append((names, size))
+        elif sizes.setdefault(names[0], size) != size:
+            return None
     while waiting:
         again = []
         for names, size in waiting:

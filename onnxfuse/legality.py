@@ -21,7 +21,9 @@ def refusal(
 ) -> Refusal | None:
     """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
     inside = {id(n) for n in nodes}
-    return _needed_outside(graph, nodes, inside, outputs) or _cycle(inside, used(graph, nodes, outputs), operands)
+    if len(used(graph, nodes, outputs)) == 1:  # the only way out of what is fused: no operand can depend on it
+        return _needed_outside(graph, nodes, inside, outputs)
+    return _needed_outside(graph, nodes, inside, outputs) or _cycle(graph, nodes, operands)
 
 
 def used(graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -49,22 +51,21 @@ def _needed_outside(
     return None
 
 
-def _cycle(inside: set[int], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]) -> Refusal | None:
-    """One output is the only way out of what is fused; with two, an operand may be computed from the second."""
-    if len(outputs) == 1:
-        return None
-    seen: set[int] = set()
+def _cycle(graph: Graph, nodes: Sequence[Node], operands: Mapping[str, Tensor]) -> Refusal | None:
+    """Whether an operand is computed from one of several outputs; nothing that runs before the nodes can be."""
+    inside, first = set(nodes), min(graph.place[n] for n in nodes)
+    seen: set[Node] = set()
     for name, operand in operands.items():
         work: list[Node] = list(operand.inputs)
         while work:
             node = work.pop()
-            if id(node) in inside:
+            if node in inside:
                 return Refusal(
                     f"{name} ('{operand.name}') is computed from a value inside; fusing would make a cycle",
                     "compute the operand from something else",
                 )
-            if id(node) not in seen:
-                seen.add(id(node))
+            if node not in seen and graph.place[node] >= first:
+                seen.add(node)
                 work.extend(p for t in node.inputs for p in t.inputs)
     return None
 

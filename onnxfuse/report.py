@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.dims import Size, evaluate, symbols
+from onnxfuse.errors import ModelError
 from onnxfuse.fold import Folded
 from onnxfuse.graph import Graph, op_of
 from onnxfuse.match import Miss
@@ -93,13 +94,17 @@ class Report:
         return replace(self, output={**self.output, "path": str(path)})
 
     def write(self, path: Path) -> None:
-        """Write as JSON, or as a page where the name ends in .html."""
+        """Write as JSON, or as a page where the name ends in .html.  Raises ModelError where that fails."""
         if path.suffix == ".html":
             console = Console(record=True, width=120, file=io.StringIO())
             console.print(self.table())
-            path.write_text(console.export_html(), encoding="utf-8")
+            text = console.export_html()
         else:
-            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"cannot write the report '{path}': {error.strerror}; give another name") from error
 
     def table(self) -> Group:
         """What the terminal shows."""

@@ -64,7 +64,8 @@ def rewrite(graph: Graph, shapes: Shapes, match: Match, functions: Functions) ->
     """
     outputs = used(graph, match.nodes, match.outputs)
     variant = _variant(graph, shapes, match, outputs, functions.ort)
-    attributes = _attributes(match, variant)
+    ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]
+    attributes = _attributes(match, variant, ranks)
     try:
         name = functions.name_of(match.fusion, variant, list(attributes))
     except PatternError as error:
@@ -72,10 +73,11 @@ def rewrite(graph: Graph, shapes: Shapes, match: Match, functions: Functions) ->
     replaced = tuple(n.name or n.outputs[0].name for n in match.nodes)
     place = graph.fresh(f"{node_name(match.outputs[0])}/{match.fusion.name}")
     inputs = [match.operands[operand] for operand in variant.dtypes]
+    order = max(graph.place[node] for node in match.nodes)
     for node in match.nodes:
         node.inputs.clear()
         node.outputs.clear()
-    graph.add(name, inputs, outputs, place, DOMAIN, **attributes)
+    graph.place[graph.add(name, inputs, outputs, place, DOMAIN, **attributes)] = order
     for tensor in outputs:
         graph.note(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     dims = {k: v if is_static(v) else str(v) for k, v in match.dims.items() if k != "..."}
@@ -98,7 +100,7 @@ def _variant(graph: Graph, shapes: Shapes, match: Match, outputs: list[Tensor], 
     )
 
 
-def _attributes(match: Match, variant: Variant) -> dict[str, Any]:
+def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, Any]:
     """What a kernel must know besides the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
@@ -106,6 +108,7 @@ def _attributes(match: Match, variant: Variant) -> dict[str, Any]:
         "fusion": match.fusion.name,
         "operands": " ".join(variant.dtypes),
         "output_types": list(variant.out),
+        "output_ranks": ranks,
         **dims,
         **values,
         **match.choices,

@@ -219,7 +219,8 @@ def _values(spelling: Spelling) -> dict[str, Any]:
         if capture.kind == "scalar":
             asking = [g for g in _guards(spelling.fusion) if capture.name in g.names]
             usual = capture.default if capture.default is not None else next(fresh)
-            good = (v for v in (usual, float("-inf"), float("inf")) if all(_accepts(g, capture.name, v) for g in asking))
+            tried = (usual, float("-inf"), float("inf"))
+            good = (value for value in tried if all(_accepts(guard, capture.name, value) for guard in asking))
             found[capture.name] = next(good, usual)
         if capture.name in spelling.values:
             found[capture.name] = spelling.values[capture.name]
@@ -629,7 +630,13 @@ def every_label(fusion: Fusion) -> set[tuple[str, str]]:
     return {(t.name, label) for t in walk(*fusion.outputs) if isinstance(t, Choose) for label in t.options}
 
 
-def decomposed(fusion: Fusion, opset: int) -> Spelling:
+def longest(fusion: Fusion, opset: int) -> Spelling:
     """The first variant in as many nodes as it can be written."""
-    return replace(Spelling(fusion, f"opset{opset}"), opset=opset, longest=True)
+    return Spelling(fusion, f"longest-opset{opset}", opset=opset, longest=True)
 
+
+def richest(fusion: Fusion, opset: int) -> Spelling:
+    """Of every choice the label with the most nodes, in as many nodes as it can be written."""
+    chooses = {t.name: t for t in walk(*fusion.outputs) if isinstance(t, Choose)}
+    labels = {name: max(t.options, key=lambda label: count(t.options[label], {})) for name, t in chooses.items()}
+    return replace(longest(fusion, opset), choices=labels, what=f"richest-opset{opset}")

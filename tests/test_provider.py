@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,19 +18,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
-from stand_in import CPU, SHIFT, Stage, model, node, stage
+from stand_in import CPU, SHIFT, Stage, feed, model, node, session, stage
 
-from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.provider import planner
 from onnxfuse.provider.plan import Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.provider.session import InferenceSession, Run, explain_session, register
+from onnxfuse.provider.session import Run, explain_session
 
 KERNEL = f"{CPU}, device 0"
-FP16 = "g (float16[n, d] x, float16[d] b) => (float16[n, d] y) { " + node(
-    "shift", "x, b", "y", operands="x bias", types="10"
-) + " }"
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     result = stage(monkeypatch)
@@ -39,15 +32,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     yield result
     result.cuda.fake_fail_next(0)
     result.cuda.fake_capture(0)
-
-
-def session(source: bytes, **arguments: Any) -> ort.InferenceSession:
-    return InferenceSession(source, providers=[CPU], **arguments)
-
-
-def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
-    random = np.random.default_rng(n * 1000 + d)
-    return {"x": random.standard_normal((n, d)).astype(dtype), "b": random.standard_normal(d).astype(dtype)}
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -247,111 +231,3 @@ def test_new_shapes_are_not_planned_while_a_graph_is_captured(gpu: Stage) -> Non
     assert gpu.cuda.fake_capture(1) is not None
     run = session(model(SHIFT))
     run.run(None, feed(2, 3))  # the CPU provider has no stream, so nothing can be captured
-
-
-# --- which op runs how -----------------------------------------------------------------------------------------------
-
-
-def test_the_body_runs_where_the_dtype_has_no_kernel(gpu: Stage) -> None:
-    before = gpu.launches()
-    run = session(model(FP16))
-    given = feed(2, 3, np.float16)
-    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
-    assert gpu.launches() == before
-    why = "shift is there for float32, the node has float16, float16"
-    assert explain_session(run) == (Run("node_0", "shift", "body", why),)
-
-
-def test_the_body_runs_where_the_provider_has_no_kernels() -> None:
-    run = InferenceSession(model(SHIFT), providers=["CPUExecutionProvider"])
-    given = feed(2, 3)
-    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
-    assert explain_session(run)[0].why == "the session does not use CUDAExecutionProvider"
-
-
-def mixed() -> bytes:
-    return model(
-        "g (float[n] x) => (float[n] y, float[n] z) { "
-        + node("scale", "x", "y", operands="x", more=", factor = 2.0")
-        + node("scale", "x", "z", operands="x", more=", factor = -2.0")
-        + " }"
-    )
-
-
-def test_an_op_is_split_where_only_some_of_its_nodes_have_a_kernel(gpu: Stage) -> None:
-    before, x = gpu.launches(), np.float32([1, 2])
-    run = session(mixed())
-    y, z = run.run(None, {"x": x})
-    assert (y.tolist(), z.tolist()) == ([2, 4], [-2, -4])
-    assert gpu.launches() - before == 1
-    assert [(r.how, r.why) for r in explain_session(run)] == [
-        ("kernel", KERNEL),
-        ("body", "the factor must be positive"),
-    ]
-
-
-def test_register_leaves_the_model_alone(gpu: Stage) -> None:
-    options = ort.SessionOptions()
-    runs = register(options, mixed(), [CPU])
-    assert [(r.how, r.why) for r in runs] == [
-        ("body", "node 'node_1', which calls the same function, has no kernel"),
-        ("body", "the factor must be positive"),
-    ]
-    register(options, model(SHIFT), [CPU])
-    run = ort.InferenceSession(model(SHIFT), options, [CPU])
-    before = gpu.launches()
-    run.run(None, feed(2, 3))
-    assert gpu.launches() - before == 1
-    assert [r.how for r in explain_session(run)] == ["kernel"]
-
-
-def test_session_options_serve_one_choice_per_op(gpu: Stage) -> None:
-    options = ort.SessionOptions()
-    InferenceSession(model(SHIFT), options, [CPU])
-    more = SHIFT.replace("[1]>", '[1], size = 3>')
-    assert InferenceSession(model(more), options, [CPU]).run(None, feed(2, 3))
-    assert gpu.kernels("shift").nodes[-1].attributes == {"size": 3}
-    with pytest.raises(UsageError, match="they run shift as a kernel, but here its body must run; make new"):
-        InferenceSession(model(FP16), options, [CPU])
-    with pytest.raises(UsageError, match="they run scale not as a kernel"):
-        InferenceSession(mixed(), options, [CPU])
-
-
-def test_a_measurement_may_prefer_the_body(gpu: Stage) -> None:
-    run = session(model(SHIFT), tune=lambda node, dtypes, device: "the body was faster: 3 against 4 us")
-    assert [(r.how, r.why) for r in explain_session(run)] == [("body", "the body was faster: 3 against 4 us")]
-
-
-def test_explain_refuses_other_sessions() -> None:
-    with pytest.raises(UsageError, match="made without onnxfuse"):
-        explain_session(ort.InferenceSession(model(SHIFT), providers=["CPUExecutionProvider"]))
-
-
-REFUSED = {
-    "which the model has no function for, and no kernel runs it": ("onnxfuse.shift", "onnxfuse.shift_9"),
-    "attribute fusion must be a string, found nothing": ('fusion = "shift", operands', "operands"),
-    "attribute operands must be a string, found 3": ('operands = "x bias"', "operands = 3"),
-    "attribute operands names 1, the node has 2": ('"x bias"', '"x"'),
-    "attribute output_types names 2, the node has 1": ("[1]", "[1, 1]"),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_a_model_that_does_not_fit_is_refused(message: str) -> None:
-    with pytest.raises(ModelError, match=re.escape(message)):
-        session(model(SHIFT.replace(*REFUSED[message])))
-
-
-def test_a_newer_domain_version_is_refused() -> None:
-    proto = onnx.load_from_string(model(SHIFT))
-    proto.opset_import[1].version = 2
-    with pytest.raises(ModelError, match=r"version 2 .* this onnxfuse knows version 1; install a newer onnxfuse"):
-        session(proto.SerializeToString())
-
-
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "text.onnx"
-    path.write_text("not a model")
-    with pytest.raises(ModelError, match=r"text\.onnx cannot be read as ONNX"):
-        InferenceSession(path, providers=[CPU])
-    assert threading.active_count() >= 1

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.inliner
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import RuntimeContextError
+from onnx import helper, numpy_helper
+from runtimes import assert_close, evaluate, run
 from spellings import Spelling, Unfused, build, every_label, every_option, spellings
 
 from onnxfuse import Fusion, Report, catalog, optimize
@@ -23,11 +20,6 @@ from onnxfuse.graph import DOMAIN, default
 
 FUSIONS = catalog.builtin()
 ALL = [spelling for fusion in FUSIONS for spelling in spellings(fusion).written]
-TOLERANCE = {  # of the largest value: float32 sums in another order, one rounding of the narrow types
-    TensorProto.FLOAT: 1e-5,
-    TensorProto.FLOAT16: 2e-3,
-    TensorProto.BFLOAT16: 2e-2,
-}
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 
 
@@ -79,41 +71,6 @@ def test_bodies_for_onnxruntime_compute_the_same(fusion: Fusion) -> None:
         actual, reason = run(optimized, unfused.inputs)
         assert actual is not None, f"{spelling.id}: {reason}"
         assert_close(expected, actual, spelling.dtype)
-
-
-# --- values ------------------------------------------------------------------------------------------------------
-
-
-def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray] | None, str]:
-    """What onnxruntime computes on the CPU; None, and why, where it cannot."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        if not any(array.dtype.name == "bfloat16" for array in inputs.values()):
-            return session.run(None, dict(inputs)), ""
-        return None, "numpy arrays of bfloat16 are not taken"
-    except Exception as error:  # onnxruntime has no public base class of its errors
-        return None, str(error).strip().splitlines()[0]
-
-
-def evaluate(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """What onnx.reference computes."""
-    with np.errstate(all="ignore"):
-        try:
-            return ReferenceEvaluator(model).run(None, dict(inputs))
-        except RuntimeContextError:  # it has no Gelu of its own, and inside a function it does not know Gelu's type
-            typed = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(model))
-            return ReferenceEvaluator(typed).run(None, dict(inputs))
-
-
-def assert_close(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray], dtype: int) -> None:
-    for left, right in zip(expected, actual, strict=True):
-        assert left.dtype == right.dtype and left.shape == right.shape
-        wide, other = left.astype(np.float64), right.astype(np.float64)
-        largest = max(np.abs(wide[np.isfinite(wide)]).max(initial=0), 1e-6)
-        np.testing.assert_allclose(other, wide, rtol=0, atol=TOLERANCE[dtype] * largest, equal_nan=True)
 
 
 # --- what was found ----------------------------------------------------------------------------------------------

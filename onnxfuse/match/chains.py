@@ -40,7 +40,10 @@ class Chain:
 
     def _grow(self, values: list[Tensor], numbers: list[Number], start: int, state: State) -> Iterator[State]:
         if len(values) == len(self.values):
-            for order in itertools.permutations(values):
+            orders = [o for o in itertools.permutations(values) if all(map(self.matcher.fits, self.values, o))]
+            if not orders:
+                self.matcher.fail(self.term, state, lambda: self._unfit(values))
+            for order in orders:
                 for after in self._assign(order, 0, state):
                     yield from self._agree(numbers, after)
         if len(values) > len(self.values):
@@ -50,6 +53,11 @@ class Chain:
             for inner, more, node in self._split(tensor):
                 grown = [*values[:i], *inner, *values[i + 1 :]]
                 yield from self._grow(grown, numbers + more, i, after.with_nodes([node]))
+
+    def _unfit(self, values: Sequence[Tensor]) -> str:
+        found = " and ".join(f"'{t.name}' ({origin(t)})" for t in values)
+        wanted = " and ".join(self.matcher.wanted(term) for term in self.values)
+        return f"{found} are {'multiplied' if self.product else 'added'}; required {wanted}"
 
     def _assign(self, values: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
         if i == len(values):
@@ -79,7 +87,7 @@ class Chain:
         """The ways to read a node as a sum or product of two: (values, numbers, node)."""
         node = producer(tensor)
         forward, inverse = ("Mul", "Div") if self.product else ("Add", "Sub")
-        if node is None or op_of(node) not in (forward, inverse):
+        if node is None or op_of(node) not in (forward, inverse) or self.matcher.widening(node) is not None:
             return []
         left, right = node.inputs
         a, b = self.matcher.number(left), self.matcher.number(right)

@@ -29,6 +29,7 @@ from onnxfuse.dsl import (
     Sum,
     Term,
     core,
+    walk,
 )
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
@@ -37,7 +38,7 @@ from onnxfuse.match.chains import Chain
 from onnxfuse.match.names import unify
 from onnxfuse.match.operators import match_operator
 from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import match_rearrange, match_scaled, match_sizes
+from onnxfuse.match.views import match_rearrange, match_scaled, match_sizes, unscaled
 from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
 from onnxfuse.shapes import Shapes
 
@@ -65,8 +66,8 @@ class Matcher:
             Sizes: functools.partial(match_sizes, self),
         }
         self._chains: dict[int, Chain] = {}
-        self._root_ops: dict[int, frozenset[str] | None] = {}
-        ends = self._ops(fusion.outputs[0])
+        self._ops = {id(term): root_ops(term) for term in walk(*fusion.outputs)}
+        ends = self._ops[id(fusion.outputs[0])]
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
         self.roots = ends | {"Cast"} if fusion.casts else ends
@@ -100,26 +101,34 @@ class Matcher:
 
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
         """Every way to read `tensor` as `term`, given what is captured already."""
-        self._steps += 1
-        if self._steps > STEPS:
-            return iter(())
         while isinstance(term, Precision | Stored):
             term = term.inner
         if isinstance(term, Given):
             return self._given(term, tensor, state)
         if isinstance(term, Shared):
             return self._shared(term, tensor, state)
+        if not isinstance(term, Capture | Constant) and id(term) not in state.terms:
+            tensor, state = self.through_casts(tensor, state)
+            if not self.fits(term, tensor):
+                self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
+                return iter(())
+        return self._read(term, tensor, state)
+
+    def _option(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        """As `match`, for a term that is known to fit."""
+        inner = core(term)
+        return self._read(term, tensor, state) if inner is term else self.match(term, tensor, state)
+
+    def _read(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        self._steps += 1
+        if self._steps > STEPS:
+            return iter(())
         known = state.terms.get(id(term))
         if known is not None:
             if self._stem(known, term) is self._stem(tensor, term):
                 return iter((state,))
             self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
             return iter(())
-        if not isinstance(term, Capture | Constant):
-            tensor, state = self.through_casts(tensor, state)
-            if not self._fits(term, tensor):
-                self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self._wanted(term)}")
-                return iter(())
         return self._named(term, tensor, state)
 
     def _named(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
@@ -143,34 +152,32 @@ class Matcher:
 
     def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
         for option in term.options:
-            if self._fits(option, tensor):
-                yield from self.match(option, tensor, state)
+            if self.fits(option, tensor):
+                yield from self._option(option, tensor, state)
 
-    def _fits(self, term: Term, tensor: Tensor) -> bool:
+    def fits(self, term: Term, tensor: Tensor) -> bool:
         """Whether the operator that computes the tensor can be the last one of the term: most cannot, and end here."""
-        ops = self._ops(term)
+        ops = self._ops[id(term)]
         if ops is None:
             return True
-        node = producer(tensor)
-        return node is not None and (op_of(node) in ops or (self.fusion.casts and self.float_cast(tensor) is not None))
+        made_by = tensor.inputs
+        return bool(made_by) and (
+            op_of(made_by[0]) in ops or (self.fusion.casts and self.float_cast(tensor) is not None)
+        )
 
-    def _ops(self, term: Term) -> frozenset[str] | None:
-        if id(term) not in self._root_ops:
-            self._root_ops[id(term)] = root_ops(term)
-        return self._root_ops[id(term)]
-
-    def _wanted(self, term: Term) -> str:
-        ops = sorted(self._ops(term) or ())
+    def wanted(self, term: Term) -> str:
+        """The operators that a term may end with, in words."""
+        ops = sorted(self._ops[id(term)] or ["any value"])
         return ops[0] if len(ops) == 1 else f"{', '.join(ops[:-1])} or {ops[-1]}"
 
     def _choose(self, term: Choose, tensor: Tensor, state: State) -> Iterator[State]:
         """Variants exclude each other, so the first that fits is not taken back."""
         name = term.name
         for label, option in term.options.items():
-            if state.choices.get(name, label) != label or not self._fits(option, tensor):
+            if state.choices.get(name, label) != label or not self.fits(option, tensor):
                 continue
             fits = False
-            for after in self.match(option, tensor, state._replace(choices={**state.choices, name: label})):
+            for after in self._option(option, tensor, state._replace(choices={**state.choices, name: label})):
                 fits = True
                 yield after
             if fits:
@@ -188,6 +195,7 @@ class Matcher:
             return
         if not tensor.name:
             return
+        tensor, state = unscaled(self, tensor, state)
         casts = []
         while self.fusion.casts and (node := self.float_cast(tensor)) and self._widens(node):
             casts.append(node)
@@ -234,6 +242,16 @@ class Matcher:
             return None
         value = constant_value(self.graph, tensor)
         return float(value.reshape(())) if value.dtype != object else None
+
+    def widening(self, node: Node) -> Tensor | None:
+        """The constant of one element that has more axes than all that it meets, and so gives the result more."""
+        numbers = [t for t in node.inputs if is_constant(t) and t.shape and self.number(t) is not None]
+        if not numbers:
+            return None
+        widest = max(numbers, key=lambda t: len(t.shape))
+        ranks = [self.shapes.rank(t) for t in node.inputs if t.name and self.number(t) is None]
+        most = max((1 if rank is None else rank for rank in ranks), default=len(widest.shape))
+        return widest if len(widest.shape) > most else None
 
     def close(self, found: float, required: float, tensor: Tensor) -> bool:
         """Whether a stored constant is the required number, rounded to the dtype it is stored in."""
@@ -299,7 +317,7 @@ class Matcher:
         refused = refusal(self.graph, nodes, outputs, state.operands)
         if refused:
             self._refused = True
-            self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint)
+            self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint, whole=True)
             return None
         return Match(self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes)
 
@@ -311,14 +329,24 @@ class Matcher:
         if guard.holds(**asked):
             return True
         shown = {name: getattr(value, "name", value) for name, value in asked.items()}
-        self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span)
+        self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
         return False
 
     def fail(
-        self, term: Term, state: State, sentence: Callable[[], str], span: Span | None = None, hint: str = ""
+        self,
+        term: Term,
+        state: State,
+        sentence: Callable[[], str],
+        span: Span | None = None,
+        hint: str = "",
+        *,
+        whole: bool = False,
     ) -> None:
-        """Remember why `term` does not fit, if more agreed than at any failure before."""
-        reached = len(state.nodes) + len(state.kept)
+        """Remember why `term` does not fit, if more agreed than at any failure before.
+
+        Where all of the term agreed and a condition on the `whole` failed, that says more than a part that did not fit.
+        """
+        reached = len(state.nodes) + len(state.kept) + whole
         if self._best is None or reached > self._best[0]:
             self._best = (reached, sentence, span or term.span, state, hint)
 

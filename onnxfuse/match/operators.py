@@ -27,6 +27,10 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
     if node.outputs[0] is not tensor:
         m.fail(term, state, lambda: f"'{tensor.name}' is not the first output of its {term.op}")
         return
+    wide = m.widening(node)
+    if wide is not None:
+        m.fail(term, state, lambda: f"'{wide.name}' has {len(wide.shape)} axes, more than what it meets")
+        return
     state = state.with_nodes([node])
     inputs = [t for i, t in enumerate(node.inputs) if _formal(m, term.op, i) not in term.attributes]
     orders = [inputs]

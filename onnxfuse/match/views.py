@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
 from onnxfuse.dsl import Capture, Rearrange, Scaled, Sizes, core
-from onnxfuse.graph import Node, Tensor, op_of, producer
+from onnxfuse.graph import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.names import fitted
 from onnxfuse.match.state import State
 from onnxfuse.match.words import VIEWS, shape_text
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
     keep = isinstance(core(term.inner), Capture)
     found = False
+    inner = core(term.inner)
+    if isinstance(inner, Capture) and inner.kind == "weight":
+        origins = [source for source, _, _ in _sources(m, tensor, False)]
+        if not is_constant(origins[-1]):
+            m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
+            return
     for source, nodes, factor in reversed(list(_sources(m, tensor, state.factor is not None))):
         dims = _arrangement(m, term.pattern, source, nodes, tensor, state)
         if dims is None:
@@ -55,9 +61,24 @@ def _sources(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[tuple[Tensor
         nodes.append(node)
 
 
+def unscaled(m: Matcher, tensor: Tensor, state: State) -> tuple[Tensor, State]:
+    """An operand inside scaled(), without the factors that it was multiplied by."""
+    factor = state.factor
+    nodes: list[Node] = []
+    while factor is not None and (node := producer(tensor)) is not None and (step := _scale_step(m, node)) is not None:
+        tensor, factor = step[0], factor * step[1]
+        nodes.append(node)
+    return tensor, state.with_nodes(nodes, keep=True)._replace(factor=factor)
+
+
+def _unscalable(node: Node) -> str:
+    left, right = (t.name for t in node.inputs)
+    return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"
+
+
 def _scale_step(m: Matcher, node: Node) -> tuple[Tensor, float] | None:
     """(x, c) where the node computes x * c or x / (1/c) for a constant number c."""
-    if op_of(node) not in ("Mul", "Div"):
+    if op_of(node) not in ("Mul", "Div") or m.widening(node) is not None:
         return None
     left, right = node.inputs
     value = m.number(right)
@@ -78,12 +99,15 @@ def _arrangement(
     arrangement = fitted(pattern, len(start), len(end))
     if arrangement is None:
         return None
-    found = _layout(m, start, nodes)
     known = {name: size for name, size in state.dims.items() if name != "..."}
     leading = {f"...{i}": size for i, size in enumerate(state.dims.get("...", ()))}
     sizes = layouts.solve(arrangement, start, end, {**known, **leading})
-    if sizes is None or found is None or layouts.arranged(arrangement, sizes) != layouts.merged(found):
+    if sizes is None:
         return None
+    if nodes or arrangement.source != arrangement.result:  # else nothing moves
+        found = _layout(m, start, nodes)
+        if found is None or layouts.arranged(arrangement, sizes) != layouts.merged(found):
+            return None
     extra = sum(name.startswith("...") for axis in arrangement.source for name in axis)
     dims = {name: size for name, size in sizes.items() if not name.startswith("...")}
     if "..." in pattern:
@@ -112,12 +136,16 @@ def _layout(m: Matcher, shape: Sequence[DimSize], nodes: Sequence[Node]) -> layo
 
 
 def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iterator[State]:
-    nodes, factor = [], 1.0
+    factor = 1.0
+    nodes: list[Node] = []
     while (node := producer(tensor)) is not None:
         if (step := _scale_step(m, node)) is not None:
             tensor, factor = step[0], factor * step[1]
         elif m.fusion.casts and m.float_cast(tensor):
             tensor = node.inputs[0]
+        elif op_of(node) in ("Mul", "Div"):
+            m.fail(term, state.with_nodes([*nodes, node]), lambda node=node: _unscalable(node))  # type: ignore[misc]
+            return
         else:
             break
         nodes.append(node)

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ class Function:
 
 
 _loaded: weakref.WeakValueDictionary[tuple[Any, ...], Function] = weakref.WeakValueDictionary()
+_recent: deque[Function] = deque(maxlen=256)  # sessions come and go; what the last ones used stays loaded
 _lock = threading.RLock()
 
 
@@ -53,7 +55,7 @@ def gpu(ordinal: int) -> Device:
         properties["name"].decode(),
         10 * properties["major"] + properties["minor"],
         properties["multiProcessorCount"],
-        properties["sharedMemPerBlockOptin"],
+        properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
     )
 
 
@@ -68,6 +70,7 @@ def compile_kernel(kernel: Kernel, ordinal: int) -> Function:
         function = _loaded.get(key)
         if function is None:
             function = _loaded[key] = _compile(kernel, text, flags, ordinal)
+            _recent.append(function)
         return function
 
 

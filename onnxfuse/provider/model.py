@@ -18,6 +18,8 @@ from onnxfuse.provider.plan import FusedNode
 from onnxfuse.provider.planner import fused_node
 
 VERSION: Final = 1  # of the operator domain
+Type = tuple[int, int | None]  # dtype and rank of a tensor
+Types = Mapping[str, Type]
 LARGE: Final = 1024  # bytes; larger initializers are left out of shape inference
 KINDS: Final = {
     onnx.AttributeProto.INT: "i",
@@ -36,6 +38,7 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # of its inputs; None where unknown
+    has_ranks: bool  # whether onnxruntime can tell the ranks of its outputs: see native/infer.h
     in_function: bool  # inside the body of a function, which many nodes may call
     has_body: bool
 
@@ -62,13 +65,13 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
                 f"version {VERSION}; install a newer onnxfuse"
             )
     bodies = {f.name for f in model.functions if f.domain == DOMAIN}
-    nodes = list(_nodes(model.graph, ChainMap()))
+    nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
     if not any(node.domain == DOMAIN for node, _ in nodes):
         return []
-    typed = list(_nodes(_inferred(model).graph, ChainMap()))
+    typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type]()))
     calls = [
-        _call(node, dtypes, bodies)
-        for (node, _), (_, dtypes) in zip(nodes, typed, strict=True)
+        _call(node, types, bodies)
+        for (node, _), (_, types) in zip(nodes, typed, strict=True)
         if node.domain == DOMAIN
     ]
     for function in model.functions:
@@ -76,7 +79,7 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
     return calls
 
 
-def _call(node: onnx.NodeProto, dtypes: Mapping[str, int] | None, bodies: Collection[str]) -> Call:
+def _call(node: onnx.NodeProto, types: Types | None, bodies: Collection[str]) -> Call:
     name = node.name or next(iter(node.output), "")
     attributes = {
         a.name: value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -91,9 +94,11 @@ def _call(node: onnx.NodeProto, dtypes: Mapping[str, int] | None, bodies: Collec
     ):
         if len(given) != count or not given:
             raise ModelError(f"fused node '{name}': attribute {what} names {len(given)}, the node has {count}")
-    known = {} if dtypes is None else dtypes
-    types = tuple(dtype_name(known[i]) if i in known else None for i in node.input)
-    return Call(node.op_type, node, fused, types, dtypes is None, node.op_type in bodies)
+    known = types or {}
+    dtypes = tuple(dtype_name(known[name][0]) if name in known else None for name in node.input)
+    ranks = {known[name][1] if name in known else None for name in (node.input[0], *node.output)}
+    has_ranks = "output_ranks" in attributes or (len(ranks) == 1 and not ranks & {None, 0})
+    return Call(node.op_type, node, fused, dtypes, has_ranks, types is None, node.op_type in bodies)
 
 
 def attribute_kinds(calls: Collection[Call]) -> str:
@@ -142,18 +147,17 @@ def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
             yield from _all_nodes(graph.node)
 
 
-def _nodes(
-    graph: onnx.GraphProto, scope: ChainMap[str, int]
-) -> Iterator[tuple[onnx.NodeProto, Mapping[str, int]]]:
-    """Every node, with the dtypes known where it stands."""
-    dtypes = scope.new_child({t.name: t.data_type for t in graph.initializer})
+def _nodes(graph: onnx.GraphProto, scope: ChainMap[str, Type]) -> Iterator[tuple[onnx.NodeProto, Types]]:
+    """Every node, with the types known where it stands."""
+    types = scope.new_child({t.name: (t.data_type, len(t.dims)) for t in graph.initializer})
     for info in (*graph.input, *graph.value_info, *graph.output):
-        if info.type.tensor_type.elem_type:
-            dtypes[info.name] = info.type.tensor_type.elem_type
+        tensor = info.type.tensor_type
+        if tensor.elem_type:
+            types[info.name] = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
     for node in graph.node:
-        yield node, dtypes
+        yield node, types
         for inner in _subgraphs(node):
-            yield from _nodes(inner, dtypes)
+            yield from _nodes(inner, types)
 
 
 def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

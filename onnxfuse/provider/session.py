@@ -51,8 +51,15 @@ class _Target:
     ordinal: int
 
 
+@dataclass(frozen=True)
+class _NoTarget:
+    why: str
+    asked: bool = True  # whether the session was meant to use the GPU
+
+
 _runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
 _registered: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_working: Final[set[_Target]] = set()
 _lock: Final = threading.Lock()
 
 
@@ -71,19 +78,17 @@ def InferenceSession(
     Raises ModelError for a model that names operators or attributes of onnxfuse that this version does not know.
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
-    path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
-    model = read_model(path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes))
+    source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
+    model = read_model(source)
     calls = read_calls(model)
     target = _target(options, providers, provider_options)
     reasons = _reasons(calls, target, tune)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
-    source: Any = path_or_bytes
     if mixed:
+        if isinstance(source, Path) and has_external_data(model):
+            folder = str(source.parent.resolve())
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         source = split(model, mixed).SerializeToString()
-        if path and has_external_data(model):
-            options.add_session_config_entry(
-                "session.model_external_initializers_file_folder_path", str(path.parent.resolve())
-            )
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels})
     session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
@@ -131,10 +136,10 @@ def explain_session(session: ort.InferenceSession) -> tuple[Run, ...]:
 
 def _target(
     options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[Mapping[str, Any]] | None
-) -> _Target | str:
+) -> _Target | _NoTarget:
     """The provider whose nodes can be kernels, or why there is none."""
     if providers is None and options.has_providers():
-        return "the providers were added to the session options; name them in `providers`"
+        return _NoTarget("the providers were added to the session options; name them in `providers`")
     available = ort.get_available_providers()
     chosen = available if providers is None else providers
     extra = provider_options or [{}] * len(chosen)
@@ -142,10 +147,11 @@ def _target(
         name, given = (item, more) if isinstance(item, str) else item
         if name in planner.backends:
             if name not in available:
-                return f"this onnxruntime has no {name}; install onnxruntime-gpu"
+                return _NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
             target = _Target(name, int(given.get("device_id", 0)))
-            return _unusable(target) or target
-    return f"the session does not use {CUDA}"
+            why = _unusable(target)
+            return _NoTarget(why) if why else target
+    return _NoTarget(f"the session does not use {CUDA}", asked=False)
 
 
 def _unusable(target: _Target) -> str | None:
@@ -160,10 +166,9 @@ def _unusable(target: _Target) -> str | None:
     return None
 
 
-@functools.cache
 def _works(target: _Target) -> bool:
     """Whether the provider really starts: onnxruntime goes on without one whose libraries are missing."""
-    if target.provider != CUDA:
+    if target.provider != CUDA or target in _working:
         return True
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
@@ -175,7 +180,9 @@ def _works(target: _Target) -> bool:
         session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
     except Exception:  # onnxruntime's errors have no common class
         return False
-    return target.provider in session.get_providers()
+    if target.provider in session.get_providers():
+        _working.add(target)
+    return target in _working
 
 
 @functools.cache
@@ -189,9 +196,9 @@ def _library() -> Any:
 # --- which nodes are kernels -----------------------------------------------------------------------------------------
 
 
-def _reasons(calls: Sequence[Call], target: _Target | str, tune: Tune | None) -> list[str | None]:
+def _reasons(calls: Sequence[Call], target: _Target | _NoTarget, tune: Tune | None) -> list[str | None]:
     """Per node None where a kernel runs it, else why not.  Raises ModelError where its body cannot run either."""
-    reasons = [target if isinstance(target, str) else _reason(call, target, tune) for call in calls]
+    reasons = [target.why if isinstance(target, _NoTarget) else _reason(call, target, tune) for call in calls]
     for call, why in zip(calls, reasons, strict=True):
         if why and not call.has_body:
             raise ModelError(
@@ -214,8 +221,10 @@ def _reason(call: Call, target: _Target, tune: Tune | None) -> str | None:
         return "it stands inside a function"
     dtypes = tuple(dtype for dtype in call.dtypes if dtype is not None)
     if len(dtypes) < len(call.dtypes):
-        operand = node.operands[call.dtypes.index(None)]
-        return f"the dtype of its operand {operand} ('{call.proto.input[call.dtypes.index(None)]}') is not known"
+        place = call.dtypes.index(None)
+        return f"the dtype of its operand {node.operands[place]} ('{call.proto.input[place]}') is not known"
+    if not call.has_ranks:
+        return f"it has no attribute output_ranks, and its outputs are not known to have {node.operands[0]}'s rank"
     device = planner.backends[target.provider].device(target.ordinal)
     try:
         why: str | None = module.supports(node, dtypes, device)
@@ -229,7 +238,7 @@ def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -
 
 
 def _register(
-    options: ort.SessionOptions, target: _Target | str, calls: Sequence[Call], bodies: set[str]
+    options: ort.SessionOptions, target: _Target | _NoTarget, calls: Sequence[Call], bodies: set[str]
 ) -> None:
     """Register the functions that these nodes call as operators of the target's provider."""
     ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
@@ -240,7 +249,7 @@ def _register(
             f"another model was registered with these session options; they run {clash[0]} {what} must run; "
             "make new SessionOptions for each model"
         )
-    if isinstance(target, str) or not ops:
+    if isinstance(target, _NoTarget) or not ops:
         return
     lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
     library = _library()
@@ -255,14 +264,18 @@ def _register(
     _registered[options] = frozenset(ops)
 
 
-def _report(calls: Sequence[Call], reasons: Sequence[str | None], target: _Target | str) -> tuple[Run, ...]:
+def _report(
+    calls: Sequence[Call], reasons: Sequence[str | None], target: _Target | _NoTarget
+) -> tuple[Run, ...]:
     """What `explain_session` says; logged per fusion."""
-    kernel = "" if isinstance(target, str) else f"{target.provider}, device {target.ordinal}"
+    kernel = f"{target.provider}, device {target.ordinal}" if isinstance(target, _Target) else ""
+    level = logging.WARNING if isinstance(target, _NoTarget) and target.asked else logging.INFO
     runs = tuple(
         Run(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)
         for call, why in zip(calls, reasons, strict=True)
     )
     for fusion, how, why in dict.fromkeys((run.fusion, run.how, run.why) for run in runs):
         count = sum((run.fusion, run.how, run.why) == (fusion, how, why) for run in runs)
-        log.info("%s: %d nodes run as %s (%s)", fusion, count, "kernels" if how == "kernel" else "their body", why)
+        what = "kernels" if how == "kernel" else "their body"
+        log.log(level, "%s: %d nodes run as %s (%s)", fusion, count, what, why)
     return runs

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.parser
 import onnxfuse.kernels
+import onnxruntime as ort
 import pytest
 
-from onnxfuse.provider import build_native, native, planner, session
+from onnxfuse.provider import build_native, native, planner
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import Device, Kernel
+from onnxfuse.provider.session import InferenceSession, _library
 
 HERE = Path(__file__).parent
 CPU = "CPUExecutionProvider"
@@ -66,7 +69,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda = ctypes.CDLL(str(libcuda))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
-    return Stage(cuda, session._library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
+    return Stage(cuda, _library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
 
 
 def device(ordinal: int) -> Device:
@@ -124,3 +127,14 @@ def node(op: str, inputs: str, outputs: str, *, operands: str, types: str = "1",
 
 
 SHIFT = "g (float[n, d] x, float[d] b) => (float[n, d] y) { " + node("shift", "x, b", "y", operands="x bias") + " }"
+
+
+def session(source: bytes, **arguments: Any) -> ort.InferenceSession:
+    """A session on the CPU provider, through onnxfuse."""
+    return InferenceSession(source, providers=[CPU], **arguments)
+
+
+def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
+    """Inputs for SHIFT."""
+    random = np.random.default_rng(n * 1000 + d)
+    return {"x": random.standard_normal((n, d)).astype(dtype), "b": random.standard_normal(d).astype(dtype)}

@@ -1,5 +1,6 @@
 // The one operator, under as many names as models need, and what Python calls.
 #include <algorithm>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -130,13 +131,16 @@ struct Registry {
   std::map<std::tuple<const void*, std::string, std::set<std::string>>, OrtCustomOpDomain*> domains;
 
   const Ort& runtime(const OrtApiBase& base) {
-    const void* newest = base.GetApi(kShapeReferenceApi);
-    const void* table = newest ? newest : base.GetApi(kOldestApi);
-    if (!table) {
+    unsigned major = 0, minor = 0;  // of onnxruntime; it offers every version of its API up to the minor version
+    std::sscanf(base.GetVersionString(), "%u.%u", &major, &minor);
+    if (major != 1 || minor < kOldestApi) {
       throw std::runtime_error(std::string("onnxruntime 1.23 or newer is required, found ") + base.GetVersionString());
     }
+    const uint32_t version = std::min(minor, kShapeReferenceApi);
+    const void* table = base.GetApi(version);
+    if (!table) throw std::runtime_error(std::string("no API in onnxruntime ") + base.GetVersionString());
     auto& ort = runtimes[table];
-    if (!ort) ort = std::make_unique<Ort>(table, newest != nullptr);
+    if (!ort) ort = std::make_unique<Ort>(table, version == kShapeReferenceApi);
     return *ort;
   }
 

@@ -32,7 +32,7 @@ class Reader {
  public:
   explicit Reader(const std::string& bytes) : words_(bytes.size() / 8) {
     if (bytes.size() % 8 != 0) malformed("its size is not a multiple of 8 bytes");
-    std::memcpy(words_.data(), bytes.data(), bytes.size());
+    if (!bytes.empty()) std::memcpy(words_.data(), bytes.data(), bytes.size());
   }
   int64_t next(const char* what, int64_t low, int64_t high) {
     if (at_ == words_.size()) malformed(std::string("it ends before ") + what);

@@ -1,0 +1,100 @@
+"""How elements are divided among threads: the host side of elementwise.cuh, and the activations that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels._types import Defines, size, streamed, width
+
+from onnxfuse.provider.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
+
+# Parameters where the node does not give them: ONNX's defaults.
+ACTIVATIONS: Final[Mapping[str, tuple[float, float]]] = {
+    "none": (0.0, 0.0),
+    "relu": (0.0, 0.0),
+    "gelu": (0.0, 0.0),
+    "gelu_tanh": (0.0, 0.0),
+    "silu": (0.0, 0.0),
+    "quick_gelu": (0.0, 0.0),
+    "hard_swish": (0.0, 0.0),
+    "mish": (0.0, 0.0),
+    "sigmoid": (0.0, 0.0),
+    "tanh": (0.0, 0.0),
+    "softplus": (0.0, 0.0),
+    "clip": (float("-inf"), float("inf")),
+    "leaky_relu": (0.01, 0.0),
+    "elu": (1.0, 0.0),
+    "hard_sigmoid": (0.2, 0.5),
+}
+
+THREADS: Final = 256
+FEWEST_THREADS: Final = 64
+VECTORS_EACH: Final = 4  # per thread, of all inputs together: 64 bytes, at 32 to 40 registers
+BLOCKS_EACH: Final = 4  # per multiprocessor, before a thread takes a second vector
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The constants of elementwise.cuh."""
+
+    width: int
+    threads: int
+    chunks: int
+
+
+def spread(count: int, wide: int, streams: int, device: Device) -> Spread:
+    """For `count` elements of each of `streams` inputs, loaded `wide` at a time."""
+    vectors = -(-count // wide)
+    chunks, threads = max(1, VECTORS_EACH // streams), THREADS
+    while chunks > 1 and vectors < threads * chunks * BLOCKS_EACH * device.multiprocessors:
+        chunks //= 2
+    while threads > FEWEST_THREADS and vectors < threads * device.multiprocessors:
+        threads //= 2
+    return Spread(wide, threads, chunks)
+
+
+def parameters(node: FusedNode) -> list[Argument]:
+    """alpha and beta of the node's activation."""
+    defaults = ACTIVATIONS[node.attributes.get("activation", "none")]
+    values = (node.attributes.get(name, default) for name, default in zip(("alpha", "beta"), defaults, strict=True))
+    return [Scalar(float(value), "float32") for value in values]
+
+
+def element_plan(
+    node: FusedNode,
+    inputs: Sequence[TensorSpec],
+    output: TensorSpec,
+    defines: Defines,
+    arguments: Sequence[Argument],
+    device: Device,
+) -> Plan:
+    """A launch over all elements of `output`; those inputs that have its shape are read once."""
+    count = size(output)
+    if not count:
+        return Plan((output,), ())
+    read = [tensor for tensor in inputs if tensor.shape == output.shape]
+    wide = width([*inputs, output])
+    tiles = spread(count, wide, len(inputs), device)
+    return Plan((output,), (element_launch(node, tiles, output, streamed([*read, output]), defines, arguments),))
+
+
+def element_launch(
+    node: FusedNode,
+    tiles: Spread,
+    output: TensorSpec,
+    stream: int,
+    defines: Defines,
+    arguments: Sequence[Argument],
+) -> Launch:
+    """The launch of a kernel of elementwise.cuh: at least one block, which also does what is left over."""
+    count = size(output)
+    constants = {
+        "WIDTH": tiles.width, "THREADS": tiles.threads, "CHUNKS": tiles.chunks, "STREAMED": stream,
+        "INDEX": "u32" if count < 2**31 else "u64", "PRECISE": int(output.dtype == "float32"),
+        "ACTIVATION": node.attributes.get("activation", "none"),
+    }  # fmt: skip
+    blocks = max(1, -(-(count // tiles.width) // (tiles.threads * tiles.chunks)))
+    kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
+    return Launch(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*arguments, Scalar(count, "int64")))

@@ -1,0 +1,20 @@
+"""LayerNorm over the last axis on the GPU: layer_norm.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxfuse.kernels._norms import norm_plan
+from onnxfuse.kernels._types import refuse_dtypes
+
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Why this node has no kernel on this device; None where it has one."""
+    return refuse_dtypes(node, input_dtypes)
+
+
+def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
+    """How it runs for these shapes.  Raises ValueError where shapes do not fit together."""
+    return norm_plan(node, inputs, device)

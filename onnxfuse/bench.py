@@ -1,0 +1,323 @@
+"""Original and fused side by side in one process: times, agreement, and what each fused operator takes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxfuse.difference import difference
+from onnxfuse.errors import ModelError, OnnxfuseError, UsageError, VerificationError
+from onnxfuse.files import load
+from onnxfuse.graph import DOMAIN
+from onnxfuse.inputs import Array, Input, check_inputs, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.op_times import OpTime, op_times
+from onnxfuse.optimize import optimize
+from onnxfuse.session import first_line
+from onnxfuse.timing import WARM_UP, Bound, Provider, Spread, bind, copy_rate, device, interleaved, runs_within, start
+from onnxfuse.widen import from_half, half_of, widened, widened_arrays
+
+SCHEMA = 1
+SECONDS = 2.0  # of runs for each model and mode, unless their number is given
+PACKAGES = "onnxfuse", "onnx", "onnxruntime", "onnxruntime-gpu", "cupy-cuda13x", "numpy"
+GIVE_SIZES = "give sizes that it takes: --shape input:8x512, or inputs: --input x.npz"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One model in one mode.  `agrees`: whether its outputs are those of the original; None where it did not run."""
+
+    name: str
+    mode: str  # "plain" or "cuda graph"
+    spread: Spread | None = None
+    agrees: bool | None = None
+    reason: str = ""  # why it does not agree, or did not run
+    speed_up: float | None = None  # over the original in the same mode; only where both agree
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        times = self.spread.to_json() if self.spread else None
+        factor = None if self.speed_up is None else round(self.speed_up, 4)
+        return {"name": self.name, "mode": self.mode, "agrees": self.agrees, "reason": self.reason,
+                "speed_up": factor, "time": times}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The result of `bench`; `to_json()` documents the fields."""
+
+    model: str
+    provider: Provider
+    device: Mapping[str, str]
+    inputs: Mapping[str, str]
+    counts: Mapping[str, int]
+    contenders: tuple[Contender, ...]
+    ops: tuple[OpTime, ...]
+    copy_rate: float | None  # bytes per second of a large copy
+
+    @property
+    def passed(self) -> bool:
+        """Whether every model ran and is right; that a model cannot be captured as a CUDA graph does not count."""
+        return all(each.agrees or (each.agrees is None and each.mode != "plain") for each in self.contenders)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: schema, date, model, provider, device, versions, inputs, fused, models, ops, copy rate."""
+        return {
+            "schema": SCHEMA, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "model": self.model, "provider": self.provider, "device": dict(self.device), "versions": versions(),
+            "inputs": dict(self.inputs), "fused": dict(self.counts),
+            "models": [each.to_json() for each in self.contenders], "ops": [each.to_json() for each in self.ops],
+            "copy_bytes_per_second": self.copy_rate,
+        }  # fmt: skip
+
+    def write(self, path: Path) -> None:
+        """Write as JSON.  Raises ModelError where that fails."""
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a result.  Raises ModelError where that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"cannot write '{path}': {error.strerror}; give another name") from error
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter to the times."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def bench(
+    model: str | os.PathLike[str],
+    *,
+    shapes: Sequence[str] = (),
+    against: Sequence[str | os.PathLike[str]] = (),
+    runs: int | None = None,
+    provider: Provider = "cpu",
+    cuda_graph: bool = True,
+    inputs: Mapping[str, Array] | None = None,
+    ops: bool = True,
+    progress: Progress = lambda stage, done, of: None,
+) -> Bench:
+    """Time a model and the same model fused, in turns, on inputs and outputs that stay on the device.
+
+    An unfused model is fused here; of a fused one, the bodies are the original.
+    shapes      `input:8x512`: sizes of dynamic dims; the others as verification chooses them
+    against     further models with the same inputs and outputs
+    runs        of each model and mode; as many as fit into two seconds by default
+    cuda_graph  also with CUDA graphs, on CUDA
+    ops         also time each fused operator alone
+
+    Raises UsageError for a shape that the model does not take, VerificationError where the original does not run.
+    """
+    path = Path(model)
+    progress("load", 0, 0)
+    original, folder = load(path)
+    others = [(Path(other).name, *load(other)) for other in against]
+    choices = list(feeds_to_try(original, shapes, inputs or {}))
+    fused, counts = _fused(path, original, progress)
+    base = "bodies" if fused is original else "original"
+    run = _Run(provider, progress, ["plain", *(["cuda graph"] if cuda_graph and provider == "cuda" else [])])
+    feeds, first = run.first(original, folder, choices)
+    expected = run.expected(original, folder, feeds, first)
+    models = [(base, original, folder), ("fused", fused, folder), *others]
+    bound, failed = run.start(models, base, feeds, first)
+    contenders = run.timed(bound, expected, runs) + failed
+    order = [(name, mode) for name, _, _ in models for mode in run.modes]
+    contenders = sorted(contenders, key=lambda each: order.index((each.name, each.mode)))
+    rows = _op_times(fused, folder, feeds, run, bound) if ops and counts else []
+    described = {name: f"{'x'.join(map(str, value.shape))} {value.dtype}" for name, value in feeds.items()}
+    return Bench(str(path), provider, device(provider), described, counts,
+                 tuple(with_speed_ups(contenders, base)), tuple(rows), copy_rate(provider, 2**29))  # fmt: skip
+
+
+def _fused(path: Path, model: onnx.ModelProto, progress: Progress) -> tuple[onnx.ModelProto, dict[str, int]]:
+    """The fused model, which may be the same, and its nodes by fusion."""
+    if not any(node.domain == DOMAIN for node in model.graph.node):
+        fused, report = optimize(path, verify=False, progress=progress)
+        return fused, report.counts
+    names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
+             for node in model.graph.node if node.domain == DOMAIN]  # fmt: skip
+    return model, {name: names.count(name) for name in sorted(set(names))}
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def feeds_to_try(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
+) -> Iterator[dict[str, Array]]:
+    """Inputs of these shapes, plan by plan.  Raises UsageError for shapes that the model does not take."""
+    wanted = inputs_of(model)
+    check_inputs(given, wanted)
+    asked = parse_shapes(shapes, wanted)
+    dtypes = {each.name: each.dtype for each in wanted}
+    empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, np.float32)), dims) for name, dims in asked.items()}
+    check_inputs(empty, wanted)
+    _check_names(asked | {name: value.shape for name, value in given.items()}, wanted)
+    fixed = [replace(each, dims=asked.get(each.name, each.dims)) for each in wanted]
+    roles = roles_of(model)
+    return (generate(fixed, sizes, roles, given) for sizes in sizes_to_try(wanted, {**empty, **given}))
+
+
+def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[int, ...]]:
+    """`input:8x512` as name and dims.  The name may be left out where the model has one input."""
+    result: dict[str, tuple[int, ...]] = {}
+    for text in shapes:
+        name, colon, dims = text.rpartition(":")
+        name = inputs[0].name if not colon and len(inputs) == 1 else name
+        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
+            known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
+            raise UsageError(f"--shape '{text}' is not of the form input:8x512; the model's inputs: {known}")
+        if name in result:
+            raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
+        result[name] = tuple(map(int, dims.split("x")))
+    return result
+
+
+def _check_names(shapes: Mapping[str, Sequence[int]], inputs: Sequence[Input]) -> None:
+    """A dim has one size, wherever its name stands."""
+    found: dict[str, tuple[int, str]] = {}
+    for each in inputs:
+        for dim, size in zip(each.dims, shapes.get(each.name, ()), strict=False):
+            if isinstance(dim, str) and found.setdefault(dim, (size, each.name))[0] != size:
+                other, where = found[dim]
+                raise UsageError(f"dim '{dim}' is {other} in input '{where}' and {size} in '{each.name}'; "
+                                 "give the same size")  # fmt: skip
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the original computes, and in float32, where it computes in half precision."""
+
+    outputs: Mapping[str, Any]
+    exact: Mapping[str, Any]
+    half: str
+    rounded: set[str]
+
+    def judge(self, outputs: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether these outputs are right, and the reason of the first that is not."""
+        for name, value in self.outputs.items():
+            exact, half = (self.exact.get(name), self.half) if name in self.rounded else (None, "")
+            error = difference(name, value, outputs.get(name), exact, half)
+            if not error.passed:
+                return False, error.reason
+        return True, ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Where and how the models run."""
+
+    provider: Provider
+    progress: Progress
+    modes: Sequence[str]
+
+    def first(
+        self, model: onnx.ModelProto, folder: Path | None, choices: Sequence[dict[str, Array]]
+    ) -> tuple[dict[str, Array], Bound]:
+        """The first inputs that the original runs on."""
+        try:
+            session = start(model, folder, self.provider)
+        except OnnxfuseError:
+            raise
+        except Exception as error:
+            raise VerificationError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+        failures = []
+        for feeds in choices:
+            try:
+                bound = bind(session, feeds, self.provider)
+                bound.run()
+                return feeds, bound
+            except Exception as error:  # onnxruntime's errors have no common class
+                failures.append(first_line(error))
+        raise VerificationError(f"the model does not run on generated inputs ({failures[0]}); {GIVE_SIZES}")
+
+    def expected(
+        self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: Bound
+    ) -> _Expected:
+        """The original's outputs, and those of the original in float32 where that runs."""
+        half, exact = half_of(model), dict[str, Any]()
+        if half:
+            self.progress("run in float32", 0, 0)
+            with suppress(Exception):  # then the original's own outputs are the measure
+                options = {"use_tf32": 0} if self.provider == "cuda" else {}
+                wide = bind(start(widened(model), folder, self.provider, **options), widened_arrays(feeds),
+                            self.provider)  # fmt: skip
+                wide.run()
+                exact = wide.outputs()
+        return _Expected(first.outputs(), exact, half, from_half(model) if half else set())
+
+    def start(
+        self, models: Sequence[tuple[str, onnx.ModelProto, Path | None]], base: str, feeds: Mapping[str, Array],
+        first: Bound,
+    ) -> tuple[dict[tuple[str, str], Bound], list[Contender]]:
+        """Every model in every mode, warmed up; and those that do not run."""
+        bound, failed = {(base, "plain"): first}, list[Contender]()
+        names = [(name, mode, model, folder) for name, model, folder in models for mode in self.modes]
+        for done, (name, mode, model, folder) in enumerate(names):
+            self.progress("start", done, len(names))
+            try:
+                if (name, mode) not in bound:
+                    options = {} if mode == "plain" else {"enable_cuda_graph": 1}
+                    session = start(model, folder, self.provider, kernels=name != base, **options)
+                    bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
+                for _ in range(WARM_UP):
+                    bound[name, mode].run()
+            except Exception as error:
+                bound.pop((name, mode), None)
+                failed.append(Contender(name, mode, reason=f"does not run: {first_line(error)}"))
+        return bound, failed
+
+    def timed(
+        self, bound: Mapping[tuple[str, str], Bound], expected: _Expected, runs: int | None
+    ) -> list[Contender]:
+        """All of them in turns; then the outputs of their last runs are compared."""
+        self.progress("time", 0, 0)
+        count = runs or min(runs_within(SECONDS, each.run) for each in bound.values())
+        spreads = interleaved([each.run for each in bound.values()], count)
+        result = []
+        for ((name, mode), each), times in zip(bound.items(), spreads, strict=True):
+            agrees, reason = expected.judge(each.outputs())
+            result.append(Contender(name, mode, times, agrees, reason))
+        return result
+
+
+def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Contender]:
+    """The contenders, each that is right compared with the original in the same mode."""
+    usable = {each.mode: each.spread.median for each in contenders if each.name == base and each.agrees and each.spread}
+    for each in contenders:
+        if each.name != base and each.agrees and each.spread and each.mode in usable:
+            each = replace(each, speed_up=usable[each.mode] / each.spread.median)
+        yield each
+
+
+def _op_times(
+    fused: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Array], run: _Run,
+    bound: Mapping[tuple[str, str], Bound],
+) -> list[OpTime]:
+    from onnxfuse.provider.session import explain_session
+
+    session = bound.get(("fused", "plain"))
+    how = explain_session(session.session) if session else ()
+    return op_times(fused, folder, feeds, run.provider, how, "cuda graph" in run.modes, run.progress)

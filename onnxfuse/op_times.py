@@ -1,0 +1,226 @@
+"""What each fused operator of a model takes, as a kernel and as its body, beside a copy of the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from onnxfuse.files import size_of
+from onnxfuse.graph import DOMAIN
+from onnxfuse.protos import without
+from onnxfuse.session import first_line
+from onnxfuse.timing import WARM_UP, Bound, Provider, bind, bytes_of, copy_rate, interleaved, runs_within, start
+
+COPIES = 9  # of an operator in one graph: the time of a node is that of eight more
+SECONDS = 0.3  # for one operator
+NOT_A_SIZE = {"fusion", "operands", "output_types", "output_ranks"}
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One fused operator at one combination of shapes: seconds of a node, and the bytes it has to move."""
+
+    fusion: str
+    nodes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    how: str  # kernel or body
+    why: str
+    bytes: int
+    kernel: float | None = None
+    body: float | None = None
+    share: float | None = None  # of the rate of a copy that moves the same bytes
+    cuda_graph: bool = False
+    error: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a node as the session runs it."""
+        return self.kernel if self.how == "kernel" else self.body
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in microseconds."""
+        result = asdict(self)
+        for name in "kernel", "body":
+            value = result.pop(name)
+            result[f"{name}_us"] = None if value is None else round(1e6 * value, 3)
+        result["share"] = None if self.share is None else round(self.share, 4)
+        return {**result, "nodes": list(self.nodes), "shapes": list(self.shapes)}
+
+
+@dataclass(frozen=True)
+class _Op:
+    """Nodes that do the same on tensors of the same shapes; the first of them is timed."""
+
+    model: onnx.ModelProto
+    folder: Path | None
+    nodes: tuple[onnx.NodeProto, ...]
+    values: Mapping[str, Any]
+
+
+def op_times(
+    model: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Any], provider: Provider,
+    runs: Sequence[Any], cuda_graph: bool, progress: Callable[[str, int, int], None],
+) -> list[OpTime]:
+    """The fused nodes of the main graph, on the values that they meet in a run with `feeds`; slowest first.
+
+    `runs`: what `explain_session` says of the session whose nodes they are.
+    """
+    how = {run.node: run for run in runs}
+    ops = _ops(model, folder, _values(model, folder, feeds, provider))
+    result = []
+    for done, op in enumerate(ops):
+        progress("time the operators", done, len(ops))
+        run = how.get(op.nodes[0].name or op.nodes[0].output[0])
+        row = _described(op, run.how if run else "body", run.why if run else "")
+        try:
+            result.append(_timed(op, row, provider, cuda_graph))
+        except Exception as error:  # whatever onnxruntime raises belongs in the table
+            result.append(replace(row, error=first_line(error)))
+    return sorted(result, key=lambda row: -(row.seconds or 0.0) * len(row.nodes))
+
+
+# --- what they are ---------------------------------------------------------------------------------------------------
+
+
+def _values(
+    model: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Any], provider: Provider
+) -> dict[str, Any]:
+    """What the fused nodes read and write in one run, as OrtValues on the device."""
+    weights = {t.name for t in model.graph.initializer} | {i.name for i in model.graph.input}
+    wanted = {name for node in _fused(model) for name in (*node.input, *node.output) if name and name not in weights}
+    open_model = without(model, "graph")
+    open_model.graph.CopyFrom(model.graph)
+    present = {o.name for o in model.graph.output}
+    open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(wanted - present))
+    bound = bind(start(open_model, folder, provider), feeds, provider)
+    bound.run()
+    return {**feeds, **bound.values()}
+
+
+def _fused(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    return (node for node in model.graph.node if node.domain == DOMAIN)
+
+
+def _ops(model: onnx.ModelProto, folder: Path | None, values: Mapping[str, Any]) -> list[_Op]:
+    weights = {t.name: t for t in model.graph.initializer}
+    groups: dict[object, list[onnx.NodeProto]] = {}
+    for node in _fused(model):
+        shapes = tuple(_shape(name, weights, values) for name in node.input)
+        attributes = sorted(a.SerializeToString() for a in node.attribute)
+        groups.setdefault((node.op_type, shapes, tuple(attributes)), []).append(node)
+    return [_Op(model, folder, tuple(nodes), values) for nodes in groups.values()]
+
+
+def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Any]) -> str:
+    if not name:
+        return "-"
+    if name in weights:
+        dims, dtype = tuple(weights[name].dims), onnx.TensorProto.DataType.Name(weights[name].data_type).lower()
+    else:
+        dims, dtype = _type(values[name])
+        dtype = onnx.TensorProto.DataType.Name(dtype).lower()
+    return f"{'x'.join(map(str, dims)) or '()'} {dtype}"
+
+
+def _type(value: Any) -> tuple[tuple[int, ...], int]:
+    """Dims and ONNX dtype of an array or an OrtValue."""
+    if hasattr(value, "element_type"):
+        return tuple(value.shape()), int(value.element_type())
+    return value.shape, int(helper.np_dtype_to_tensor_dtype(value.dtype))
+
+
+def _described(op: _Op, how: str, why: str) -> OpTime:
+    node = op.nodes[0]
+    weights = {t.name: t for t in op.model.graph.initializer}
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    numbers = {name: value for name, value in attributes.items() if name not in NOT_A_SIZE}
+    plain = {k: v.decode() if isinstance(v, bytes) else v if isinstance(v, int | float) else list(v)
+             for k, v in numbers.items()}  # fmt: skip
+    names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
+    moved = sum(size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names)
+    shapes = tuple(_shape(name, weights, op.values) for name in node.input)
+    fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
+    return OpTime(fusion, tuple(n.name for n in op.nodes), shapes, plain, how, why, moved)
+
+
+def _bytes(value: Any) -> int:
+    return bytes_of(value) if hasattr(value, "element_type") else int(value.nbytes)
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
+def _timed(op: _Op, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime:
+    """Kernel and body in turns, each once and COPIES times in a graph."""
+    kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
+    counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
+    try:
+        bound = [_bound(op, copies, kind == "kernel", provider, cuda_graph) for kind, copies in counts]
+    except Exception:  # a body with a node on the CPU cannot be captured
+        if not cuda_graph:
+            raise
+        return _timed(op, row, provider, False)
+    count = runs_within(SECONDS / sum(copies for _, copies in counts), bound[0].run)
+    medians = [each.median for each in interleaved([b.run for b in bound], count)]
+    times = {kind: max(medians[2 * i + 1] - medians[2 * i], 0.0) / (COPIES - 1) for i, kind in enumerate(kinds)}
+    row = replace(row, kernel=times.get("kernel"), body=times["body"], cuda_graph=cuda_graph)
+    rate = copy_rate(provider, row.bytes)
+    share = row.bytes / row.seconds / rate if rate and row.seconds else None
+    return replace(row, share=share)
+
+
+def _bound(op: _Op, copies: int, kernels: bool, provider: Provider, cuda_graph: bool) -> Bound:
+    options = {"enable_cuda_graph": 1} if cuda_graph else {}
+    model, feeds, shapes = _repeated(op, copies)
+    bound = bind(start(model, op.folder, provider, kernels=kernels, **options), feeds, provider, shapes)
+    for _ in range(WARM_UP):
+        bound.run()
+    return bound
+
+
+def _repeated(op: _Op, copies: int) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, tuple[int, ...]]]:
+    """A model of so many copies of the operator, its inputs, and the shapes of its outputs.
+
+    The copies share weights but read inputs of different names: onnxruntime would merge them otherwise.
+    """
+    node, model = op.nodes[0], without(op.model, "graph")
+    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
+    feeds, shapes = dict[str, Any](), dict[str, tuple[int, ...]]()
+    for i in range(copies):
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = f"{node.name or node.output[0]}@{i}"
+        copy.input[:] = [name if name in weights or not name else f"{name}@{i}" for name in node.input]
+        copy.output[:] = [name and f"{name}@{i}" for name in node.output]
+        model.graph.node.append(copy)
+        feeds |= {f"{name}@{i}": op.values[name] for name in node.input if name and name not in weights}
+        for name in filter(None, node.output):
+            dims, dtype = _type(op.values[name])
+            shapes[f"{name}@{i}"] = dims
+            model.graph.output.append(helper.make_tensor_value_info(f"{name}@{i}", dtype, dims))
+    model.graph.name = node.op_type
+    model.graph.input.extend(
+        helper.make_tensor_value_info(name, dtype, dims) for name, (dims, dtype) in
+        ((name, _type(value)) for name, value in feeds.items())
+    )  # fmt: skip
+    model.graph.initializer.extend(weights[name] for name in dict.fromkeys(node.input) if name in weights)
+    return model, feeds, shapes
+
+
+def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """The tensors in Constant nodes, under the names of their outputs."""
+    for node in model.graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+        if node.op_type == "Constant" and tensor is not None:
+            copy = onnx.TensorProto()
+            copy.CopyFrom(tensor)
+            copy.name = node.output[0]
+            yield copy
+
+

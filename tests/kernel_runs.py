@@ -1,0 +1,106 @@
+"""Running a kernel straight from its plan, and judging the result: for the tests of kernels on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+
+cupy: Any = pytest.importorskip("cupy")
+
+DTYPES = ("float32", "float16", "bfloat16")
+NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+# Of the result's own size: half an ulp of the storage type, and what fp32 reductions and approximations add.
+RELATIVE = {"float32": 4e-6, "float16": 5.2e-4, "bfloat16": 2.0e-3}
+# Of the largest result of a row kernel, where a result is a difference of larger numbers or rounds to a subnormal.
+ABSOLUTE = {"float32": 5e-7, "float16": 1e-5, "bfloat16": 1e-5}
+# Of the result of an activation, whatever the others are; fp16 has no smaller number than 6e-8.
+TINY = {"float32": 3e-7, "float16": 6e-8, "bfloat16": 3e-7}
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.astype(NUMPY[dtype])
+
+
+def normal(shape: Sequence[int], dtype: str, seed: int, scale: float = 1.0, shift: float = 0.0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return rounded(values * scale + shift, dtype)
+
+
+def upload(array: np.ndarray, aligned: bool = True) -> Any:
+    """Its bytes on the GPU, from a multiple of 16 bytes on, or one element after it."""
+    skip = 0 if aligned else array.dtype.itemsize
+    buffer = cupy.full(array.nbytes + skip + 16, 0xFF, dtype=cupy.uint8)  # NaN in every dtype
+    view = buffer[skip : skip + array.nbytes]
+    if array.nbytes:
+        view.set(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return view
+
+
+def run(
+    fusion: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    device: Device,
+    aligned: bool = True,
+    **attributes: Any,
+) -> list[np.ndarray]:
+    """Plan, compile and launch; the outputs, with their surroundings checked, in float64."""
+    host = importlib.import_module(f"onnxfuse.kernels.{fusion}")
+    node = FusedNode(fusion, fusion, tuple(inputs), attributes, tuple(outputs))
+    specs = tuple(TensorSpec(value.shape, value.dtype.name, aligned) for value in inputs.values())
+    assert host.supports(node, [spec.dtype for spec in specs], device) is None
+    plan = host.plan(node, specs, device)
+    read = [upload(value, aligned) for value in inputs.values()]
+    written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
+    launch(plan, read, written)
+    cupy.cuda.runtime.deviceSynchronize()
+    return [result(buffer, spec, aligned) for buffer, spec in zip(written, plan.outputs, strict=True)]
+
+
+def launch(plan: Plan, read: Sequence[Any], written: Sequence[Any]) -> None:
+    """The steps of a plan, as the provider would run them."""
+    compiled = importlib.import_module("onnxfuse.provider.compile")
+    places = {"input": read, "output": written}
+    numbers = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+    for step in plan.steps:
+        arguments = tuple(
+            np.uint64(places[argument.kind][argument.index].data.ptr + argument.offset)
+            if isinstance(argument, Pointer)
+            else numbers[argument.type](argument.value)
+            for argument in step.arguments
+        )
+        function = compiled.compile_kernel(step.kernel, 0)
+        function.keep(step.grid, step.block, arguments, shared_mem=step.shared)
+
+
+def result(buffer: Any, spec: TensorSpec, aligned: bool) -> np.ndarray:
+    after = buffer.base[buffer.data.ptr - buffer.base.data.ptr + buffer.nbytes :].get()
+    assert (after == 0xFF).all(), "written beyond the end"
+    if not aligned:
+        assert (buffer.base[: NUMPY[spec.dtype].itemsize].get() == 0xFF).all(), "written before the beginning"
+    return buffer.get().view(NUMPY[spec.dtype]).reshape(spec.shape)
+
+
+def check(found: np.ndarray, expected: np.ndarray, slack: float = 1.0, tiny: bool = False) -> None:
+    """`slack` times the tolerances; `tiny`: no allowance for the largest result."""
+    dtype = found.dtype.name
+    with np.errstate(over="ignore"):
+        reference = expected.astype(NUMPY[dtype]).astype(np.float64)
+    values = found.astype(np.float64)
+    finite = np.isfinite(reference)
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(reference))
+    np.testing.assert_array_equal(values[~finite & ~np.isnan(reference)], reference[~finite & ~np.isnan(reference)])
+    least = TINY[dtype] if tiny else ABSOLUTE[dtype] * np.abs(expected[finite]).max(initial=0.0)
+    allowed = slack * (RELATIVE[dtype] * np.abs(expected) + least)
+    worst = np.where(finite, np.abs(values - expected), 0.0) - np.where(finite, allowed, 0.0)
+    if values.size:
+        place = np.unravel_index(worst.argmax(), worst.shape)
+        assert worst[place] <= 0, f"at {place}: {values[place]}, expected {expected[place]}; {(worst > 0).sum()} wrong"

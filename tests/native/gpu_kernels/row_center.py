@@ -1,0 +1,33 @@
+"""y = (x - mean(x)) · scale per row: in one step, or with `steps = 2` through scratch memory and a cluster launch.
+
+With `steps = 0` it leaves the mean out: the least a kernel can do, for measuring what a launch costs.
+"""
+
+import math
+
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
+
+BLOCK = 128
+
+
+def supports(node: FusedNode, input_dtypes: tuple[str, ...], device: Device) -> str | None:
+    return None if set(input_dtypes) == {"float32"} else "row_center is there for float32 only"
+
+
+def plan(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> Plan:
+    x = inputs[0]
+    rows = math.prod(x.shape[:-1])
+    source, scale = Pointer("input", 0), Pointer("input", 1)
+    target, means = Pointer("output", 0), Pointer("scratch", 0)
+
+    def launch(entry: str, *arguments: Pointer, cluster: int = 1, shared: int = 0) -> Launch:
+        kernel = Kernel("row_center", entry, {"D": x.shape[-1], "BLOCK": BLOCK})
+        return Launch(kernel, (rows, 1, 1), (BLOCK, 1, 1), arguments, shared, cluster)
+
+    steps = node.attributes["steps"]
+    if steps < 2:
+        return Plan((x,), (launch("row_center" if steps else "row_scale", source, scale, target),))
+    cluster = 2 if device.arch >= 90 and rows % 2 == 0 else 1
+    first = launch("row_means", source, means, shared=64 * 1024)
+    second = launch("row_center_by", source, scale, means, target, cluster=cluster)
+    return Plan((x,), (first, second), (4 * rows,))

@@ -1,0 +1,486 @@
+"""The command line: what each command prints and writes, its exit codes, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
+
+from onnxfuse.cli import main
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+@pytest.fixture
+def block(tmp_path: Path) -> Path:
+    """A model with one gemm_bias_activation and one layer_norm."""
+    path = tmp_path / "block.onnx"
+    onnx.save(parse(BLOCK), path)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    """`onnxfuse ...` in this process; an exception that reaches the user fails the test."""
+    result = CliRunner().invoke(main, [str(each) for each in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def error_line(result: Result) -> str:
+    """The one line on stderr."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+# --- optimize ------------------------------------------------------------------------------------------------------
+
+
+def test_optimize_writes_the_model_and_prints_the_report(block: Path, tmp_path: Path) -> None:
+    result = run("optimize", block, tmp_path / "out.onnx")
+    assert (result.exit_code, result.stderr) == (DONE, "")
+    assert re.search(r"^gemm_bias_activation +1 +3$", result.stdout, re.MULTILINE)
+    assert re.search(r"^layer_norm +1 +1$", result.stdout, re.MULTILINE)
+    assert "Nodes: 4 -> 2\n" in result.stdout
+    assert "Verified: 1 outputs equal" in result.stdout
+    model = onnx.load(tmp_path / "out.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert [node.op_type for node in model.graph.node] == ["gemm_bias_activation", "layer_norm"]
+
+
+def test_a_model_may_be_optimized_in_place(block: Path) -> None:
+    assert run("optimize", block, block).exit_code == DONE
+    assert len(onnx.load(block).graph.node) == 2
+
+
+def test_dry_run_writes_nothing(block: Path, tmp_path: Path) -> None:
+    before = block.read_bytes()
+    for arguments in ((), (tmp_path / "out.onnx",)):
+        result = run("optimize", block, *arguments, "--dry-run")
+        assert result.exit_code == DONE
+        assert "layer_norm" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["block.onnx"]
+    assert block.read_bytes() == before
+
+
+def test_without_verification_the_report_says_so(block: Path, tmp_path: Path) -> None:
+    result = run("optimize", block, tmp_path / "out.onnx", "--no-verify")
+    assert result.exit_code == DONE
+    assert "Not verified: switched off; `onnxfuse verify A B` compares two models" in result.stdout
+
+
+def test_without_onnxruntime_the_report_says_what_to_install(
+    block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    result = run("optimize", block, tmp_path / "out.onnx")
+    assert result.exit_code == DONE
+    assert (tmp_path / "out.onnx").exists()
+    assert "Not verified: onnxruntime is not installed" in result.stdout
+    assert "pip install 'onnxfuse[cpu]'" in " ".join(result.stdout.split())
+
+
+def test_fusions_are_chosen(block: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    run("optimize", block, out, "--only", "layer_norm")
+    assert [node.op_type for node in onnx.load(out).graph.node] == ["MatMul", "Add", "Relu", "layer_norm"]
+    run("optimize", block, out, "--skip", "layer_norm")
+    assert [node.op_type for node in onnx.load(out).graph.node] == ["gemm_bias_activation", "LayerNormalization"]
+
+
+def test_the_fallback_is_chosen(block: Path, tmp_path: Path) -> None:
+    assert run("optimize", block, tmp_path / "out.onnx", "--fallback", "ort").exit_code == DONE
+    assert run("optimize", block, tmp_path / "out.onnx", "--fallback", "cuda").exit_code == USAGE
+
+
+def test_own_fusions(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "root_of_relu.py").write_text(SQUARE_ROOT_OF_RELU, encoding="utf-8")
+    source = tmp_path / "in.onnx"
+    onnx.save(parse("g (float[n,4] x) => (float[n,4] y) { a = Relu (x) y = Sqrt (a) }"), source)
+    own = "--patterns", tmp_path / "mine"
+    assert re.search(r"^root_of_relu +1 +2$", run("optimize", source, "--dry-run", *own).stdout, re.MULTILINE)
+    assert "root_of_relu" in run("list", *own).stdout
+    assert "return op.Sqrt(op.Relu(x))" in run("show", "root_of_relu", *own).stdout
+
+
+def test_a_fusion_that_changes_an_output_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "wrong_relu.py").write_text(WRONG, encoding="utf-8")
+    onnx.save(parse(LONE_RELU), tmp_path / "in.onnx")
+    result = run("optimize", tmp_path / "in.onnx", tmp_path / "out.onnx", "--patterns", tmp_path / "mine")
+    assert result.exit_code == DONE
+    assert "Dropped wrong_relu at 'active/wrong_relu': output 'y' is off by" in result.stdout
+    assert [node.op_type for node in onnx.load(tmp_path / "out.onnx").graph.node] == ["Relu", "layer_norm"]
+
+
+def test_inputs_to_verify_with(block: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.ones((5, 8), np.float32))
+    assert run("optimize", block, "--dry-run", "--input", tmp_path / "x.npz").exit_code == DONE
+    np.savez(tmp_path / "y.npz", y=np.ones((5, 8), np.float32))
+    result = run("optimize", block, "--dry-run", "--input", tmp_path / "y.npz")
+    assert (result.exit_code, "has no input 'x'" in error_line(result)) == (USAGE, True)
+
+
+def test_external_weights_travel_beside_the_model(tmp_path: Path) -> None:
+    original, (source, target) = parse(STORED), (tmp_path / "in", tmp_path / "out")
+    source.mkdir(), target.mkdir()
+    onnx.save(original, source / "m.onnx", save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    assert run("optimize", source / "m.onnx", target / "m.onnx").exit_code == DONE
+    assert sorted(path.name for path in target.iterdir()) == ["m.onnx", "m.onnx.data"]
+    assert run("verify", source / "m.onnx", target / "m.onnx").exit_code == DONE
+    before = {t.name: onnx.numpy_helper.to_array(t) for t in parse(STORED).graph.initializer}
+    after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(target / "m.onnx").graph.initializer}
+    assert {"w", "b"} <= before.keys() & after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before.keys() & after.keys())
+
+
+# --- reports -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_as_json(block: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out.onnx", tmp_path / "report.json"
+    assert run("optimize", block, out, "--report", path).exit_code == DONE
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["input"] == {"path": str(block), "nodes": 4, "opset": 20}
+    assert report["output"] == {"path": str(out), "nodes": 2}
+    assert report["counts"] == {"gemm_bias_activation": 1, "layer_norm": 1}
+    assert report["verified"]["passed"] is True
+
+
+def test_the_report_as_a_page(block: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert run("optimize", block, "--dry-run", "--report", path).exit_code == DONE
+    page = path.read_text(encoding="utf-8")
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert "gemm_bias_activation" in page
+
+
+def test_a_report_that_cannot_be_written(block: Path, tmp_path: Path) -> None:
+    result = run("optimize", block, "--dry-run", "--report", tmp_path / "no" / "report.json")
+    assert (result.exit_code, "cannot write the report" in error_line(result)) == (FAILED, True)
+
+
+# --- explain, list, show, verify, env ------------------------------------------------------------------------------
+
+ANOTHER_CONSTANT = """
+g (float[batch,8] x) => (float[batch,6] y)
+<float[8,6] w, float[6] b, float root = {1.5}, float one = {1}, float half = {0.5}>
+{
+  product = MatMul (x, w)
+  h = Add (b, product)
+  divided = Div (h, root)
+  erf = Erf (divided)
+  shifted = Add (erf, one)
+  gated = Mul (h, shifted)
+  [last_of_gelu] y = Mul (gated, half)
+}
+"""
+
+
+def test_explain_shows_the_source_and_the_node(tmp_path: Path) -> None:
+    onnx.save(parse(ANOTHER_CONSTANT), tmp_path / "m.onnx")
+    result = run("explain", tmp_path / "m.onnx", "gemm_bias_activation", "--node", "last_of_gelu")
+    assert result.exit_code == DONE
+    head, reason, place, _, line, carets, *_ = result.stdout.splitlines()
+    assert re.fullmatch(r"gemm_bias_activation: not at 'last_of_gelu' \(\d+ of \d+ nodes agree\)", head)
+    assert reason == "  the constant is 0.666667 ('root'); required 0.707107"
+    assert re.fullmatch(r"  --> .*patterns/_activations\.py:\d+", place)
+    number, text = line.split(" | ", 1)
+    source = Path(__file__).parent.parent.joinpath("patterns", "_activations.py").read_text(encoding="utf-8")
+    assert source.splitlines()[int(number) - 1] == text
+    underlined = text[carets.index("^") - line.index(" | ") - 3 : carets.rindex("^") + 1 - line.index(" | ") - 3]
+    assert "0.7071067811865476" in underlined
+
+
+def test_explain_says_where_a_node_went(block: Path) -> None:
+    result = run("explain", block, "--node", "biased")
+    assert result.stdout == "'biased' is part of the gemm_bias_activation node 'active/gemm_bias_activation'\n"
+
+
+def test_explain_shows_as_many_as_asked(tmp_path: Path) -> None:
+    onnx.save(parse(ANOTHER_CONSTANT), tmp_path / "m.onnx")
+    result = run("explain", tmp_path / "m.onnx", "gemm_bias_activation", "--limit", "1")
+    assert result.stdout.count("gemm_bias_activation: not at") == 1
+    assert re.search(r"^\d+ more; --limit \d+ shows all\.$", result.stdout, re.MULTILINE)
+
+
+def test_explain_where_nothing_is_near(block: Path) -> None:
+    result = run("explain", block, "rotary_embedding")
+    assert (result.exit_code, result.stdout.startswith(("Nothing comes near", "rotary_embedding: not"))) == (DONE, True)
+
+
+def test_list_names_every_fusion() -> None:
+    result = run("list")
+    names = {path.stem for path in (Path(__file__).parent.parent / "patterns").glob("[!_]*.py")}
+    assert result.exit_code == DONE
+    assert names <= {line.split(" ")[0] for line in result.stdout.splitlines()}
+
+
+def test_show_prints_the_operator_and_the_pattern() -> None:
+    result = run("show", "layer_norm")
+    assert result.exit_code == DONE
+    text = " ".join(result.stdout.split())
+    assert 'layer_norm(x: "... d", scale: "d", bias?: "d", epsilon?) -> ... d' in text
+    assert "return layer_normalized(x, scale, bias, epsilon)" in text
+    assert "patterns/layer_norm.py:" in text
+
+
+def test_verify_compares_two_models(block: Path, tmp_path: Path) -> None:
+    run("optimize", block, tmp_path / "out.onnx")
+    result = run("verify", block, tmp_path / "out.onnx")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (DONE, "equal")
+    assert re.search(r"^y +\S+ +\S+ +1e-05", result.stdout, re.MULTILINE)
+    onnx.save(parse(BLOCK.replace("Relu", "Abs").replace("float[6] b,", "float[6] b = {-9, -9, -9, -9, -9, -9},")),
+              tmp_path / "other.onnx")  # fmt: skip
+    result = run("verify", block, tmp_path / "other.onnx")
+    assert result.exit_code == FAILED
+    assert "output 'y' is off by" in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_verify_with_a_missing_file(missing: int, block: Path, tmp_path: Path) -> None:
+    files = [block, block]
+    files[missing] = tmp_path / "no.onnx"
+    result = run("verify", *files)
+    assert (result.exit_code, "does not exist" in error_line(result)) == (FAILED, True)
+
+
+def test_env_shows_versions() -> None:
+    result = run("env")
+    assert result.exit_code == DONE
+    shown = {line.split()[0] for line in result.stdout.splitlines()}
+    assert {"onnxfuse", "python", "onnx", "onnxruntime", "numpy"} <= shown
+
+
+# --- wrong usage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["optimize", "BLOCK"], "give the file to write as a second argument, or --dry-run"),
+        (["optimize", "BLOCK", "OUT", "--only", "layernrm"],
+         "there is no fusion 'layernrm'. Did you mean 'layer_norm'?"),
+        (["optimize", "BLOCK", "OUT", "--skip", "atention"],
+         "there is no fusion 'atention'. Did you mean 'attention'?"),
+        (["explain", "BLOCK", "rms_nrom"], "there is no fusion 'rms_nrom'. Did you mean 'rms_norm'?"),
+        (["explain", "BLOCK", "--node", "bias"], "there is no node 'bias'. Did you mean 'biased'?"),
+        (["show", "layer_nor"], "there is no fusion 'layer_nor'. Did you mean 'layer_norm'?"),
+    ],
+)  # fmt: skip
+def test_wrong_usage(arguments: list[str], sentence: str, block: Path, tmp_path: Path) -> None:
+    places = {"BLOCK": block, "OUT": tmp_path / "out.onnx"}
+    result = run(*(places.get(each, each) for each in arguments))
+    assert (result.exit_code, error_line(result)) == (USAGE, sentence)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+@pytest.mark.parametrize("arguments", [["optimise", "a", "b"], ["optimize", "a", "--bogus"], ["optimize"], ["show"]])
+def test_wrong_commands_and_options(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (USAGE, "")
+    assert "Error: " in result.stderr
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def missing(path: Path) -> str:
+    return "does not exist"
+
+
+def not_onnx(path: Path) -> str:
+    path.write_text("hello, I am a text file\n", encoding="utf-8")
+    return "is not an ONNX file"
+
+
+def an_image(path: Path) -> str:
+    path.write_bytes(b"\x89PNG\r\n\x1a\n0000")
+    return "is not an ONNX file: it looks like a PNG image"
+
+
+def empty(path: Path) -> str:
+    path.write_bytes(b"")
+    return "is empty"
+
+
+def a_directory(path: Path) -> str:
+    path.mkdir()
+    return "is a directory"
+
+
+def truncated(path: Path) -> str:
+    content = parse(BLOCK).SerializeToString()
+    path.write_bytes(content[: len(content) // 2])
+    return "is damaged or cut short"
+
+
+def unsupported_opset(path: Path) -> str:
+    model = parse(BLOCK)
+    model.opset_import[0].version = 99
+    onnx.save(model, path)
+    return "has opset 99; supported are 9 to 24"
+
+
+def undefined_name(path: Path) -> str:
+    model = parse(BLOCK)
+    del model.graph.node[0]
+    onnx.save(model, path)
+    return "reads 'product', which nothing defines"
+
+
+def undefined_output(path: Path) -> str:
+    model = parse(BLOCK)
+    model.graph.output[0].name = "z"
+    onnx.save(model, path)
+    return "has the graph output 'z', which no node writes"
+
+
+def defined_twice(path: Path) -> str:
+    model = parse(BLOCK)
+    model.graph.node.add().CopyFrom(model.graph.node[1])
+    onnx.save(model, path)
+    return "defines 'biased' twice"
+
+
+def a_cycle(path: Path) -> str:
+    model = parse(BLOCK)
+    model.graph.node[0].input[0] = "active"
+    onnx.save(model, path)
+    return "has a cycle"
+
+
+def unknown_operator(path: Path) -> str:
+    model = parse(BLOCK)
+    model.graph.node[2].op_type = "Rellu"
+    onnx.save(model, path)
+    return "Rellu"
+
+
+def stored(path: Path) -> onnx.ModelProto:
+    onnx.save(parse(STORED), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    return onnx.load(path, load_external_data=False)
+
+
+def external_data_missing(path: Path) -> str:
+    stored(path)
+    (path.parent / "weights.bin").unlink()
+    return "is missing: "
+
+
+def external_data_cut_short(path: Path) -> str:
+    stored(path)
+    os.truncate(path.parent / "weights.bin", 1000)
+    return "is too short"
+
+
+def external_data_outside(path: Path) -> str:
+    model = stored(path)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../weights.bin"
+    path.write_bytes(model.SerializeToString())
+    return "outside the model's folder"
+
+
+BAD = (
+    missing, not_onnx, an_image, empty, a_directory, truncated, unsupported_opset, undefined_name, undefined_output,
+    defined_twice, a_cycle, unknown_operator, external_data_missing, external_data_cut_short, external_data_outside,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
+def test_bad_input(make: Callable[[Path], str], tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    source, target = tmp_path / "in" / "bad.onnx", tmp_path / "out.onnx"
+    sentence = make(source)
+    for command in (["optimize", source, target], ["optimize", source, "--dry-run"], ["explain", source]):
+        result = run(*command)
+        assert result.exit_code == FAILED
+        assert sentence in error_line(result)
+        assert result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("make", [truncated, undefined_name, external_data_missing], ids=lambda make: make.__name__)
+def test_an_existing_output_survives_a_failure(make: Callable[[Path], str], tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    make(tmp_path / "in" / "bad.onnx")
+    target = tmp_path / "out.onnx"
+    target.write_bytes(b"from before")
+    assert run("optimize", tmp_path / "in" / "bad.onnx", target).exit_code == FAILED
+    assert target.read_bytes() == b"from before"
+
+
+def test_outputs_that_cannot_be_written(block: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.onnx").mkdir()
+    for target, sentence in (("no/out.onnx", "does not exist"), ("folder.onnx", "is a directory")):
+        result = run("optimize", block, tmp_path / target)
+        assert (result.exit_code, sentence in error_line(result)) == (FAILED, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["block.onnx", "folder.onnx"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission_to_write(block: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    result = run("optimize", block, closed / "out.onnx")
+    assert (result.exit_code, "no permission" in error_line(result)) == (FAILED, True)
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission_to_read(block: Path, tmp_path: Path) -> None:
+    block.chmod(0)
+    result = run("optimize", block, tmp_path / "out.onnx")
+    assert (result.exit_code, "no permission" in error_line(result)) == (FAILED, True)
+
+
+def test_a_failure_while_writing_leaves_what_was_there(
+    block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out.onnx"
+    target.write_bytes(b"from before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = run("optimize", block, target)
+    assert (result.exit_code, "no space is left" in error_line(result)) == (FAILED, True)
+    assert target.read_bytes() == b"from before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["block.onnx", "out.onnx"]
+
+
+# --- as a program --------------------------------------------------------------------------------------------------
+
+
+def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """`onnxfuse ...` as a user runs it."""
+    command = [sys.executable, "-c", "from onnxfuse.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_program(block: Path, tmp_path: Path) -> None:
+    done = program("optimize", block, tmp_path / "out.onnx")
+    assert (done.returncode, done.stderr) == (DONE, "")
+    assert "Verified: 1 outputs equal" in done.stdout
+    failed = program("optimize", tmp_path / "no.onnx", tmp_path / "other.onnx")
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (FAILED, "", 1)
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "other.onnx").exists()
+    assert program("optimize", block).returncode == USAGE

@@ -1,0 +1,664 @@
+"""The pattern language, on small fusions declared here: what each word matches, what a wrong declaration is told."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+from runtimes import assert_close, run
+
+from onnxfuse import (
+    Fusion,
+    PatternError,
+    UsageError,
+    attribute,
+    catalog,
+    choose,
+    contrib,
+    either,
+    fusion,
+    given,
+    op,
+    optimize,
+    rearrange,
+    require,
+    scalar,
+    scaled,
+    shared,
+    size,
+    tensor,
+    weight,
+)
+from onnxfuse.build import Variant
+from onnxfuse.dsl import Apply, Either, Product, Span, Sum, Term, walk
+from onnxfuse.fuse import Fusing
+from onnxfuse.graph import DOMAIN
+from onnxfuse.optimize import Clock, Run
+
+NUMBERS = {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0}
+INPUTS = {name: np.random.default_rng(len(name)).standard_normal((3, 8)).astype(np.float32) for name in "abcd"}
+
+
+def model(nodes: str, opset: int = 20, outputs: str = "y", **weights: Any) -> onnx.ModelProto:
+    """A model of inputs a, b, c, d of shape [3, 8]; the NUMBERS are constants."""
+    inputs = ", ".join(f"float[3,8] {name}" for name in INPUTS)
+    result = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : {opset}]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
+    )
+    arrays: Mapping[str, Any] = {**NUMBERS, **weights}
+    for name, value in arrays.items():
+        array = np.array(value, np.float32) if not isinstance(value, np.ndarray) else value
+        result.graph.initializer.append(numpy_helper.from_array(array, name))
+    typed = onnx.shape_inference.infer_shapes(result, strict_mode=True)
+    for made, known in zip(result.graph.output, typed.graph.output, strict=True):
+        made.CopyFrom(known)
+    return result
+
+
+def fuse(declared: Fusion, nodes: str, **rest: Any) -> tuple[onnx.ModelProto, Fusing]:
+    """Optimize with one fusion; the results are the same, whatever was fused."""
+    original = model(nodes, **rest)
+    found = Run(original, None, False, None, Clock(lambda stage, done, of: None)).apply([declared])
+    onnx.checker.check_model(found.model, full_check=True)
+    before, _ = run(original, INPUTS)
+    after, reason = run(found.model, INPUTS)
+    assert before is not None
+    assert after is not None, reason
+    assert_close(before, after, onnx.TensorProto.FLOAT)
+    return found.model, found.fusing
+
+
+def call(declared: Fusion, nodes: str, **rest: Any) -> dict[str, Any]:
+    """The attributes of the one fused node, and its inputs as `reads`."""
+    optimized, fusing = fuse(declared, nodes, **rest)
+    calls = [n for n in optimized.graph.node if n.domain == DOMAIN]
+    assert len(calls) == 1, reasons(fusing)
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in calls[0].attribute}
+    texts = {name: value.decode() if isinstance(value, bytes) else value for name, value in attributes.items()}
+    return {**texts, "reads": list(calls[0].input)}
+
+
+def is_fused(declared: Fusion, nodes: str, **rest: Any) -> bool:
+    optimized, _ = fuse(declared, nodes, **rest)
+    return any(n.domain == DOMAIN for n in optimized.graph.node)
+
+
+def why_not(declared: Fusion, nodes: str, **rest: Any) -> str:
+    optimized, fusing = fuse(declared, nodes, **rest)
+    assert not any(n.domain == DOMAIN for n in optimized.graph.node)
+    return reasons(fusing)
+
+
+def reasons(fusing: Fusing) -> str:
+    return "\n".join(miss.reason for miss in fusing.missed)
+
+
+# --- sums and products -------------------------------------------------------------------------------------------
+
+
+@fusion(out="n d")
+def sum_of_three(x=tensor("n d"), y=tensor("n d"), z=tensor("n d")):
+    """x + y + |z|"""
+    return x + y + op.Abs(z)
+
+
+@fusion(out="n d")
+def tripled(x=tensor("n d"), y=tensor("n d")):
+    """3 * x * |y|"""
+    return 3 * x * op.Abs(y)
+
+
+@fusion(out="n d")
+def shifted(x=tensor("n d"), by=scalar()):
+    """|x| + by"""
+    return op.Abs(x) + by
+
+
+@fusion(out="n d")
+def ratio(x=tensor("n d"), y=tensor("n d")):
+    """|x| / exp(y)"""
+    return op.Abs(x) / op.Exp(y)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "t = Abs(c) u = Add(a, b) y = Add(u, t)",
+        "t = Abs(c) u = Add(a, b) y = Add(t, u)",
+        "t = Abs(c) u = Add(t, b) y = Add(u, a)",
+        "t = Abs(c) u = Add(b, t) y = Add(a, u)",
+    ],
+)
+def test_a_sum_has_any_order_and_grouping(nodes: str) -> None:
+    assert sorted(call(sum_of_three, nodes)["reads"]) == ["a", "b", "c"]
+
+
+def test_a_sum_has_exactly_its_terms() -> None:
+    assert not is_fused(sum_of_three, "t = Abs(c) y = Add(a, t)")
+    optimized, _ = fuse(sum_of_three, "t = Abs(c) u = Add(a, b) v = Add(u, t) y = Add(v, d)")
+    assert sorted(n.op_type for n in optimized.graph.node) == ["Add", "sum_of_three"]
+
+
+def test_a_grouping_that_is_read_outside_is_not_taken_apart() -> None:
+    found = why_not(sum_of_three, "t = Abs(c) u = Add(a, b) y = Add(u, t) z = Relu(u)", outputs="y, z")
+    assert "'u' (Add" in found
+    assert "is also read by Relu" in found
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "t = Abs(b) u = Mul(a, t) y = Mul(u, three)",
+        "t = Abs(b) u = Mul(three, a) y = Mul(u, t)",
+        "t = Abs(b) u = Mul(t, six) v = Mul(u, half) y = Mul(v, a)",
+        "t = Abs(b) u = Div(t, half) v = Mul(a, u) w = Mul(v, three) y = Div(w, two)",
+    ],
+)
+def test_the_constants_of_a_product_are_collected(nodes: str) -> None:
+    assert sorted(call(tripled, nodes)["reads"]) == ["a", "b"]
+
+
+def test_the_sentence_shows_the_constant_that_was_found() -> None:
+    found = why_not(tripled, "t = Abs(b) u = Mul(a, t) y = Mul(u, six)")
+    assert "the constant is 6 ('six'); required 3" in found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "value"),
+    [
+        ("t = Abs(a) y = Add(t, half)", 0.5),
+        ("t = Abs(a) y = Add(six, t)", 6.0),
+        ("t = Abs(a) y = Sub(t, half)", -0.5),
+        ("t = Abs(a) u = Add(t, one) y = Add(u, half)", 1.5),
+    ],
+)
+def test_a_scalar_takes_up_the_constants_of_a_sum(nodes: str, value: float) -> None:
+    assert call(shifted, nodes)["by"] == value
+
+
+def test_a_tensor_is_no_scalar() -> None:
+    assert not is_fused(shifted, "t = Abs(a) y = Add(t, row)", row=np.ones(8, np.float32))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "t = Abs(a) e = Exp(b) y = Div(t, e)",
+        "t = Abs(a) e = Exp(b) r = Reciprocal(e) y = Mul(r, t)",
+        "t = Abs(a) e = Exp(b) r = Div(one, e) y = Mul(t, r)",
+    ],
+)
+def test_a_quotient_may_be_a_product_with_the_reciprocal(nodes: str) -> None:
+    assert call(ratio, nodes)["reads"] == ["a", "b"]
+
+
+def test_a_quotient_is_not_turned_around() -> None:
+    assert call(ratio, "t = Abs(b) e = Exp(a) y = Div(t, e)")["reads"] == ["b", "a"]
+    assert not is_fused(ratio, "t = Abs(a) e = Exp(b) y = Div(e, t)")
+
+
+# --- alternatives ------------------------------------------------------------------------------------------------
+
+
+@fusion(out="n d")
+def square_root_of_square(x=tensor("n d")):
+    """sqrt(x^2)"""
+    return op.Sqrt(x**2)
+
+
+@fusion(out="n d")
+def softened(x=tensor("n d"), slope=scalar(optional=True)):
+    """A choice of two activations, each in two spellings."""
+    return choose(
+        "kind",
+        plus=either(op.Softplus(x), op.Log(op.Exp(x) + 1)),
+        leaky=either(op.LeakyRelu(x, alpha=slope), op.Max(x, x * slope)),
+    )
+
+
+@fusion(out="n d")
+def twice_the_same(x=tensor("n d"), y=tensor("n d")):
+    """Both sides have the same kind."""
+    def curve(value: Term) -> Term:
+        return choose("kind", relu=op.Relu(value), tanh=op.Tanh(value))
+
+    return curve(x) + op.Neg(curve(y))
+
+
+def test_either_has_one_name_for_all_spellings() -> None:
+    assert call(square_root_of_square, "s = Pow(a, two) y = Sqrt(s)")["reads"] == ["a"]
+    assert call(square_root_of_square, "s = Mul(a, a) y = Sqrt(s)")["reads"] == ["a"]
+    assert not is_fused(square_root_of_square, "s = Mul(a, b) y = Sqrt(s)")
+    assert "'three' is 3; required 2" in why_not(square_root_of_square, "s = Pow(a, three) y = Sqrt(s)")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind"),
+    [
+        ("y = Softplus(a)", "plus"),
+        ("e = Exp(a) f = Add(e, one) y = Log(f)", "plus"),
+        ("y = LeakyRelu<alpha=0.25>(a)", "leaky"),
+        ("m = Mul(a, half) y = Max(m, a)", "leaky"),
+    ],
+)
+def test_choose_records_the_variant(nodes: str, kind: str) -> None:
+    assert call(softened, nodes)["kind"] == kind
+
+
+def test_an_attribute_and_a_constant_are_the_same_scalar() -> None:
+    assert call(softened, "y = LeakyRelu<alpha=0.5>(a)")["slope"] == 0.5
+    assert call(softened, "m = Mul(a, half) y = Max(m, a)")["slope"] == 0.5
+
+
+def test_one_choice_is_made_once() -> None:
+    assert call(twice_the_same, "p = Tanh(a) q = Tanh(b) n = Neg(q) y = Add(n, p)")["kind"] == "tanh"
+    assert not is_fused(twice_the_same, "p = Tanh(a) q = Relu(b) n = Neg(q) y = Add(n, p)")
+
+
+# --- outside readers, several outputs ----------------------------------------------------------------------------
+
+
+@fusion(out="n d")
+def with_private(x=tensor("n d")):
+    """The exponential is nobody else's."""
+    return op.Relu(op.Exp(x))
+
+
+@fusion(out="n d")
+def with_shared(x=tensor("n d")):
+    """The exponential may be read by others."""
+    return op.Relu(shared(op.Exp(x)))
+
+
+@fusion(out=("n d", "n d"))
+def with_output(x=tensor("n d"), z=tensor("n d")):
+    """The exponential is a second output."""
+    inner = op.Exp(x)
+    return op.Relu(inner) * z, inner
+
+
+READ_TWICE = "e = Exp(a) y = Relu(e) z = Neg(e)"
+
+
+def test_a_private_value_with_another_reader_is_not_fused_away() -> None:
+    assert "'e' (Exp" in why_not(with_private, READ_TWICE, outputs="y, z")
+    assert "output of the graph" in why_not(with_private, "e = Exp(a) y = Relu(e)", outputs="y, e")
+
+
+def test_a_shared_value_stays_for_its_other_readers() -> None:
+    optimized, _ = fuse(with_shared, READ_TWICE, outputs="y, z")
+    assert sorted(n.op_type for n in optimized.graph.node) == ["Exp", "Neg", "with_shared"]
+    optimized, _ = fuse(with_shared, "e = Exp(a) y = Relu(e)")
+    assert [n.op_type for n in optimized.graph.node] == ["with_shared"]
+
+
+def test_a_second_output_is_there_where_it_is_read() -> None:
+    optimized, _ = fuse(with_output, "e = Exp(a) r = Relu(e) y = Mul(r, b) z = Neg(e)", outputs="y, z")
+    assert [list(n.output) for n in optimized.graph.node] == [["y", "e"], ["z"]]
+    optimized, _ = fuse(with_output, "e = Exp(a) r = Relu(e) y = Mul(r, b)")
+    assert [list(n.output) for n in optimized.graph.node] == [["y"]]
+
+
+def test_an_operand_computed_from_the_second_output_would_make_a_cycle() -> None:
+    found = why_not(with_output, "e = Exp(a) r = Relu(e) z = Neg(e) y = Mul(r, z)", outputs="y")
+    assert "z ('z') is computed from a value inside; fusing would make a cycle" in found
+
+
+def test_without_the_second_output_there_is_no_cycle_to_make() -> None:
+    found = why_not(with_output, "e = Exp(a) r = Relu(e) n = Neg(r) y = Mul(r, n)")
+    assert "'r' (Relu" in found
+    assert "is also read by Neg" in found
+
+
+# --- guards ------------------------------------------------------------------------------------------------------
+
+
+@fusion(out="n d")
+def for_even_rows(x=tensor("n d"), by=scalar(), bias=weight("d", optional=True)):
+    """|x| + by, or + bias, of an even number of rows."""
+    require("{n} rows are even", lambda n: n % 2 == 0)
+    require("by or a bias, but {by} is 1", lambda by, bias: by != 1 or bias is not None)
+    return either(op.Abs(x) + bias, op.Abs(x) + by)
+
+
+@fusion(out="n d")
+def small_steps(x=tensor("n d"), by=scalar()):
+    """Two spellings, one of them under a condition."""
+    return either(
+        given(op.Exp(x * by), "the step {by} is at most 1", lambda by: by <= 1),
+        given(op.Exp(op.Abs(x) * by), "rank and type are as in the test", lambda rank, dtype: rank == 2 < len(dtype)),
+    )
+
+
+def test_require_is_told_in_its_own_words() -> None:
+    assert "3 rows are even" in why_not(for_even_rows, "t = Abs(a) y = Add(t, half)")
+
+
+def test_require_sees_dimensions_scalars_and_operands() -> None:
+    even = "s = Concat<axis=0>(a, b) t = Abs(s) y = Add(t, {})"
+    assert call(for_even_rows, even.format("half"))["by"] == 0.5
+    assert "by or a bias, but 1.0 is 1" in why_not(for_even_rows, even.format("one"))
+    assert call(for_even_rows, even.format("row"), row=np.ones(8, np.float32))["operands"] == "x bias"
+
+
+def test_a_guard_that_fails_points_at_itself() -> None:
+    _, fusing = fuse(for_even_rows, "t = Abs(a) y = Add(t, half)")
+    assert source(fusing.missed[0].span).startswith('require("{n} rows are even"')
+
+
+def test_given_holds_for_its_spelling_only() -> None:
+    assert call(small_steps, "m = Mul(a, half) y = Exp(m)")["by"] == 0.5
+    assert "the step 6.0 is at most 1" in why_not(small_steps, "m = Mul(a, six) y = Exp(m)")
+    assert call(small_steps, "t = Abs(a) m = Mul(t, six) y = Exp(m)")["reads"] == ["a"]
+
+
+# --- captures ----------------------------------------------------------------------------------------------------
+
+
+@fusion(out="n d")
+def normal_rows(x=tensor("n d"), scale=weight("d"), axis=attribute()):
+    """softmax(x) * scale"""
+    return op.Softmax(x, axis=axis) * scale
+
+
+@fusion(out="n m")
+def scores(x=tensor("n d"), y=tensor("m d"), scale=scalar(optional=True)):
+    """scale * x y^T"""
+    return op.Tanh(scaled(op.MatMul(x, rearrange(y, "m d -> d m")), scale))
+
+
+@fusion(out="n d")
+def turned(x=tensor("n d")):
+    """The halves of x, exchanged."""
+    half = size("d") // 2
+    first = op.Slice(x, starts=[0], ends=[half], axes=[-1], steps=[1])
+    second = op.Slice(x, starts=[half], ends=[2**63 - 1], axes=[-1], steps=[1])
+    return op.Concat(second, first, axis=-1)
+
+
+def test_named_dimensions_agree() -> None:
+    row, wrong = np.arange(8, dtype=np.float32), np.ones((3, 1), np.float32)
+    assert call(normal_rows, "t = Softmax(a) y = Mul(t, w)", w=row)["axis"] == -1
+    assert call(normal_rows, "t = Softmax<axis=0>(a) y = Mul(t, w)", w=row)["axis"] == 0
+    assert "'w' has shape (3, 1); required (d=8)" in why_not(normal_rows, "t = Softmax(a) y = Mul(t, w)", w=wrong)
+
+
+def test_a_weight_is_constant() -> None:
+    found = why_not(normal_rows, "t = Softmax(a) y = Mul(t, b)")
+    assert "'b' is a graph input; required a constant for scale" in found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "scale"),
+    [
+        ("k = Transpose<perm=[1,0]>(b) s = MatMul(a, k) y = Tanh(s)", 1.0),
+        ("k = Transpose<perm=[1,0]>(b) s = MatMul(a, k) t = Mul(s, half) y = Tanh(t)", 0.5),
+        ("k = Transpose<perm=[1,0]>(b) q = Mul(a, half) s = MatMul(q, k) t = Div(s, two) y = Tanh(t)", 0.25),
+        ("u = Mul(half, b) k = Transpose<perm=[1,0]>(u) q = Mul(a, three) s = MatMul(q, k) y = Tanh(s)", 1.5),
+    ],
+)
+def test_scaled_collects_factors_from_both_sides(nodes: str, scale: float) -> None:
+    found = call(scores, nodes)
+    assert (found["scale"], found["reads"]) == (scale, ["a", "b"])
+
+
+def test_a_number_with_more_axes_than_what_it_meets_is_no_factor() -> None:
+    deep = np.full((1, 1, 1), 0.5, np.float32)
+    nodes = "k = Transpose<perm=[1,0]>(b) s = MatMul(a, k) t = Mul(s, deep) y = Tanh(t)"
+    assert not is_fused(scores, nodes, deep=deep)
+    assert call(scores, nodes, deep=deep[0])["scale"] == 0.5
+    assert not is_fused(square_root_of_square, "s = Pow(a, deep) y = Sqrt(s)", deep=deep * 4)
+    found = why_not(anything, "s = Pow(a, deep) y = Sqrt(s)", deep=deep * 4)
+    assert "'deep' has 3 axes, more than what it meets" in found
+    assert not is_fused(shifted_anything, "t = Abs(a) y = Add(t, deep)", deep=deep)
+
+
+@fusion(out="...")
+def anything(x=tensor()):
+    """sqrt(x^2) of any rank"""
+    return op.Sqrt(op.Pow(x, 2))
+
+
+@fusion(out="...")
+def shifted_anything(x=tensor(), by=scalar()):
+    """|x| + by of any rank"""
+    return op.Abs(x) + by
+
+
+def test_a_size_is_used_in_an_attribute() -> None:
+    nodes = "p = Slice(a, i0, {0}, axes) q = Slice(a, {0}, i8, axes) y = Concat<axis={1}>(q, p)"
+    ints = {name: np.array([int(name[1:])]) for name in ("i0", "i3", "i4", "i8")} | {"axes": np.array([1])}
+    assert call(turned, nodes.format("i4", 1), **ints)["reads"] == ["a"]
+    assert call(turned, nodes.format("i4", -1), **ints)["reads"] == ["a"]
+    _, fusing = fuse(turned, nodes.format("i3", 1), **ints)
+    assert "starts=[3]; required [4]" in reasons(fusing)
+
+
+def test_an_attribute_that_is_not_mentioned_has_its_default() -> None:
+    assert is_fused(with_axis, "m = ReduceMean<axes=[1]>(a) y = Sub(a, m)", opset=13)
+    assert is_fused(with_axis, "m = ReduceMean<axes=[-1], keepdims=1>(a) y = Sub(a, m)", opset=13)
+    nodes = "s = Slice(a, i0, i1, i0) m = ReduceMean<axes=[1], keepdims=0>(s) y = Sub(b, m)"
+    assert not is_fused(with_axis, nodes, opset=13, i0=np.array([0]), i1=np.array([1]))
+
+
+@fusion(out="n d")
+def with_axis(x=tensor("n d")):
+    """x - mean(x)"""
+    return x - op.ReduceMean(x, axes=[-1])
+
+
+def test_an_attribute_that_became_an_input_is_one_thing() -> None:
+    assert is_fused(with_axis, "m = ReduceMean(a, last) y = Sub(a, m)", opset=18, last=np.array([-1]))
+
+
+# --- declaration errors ------------------------------------------------------------------------------------------
+
+
+def no_capture() -> Fusion:
+    @fusion(out="n")
+    def wrong(x):
+        return op.Relu(x)
+
+    return wrong
+
+
+def other_default() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n"), slope=0.5):
+        return op.Relu(x)
+
+    return wrong
+
+
+def too_many_outputs() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n")):
+        return op.Relu(x), op.Abs(x)
+
+    return wrong
+
+
+def no_term() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n")):
+        return op.Relu("x")
+
+    return wrong
+
+
+def no_scalar() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n"), y=tensor("n")):
+        return scaled(op.Relu(x), y)
+
+    return wrong
+
+
+def no_parameter() -> Fusion:
+    @fusion(out="n", example={"z": (1, 2)})
+    def wrong(x=tensor("n")):
+        return op.Relu(x)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("declare", "sentence"),
+    [
+        (no_capture, "parameter 'x' needs a default: tensor(), weight(), scalar() or attribute()"),
+        (other_default, "parameter 'slope' needs a default"),
+        (too_many_outputs, "'wrong' returns 2 values, out= names 1"),
+        (no_term, "a pattern is made of terms and numbers, not str"),
+        (no_scalar, "scaled() needs a scalar parameter as its second argument"),
+        (no_parameter, "example= names 'z', which is no parameter"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_declaration_is_told_with_its_place(declare: Callable[[], Fusion], sentence: str) -> None:
+    with pytest.raises(PatternError) as caught:
+        declare()
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("tests/test_dsl.py:")
+
+
+def test_require_stands_inside_a_body() -> None:
+    with pytest.raises(PatternError, match=r"require\(\) stands outside a fusion's body"):
+        require("n is even", lambda n: n % 2 == 0)
+
+
+def test_a_fusion_has_an_operator() -> None:
+    @fusion(out="n d")
+    def nothing(x=tensor("n d")):
+        return either(op.Relu(x), x)
+
+    with pytest.raises(PatternError, match="'nothing' may be just one of its operands; required an operator"):
+        fuse(nothing, "y = Relu(a)")
+
+
+def test_a_body_that_fails_leaves_no_guards_behind() -> None:
+    with pytest.raises(ZeroDivisionError):
+
+        @fusion(out="n")
+        def broken(x=tensor("n")):
+            require("never seen", lambda n: True)
+            return op.Relu(x) * (1 / 0)
+
+    with pytest.raises(PatternError, match="outside"):
+        require("n is even", lambda n: n % 2 == 0)
+
+
+# --- what a declaration knows ------------------------------------------------------------------------------------
+
+
+def source(span: Span) -> str:
+    return linecache.getline(span.file, span.line)[span.column : span.end_column if span.end_column > 0 else None]
+
+
+def test_spans_point_at_the_expression() -> None:
+    texts = {type(t): source(t.span) for t in walk(*with_output.outputs) if isinstance(t, Product | Apply)}
+    assert texts[Product] == "op.Relu(inner) * z"
+    found = {t.op: source(t.span) for t in walk(*with_output.outputs) if isinstance(t, Apply)}
+    assert found == {"Relu": "op.Relu(inner)", "Exp": "op.Exp(x)"}
+    assert [source(t.span) for t in walk(*sum_of_three.outputs) if isinstance(t, Sum)] == ["x + y + op.Abs(z)"]
+    either_span = next(t.span for t in walk(*square_root_of_square.outputs) if isinstance(t, Either))
+    assert source(either_span) == "x**2"
+    assert source(scores.captures[2].span) == "scalar(optional=True)"
+
+
+def test_a_declaration_keeps_names_order_and_words() -> None:
+    assert [c.name for c in for_even_rows.captures] == ["x", "by", "bias"]
+    assert [c.name for c in for_even_rows.operands] == ["x", "bias"]
+    assert for_even_rows.doc == "|x| + by, or + bias, of an even number of rows."
+    assert for_even_rows.guards[1].names == ("by", "bias")
+    assert contrib.Gelu(normal_rows.captures[0]).op == "com.microsoft::Gelu"
+
+
+def test_a_product_of_products_is_one_product() -> None:
+    x, y = tensor("n"), tensor("n")
+    product = (2 * x) * (y * 3)
+    assert isinstance(product, Product)
+    assert len(product.terms) == 4
+    assert isinstance(x - 1, Apply)
+    assert isinstance(x / 4, Product)
+
+
+def test_a_required_operand_is_never_left_out() -> None:
+    """An operand that the fusion can do without is still needed where the operator asks for it."""
+    from onnxfuse.build import Builder
+
+    variant = Variant(20, {"x": 1}, (1,), {"x": 2}, 2, choices={})
+    builder = Builder(variant, lambda _, options: options[0])
+    x, y = (c for c in optional_pair.captures)
+    assert not builder.expressible(op.Pow(x, y))
+    assert builder.expressible(op.Clip(x, y))
+
+
+@fusion(out="n d")
+def optional_pair(x=tensor("n d"), y=tensor(optional=True)):
+    return op.Relu(x)
+
+
+# --- the user's own fusions --------------------------------------------------------------------------------------
+
+SIGMOID_TWICE = '''
+from onnxfuse import fusion, op, tensor
+
+@fusion(out="n d")
+def sigmoid_twice(x=tensor("n d")):
+    """sigmoid(sigmoid(x))"""
+    return op.Sigmoid(op.Sigmoid(x))
+'''
+OTHER_RMS_NORM = '''
+from onnxfuse import fusion, op, tensor
+
+@fusion(out="n d")
+def rms_norm(x=tensor("n d")):
+    """Not what is built in."""
+    return op.Tanh(op.Tanh(x))
+'''
+
+
+def test_a_folder_adds_fusions(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SIGMOID_TWICE)
+    (tmp_path / "_hidden.py").write_text("raise SystemExit")
+    assert [f.name for f in catalog.from_folder(tmp_path)] == ["sigmoid_twice"]
+    optimized, report = optimize(model("s = Sigmoid(a) y = Sigmoid(s)"), patterns=[tmp_path], verify=False)
+    assert [n.op_type for n in optimized.graph.node] == ["sigmoid_twice"]
+    assert report.counts == {"sigmoid_twice": 1}
+
+
+def test_a_folder_replaces_a_fusion_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "rms.py").write_text(OTHER_RMS_NORM)
+    fusions = catalog.with_folders([tmp_path])
+    assert [f.doc for f in fusions if f.name == "rms_norm"] == ["Not what is built in."]
+    assert len(fusions) == len(catalog.builtin())
+    optimized, _ = optimize(model("s = Tanh(a) y = Tanh(s)"), patterns=[tmp_path], verify=False)
+    assert [n.op_type for n in optimized.graph.node] == ["rms_norm"]
+
+
+def test_a_file_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(PatternError, match=r"broken\.py: ModuleNotFoundError: No module named 'nothing_of_this_name'"):
+        catalog.from_folder(tmp_path)
+
+
+def test_a_folder_without_fusions_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("x = 1")
+    with pytest.raises(UsageError, match=r"declares no fusion; decorate a function with @onnxfuse\.fusion"):
+        catalog.from_folder(tmp_path)
+    with pytest.raises(UsageError, match="is not a folder"):
+        catalog.from_folder(tmp_path / "empty.py")
+
+
+def test_unknown_names_get_a_suggestion() -> None:
+    with pytest.raises(UsageError, match=r"there is no fusion 'layer_nrom'\. Did you mean 'layer_norm'\?"):
+        catalog.choose(catalog.builtin(), only=["layer_nrom"])
+    with pytest.raises(UsageError, match="Known: add_layer_norm"):
+        catalog.choose(catalog.builtin(), skip=["zzz"])

@@ -1,0 +1,150 @@
+"""Every kernel compiles for every architecture, as its host plans it, and rows stay in registers: no GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Plan, TensorSpec
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+
+from onnxfuse.provider.cubin import compile_cubin
+
+# Compute capability, multiprocessors and shared memory of a block on a GPU that has it.
+DEVICES = [
+    Device("T4", 75, 40, 65536),
+    Device("A100", 80, 108, 166912),
+    Device("A10", 86, 72, 101376),
+    Device("L4", 89, 58, 101376),
+    Device("H200", 90, 132, 232448),
+    Device("B200", 100, 148, 232448),
+    Device("RTX 5090", 120, 170, 101376),
+]
+ROW_KERNELS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "group_norm")
+
+# One for each path of rows.cuh: part of a warp, a warp, a block with full and with partly empty threads, single
+# elements, few rows, blocks that share a row, a row that does not fit.
+ROWS = [(4096, 64), (4096, 768), (16384, 4096), (8192, 5000), (16384, 4097), (33, 1023), (512, 65536), (5, 100003)]
+LONG = (2, 1000000)
+
+
+def node(fusion: str, operands: str, outputs: list[str], **attributes: object) -> FusedNode:
+    return FusedNode(fusion, fusion, tuple(operands.split()), attributes, tuple(outputs))
+
+
+def tensors(dtype: str, *shapes: tuple[int, ...], aligned: bool = True) -> list[TensorSpec]:
+    return [TensorSpec(shape, dtype, aligned) for shape in shapes]
+
+
+def row_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
+    for x in [*ROWS, LONG]:
+        d = x[-1:]
+        yield node("layer_norm", "x scale bias", [dtype], epsilon=1e-5), tensors(dtype, x, d, d)
+        yield node("rms_norm", "x scale", [dtype]), tensors(dtype, x, d)
+        yield node("softmax", "x", [dtype]), tensors(dtype, x)
+        yield node("add_layer_norm", "x residual scale bias", [dtype] * 2), tensors(dtype, x, x, d, d)
+        yield node("add_rms_norm", "x residual scale", [dtype]), tensors(dtype, x, x, d)
+    yield node("layer_norm", "x scale", ["float16"]), [*tensors(dtype, (77, 768)), *tensors("float32", (768,))]
+    yield node("rms_norm", "x scale", [dtype]), tensors(dtype, (77, 768), (768,), aligned=False)
+    for x, groups in (((2, 320, 64, 64), 32), ((1, 512, 7, 7), 32), ((8, 128, 256, 256), 32)):
+        weights = tensors(dtype, x[1:2], x[1:2])
+        yield (
+            node("group_norm", "x scale bias", [dtype], groups=groups, activation="silu", epsilon=1e-5),
+            [*tensors(dtype, x), *weights],
+        )
+
+
+def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
+    activations = importlib.import_module("onnxfuse.kernels._elementwise").ACTIVATIONS
+    for activation in activations:
+        yield node("activation", "x", [dtype], activation=activation), tensors(dtype, (4096, 768))
+        yield (
+            node("bias_activation", "x bias", [dtype], activation=activation),
+            tensors(dtype, (33, 1023), (1023,)),
+        )
+    yield node("bias_activation", "x bias", [dtype], activation="gelu"), tensors(dtype, (16384, 4096), (4096,))
+    for activation in importlib.import_module("onnxfuse.kernels.gated_activation").ACTIVATIONS:
+        x = (16384, 4096)
+        yield node("gated_activation", "gate up", [dtype], activation=activation), tensors(dtype, x, x)
+    table = (1, 512, 128)
+    for layout, x in ("packed", (2, 512, 1024)), ("bshd", (2, 512, 8, 128)), ("bhsd", (2, 8, 512, 128)):
+        yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)
+    small = (2, 512, 30)
+    for interleaved in 0, 1:
+        yield (
+            node("rotary_embedding", "x cos sin", [dtype], form="operator", interleaved=interleaved, num_heads=8),
+            tensors(dtype, (2, 512, 1024), small, small),
+        )
+
+
+def plan(case: tuple[FusedNode, list[TensorSpec]], device: Device) -> Plan:
+    fused, inputs = case
+    host = importlib.import_module(f"onnxfuse.kernels.{fused.fusion}")
+    assert host.supports(fused, [tensor.dtype for tensor in inputs], device) is None
+    planned = host.plan(fused, inputs, device)
+    assert isinstance(planned, Plan)
+    return planned
+
+
+def kernels(device: Device) -> list[Kernel]:
+    """All that the cases need, each once: fp16 in full; fp32, which needs more registers, along rows; some bf16."""
+    cases = [*row_cases("float16"), *element_cases("float16"), *row_cases("float32")]
+    cases += [*list(row_cases("bfloat16"))[:4], *list(element_cases("bfloat16"))[:4]]
+    found = [step.kernel for case in cases for step in plan(case, device).steps]
+    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device) -> None:
+    for kernel in kernels(device):
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert kernel.source not in ROW_KERNELS or not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("source", [*ROW_KERNELS, "activation", "gated_activation", "rotary_embedding"])
+def test_compiles_for_the_architecture_itself(source: str) -> None:
+    """sm_90a, whose own instructions a kernel may ask for."""
+    hopper = next(device for device in DEVICES if device.arch == 90)
+    kernel = next(k for k in kernels(hopper) if k.source == source)
+    assert compile_cubin(dataclasses.replace(kernel, arch_specific=True), 90).code
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_threads_cover_rows_and_blocks_fit(device: Device, dtype: str) -> None:
+    for case in row_cases(dtype):
+        for step in plan(case, device).steps:
+            defines = step.kernel.defines
+            threads = step.block[0] * step.block[1]
+            assert threads <= 1024
+            assert step.cluster <= (8 if device.arch >= 90 else 1)
+            assert step.grid[0] % step.cluster == 0
+            assert int(defines["ROW"]) % int(defines["WIDTH"]) == 0
+            assert threads % 32 == 0, "a warp holds whole rows, and all its lanes take part in shuffles"
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
+def test_nothing_to_compute_is_no_launch(shape: tuple[int, int]) -> None:
+    hopper = next(device for device in DEVICES if device.arch == 90)
+    x = tensors("float16", shape)
+    assert plan((node("rms_norm", "x scale", ["float16"]), [*x, *tensors("float16", shape[-1:])]), hopper).steps == ()
+    assert plan((node("softmax", "x", ["float16"]), x), hopper).steps == ()
+    assert plan((node("activation", "x", ["float16"], activation="silu"), x), hopper).steps == ()
+
+
+def test_a_dtype_without_a_kernel_is_refused_by_name() -> None:
+    host = importlib.import_module("onnxfuse.kernels.rms_norm")
+    refusal = host.supports(node("rms_norm", "x scale", ["float16"]), ["float64", "float64"], DEVICES[0])
+    assert refusal == "rms_norm: x is float64; the kernel takes float32, float16, bfloat16"
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    case = node("layer_norm", "x scale", ["float16"]), tensors("float16", (4, 8), (7,))
+    with pytest.raises(ValueError, match=r"layer_norm: scale has shape \[7\]; required 8 elements"):
+        plan(case, DEVICES[0])

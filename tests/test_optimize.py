@@ -1,0 +1,449 @@
+"""The Python API: what it takes, what it leaves alone, and what verification takes back."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+import onnxfuse
+from onnxfuse import ModelError, PatternError, UsageError, optimize
+
+HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
+BLOCK = """
+block (float[batch,8] x) => (float[batch,6] y)
+<float[8,6] w, float[6] b, float[6] scale, float[6] shift>
+{
+  product = MatMul (x, w)
+  biased = Add (product, b)
+  active = Relu (biased)
+  y = LayerNormalization (active, scale, shift)
+}
+"""
+BLOCK_COUNTS = {"gemm_bias_activation": 1, "layer_norm": 1}
+
+
+def parse(text: str, opset: int = 20, ir: int = 8) -> onnx.ModelProto:
+    """A model from ONNX text; values declared without a value are random initializers."""
+    model = onnx.parser.parse_model(HEAD.format(ir=ir, opset=opset) + text)
+    random = np.random.default_rng(0)
+    known = {t.name for t in model.graph.initializer}
+    for value in model.graph.value_info:
+        if value.name not in known:
+            shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+            array = random.uniform(0.5, 1.5, shape).astype(np.float32)
+            model.graph.initializer.append(numpy_helper.from_array(array, value.name))
+    del model.graph.value_info[:]
+    return model
+
+
+def ops(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+# --- what it takes -------------------------------------------------------------------------------------------------
+
+
+def test_a_path_bytes_and_a_model_give_the_same(tmp_path: Path) -> None:
+    model = parse(BLOCK)
+    onnx.save(model, tmp_path / "block.onnx")
+    sources = model, model.SerializeToString(), tmp_path / "block.onnx", str(tmp_path / "block.onnx")
+    results = [optimize(source) for source in sources]
+    assert [report.counts for _, report in results] == [BLOCK_COUNTS] * 4
+    assert all(result == results[0][0] for result, _ in results)
+    assert [report.input["path"] for _, report in results] == [None, None, *map(str, sources[2:])]
+
+
+def test_the_given_model_is_not_changed() -> None:
+    model = parse(BLOCK)
+    before = model.SerializeToString(deterministic=True)
+    optimize(model)
+    assert model.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize(
+    ("choice", "counts"),
+    [
+        ({"only": ["layer_norm"]}, {"layer_norm": 1}),
+        ({"skip": ["layer_norm"]}, {"gemm_bias_activation": 1}),
+        ({"only": ["layer_norm", "gemm_bias_activation"], "skip": ["layer_norm"]}, {"gemm_bias_activation": 1}),
+    ],
+)
+def test_fusions_are_chosen(choice: dict[str, list[str]], counts: dict[str, int]) -> None:
+    assert optimize(parse(BLOCK), **choice)[1].counts == counts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"only": ["layer_nrm"]}, r"there is no fusion 'layer_nrm'\. Did you mean 'layer_norm'\?"),
+        ({"skip": ["zzz"]}, r"there is no fusion 'zzz'. Known: add_layer_norm, .*"),
+        ({"fallback": "cuda"}, "fallback is 'onnx' or 'ort', not 'cuda'"),
+        ({"patterns": ["/no/such/folder"]}, "'/no/such/folder' is not a folder; .*"),
+        ({"inputs": {"z": np.zeros((2, 8), np.float32)}}, "the model has no input 'z'.*"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=f"^{sentence}$"):
+        optimize(parse(BLOCK), **arguments)
+
+
+def test_the_ort_fallback_computes_the_same() -> None:
+    _, report = optimize(parse(BLOCK), fallback="ort")
+    assert (report.counts, report.verified.passed) == (BLOCK_COUNTS, True)
+
+
+def test_progress_names_the_stages() -> None:
+    stages: list[str] = []
+    optimize(parse(BLOCK), progress=lambda stage, done, of: stages.append(stage))
+    assert list(dict.fromkeys(stages)) == ["load", "normalize", "fuse", "write", "verify"]
+
+
+# --- the user's own fusions ----------------------------------------------------------------------------------------
+
+LONE_RELU = """
+lone (float[batch,8] x) => (float[batch,8] y)
+<float[8] scale, float[8] shift>
+{
+  active = Relu (x)
+  y = LayerNormalization (active, scale, shift)
+}
+"""
+SQUARE_ROOT_OF_RELU = '''"""The square root of a Relu."""
+
+from onnxfuse import fusion, op, tensor
+
+
+@fusion(out="...")
+def root_of_relu(x=tensor("...")):
+    """y = sqrt(max(x, 0))"""
+    return op.Sqrt(op.Relu(x))
+'''
+# The two spellings are said to be one value, and are not: what matches a Relu is stored as Abs.
+WRONG = '''"""A Relu, and a wrong claim."""
+
+from onnxfuse import either, fusion, op, tensor
+
+
+@fusion(out="...")
+def wrong_relu(x=tensor("...")):
+    """y = max(x, 0)"""
+    return either(op.Abs(x), op.Relu(x))
+'''
+
+
+def test_a_fusion_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "root_of_relu.py").write_text(SQUARE_ROOT_OF_RELU, encoding="utf-8")
+    text = "g (float[n,4] x) => (float[n,4] y) { a = Relu (x) y = Sqrt (a) }"
+    model, report = optimize(parse(text), patterns=[tmp_path])
+    assert (report.counts, report.verified.passed) == ({"root_of_relu": 1}, True)
+    assert ops(model) == ["root_of_relu"]
+
+
+def test_a_folder_without_a_fusion_and_one_with_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="declares no fusion"):
+        optimize(parse(BLOCK), patterns=[tmp_path])
+    (tmp_path / "broken.py").write_text("import no_such_module\n", encoding="utf-8")
+    with pytest.raises(PatternError, match=r"broken\.py: ModuleNotFoundError"):
+        optimize(parse(BLOCK), patterns=[tmp_path])
+
+
+def test_a_wrong_fusion_is_found_dropped_and_reported(tmp_path: Path) -> None:
+    (tmp_path / "wrong_relu.py").write_text(WRONG, encoding="utf-8")
+    model, report = optimize(parse(LONE_RELU), patterns=[tmp_path])
+    assert ops(model) == ["Relu", "layer_norm"]
+    assert (report.counts, report.verified.passed) == ({"layer_norm": 1}, True)
+    (dropped,) = report.dropped
+    assert (dropped.fusion, dropped.node) == ("wrong_relu", "active/wrong_relu")
+    assert "'y' is off by" in dropped.reason
+    assert report.to_json()["dropped"] == [vars(dropped)]
+
+
+def test_without_verification_nothing_is_found(tmp_path: Path) -> None:
+    (tmp_path / "wrong_relu.py").write_text(WRONG, encoding="utf-8")
+    _, report = optimize(parse(LONE_RELU), patterns=[tmp_path], verify=False)
+    assert (report.counts, report.dropped) == ({"layer_norm": 1, "wrong_relu": 1}, ())
+
+
+# --- verification --------------------------------------------------------------------------------------------------
+
+
+def test_two_sizes_of_every_dynamic_dimension_are_compared() -> None:
+    _, report = optimize(parse(BLOCK))
+    assert report.verified.passed
+    assert [list(sizes) for sizes in report.verified.sizes] == [["batch"], ["batch"]]
+    assert len({sizes["batch"] for sizes in report.verified.sizes}) == 2
+    assert [(o.name, o.tolerance) for o in report.verified.outputs] == [("y", 1e-5)]
+
+
+def test_given_inputs_are_used() -> None:
+    x = np.random.default_rng(0).standard_normal((17, 8)).astype(np.float32)
+    _, report = optimize(parse(BLOCK), inputs={"x": x})
+    assert (report.verified.passed, report.verified.sizes) == (True, ({"batch": 17},))
+
+
+def test_switched_off() -> None:
+    verified = optimize(parse(BLOCK), verify=False)[1].verified
+    assert (verified.passed, verified.outputs) == (None, ())
+    assert verified.reason == "switched off; `onnxfuse verify A B` compares two models"
+
+
+def test_without_onnxruntime_the_report_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    model, report = optimize(parse(BLOCK))
+    assert (report.counts, len(model.graph.node)) == (BLOCK_COUNTS, 2)
+    assert report.verified.passed is None
+    assert report.verified.reason.startswith("onnxruntime is not installed, so nothing was compared; pip install")
+
+
+# --- what stays as it is -------------------------------------------------------------------------------------------
+
+NORM = """
+  mean = ReduceMean <axes = [-1]> (x)
+  centred = Sub (x, mean)
+  squared = Pow (centred, two)
+  variance = ReduceMean <axes = [-1]> (squared)
+  stable = Add (variance, epsilon)
+  deviation = Sqrt (stable)
+  normal = Div (centred, deviation)
+  scaled = Mul (normal, scale)
+"""
+NORM_WEIGHTS = "<float[8,6] w, float[6] b, float[8] scale, float[8] bias, float two = {2}, float epsilon = {1e-5}>"
+BRANCHES = """
+    then_branch = yes () => (float[batch,6] t) { p = MatMul (OUTER, w) a = Add (p, b) t = Relu (a) },
+    else_branch = no () => (float[batch,6] e) { q = MatMul (OUTER, w) e = Add (q, b) }
+"""
+
+
+def branching(outer: str) -> onnx.ModelProto:
+    """A LayerNorm, and an If whose branches read `outer` from the graph around them."""
+    branches = BRANCHES.replace("OUTER", outer)
+    return parse(
+        f"""g (float[batch,8] x, bool flag) => (float[batch,8] y, float[batch,6] z) {NORM_WEIGHTS}
+        {{ {NORM} y = Add (scaled, bias) z = If <{branches}> (flag) }}""", opset=17,
+    )  # fmt: skip
+
+
+def subgraphs(model: onnx.ModelProto) -> list[onnx.GraphProto]:
+    return [a.g for node in model.graph.node for a in node.attribute if a.HasField("g")]
+
+
+@pytest.mark.parametrize(("outer", "fused"), [("y", 1), ("x", 1), ("centred", 0), ("normal", 0)])
+def test_branches_stay_and_what_they_read_stays(outer: str, fused: int) -> None:
+    model = branching(outer)
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert report.counts.get("layer_norm", 0) == fused
+    assert "gemm_bias_activation" not in report.counts
+    assert subgraphs(result) == subgraphs(model)
+    assert report.verified.passed
+
+
+def test_what_a_branch_reads_survives_normalizing() -> None:
+    text = """g (float[batch,8] x, bool flag) => (float[batch,8] y)
+    { copy = Identity (x)
+      y = If <then_branch = yes () => (float[batch,8] t) { t = Relu (copy) },
+              else_branch = no () => (float[batch,8] e) { e = Neg (copy) }> (flag) }"""
+    model = parse(text)
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert subgraphs(result) == subgraphs(model)
+    assert report.verified.passed
+
+
+def test_a_weight_that_a_branch_reads_is_not_changed() -> None:
+    text = """g (float[batch,3,h,w] x, bool flag) => (float[batch,3,h,w] y, float[batch,3,h,w] z)
+    <float[3,3,1,1] kernel, float[3] scale, float[3] shift, float[3] mean, float[3] var>
+    { c = Conv (x, kernel)
+      y = BatchNormalization (c, scale, shift, mean, var)
+      z = If <then_branch = yes () => (float[batch,3,h,w] t) { t = Conv (x, kernel) },
+              else_branch = no () => (float[batch,3,h,w] e) { e = Neg (x) }> (flag) }"""
+    model = parse(text)
+    result, report = optimize(model, inputs={"x": np.ones((1, 3, 2, 2), np.float32), "flag": np.array(True)})
+    assert [one.what for one in report.folded] == ["batch_norm"]
+    assert subgraphs(result) == subgraphs(model)
+    assert report.verified.passed
+
+
+def test_a_loop_stays() -> None:
+    text = """g (float[batch,8] x) => (float[batch,8] y)
+    <float[8,8] w, float[8] b, int64 trips = {3}, bool go = {1}>
+    { h = Relu (x)
+      y = Loop <body = step (int64 i, bool c, float[batch,8] s) => (bool d, float[batch,8] t)
+                { d = Identity (c) p = MatMul (s, w) a = Add (p, b) r = Relu (a) t = Add (r, h) }> (trips, go, h) }"""
+    model = parse(text)
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert subgraphs(result) == subgraphs(model)
+    assert (report.counts, report.verified.passed) == ({}, True)
+
+
+FUNCTIONS = """
+g (float[batch,8] x) => (float[batch,6] y)
+<float[8,6] w, float[6] b, float[6] scale, float[6] shift>
+{
+  h = mine.twice_relu (x)
+  product = MatMul (h, w)
+  biased = Add (product, b)
+  a = mine.twice_relu (biased)
+  y = LayerNormalization (a, scale, shift)
+}
+<domain: "mine", opset_import: ["" : 20]>
+twice_relu (v) => (u) { r = Relu (v)  u = Add (r, r) }
+"""
+
+
+def test_functions_of_the_model_stay() -> None:
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 20, "mine" : 1]>' + FUNCTIONS)
+    weights = parse(BLOCK)
+    model.graph.initializer.extend(weights.graph.initializer)
+    del model.graph.value_info[:]
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert [node.op_type for node in result.graph.node if node.domain == "mine"] == ["twice_relu", "twice_relu"]
+    assert [f for f in result.functions if f.domain == "mine"] == list(model.functions)
+    assert (report.counts, report.verified.passed) == (BLOCK_COUNTS, True)
+
+
+def test_nodes_of_other_domains_stay() -> None:
+    text = """g (float[batch,8] x) => (float[batch,8] y)
+    <float[8] bias, float[8] scale, float[8] shift>
+    { h = com.microsoft.BiasGelu (x, bias) y = LayerNormalization (h, scale, shift) }"""
+    model = parse(text)
+    model.opset_import.add(domain="com.microsoft", version=1)
+    result, report = optimize(model)
+    assert [(node.domain, node.op_type) for node in result.graph.node] == [
+        ("com.microsoft", "BiasGelu"), ("onnxfuse", "layer_norm"),
+    ]  # fmt: skip
+    assert result.graph.node[0] == model.graph.node[0]
+    assert {o.domain: o.version for o in result.opset_import} == {"": 20, "com.microsoft": 1, "onnxfuse": 1}
+    assert report.verified.passed
+
+
+# --- older models, and weights that a caller may replace -----------------------------------------------------------
+
+
+def with_weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    for tensor in model.graph.initializer:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return model
+
+
+def test_weights_that_a_caller_may_replace_are_no_weights() -> None:
+    result, report = optimize(with_weights_as_inputs(parse(BLOCK)))
+    assert report.counts == {}
+    assert ops(result) == ["MatMul", "Add", "Relu", "LayerNormalization"]
+    text = """g (float[n,3,4,4] x) => (float[n,2,4,4] y)
+    <float[2,3,1,1] w, float[2] s, float[2] b, float[2] m, float[2] v>
+    { c = Conv (x, w) y = BatchNormalization (c, s, b, m, v) }"""
+    result, report = optimize(with_weights_as_inputs(parse(text)))
+    assert ops(result) == ["Conv", "BatchNormalization"]
+    assert report.folded == ()
+
+
+def test_a_model_of_ir_version_3() -> None:
+    """Before version 4 every initializer had to be an input as well, which did not mean that callers replaced it."""
+    text = "g (float[n,8] x) => (float[n,6] y) <float[8,6] w, float[6] b> { p = Gemm (x, w, b) y = Relu (p) }"
+    result, report = optimize(with_weights_as_inputs(parse(text, opset=9, ir=3)))
+    onnx.checker.check_model(result, full_check=True)
+    assert (report.counts, report.verified.passed) == ({"gemm_bias_activation": 1}, True)
+    assert [value.name for value in result.graph.input] == ["x"]
+
+
+@pytest.mark.xfail(strict=True, reason="the inputs that declared folded weights stay, and become inputs to be given")
+@pytest.mark.parametrize("skip", [[], ["conv_bias_activation"]])
+def test_folding_in_a_model_of_ir_version_3(skip: list[str]) -> None:
+    text = """g (float[n,3,4,4] x) => (float[n,2,4,4] y)
+    <float[2,3,1,1] w, float[2] s, float[2] b, float[2] m, float[2] v>
+    { c = Conv (x, w) z = BatchNormalization (c, s, b, m, v) y = Relu (z) }"""
+    result, report = optimize(with_weights_as_inputs(parse(text, opset=9, ir=3)), skip=skip)
+    onnx.checker.check_model(result, full_check=True)
+    assert (report.verified.passed, report.dropped) == (True, ())
+    assert "BatchNormalization" not in ops(result)
+
+
+@pytest.mark.parametrize("opset", range(9, 25))
+def test_every_opset(opset: int) -> None:
+    norm, weights = NORM, NORM_WEIGHTS
+    if opset >= 18:  # the axes became an input
+        norm = re.sub(r" <axes = \[-1\]> \((\w+)\)", r" (\1, last)", norm)
+        weights = weights.replace(">", ", int64[1] last = {-1}>")
+    model = parse(
+        f"""g (float[batch,8] x) => (float[batch,6] y) {weights}
+        {{ {norm} h = Add (scaled, bias) p = Gemm (h, w, b) y = Relu (p) }}""", opset,
+    )  # fmt: skip
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert (report.counts, report.verified.passed) == (BLOCK_COUNTS, True)
+    assert report.input["opset"] == opset
+    assert [o.version for o in result.opset_import if o.domain == ""] == [opset]
+
+
+@pytest.mark.parametrize("opset", [8, 99])
+def test_an_opset_out_of_range(opset: int) -> None:
+    model = parse(BLOCK)
+    model.opset_import[0].version = opset
+    with pytest.raises(ModelError, match=f"has opset {opset}; supported are 9 to 24"):
+        optimize(model)
+
+
+# --- external data -------------------------------------------------------------------------------------------------
+
+STORED = """
+g (float[batch,64] x) => (float[batch,32] y, float[batch,32,1,1] z)
+<float[64,32] w, float[32] b, float[32,64,1,1] kernel, float[32] s, float[32] t, float[32] m, float[32] v,
+ int64[4] image = {0, 64, 1, 1}>
+{
+  product = MatMul (x, w)
+  y = Add (product, b)
+  x4 = Reshape (x, image)
+  c = Conv (x4, kernel)
+  z = BatchNormalization (c, s, t, m, v)
+}
+"""
+
+
+def test_external_weights_stay_on_disk_unless_they_change(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(parse(STORED), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    model, report = optimize(path)
+    stored = {t.name: uses_external_data(t) for t in model.graph.initializer}
+    assert stored["w"]
+    assert [one.what for one in report.folded if one.what == "batch_norm"] == ["batch_norm"]
+    assert not any(outside for name, outside in stored.items() if name.startswith("kernel"))
+    assert (report.counts, report.verified.passed) == ({"gemm_bias_activation": 1}, True)
+
+
+def test_external_weights_are_not_read_while_nothing_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(parse(STORED), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    read: list[str] = []
+    spied: Callable[..., np.ndarray] = numpy_helper.to_array
+
+    def spy(tensor: TensorProto, *arguments: object, **options: object) -> np.ndarray:
+        read.append(tensor.name)
+        return spied(tensor, *arguments, **options)
+
+    monkeypatch.setattr(numpy_helper, "to_array", spy)
+    optimize(path, only=["gemm_bias_activation"], verify=False)
+    assert "w" not in read
+
+
+def test_external_data_needs_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(parse(STORED), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    with pytest.raises(ModelError, match="give the model as a path"):
+        optimize(onnx.load(path, load_external_data=False))
+
+
+def test_the_public_names_exist() -> None:
+    assert [name for name in onnxfuse.__all__ if not hasattr(onnxfuse, name)] == []

@@ -1,0 +1,169 @@
+"""What a report says: its plain data, the estimate, the misses and the table in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from rich.console import Console
+from test_optimize import BLOCK, parse
+
+from onnxfuse import ModelError, Report, optimize
+
+# A type, a list of one element's type, or a dict; `...` stands for any keys with values of one type.
+SCHEMA: dict[str, Any] = {
+    "input": {"path": str, "nodes": int, "opset": int},
+    "output": {"path": str, "nodes": int},
+    "counts": {...: int},
+    "fused": [{"fusion": str, "node": str, "replaces": [str], "dims": {...: (int, str)}}],
+    "folded": [{"what": str, "node": str, "into": str}],
+    "missed": [{"fusion": str, "node": str, "matched": int, "of": int, "reason": str, "source": str}],
+    "dropped": [{"fusion": str, "node": str, "reason": str}],
+    "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
+    "verified": {
+        "passed": bool,
+        "reason": str,
+        "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float}],
+    },
+    "seconds": {...: float},
+}
+EVERYTHING = """
+g (float[batch,3,8,8] image, float[batch,8] x) => (float[batch,4,8,8] y, float[batch,6] z)
+<float[4,3,3,3] kernel, float[4] s, float[4] t, float[4] m, float[4] v, float[8,6] w, float[6] b, float root = {1.5},
+ float one = {1}, float half = {0.5}>
+{
+  [conv] c = Conv <pads = [1, 1, 1, 1]> (image, kernel)
+  [norm] n = BatchNormalization (c, s, t, m, v)
+  y = Relu (n)
+  product = MatMul (x, w)
+  h = Add (b, product)
+  divided = Div (h, root)
+  erf = Erf (divided)
+  shifted = Add (erf, one)
+  gated = Mul (h, shifted)
+  [last_of_gelu] z = Mul (gated, half)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Of a model in which something is fused, folded and missed."""
+    path = tmp_path_factory.mktemp("report") / "m.onnx"
+    onnx.save(parse(EVERYTHING), path)
+    return optimize(path)[1].written(path.with_name("out.onnx"))
+
+
+def misfits(value: Any, schema: Any, place: str = "report") -> list[str]:
+    """Where a value is not as the schema says."""
+    if isinstance(schema, dict) and ... in schema:
+        return [text for key, each in value.items() for text in misfits(each, schema[...], f"{place}.{key}")]
+    if isinstance(schema, dict):
+        if list(value) != list(schema):
+            return [f"{place} has the keys {list(value)}"]
+        return [text for key in schema for text in misfits(value[key], schema[key], f"{place}.{key}")]
+    if isinstance(schema, list):
+        return [text for i, each in enumerate(value) for text in misfits(each, schema[0], f"{place}[{i}]")]
+    return [] if isinstance(value, schema) else [f"{place} is {value!r}"]
+
+
+def test_the_plain_data_is_as_documented(report: Report) -> None:
+    data = report.to_json()
+    assert misfits(data, SCHEMA) == []
+    assert data["fused"] and data["folded"] and data["missed"] and data["verified"]["outputs"]
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_what_is_reported(report: Report) -> None:
+    data = report.to_json()
+    assert data["counts"] == {"conv_bias_activation": 1, "gemm_bias_activation": 1}
+    assert {"what": "batch_norm", "node": "norm", "into": "conv"} in data["folded"]
+    (miss,) = (m for m in data["missed"] if (m["fusion"], m["node"]) == ("gemm_bias_activation", "last_of_gelu"))
+    assert miss["reason"] == "the constant is 0.666667 ('root'); required 0.707107"
+    assert miss["source"].partition(":")[0].endswith("patterns/_activations.py")
+    assert 1 < miss["matched"] < miss["of"]
+    assert set(data["seconds"]) == {"load", "normalize", "fuse", "write", "verify"}
+    gemm = next(f for f in data["fused"] if f["fusion"] == "gemm_bias_activation")
+    assert (set(gemm["replaces"]), gemm["dims"]) == ({"product", "h"}, {"n": 6, "k": 8})
+
+
+def test_a_model_that_comes_from_no_file() -> None:
+    data = optimize(parse(BLOCK))[1].to_json()
+    assert (data["input"]["path"], data["output"]["path"]) == (None, None)
+
+
+def test_an_infinite_error_is_null_in_json() -> None:
+    from onnxfuse.verify import compare
+
+    other = parse(EVERYTHING.replace("Relu (n)", "Log (n)").replace("float half", "float[1,1] half"))
+    data = compare(parse(EVERYTHING), other).to_json()
+    assert data["passed"] is False
+    assert None in [output["max_rel"] for output in data["outputs"]]
+    json.dumps(data, allow_nan=False)
+
+
+def test_the_estimate_reads_and_writes_each_value_once() -> None:
+    """A Relu of 1 x 8 floats and an Add of a bias: 4 bytes an element, one launch a node."""
+    text = "g (float[batch,8] x) => (float[batch,8] y) <float[8] b> { r = Relu (x) y = Add (r, b) }"
+    estimate = optimize(parse(text), verify=False)[1].to_json()["estimate"]
+    assert estimate["bytes_before"] == estimate["bytes_after"] == 4 * (8 + 8) + 4 * (8 + 8 + 8)
+    assert estimate["launches_before"] == 2
+
+
+def test_the_estimate_of_what_is_fused() -> None:
+    """Values between the fused nodes are neither written nor read."""
+    batch, k, n = 1, 8, 6
+    estimate = optimize(parse(BLOCK), verify=False)[1].to_json()["estimate"]
+    inside = 2 * batch * n  # the product and the biased product, each written and read
+    assert estimate["bytes_before"] - estimate["bytes_after"] == 4 * 2 * inside
+    assert (estimate["launches_before"], estimate["launches_after"]) == (4, 2)
+    assert estimate["bytes_after"] == 4 * (batch * k + k * n + n + batch * n) + 4 * (batch * n + 2 * n + batch * n)
+
+
+def text_of(report: Report) -> list[str]:
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(report.table())
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_the_table(report: Report) -> None:
+    lines = text_of(report)
+    assert lines[:4] == [
+        "Fused",
+        "fusion                nodes  replaced",
+        "conv_bias_activation      1         2",
+        "gemm_bias_activation      1         2",
+    ]
+    assert any(line.startswith("Folded: 1 batch_norm") for line in lines)
+    assert any(line.startswith("Verified: 2 outputs equal") for line in lines)
+    assert any(line.startswith("Nearly fused (") for line in lines)
+    assert any("required 0.707107" in line for line in lines)
+    assert lines[-1] == "`onnxfuse explain MODEL` shows where in the pattern each of them differs."
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    model = parse(EVERYTHING)
+    model.graph.node[-1].name = "layer[0]/[bold]gelu"
+    lines = text_of(optimize(model, verify=False)[1])
+    assert any("layer[0]/[bold]gelu" in line for line in lines)
+
+
+def test_writing(report: Report, tmp_path: Path) -> None:
+    report.write(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == report.to_json()
+    report.write(tmp_path / "r.html")
+    assert "conv_bias_activation" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot write the report"):
+        report.write(tmp_path)
+
+
+def test_the_counts_of_a_model_in_which_nothing_is_fused() -> None:
+    report = optimize(parse("g (float[n] x) => (float[n] y) { y = Exp (x) }"))[1]
+    assert (report.counts, report.fused, report.missed) == ({}, (), ())
+    assert report.verified.passed
+    assert np.isfinite(report.verified.outputs[0].max_rel)
