@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from onnxfuse.kernels._rows import Tiling
 
 from kernels import Case, copies, difference, launcher, per_launch, row_cases, sets_of, versions
+from onnxfuse.kernels._rows import Tiling
 from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import Launch
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._types import Defines, size, streamed, width
-
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 
 # Parameters where the node does not give them: ONNX's defaults.
@@ -75,7 +74,7 @@ def element_plan(
     if not count:
         return Plan((output,), ())
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
-    wide = width([*inputs, output])
+    wide = width([*read, output], weights=inputs)
     tiles = spread(count, wide, len(inputs), device)
     return Plan((output,), (element_launch(node, tiles, output, streamed([*read, output]), defines, arguments),))
 

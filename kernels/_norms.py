@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from onnxfuse.kernels._rows import row_launch, row_plan, tiling
 from onnxfuse.kernels._types import STORAGE, Defines, operand, product, require_size, required, spec, streamed, width
-
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 
@@ -19,8 +18,8 @@ def norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> 
     adds = node.place("residual") is not None
     if rows * length == 0:
         return Plan(outputs, ())
-    tiles = tiling(rows, length, width([*inputs, *outputs], length), device)
-    whole = [tensor for tensor in inputs if tensor.shape == x.shape]
+    whole = [inputs[place] for name in ("x", "residual") if (place := node.place(name)) is not None]
+    tiles = tiling(rows, length, width([*whole, *outputs], length, weights=inputs), device)
     defines = {**_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed([*whole, *outputs])}
     launch = row_launch(node.fusion, tiles, rows, defines, _arguments(node, len(outputs), adds, rows))
     return row_plan(outputs, rows, length, launch)
@@ -54,7 +53,7 @@ def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _arguments(node: FusedNode, outputs: int, adds: bool, rows: int) -> list[Argument]:
-    names = ["x", *(["residual"] if adds else []), "scale", *([] if "rms" in node.fusion else ["bias"])]
+    names = ["x", *(["residual"] if adds else []), "scale", *([] if node.fusion == "rms_norm" else ["bias"])]
     written: list[Argument] = [Pointer("output", i) for i in range(outputs)]
     if adds and outputs == 1:
         written.append(Scalar(0, "int64"))

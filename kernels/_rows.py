@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._types import VECTOR_BYTES, Defines
-
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Plan, TensorSpec
 
 MAX_GRID: Final = 2**31 - 1

@@ -35,9 +35,12 @@ def refuse_choice(node: FusedNode, choice: str, known: Sequence[str], default: s
     return None if found in known else f"{node.fusion}: {choice} is {found}; the kernel has {', '.join(known)}"
 
 
-def width(tensors: Sequence[TensorSpec], *extents: int) -> int:
-    """Elements of a vector access: at most 16 bytes of each tensor, a divisor of every extent, 1 if misaligned."""
-    if not all(tensor.aligned for tensor in tensors):
+def width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
+    """Elements of a vector access: at most 16 bytes of each tensor, a divisor of every extent, 1 if misaligned.
+
+    Weights, which come from a cache, may take two accesses.
+    """
+    if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1
     widest = VECTOR_BYTES // max(ITEM_BYTES[tensor.dtype] for tensor in tensors)
     while any(extent % widest for extent in extents):

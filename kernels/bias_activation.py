@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from onnxfuse.kernels._elementwise import ACTIVATIONS, element_plan, parameters
 from onnxfuse.kernels._types import STORAGE, operand, refuse_choice, refuse_dtypes, require_size, required
-
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 

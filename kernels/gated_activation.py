@@ -7,7 +7,6 @@ from typing import Final
 
 from onnxfuse.kernels._elementwise import element_plan
 from onnxfuse.kernels._types import STORAGE, operand, refuse_choice, refuse_dtypes, required
-
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 ACTIVATIONS: Final = ("none", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "sigmoid", "tanh", "mish")

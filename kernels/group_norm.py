@@ -17,7 +17,6 @@ from onnxfuse.kernels._types import (
     streamed,
     width,
 )
-
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 ACTIVATIONS: Final = ("none", "silu")
@@ -41,7 +40,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     rows, length = batch * groups, channels // groups * spatial
     if rows * length == 0:
         return Plan((y,), ())
-    tiles = tiling(rows, length, width([x, y], spatial), device)
+    tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device)
     defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed([x, y]), "GROUPS": groups, "SPATIAL": spatial,

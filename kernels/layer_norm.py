@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from onnxfuse.kernels._norms import norm_plan
 from onnxfuse.kernels._types import refuse_dtypes
-
 from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
 

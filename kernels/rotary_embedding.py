@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._types import STORAGE, operand, refuse_dtypes, required, streamed, width
-
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 THREADS: Final = 128
@@ -50,7 +49,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     y = TensorSpec(axes.y_shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
         return Plan((y,), ())
-    wide = width([x, cos, sin, y], axes.rotated // 2, axes.size - axes.rotated)
+    wide = width([x, y], axes.rotated // 2, axes.size - axes.rotated, weights=[cos, sin])
     pieces = axes.rotated // 2 // wide + (axes.size - axes.rotated) // wide
     each = HEADS_EACH
     while each > 1 and axes.batch * axes.seq * pieces * -(-axes.heads // each) < THREADS_EACH * device.multiprocessors:

@@ -99,12 +99,15 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&shares)[SH
         row_arrive();
         row_wait();
         constexpr int READERS = SHARES < 32 ? SHARES : 32;
-        const float count = partial.count();
-        partial = Partial::load(shares[lane % READERS], count);
+        constexpr int EACH = SHARES / READERS;  // merged as a tree: partners count the same number of elements
+        Partial read[EACH];
 #pragma unroll
-        for (int i = READERS; i < SHARES; i += READERS)
-            partial = partial.merge(Partial::load(shares[i + lane % READERS], count));
-        partial = merge_across(partial, READERS, false);
+        for (int i = 0; i < EACH; ++i) read[i] = Partial::load(shares[i * READERS + lane % READERS], partial.count());
+#pragma unroll
+        for (int half = EACH / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int i = 0; i < half; ++i) read[i] = read[i].merge(read[i + half]);
+        partial = merge_across(read[0], READERS, false);
     }
     return partial;
 }

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from onnxfuse.kernels._rows import row_launch, row_plan, tiling
 from onnxfuse.kernels._types import STORAGE, operand, product, refuse_dtypes, required, streamed, width
-
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 

@@ -160,7 +160,7 @@ mobilenetv3 = Architecture(
     {"width_percent": 5, "classes": 10, "image": 32},
     CONVOLUTIONS,
     IMAGE,
-    gain=2.5,
+    gain=1.5,
     full={"width_percent": 100, "classes": 1000, "image": 224},
 )
 llama_kvcache = Architecture(

@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,14 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 
 from onnxfuse.difference import difference
-from onnxfuse.errors import ModelError, OnnxfuseError, UsageError, VerificationError
+from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError
 from onnxfuse.files import load
+from onnxfuse.given_shapes import feeds_to_try
 from onnxfuse.graph import DOMAIN
-from onnxfuse.inputs import Array, Input, check_inputs, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.inputs import Array
 from onnxfuse.op_times import OpTime, op_times
 from onnxfuse.optimize import optimize
 from onnxfuse.session import first_line
@@ -66,6 +65,7 @@ class Bench:
     contenders: tuple[Contender, ...]
     ops: tuple[OpTime, ...]
     copy_rate: float | None  # bytes per second of a large copy
+    ops_error: str = ""  # why no operator was timed alone
 
     @property
     def passed(self) -> bool:
@@ -79,7 +79,7 @@ class Bench:
             "model": self.model, "provider": self.provider, "device": dict(self.device), "versions": versions(),
             "inputs": dict(self.inputs), "fused": dict(self.counts),
             "models": [each.to_json() for each in self.contenders], "ops": [each.to_json() for each in self.ops],
-            "copy_bytes_per_second": self.copy_rate,
+            "ops_error": self.ops_error, "copy_bytes_per_second": self.copy_rate,
         }  # fmt: skip
 
     def write(self, path: Path) -> None:
@@ -95,10 +95,10 @@ def write_text(path: Path, text: str) -> None:
         raise ModelError(f"cannot write '{path}': {error.strerror}; give another name") from error
 
 
-def versions() -> dict[str, str]:
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """Of Python and of the packages that matter to the times."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *more):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
@@ -130,22 +130,30 @@ def bench(
     path = Path(model)
     progress("load", 0, 0)
     original, folder = load(path)
-    others = [(Path(other).name, *load(other)) for other in against]
+    others = [(name, *load(other)) for name, other in _named(against).items()]
     choices = list(feeds_to_try(original, shapes, inputs or {}))
     fused, counts = _fused(path, original, progress)
     base = "bodies" if fused is original else "original"
-    run = _Run(provider, progress, ["plain", *(["cuda graph"] if cuda_graph and provider == "cuda" else [])])
+    run = _Run(provider, progress, ("plain", "cuda graph") if cuda_graph and provider == "cuda" else ("plain",))
     feeds, first = run.first(original, folder, choices)
     expected = run.expected(original, folder, feeds, first)
-    models = [(base, original, folder), ("fused", fused, folder), *others]
-    bound, failed = run.start(models, base, feeds, first)
-    contenders = run.timed(bound, expected, runs) + failed
-    order = [(name, mode) for name, _, _ in models for mode in run.modes]
-    contenders = sorted(contenders, key=lambda each: order.index((each.name, each.mode)))
-    rows = _op_times(fused, folder, feeds, run, bound) if ops and counts else []
+    bound, failed = run.start([(base, original, folder), ("fused", fused, folder), *others], base, feeds, first)
+    contenders = _in_order([*run.timed(bound, expected, runs), *failed], [base, "fused", *_named(against)])
+    rows, why = _op_times(fused, folder, feeds, run, bound) if ops and counts else ([], "")
     described = {name: f"{'x'.join(map(str, value.shape))} {value.dtype}" for name, value in feeds.items()}
     return Bench(str(path), provider, device(provider), described, counts,
-                 tuple(with_speed_ups(contenders, base)), tuple(rows), copy_rate(provider, 2**29))  # fmt: skip
+                 tuple(with_speed_ups(contenders, base)), tuple(rows), copy_rate(provider, 2**29), why)  # fmt: skip
+
+
+def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
+    """The other models by file name, or by path where that is not unique."""
+    paths = list(dict.fromkeys(map(Path, against)))
+    names = [path.name for path in paths]
+    return {str(path) if names.count(path.name) > 1 else path.name: path for path in paths}
+
+
+def _in_order(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    return sorted(contenders, key=lambda each: (names.index(each.name), each.mode != "plain"))
 
 
 def _fused(path: Path, model: onnx.ModelProto, progress: Progress) -> tuple[onnx.ModelProto, dict[str, int]]:
@@ -156,51 +164,6 @@ def _fused(path: Path, model: onnx.ModelProto, progress: Progress) -> tuple[onnx
     names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
              for node in model.graph.node if node.domain == DOMAIN]  # fmt: skip
     return model, {name: names.count(name) for name in sorted(set(names))}
-
-
-# --- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def feeds_to_try(
-    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
-) -> Iterator[dict[str, Array]]:
-    """Inputs of these shapes, plan by plan.  Raises UsageError for shapes that the model does not take."""
-    wanted = inputs_of(model)
-    check_inputs(given, wanted)
-    asked = parse_shapes(shapes, wanted)
-    dtypes = {each.name: each.dtype for each in wanted}
-    empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, np.float32)), dims) for name, dims in asked.items()}
-    check_inputs(empty, wanted)
-    _check_names(asked | {name: value.shape for name, value in given.items()}, wanted)
-    fixed = [replace(each, dims=asked.get(each.name, each.dims)) for each in wanted]
-    roles = roles_of(model)
-    return (generate(fixed, sizes, roles, given) for sizes in sizes_to_try(wanted, {**empty, **given}))
-
-
-def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[int, ...]]:
-    """`input:8x512` as name and dims.  The name may be left out where the model has one input."""
-    result: dict[str, tuple[int, ...]] = {}
-    for text in shapes:
-        name, colon, dims = text.rpartition(":")
-        name = inputs[0].name if not colon and len(inputs) == 1 else name
-        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
-            known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
-            raise UsageError(f"--shape '{text}' is not of the form input:8x512; the model's inputs: {known}")
-        if name in result:
-            raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
-        result[name] = tuple(map(int, dims.split("x")))
-    return result
-
-
-def _check_names(shapes: Mapping[str, Sequence[int]], inputs: Sequence[Input]) -> None:
-    """A dim has one size, wherever its name stands."""
-    found: dict[str, tuple[int, str]] = {}
-    for each in inputs:
-        for dim, size in zip(each.dims, shapes.get(each.name, ()), strict=False):
-            if isinstance(dim, str) and found.setdefault(dim, (size, each.name))[0] != size:
-                other, where = found[dim]
-                raise UsageError(f"dim '{dim}' is {other} in input '{where}' and {size} in '{each.name}'; "
-                                 "give the same size")  # fmt: skip
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -253,23 +216,24 @@ class _Run:
                 failures.append(first_line(error))
         raise VerificationError(f"the model does not run on generated inputs ({failures[0]}); {GIVE_SIZES}")
 
-    def expected(
-        self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: Bound
-    ) -> _Expected:
+    def expected(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: Bound) -> _Expected:
         """The original's outputs, and those of the original in float32 where that runs."""
         half, exact = half_of(model), dict[str, Any]()
         if half:
             self.progress("run in float32", 0, 0)
             with suppress(Exception):  # then the original's own outputs are the measure
                 options = {"use_tf32": 0} if self.provider == "cuda" else {}
-                wide = bind(start(widened(model), folder, self.provider, **options), widened_arrays(feeds),
-                            self.provider)  # fmt: skip
+                session = start(widened(model), folder, self.provider, options=options)
+                wide = bind(session, widened_arrays(feeds), self.provider)
                 wide.run()
                 exact = wide.outputs()
         return _Expected(first.outputs(), exact, half, from_half(model) if half else set())
 
     def start(
-        self, models: Sequence[tuple[str, onnx.ModelProto, Path | None]], base: str, feeds: Mapping[str, Array],
+        self,
+        models: Sequence[tuple[str, onnx.ModelProto, Path | None]],
+        base: str,
+        feeds: Mapping[str, Array],
         first: Bound,
     ) -> tuple[dict[tuple[str, str], Bound], list[Contender]]:
         """Every model in every mode, warmed up; and those that do not run."""
@@ -280,7 +244,7 @@ class _Run:
             try:
                 if (name, mode) not in bound:
                     options = {} if mode == "plain" else {"enable_cuda_graph": 1}
-                    session = start(model, folder, self.provider, kernels=name != base, **options)
+                    session = start(model, folder, self.provider, kernels=name != base, options=options)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
                 for _ in range(WARM_UP):
                     bound[name, mode].run()
@@ -289,9 +253,7 @@ class _Run:
                 failed.append(Contender(name, mode, reason=f"does not run: {first_line(error)}"))
         return bound, failed
 
-    def timed(
-        self, bound: Mapping[tuple[str, str], Bound], expected: _Expected, runs: int | None
-    ) -> list[Contender]:
+    def timed(self, bound: Mapping[tuple[str, str], Bound], expected: _Expected, runs: int | None) -> list[Contender]:
         """All of them in turns; then the outputs of their last runs are compared."""
         self.progress("time", 0, 0)
         count = runs or min(runs_within(SECONDS, each.run) for each in bound.values())
@@ -313,11 +275,18 @@ def with_speed_ups(contenders: Sequence[Contender], base: str) -> Iterator[Conte
 
 
 def _op_times(
-    fused: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Array], run: _Run,
+    fused: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Array],
+    run: _Run,
     bound: Mapping[tuple[str, str], Bound],
-) -> list[OpTime]:
+) -> tuple[list[OpTime], str]:
+    """The times, or why there are none."""
     from onnxfuse.provider.session import explain_session
 
     session = bound.get(("fused", "plain"))
     how = explain_session(session.session) if session else ()
-    return op_times(fused, folder, feeds, run.provider, how, "cuda graph" in run.modes, run.progress)
+    try:
+        return op_times(fused, folder, feeds, run.provider, how, "cuda graph" in run.modes, run.progress), ""
+    except Exception as error:  # such as too little memory for all values at once; the models are measured
+        return [], first_line(error)

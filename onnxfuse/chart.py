@@ -33,6 +33,7 @@ text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
 </body></html>
 """
 WIDTH, LABELS, NUMBERS, ROW, THICK = 960, 330, 190, 26, 16  # pixels of a chart
+SHOWN = 12  # operators in the terminal
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def tables(result: Bench) -> Group:
     parts: list[Any] = [escape(_subtitle(result)), _models(result.contenders)]
     parts += [f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}"
               for each in result.contenders if each.reason]  # fmt: skip
-    return Group(*parts, *([_ops(result.ops)] if result.ops else []))
+    parts += [f"Operators were not timed alone: {escape(result.ops_error)}"] if result.ops_error else []
+    return Group(*parts, *(_ops(result.ops) if result.ops else []))
 
 
 def _models(contenders: Sequence[Contender]) -> Table:
@@ -82,8 +84,9 @@ def _models(contenders: Sequence[Contender]) -> Table:
         table.add_column(name, justify="right")
     for each in contenders:
         time = each.spread
-        cells = [f"{1e3 * time.median:.3f}", f"{1e3 * time.q1:.3f} - {1e3 * time.q3:.3f}", str(time.runs)] if time else [
-            "-", "-", "-"]  # fmt: skip
+        cells = ["-", "-", "-"]
+        if time:
+            cells = [f"{1e3 * time.median:.3f}", f"{1e3 * time.q1:.3f} - {1e3 * time.q3:.3f}", str(time.runs)]
         table.add_row(escape(each.name), each.mode, *cells, _verdict(each))
     return table
 
@@ -94,22 +97,32 @@ def _verdict(each: Contender) -> str:
     return "wrong result" if not each.agrees else f"{each.speed_up:.2f}x" if each.speed_up else ""
 
 
-def _ops(ops: Sequence[OpTime]) -> Table:
+def _ops(ops: Sequence[OpTime]) -> list[Any]:
     table = Table(title="Fused operators", title_justify="left", box=None, pad_edge=False)
-    for name in "fusion", "inputs", "runs as":
-        table.add_column(name, overflow="fold")
-    for name in "nodes", "us a node", "its body", "MB", "of a copy":
+    table.add_column("fusion", no_wrap=True)
+    table.add_column("inputs", overflow="fold")
+    for name in "nodes", "kernel us", "body us", "MB", "of a copy":
         table.add_column(name, justify="right")
-    for op in ops:
-        share = "-" if op.share is None else f"{op.share:.0%}"
-        inputs = ", ".join(op.shapes[:3]) + (", ..." if len(op.shapes) > 3 else "")
-        table.add_row(op.fusion, escape(inputs), op.how, str(len(op.nodes)), _us(op.seconds), _us(op.body),
-                      f"{op.bytes / 1e6:.2f}", share if not op.error else escape(op.error[:40]))  # fmt: skip
-    return table
+    for op in ops[:SHOWN]:
+        share = "" if op.share is None else f"{op.share:.0%}"
+        megabytes = f"{op.bytes / 1e6:.3g}"
+        table.add_row(op.fusion, _inputs(op), str(len(op.nodes)), _us(op.kernel), _us(op.body), megabytes, share)
+    more = [f"{len(ops) - SHOWN} more; --json FILE writes all of them."] if len(ops) > SHOWN else []
+    failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in ops if op.error)
+    return [table, *more, *map(escape, failed)]
+
+
+def _inputs(op: OpTime) -> str:
+    """Dims of the inputs, and their dtype once where it is one."""
+    pairs = [shape.partition(" ") for shape in op.shapes]
+    dtypes = {dtype for _, _, dtype in pairs if dtype}
+    if len(dtypes) == 1:
+        return f"{', '.join(dims for dims, _, _ in pairs)} {dtypes.pop()}"
+    return ", ".join(op.shapes)
 
 
 def _us(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e6 * seconds:.1f}"
+    return "" if seconds is None else f"{1e6 * seconds:.1f}"
 
 
 def _subtitle(result: Bench) -> str:

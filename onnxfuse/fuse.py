@@ -97,5 +97,7 @@ def _fuse_at(
             return result
         refused.append(result)
     for miss in (*(m for m in found if isinstance(m, Miss)), *refused):
-        misses[miss.fusion.name, miss.node] = miss
+        key = miss.fusion.name, miss.node
+        if miss.complete or key not in misses or not misses[key].complete:  # a refusal says more than what follows it
+            misses[key] = miss
     return None

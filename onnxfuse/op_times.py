@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from onnxfuse.errors import OnnxfuseError
 from onnxfuse.files import size_of
 from onnxfuse.graph import DOMAIN
 from onnxfuse.protos import without
@@ -64,8 +65,13 @@ class _Op:
 
 
 def op_times(
-    model: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Any], provider: Provider,
-    runs: Sequence[Any], cuda_graph: bool, progress: Callable[[str, int, int], None],
+    model: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Any],
+    provider: Provider,
+    runs: Sequence[Any],
+    cuda_graph: bool,
+    progress: Callable[[str, int, int], None],
 ) -> list[OpTime]:
     """The fused nodes of the main graph, on the values that they meet in a run with `feeds`; slowest first.
 
@@ -176,9 +182,15 @@ def _timed(op: _Op, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime
 
 
 def _bound(op: _Op, copies: int, kernels: bool, provider: Provider, cuda_graph: bool) -> Bound:
+    from onnxfuse.provider.session import explain_session
+
     options = {"enable_cuda_graph": 1} if cuda_graph else {}
     model, feeds, shapes = _repeated(op, copies)
-    bound = bind(start(model, op.folder, provider, kernels=kernels, **options), feeds, provider, shapes)
+    session = start(model, op.folder, provider, kernels=kernels, options=options)
+    for run in explain_session(session) if kernels else ():
+        if run.how != "kernel":
+            raise OnnxfuseError(f"alone it runs as its body: {run.why}")
+    bound = bind(session, feeds, provider, shapes)
     for _ in range(WARM_UP):
         bound.run()
     return bound
@@ -222,5 +234,3 @@ def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
             copy.CopyFrom(tensor)
             copy.name = node.output[0]
             yield copy
-
-

@@ -50,7 +50,7 @@ class Spread:
 def spread(seconds: Sequence[float]) -> Spread:
     """The middle of these times, and how far they lie apart."""
     if len(seconds) < 2:
-        return Spread(*[seconds[0]] * 4, 1)
+        return Spread(seconds[0], seconds[0], seconds[0], seconds[0], 1)
     q1, median, q3 = statistics.quantiles(seconds, n=4, method="inclusive")
     return Spread(median, q1, q3, min(seconds), len(seconds))
 
@@ -85,7 +85,12 @@ def default_provider() -> Provider:
 
 
 def start(
-    model: onnx.ModelProto, folder: Path | None, provider: Provider, *, kernels: bool = False, **options: Any
+    model: onnx.ModelProto,
+    folder: Path | None,
+    provider: Provider,
+    *,
+    kernels: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """A session on this provider only (CUDA falls back on the CPU for what it lacks), with these provider options.
 
@@ -94,26 +99,32 @@ def start(
     """
     import onnxruntime
 
-    from onnxfuse.provider.session import InferenceSession
-
     _check_available(provider)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
+    providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
+    session = _started(model, folder, settings, providers, kernels)
+    if session.get_providers()[0] != PROVIDERS[provider]:
+        raise OnnxfuseError(f"{PROVIDERS[provider]} does not start; check the driver, and where CUDA and cuDNN are")
+    return session
+
+
+def _started(model: onnx.ModelProto, folder: Path | None, settings: Any, providers: list[Any], kernels: bool) -> Any:
+    """Weights in files are read in place; only a model over 2 GiB is written to a file."""
+    import onnxruntime
+
+    from onnxfuse.provider.session import InferenceSession
+
     make = InferenceSession if kernels else onnxruntime.InferenceSession
-    providers: list[Any] = [(PROVIDERS[provider], {name: str(value) for name, value in options.items()})]
     content = serialize(model)
     if content is None:
         with tempfile.TemporaryDirectory() as scratch:
             save(model, path := Path(scratch, "model.onnx"), folder=folder)
-            session = make(str(path), settings, providers)
-    else:
-        if folder is not None:
-            place = str(folder.resolve())
-            settings.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
-        session = make(content, settings, providers)
-    if session.get_providers()[0] != PROVIDERS[provider]:
-        raise OnnxfuseError(f"{PROVIDERS[provider]} does not start; check the driver, and that CUDA and cuDNN are found")
-    return session
+            return make(str(path), settings, providers)
+    if folder is not None:
+        place = str(folder.resolve())
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
+    return make(content, settings, providers)
 
 
 def _check_available(provider: Provider) -> None:
@@ -126,8 +137,16 @@ def _check_available(provider: Provider) -> None:
             "pip install 'onnxfuse[cuda]', or give --provider cpu"
         )
     if provider == "cuda":
-        with contextlib.redirect_stdout(None):  # it prints what it does not find
-            onnxruntime.preload_dlls()
+        _preload()
+
+
+@functools.cache
+def _preload() -> None:
+    """Let onnxruntime find the CUDA libraries of the Python packages."""
+    import onnxruntime
+
+    with contextlib.redirect_stdout(None):  # it prints what it does not find
+        onnxruntime.preload_dlls()
 
 
 @dataclass(frozen=True)
@@ -200,7 +219,7 @@ def to_numpy(value: Any) -> Any:
 def bytes_of(value: Any) -> int:
     """The size of an OrtValue that is a tensor."""
     dtype = onnx.helper.tensor_dtype_to_np_dtype(value.element_type())
-    return math.prod(value.shape()) * int(dtype.itemsize)
+    return int(math.prod(value.shape()) * dtype.itemsize)
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
@@ -216,7 +235,8 @@ def copy_rate(provider: Provider, moved: int) -> float | None:
 
 @functools.cache
 def _rate(provider: Provider, count: int) -> float:
-    return 2 * count / (_cuda_copy(count) if provider == "cuda" else _cpu_copy(count))
+    seconds = _cuda_copy(count) if provider == "cuda" else _cpu_copy(count)
+    return 2 * count / seconds
 
 
 def _cpu_copy(count: int, repeats: int = 9) -> float:
@@ -228,7 +248,7 @@ def _cuda_copy(count: int, repeats: int = 25) -> float:
     import cupy
 
     source, target = cupy.ones(count, cupy.uint8), cupy.zeros(count, cupy.uint8)
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         before, after = cupy.cuda.Event(), cupy.cuda.Event()
         before.record()

@@ -1,8 +1,7 @@
 """LayerNorm of a sum; the sum, which the next residual connection reads, is a second output."""
 
-from onnxfuse.patterns._norms import layer_normalized
-
 from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.patterns._norms import layer_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True)

@@ -1,8 +1,7 @@
 """RMSNorm of a sum; the sum, which the next residual connection reads, is a second output."""
 
-from onnxfuse.patterns._norms import rms_normalized
-
 from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.patterns._norms import rms_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True)

@@ -1,8 +1,7 @@
 """A convolution with what follows it: bias, residual, activation."""
 
-from onnxfuse.patterns._activations import activation
-
 from onnxfuse.dsl import attribute, either, fusion, op, require, scalar, tensor, weight
+from onnxfuse.patterns._activations import activation
 
 
 @fusion(

@@ -1,8 +1,7 @@
 """Gated activations: SwiGLU, GEGLU, ReGLU, GLU."""
 
-from onnxfuse.patterns._activations import gelu, gelu_tanh, quick_gelu, silu
-
 from onnxfuse.dsl import choose, fusion, op, require, tensor
+from onnxfuse.patterns._activations import gelu, gelu_tanh, quick_gelu, silu
 
 
 @fusion(out="...")

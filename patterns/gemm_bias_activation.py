@@ -1,8 +1,7 @@
 """A matrix product with what follows it: bias, activation, residual."""
 
-from onnxfuse.patterns._activations import activation
-
 from onnxfuse.dsl import choose, either, fusion, given, op, rearrange, require, scalar, tensor, weight
+from onnxfuse.patterns._activations import activation
 
 
 @fusion(out="... n")

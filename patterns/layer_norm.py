@@ -1,8 +1,7 @@
 """LayerNorm over the last axis."""
 
-from onnxfuse.patterns._norms import layer_normalized
-
 from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.patterns._norms import layer_normalized
 
 
 @fusion(out="... d", casts=True)

@@ -1,8 +1,7 @@
 """RMSNorm over the last axis."""
 
-from onnxfuse.patterns._norms import rms_normalized
-
 from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.patterns._norms import rms_normalized
 
 
 @fusion(out="... d", casts=True)

@@ -55,6 +55,7 @@ OVERFLOWS = """
 
 def test_an_overflow_that_the_fused_op_avoids_passes() -> None:
     """One of them is past 65504 in the middle; as a graph output the middle cannot be left in float32."""
+
     def divided(middle: str) -> onnx.ModelProto:
         text = f"{OVERFLOWS}  back = Cast<to = 1>({middle})  z = Mul(back, q)  y = Cast<to = 10>(z)"
         signature = "(float16[2] x) => (float16[2] y, float16[2] big)"
@@ -72,6 +73,7 @@ def test_an_overflow_that_the_fused_op_avoids_passes() -> None:
 
 def test_float32_outputs_of_a_float16_model() -> None:
     """What went through float16 has its rounding; what did not is held to float32."""
+
     def kept(by: float, direct: float) -> onnx.ModelProto:
         text = f"""h = Cast<to = 10>(x)  s = Softmax(h)  f = Cast<to = 1>(s)  k = Constant<value_float = {by}>()
             y = Mul(f, k)  n = Constant<value_float = {direct}>()  z = Mul(x, n)"""
@@ -252,15 +254,11 @@ def test_external_weights_stay_where_they_lie(tmp_path: Path, kind: Any) -> None
 
 # Exported models
 
-ROUNDED_WEIGHTS = pytest.mark.xfail(
-    strict=True, reason="BatchNormalization folded into float16 weights: off by 5.7e-3, the original by 2.5e-4"
-)
-
 
 @pytest.mark.skipif(not EXPORTED, reason="models/exported is empty")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(p.name, marks=ROUNDED_WEIGHTS if "mobilenetv3" in p.name else ()) for p in EXPORTED],
+    [p.name for p in EXPORTED],
 )
 def test_exported_models_pass_optimized(name: str, optimized: Callable[[str], Any]) -> None:
     found = optimized(name)

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_runs import DTYPES, check, normal, rounded, run
 
 from onnxfuse.provider.plan import Device
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("cupy")
-
-from kernel_runs import DTYPES, check, normal, rounded, run
 
 # A single element; shorter than a vector; odd and therefore element by element; whole vectors; a warp's row with
 # several vectors; a block's; a cluster's; odd and a cluster's; nothing.

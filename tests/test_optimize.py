@@ -357,7 +357,6 @@ def test_a_model_of_ir_version_3() -> None:
     assert [value.name for value in result.graph.input] == ["x"]
 
 
-@pytest.mark.xfail(strict=True, reason="the inputs that declared folded weights stay, and become inputs to be given")
 @pytest.mark.parametrize("skip", [[], ["conv_bias_activation"]])
 def test_folding_in_a_model_of_ir_version_3(skip: list[str]) -> None:
     text = """g (float[n,3,4,4] x) => (float[n,2,4,4] y)

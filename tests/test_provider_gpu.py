@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import onnx.parser
-import onnxfuse.kernels
 import onnxruntime as ort
 import pytest
 
+import onnxfuse.kernels
 from onnxfuse.provider import compile as gpu_compile
 from onnxfuse.provider import planner
 from onnxfuse.provider.plan_file import load_plans, save_plans

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
-import onnxfuse.kernels
 import onnxruntime as ort
 import pytest
 
+import onnxfuse.kernels
 from onnxfuse.provider import build_native, native, planner
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import Device, Kernel

@@ -1,0 +1,262 @@
+"""Whole models in onnxruntime, PyTorch and onnxfuse, side by side, on inputs and outputs that stay on the device.
+
+    python benchmarks/models.py --out DIR                                  # the default set, about six minutes
+    python benchmarks/models.py --out DIR --quick                          # onnxruntime and onnxfuse only
+    python benchmarks/models.py --out DIR --only 'bert-*' --peers ort,onnxfuse,torch-max-autotune
+
+Models are exported by models/export.py's tables into DIR/onnx, once; results come into DIR/models.json one by one.
+Every peer's outputs are compared with the model in float32.  The measuring runs in a process of its own, so that a
+peer that crashes or hangs costs its own result only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import fnmatch
+import json
+import logging
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from peers import PEERS, QUICK, Case, Peer, Work, from_models, job_of, reference, relative_error, release
+
+from onnxfuse.bench import versions
+from onnxfuse.session import first_line
+from onnxfuse.timing import WARM_UP, default_provider, device, interleaved, runs_within
+
+CASES = (
+    Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),
+    Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert"),
+    Case("llama-s2048", "llama", {"batch": 1, "seq": 2048}, "qwen3"),
+    Case("llama-s128", "llama", {"batch": 1, "seq": 128}, "qwen3"),
+    Case("vit-b32", "vit", {"batch": 32}, "vit"),
+    Case("vit-b1", "vit", {"batch": 1}, "vit"),
+    Case("resnet50-b32", "resnet50", {"batch": 32}, convolutions=True),
+    Case("resnet50-b1", "resnet50", {"batch": 1}, convolutions=True),
+)
+SECONDS, QUICK_SECONDS = 0.6, 0.25  # of timed runs
+TOLERANCE = 2e-2  # of the norm; fp16 models of this depth are off by 1e-3 to 5e-3
+LOST = ("illegal memory access", "CUDA failure 700", "CUDA failure 716", "CUDA failure 719", "misaligned address",
+        "unspecified launch failure", "illegal instruction")  # fmt: skip
+EXPORT_SECONDS, REFERENCE_SECONDS = 14, 3  # of an architecture, of a model; estimated
+PACKAGES = ("torch", "transformers", "onnxscript", "triton")
+Pair = tuple[Case, Peer]
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+def export(architecture: str, path: Path) -> None:
+    """Write the architecture in its public size, in fp16, in one step."""
+    job = job_of(architecture)
+    exporters = from_models("exporters")
+    proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
+    exporters.strip_traces(proto)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(proto.SerializeToString())
+    part.replace(path)
+
+
+def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float) -> dict[str, Any]:
+    """Prepare, warm up, time and compare; the error of what fails is the result."""
+    row: dict[str, Any] = {"model": case.name, "peer": peer.name}
+    started = time.perf_counter()
+    try:
+        if not path.exists():
+            export(case.architecture, path)
+            row["export_s"] = round(time.perf_counter() - started, 2)
+        work = Work(case, path, provider)
+        expected = reference(work)
+        prepared = peer.prepare(work)
+        for _ in range(WARM_UP):
+            prepared.run()
+        row["prepare_s"] = round(time.perf_counter() - started - row.get("export_s", 0.0), 2)
+        times = interleaved([prepared.run], runs_within(seconds, prepared.run, least=15))[0]
+        error = relative_error(expected, prepared.outputs())
+        row |= {**times.to_json(), "relative_error": error if error < math.inf else None, "agrees": error <= TOLERANCE}
+    except ModuleNotFoundError as error:
+        row["error"] = f"{error.name} is not installed"
+    except Exception as error:  # every failure of a peer is a result
+        row["error"] = f"{type(error).__name__}: {first_line(error)}"
+    row["total_s"] = round(time.perf_counter() - started, 2)
+    return row
+
+
+def worker(task: Mapping[str, Any]) -> None:
+    """Measure the pairs of a task; messages to the parent go to what was stdout, and all other output to stderr."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    cases, peers = {each.name: each for each in CASES}, {each.name: each for each in PEERS}
+    for case, peer in task["pairs"]:
+        channel.write(json.dumps({"start": [case, peer]}) + "\n")
+        path = Path(task["out"], "onnx", f"{cases[case].architecture}.onnx")
+        row = measure(cases[case], peers[peer], path, task["provider"], task["seconds"])
+        channel.write(json.dumps({"result": row}) + "\n")
+        release()
+        if any(text in row.get("error", "") for text in LOST):
+            os._exit(3)  # nothing runs in this process any more
+
+
+# --- the parent ------------------------------------------------------------------------------------------------------
+
+
+def measured(pairs: Sequence[Pair], task: Mapping[str, Any], limit: float, deadline: float) -> Iterator[dict[str, Any]]:
+    """The results as they come; a worker that dies, or takes longer than `limit` for a pair, is started again."""
+    pending = [(case.name, peer.name) for case, peer in pairs]
+    while pending and time.monotonic() < deadline:
+        running, done = None, 0
+        for message in messages({**task, "pairs": pending}, limit, deadline):
+            if "start" in message:
+                running = message["start"]
+            elif "result" in message:
+                running, done = None, done + 1
+                yield message["result"]
+            elif "end" in message and message["end"] != "budget":
+                case, peer = running or pending[min(done, len(pending) - 1)]
+                if running or not done:
+                    yield {"model": case, "peer": peer, "error": message["end"]}
+                    done += 1
+        pending = pending[done:]
+
+
+def messages(task: Mapping[str, Any], limit: float, deadline: float) -> Iterator[dict[str, Any]]:
+    """What a worker says, and last why it ended, unless it finished."""
+    with Path(task["out"], "models.log").open("ab") as log:
+        command = [sys.executable, __file__, "--out", str(task["out"]), "--worker", json.dumps(task)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    try:
+        while line := lines.get(timeout=max(0.0, min(limit, deadline - time.monotonic()))):
+            yield json.loads(line)
+        code = process.wait(timeout=30)
+        if code not in (0, 3):
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            yield {"end": f"the process died ({how}); see models.log"}
+    except (queue.Empty, subprocess.TimeoutExpired):
+        yield {"end": "budget" if time.monotonic() >= deadline else f"took longer than {limit:g} s"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _read(stream: Any, lines: queue.Queue[str]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put("")
+
+
+def pairs_of(only: Sequence[str], names: Sequence[str]) -> list[Pair]:
+    """What is measured: onnxruntime's peers model by model, then torch's.  Raises SystemExit for unknown names."""
+    known = {each.name: each for each in PEERS}
+    cases = [case for case in CASES if not only or any(fnmatch.fnmatch(case.name, each) for each in only)]
+    unknown = [each for each in names if each not in known]
+    if unknown or not cases:
+        sys.exit(f"unknown: {', '.join(unknown or only)}; models: {', '.join(case.name for case in CASES)}; "
+                 f"peers: {', '.join(known)}")  # fmt: skip
+    peers = [known[name] for name in names] or [peer for peer in PEERS if peer.by_default]
+    return [(case, peer) for torch in (False, True) for case in cases for peer in peers
+            if peer.torch == torch and peer.applies(case)]  # fmt: skip
+
+
+def estimate(pairs: Sequence[Pair], out: Path) -> float:
+    """Seconds, on an H200."""
+    missing = {case.architecture for case, _ in pairs if not (out / "onnx" / f"{case.architecture}.onnx").exists()}
+    cases = {case.name for case, _ in pairs}
+    return 15 + EXPORT_SECONDS * len(missing) + REFERENCE_SECONDS * len(cases) + sum(peer.seconds for _, peer in pairs)
+
+
+def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """The results so far, in one step."""
+    part = out / "models.json.part"
+    part.write_text(json.dumps({**head, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    part.replace(out / "models.json")
+
+
+def table(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> str:
+    """Milliseconds: peers down, models across; results that differ from the reference show no time."""
+    cases = list(dict.fromkeys(case.name for case, _ in pairs))
+    cells = {(row["model"], row["peer"]): _cell(row) for row in rows}
+    names = [peer.name for peer in PEERS if any(peer.name == each.name for _, each in pairs)]
+    wide = [max(9, len(case)) for case in cases]
+    lines = [" ".join([f"{'median ms':22}", *(f"{case:>{w}}" for case, w in zip(cases, wide, strict=True))])]
+    lines += [" ".join([f"{peer:22}", *(f"{cells.get((case, peer), ''):>{w}}" for case, w in
+                                        zip(cases, wide, strict=True))]) for peer in names]  # fmt: skip
+    errors = [f"{row['model']}, {row['peer']}: {row['error']}" for row in rows if "error" in row]
+    errors += [f"{row['model']}, {row['peer']}: off by {row['relative_error']} of the reference's norm"
+               for row in rows if row.get("agrees") is False]  # fmt: skip
+    return "\n".join([*lines, *(line[:160] for line in errors)])
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return "failed"
+    return f"{row['median_ms']:.3f}" if row["agrees"] else "wrong"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the exported models and the results")
+    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL", help="names or patterns of models")
+    parser.add_argument("--peers", default="", metavar="A,B", help="comma-separated names of peers")
+    parser.add_argument("--quick", action="store_true", help=f"fewer runs, and only {', '.join(QUICK)}")
+    parser.add_argument("--budget", type=float, default=360, help="stop after so many seconds (default 360)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one peer on one model (default 120)")
+    parser.add_argument("--provider", choices=["cpu", "cuda"], help="default: cuda, where onnxruntime has it")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for, and print the table."""
+    options = parse(arguments)
+    if options.worker:
+        return worker(json.loads(options.worker))
+    deadline = time.monotonic() + options.budget
+    pairs = pairs_of(options.only, [p for p in options.peers.split(",") if p] or (QUICK if options.quick else ()))
+    options.out.mkdir(parents=True, exist_ok=True)
+    provider = options.provider or default_provider()
+    guess = estimate(pairs, options.out)
+    print(f"{len(pairs)} results; about {guess:.0f} s on an H200, {options.budget:.0f} s allowed", flush=True)
+    task = {"out": str(options.out), "provider": provider, "seconds": QUICK_SECONDS if options.quick else SECONDS}
+    head, rows = about(pairs, provider), list[dict[str, Any]]()
+    for row in measured(pairs, task, options.limit, deadline):
+        rows.append(row)
+        write(options.out, head, rows)
+        print(f"{row['model']:14} {row['peer']:22} {row.get('error') or _cell(row)}"[:140], flush=True)
+    left = [f"{case.name} {peer.name}" for case, peer in pairs[len(rows) :]]
+    write(options.out, {**head, "left_out": left}, rows)
+    print("\n" + table(rows, pairs))
+    if left:
+        print(f"not measured, the {options.budget:.0f} s are spent: {', '.join(left)}")
+    return None
+
+
+def about(pairs: Sequence[Pair], provider: Any) -> dict[str, Any]:
+    """When, where and what."""
+    cases = dict.fromkeys(case for case, _ in pairs)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"schema": 1, "date": date, "provider": provider, "device": device(provider),
+            "versions": versions(PACKAGES), "cases": [dataclasses.asdict(case) for case in cases]}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
