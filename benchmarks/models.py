@@ -1,10 +1,12 @@
 """Whole models in onnxruntime, PyTorch and onnxfuse, side by side, on inputs and outputs that stay on the device.
 
-    python benchmarks/models.py --out DIR                                  # the default set, about six minutes
+    python benchmarks/models.py --out DIR --budget 480                     # the default set, and exporting the models
+    python benchmarks/models.py --out DIR                                  # the default set, up to six minutes
     python benchmarks/models.py --out DIR --quick                          # onnxruntime and onnxfuse only
     python benchmarks/models.py --out DIR --only 'bert-*' --peers ort,onnxfuse,torch-max-autotune
 
-Models are exported by models/export.py's tables into DIR/onnx, once; results come into DIR/models.json one by one.
+Models are exported by models/export.py's tables into DIR/onnx, once; results come into DIR/models.json one by one, and
+those of other models and peers that were measured before on the same device with the same versions stay.
 Every peer's outputs are compared with the model in float32.  The measuring runs in a process of its own, so that a
 peer that crashes or hangs costs its own result only.
 """
@@ -180,7 +182,21 @@ def estimate(pairs: Sequence[Pair], out: Path) -> float:
     """Seconds, on an H200."""
     missing = {case.architecture for case, _ in pairs if not (out / "onnx" / f"{case.architecture}.onnx").exists()}
     cases = {case.name for case, _ in pairs}
-    return 15 + EXPORT_SECONDS * len(missing) + REFERENCE_SECONDS * len(cases) + sum(peer.seconds for _, peer in pairs)
+    once = {(case.architecture, peer.name): peer.once for case, peer in pairs}
+    measuring = sum(peer.seconds for _, peer in pairs) + sum(once.values())
+    return 15 + EXPORT_SECONDS * len(missing) + REFERENCE_SECONDS * len(cases) + measuring
+
+
+def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Results of an earlier run on the same device with the same versions, of what is not measured now."""
+    try:
+        before = json.loads((out / "models.json").read_text(encoding="utf-8"))
+        if any(before[key] != head[key] for key in ("schema", "provider", "device", "versions")):
+            return []
+    except (OSError, ValueError, KeyError):
+        return []
+    now = {(case.name, peer.name) for case, peer in pairs}
+    return [row for row in before["results"] if (row["model"], row["peer"]) not in now]
 
 
 def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -192,9 +208,11 @@ def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 
 def table(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> str:
     """Milliseconds: peers down, models across; results that differ from the reference show no time."""
-    cases = list(dict.fromkeys(case.name for case, _ in pairs))
+    shown = {case.name for case, _ in pairs} | {row["model"] for row in rows}
+    cases = [case.name for case in CASES if case.name in shown]
     cells = {(row["model"], row["peer"]): _cell(row) for row in rows}
-    names = [peer.name for peer in PEERS if any(peer.name == each.name for _, each in pairs)]
+    used = {peer.name for _, peer in pairs} | {row["peer"] for row in rows}
+    names = [peer.name for peer in PEERS if peer.name in used]
     wide = [max(9, len(case)) for case in cases]
     lines = [" ".join([f"{'median ms':22}", *(f"{case:>{w}}" for case, w in zip(cases, wide, strict=True))])]
     lines += [" ".join([f"{peer:22}", *(f"{cells.get((case, peer), ''):>{w}}" for case, w in
@@ -237,25 +255,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     guess = estimate(pairs, options.out)
     print(f"{len(pairs)} results; about {guess:.0f} s on an H200, {options.budget:.0f} s allowed", flush=True)
     task = {"out": str(options.out), "provider": provider, "seconds": QUICK_SECONDS if options.quick else SECONDS}
-    head, rows = about(pairs, provider), list[dict[str, Any]]()
+    head, rows = about(provider), list[dict[str, Any]]()
+    before = earlier(options.out, head, pairs)
     for row in measured(pairs, task, options.limit, deadline):
-        rows.append(row)
-        write(options.out, head, rows)
+        rows.append({**row, "date": head["date"]})
+        write(options.out, head, [*before, *rows])
         print(f"{row['model']:14} {row['peer']:22} {row.get('error') or _cell(row)}"[:140], flush=True)
     left = [f"{case.name} {peer.name}" for case, peer in pairs[len(rows) :]]
-    write(options.out, {**head, "left_out": left}, rows)
-    print("\n" + table(rows, pairs))
+    write(options.out, {**head, "left_out": left}, [*before, *rows])
+    print("\n" + table([*before, *rows], pairs))
     if left:
         print(f"not measured, the {options.budget:.0f} s are spent: {', '.join(left)}")
     return None
 
 
-def about(pairs: Sequence[Pair], provider: Any) -> dict[str, Any]:
+def about(provider: Any) -> dict[str, Any]:
     """When, where and what."""
-    cases = dict.fromkeys(case for case, _ in pairs)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"schema": 1, "date": date, "provider": provider, "device": device(provider),
-            "versions": versions(PACKAGES), "cases": [dataclasses.asdict(case) for case in cases]}  # fmt: skip
+            "versions": versions(PACKAGES), "cases": [dataclasses.asdict(case) for case in CASES]}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onnxfuse.dsl import Fusion
 from onnxfuse.graph import Graph, Node, op_of
-from onnxfuse.match import Match, Matcher, Miss
+from onnxfuse.match import Match, Matcher, Miss, needed_ops
 from onnxfuse.rewrite import Functions, Fused, rewrite
 from onnxfuse.shapes import Shapes
 
@@ -40,7 +40,10 @@ def fuse(
     """Replace in place what the fusions match.  `ort` lets the stored bodies use com.microsoft operators."""
     functions = Functions(graph, ort)
     by_root: dict[str, list[Matcher]] = defaultdict(list)
+    present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
+        if needed_ops(fusion.outputs[0]).isdisjoint(present):
+            continue
         matcher = Matcher(graph, shapes, fusion)
         for op in matcher.roots:
             by_root[op].append(matcher)

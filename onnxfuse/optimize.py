@@ -99,7 +99,7 @@ def optimize(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A graph is many small objects that live to the end: to look for garbage among them takes a quarter of the time."""
+    """Many small objects live to the end of a run; to look for garbage among them takes a quarter of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

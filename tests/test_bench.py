@@ -255,6 +255,22 @@ def test_peers_are_measured_or_recorded_as_missing(
     assert "median ms" in capsys.readouterr().out
 
 
+def test_earlier_results_stay_where_nothing_changed(models: ModuleType, tmp_path: Path) -> None:
+    head, pairs = models.about("cpu"), models.pairs_of(["vit-b1"], ["ort"])
+    rows = [{"model": "vit-b1", "peer": "ort"}, {"model": "vit-b1", "peer": "onnxfuse"}]
+    models.write(tmp_path, head, rows)
+    assert models.earlier(tmp_path, head, pairs) == rows[1:]
+    assert models.earlier(tmp_path, {**head, "versions": {}}, pairs) == []
+    assert models.earlier(tmp_path / "nowhere", head, pairs) == []
+
+
+def test_the_default_set_of_exported_models_takes_six_minutes(models: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "onnx").mkdir()
+    for case in models.CASES:
+        (tmp_path / "onnx" / f"{case.architecture}.onnx").touch()
+    assert models.estimate(models.pairs_of([], []), tmp_path) < 360
+
+
 def test_a_spent_budget_leaves_the_rest_out(
     models: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,6 @@ input and shared values are only seen through, and die later if nothing else rea
 
 from onnxfuse.match.matcher import Matcher
 from onnxfuse.match.state import Match, Miss
-from onnxfuse.match.words import count, node_name
+from onnxfuse.match.words import count, needed_ops, node_name
 
-__all__ = ["Match", "Matcher", "Miss", "count", "node_name"]
+__all__ = ["Match", "Matcher", "Miss", "count", "needed_ops", "node_name"]

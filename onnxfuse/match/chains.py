@@ -46,13 +46,13 @@ class Chain:
             for order in orders:
                 for after in self._assign(order, 0, state):
                     yield from self._agree(numbers, after)
-        if len(values) > len(self.values):
-            return
-        for i in range(start, len(values)):
+        room = len(self.values) - len(values)
+        for i in range(start, len(values)) if room >= 0 else ():
             tensor, after = self.matcher.through_casts(values[i], state)
             for inner, more, node in self._split(tensor):
-                grown = [*values[:i], *inner, *values[i + 1 :]]
-                yield from self._grow(grown, numbers + more, i, after.with_nodes([node]))
+                if len(inner) - 1 <= room:
+                    grown = [*values[:i], *inner, *values[i + 1 :]]
+                    yield from self._grow(grown, numbers + more, i, after.with_nodes([node]))
 
     def _unfit(self, values: Sequence[Tensor]) -> str:
         found = " and ".join(f"'{t.name}' ({origin(t)})" for t in values)

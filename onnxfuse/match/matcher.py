@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from onnx import TensorProto
@@ -65,6 +65,7 @@ class Matcher:
             Scaled: functools.partial(match_scaled, self),
             Sizes: functools.partial(match_sizes, self),
         }
+        self._options: dict[tuple[int, str], list[tuple[Any, Term]]] = {}
         self._chains: dict[int, Chain] = {}
         self._ops = {id(term): root_ops(term) for term in walk(*fusion.outputs)}
         ends = self._ops[id(fusion.outputs[0])]
@@ -151,9 +152,8 @@ class Matcher:
         return self._chains[id(term)].match(tensor, state)
 
     def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
-        for option in term.options:
-            if self.fits(option, tensor):
-                yield from self._option(option, tensor, state)
+        for _, option in self._fitting(term, enumerate(term.options), tensor):
+            yield from self._option(option, tensor, state)
 
     def fits(self, term: Term, tensor: Tensor) -> bool:
         """Whether the operator that computes the tensor can be the last one of the term: most cannot, and end here."""
@@ -165,6 +165,13 @@ class Matcher:
             op_of(made_by[0]) in ops or (self.fusion.casts and self.float_cast(tensor) is not None)
         )
 
+    def _fitting(self, term: Term, options: Iterable[tuple[Any, Term]], tensor: Tensor) -> Sequence[tuple[Any, Term]]:
+        """The options that the operator which computes the tensor can end; the same for all tensors of an operator."""
+        key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
+        if key not in self._options or key[1] == "Cast":
+            self._options[key] = [(label, option) for label, option in options if self.fits(option, tensor)]
+        return self._options[key]
+
     def wanted(self, term: Term) -> str:
         """The operators that a term may end with, in words."""
         ops = sorted(self._ops[id(term)] or ["any value"])
@@ -173,8 +180,8 @@ class Matcher:
     def _choose(self, term: Choose, tensor: Tensor, state: State) -> Iterator[State]:
         """Variants exclude each other, so the first that fits is not taken back."""
         name = term.name
-        for label, option in term.options.items():
-            if state.choices.get(name, label) != label or not self.fits(option, tensor):
+        for label, option in self._fitting(term, term.options.items(), tensor):
+            if state.choices.get(name, label) != label:
                 continue
             fits = False
             for after in self._option(option, tensor, state._replace(choices={**state.choices, name: label})):
@@ -245,7 +252,7 @@ class Matcher:
 
     def widening(self, node: Node) -> Tensor | None:
         """The constant of one element that has more axes than all that it meets, and so gives the result more."""
-        numbers = [t for t in node.inputs if is_constant(t) and t.shape and self.number(t) is not None]
+        numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
         if not numbers:
             return None
         widest = max(numbers, key=lambda t: len(t.shape))

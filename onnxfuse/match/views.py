@@ -27,6 +27,8 @@ def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -
             m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
             return
     for source, nodes, factor in reversed(list(_sources(m, tensor, state.factor is not None))):
+        if not m.fits(term.inner, source):  # the cheaper question first
+            continue
         dims = _arrangement(m, term.pattern, source, nodes, tensor, state)
         if dims is None:
             continue

@@ -46,6 +46,28 @@ def root_ops(term: Term) -> frozenset[str] | None:
     return None if None in each else frozenset().union(*(ops for ops in each if ops is not None))
 
 
+COMMON = {"Add", "Mul", "Sub", "Div", "Cast", "Pow", "Sqrt", "Slice", "Where"} | VIEWS  # found in most models
+
+
+def needed_ops(term: Term) -> frozenset[str]:
+    """Operators of which a term contains at least one, however it is spelled; empty where nothing can be said."""
+    match term:
+        case Apply(op=op):
+            return _rarest([*map(needed_ops, parts(term)), frozenset([op])])
+        case Either() | Choose():
+            each = [needed_ops(part) for part in parts(term)]
+            return frozenset().union(*each) if all(each) else frozenset()
+        case Sum() | Product():
+            own = frozenset(["Mul", "Div"] if isinstance(term, Product) else ["Add", "Sub"])
+            return _rarest([*map(needed_ops, parts(term)), own])
+        case _:
+            return _rarest([needed_ops(part) for part in parts(term)])
+
+
+def _rarest(sets: Sequence[frozenset[str]]) -> frozenset[str]:
+    return min(filter(None, sets), key=lambda ops: (len(ops & COMMON), len(ops)), default=frozenset())
+
+
 def count(term: Term, choices: Mapping[str, str], seen: set[int] | None = None) -> int:
     """About how many nodes a term stands for: of its longest spelling, and of the chosen variant or the longest."""
     seen = set() if seen is None else seen
