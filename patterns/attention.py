@@ -14,7 +14,6 @@ from onnxfuse.dsl import (
     scaled,
     shared,
     tensor,
-    wide,
 )
 
 LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
@@ -80,7 +79,7 @@ def attention(
 
     scores = scaled(op.MatMul(queries, columns), scale)
     biased = choose("bias_kind", position=scores + bias, none=scores)
-    probabilities = op.Softmax(wide(masked(biased, mask, masked_score)), axis=-1)
+    probabilities = op.Softmax(masked(biased, mask, masked_score), axis=-1)
     guarded = choose(
         "fully_masked",
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),

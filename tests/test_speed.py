@@ -126,7 +126,7 @@ def timed(model: onnx.ModelProto) -> tuple[Report, float]:
 
 
 def slowness() -> float:
-    """How much slower the processor is just now than the one that the limit was set on: 1 there, when nothing else runs.
+    """How much slower the processor is just now than the one that the limit was set on, when nothing else ran: 1 there.
 
     Shared cores were seen to take 0.10 s for this loop, and 0.19 s minutes later.
     """

@@ -1,0 +1,68 @@
+"""The exported models, fused, on onnxruntime's CUDA provider with our kernels, against the originals there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onnxfuse
+from onnxfuse.difference import TOLERANCES
+from onnxfuse.provider import compile as gpu_compile
+from onnxfuse.provider.session import InferenceSession, explain_session
+
+CUDA = "CUDAExecutionProvider"
+FOLDER = Path(__file__).parents[1] / "models" / "exported"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
+    pytest.mark.skipif(bool(gpu_compile.unavailable()), reason="needs CuPy and a GPU"),
+]
+INDEX = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["models"]
+WITH_KERNELS = {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "gated_activation", "rotary_embedding"}
+
+
+def feeds(entry: dict, sizes: dict[str, int], seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    result = {}
+    for value in entry["inputs"]:
+        shape = [sum(sizes.get(part) or int(part) for part in str(dim).split(" + ")) for dim in value["dims"]]
+        if value["dtype"].startswith("float"):
+            result[value["name"]] = random.standard_normal(shape).astype(value["dtype"])
+        else:
+            low, high = value["range"]
+            kept = value.get("prefix_mask")
+            array = np.ones(shape) if kept else random.integers(low, high + 1, shape)
+            result[value["name"]] = array.astype(value["dtype"])
+    return result
+
+
+def session(model: bytes, providers: list) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options, providers=providers)
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_fused_on_the_gpu(name: str) -> None:
+    ort.preload_dlls()
+    entry, original = INDEX[name], onnx.load(FOLDER / name)
+    fused, report = onnxfuse.optimize(original, verify=False)
+    exact = [(CUDA, {"use_tf32": "0"})]
+    before = session(original.SerializeToString(), exact)
+    after = InferenceSession(fused.SerializeToString(), providers=exact)
+    runs = explain_session(after)
+    assert len(runs) == len(report.fused)
+    wanted = [run for run in runs if run.fusion in WITH_KERNELS]
+    assert [run for run in wanted if run.how != "kernel"] == []
+    for seed, sizes in enumerate((*entry["verified_sizes"], entry["verified_sizes"][0])):
+        values = feeds(entry, sizes, seed)
+        for found, expected in zip(after.run(None, values), before.run(None, values), strict=True):
+            tolerance = 3 * TOLERANCES[str(expected.dtype)]  # of two GPU runs that round differently
+            largest = np.abs(expected.astype(np.float64)).max()
+            error = np.abs(found.astype(np.float64) - expected.astype(np.float64)).max()
+            assert error <= tolerance * largest, f"{error / largest:.1e}"
