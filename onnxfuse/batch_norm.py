@@ -132,7 +132,7 @@ def _fold_before(graph: Graph, shapes: Shapes, node: Node) -> list[Folded]:
     side = input_side(graph, shapes, node)
     steps: list[Step] = []
     start = node.inputs[0]
-    while side and only_reader(graph, start) and (step := _read_maker(graph, start, side)):
+    while side and only_reader(graph, start) and (step := _read_maker(graph, shapes, start, side)):
         steps.insert(0, step)
         start = step.source
     is_input = _is_graph_input(start)
@@ -143,11 +143,15 @@ def _fold_before(graph: Graph, shapes: Shapes, node: Node) -> list[Folded]:
     return []
 
 
-def _read_maker(graph: Graph, tensor: Tensor, side: Side) -> Step | None:
+def _read_maker(graph: Graph, shapes: Shapes, tensor: Tensor, side: Side) -> Step | None:
     maker = producer(tensor)
     if maker is None:
         return None
-    return next((step for source in maker.inputs if (step := _read_step(graph, maker, source, side))), None)
+    step = next((step for source in maker.inputs if (step := _read_step(graph, maker, source, side))), None)
+    if step is None or _is_batch_norm(step):
+        return step
+    shape = shapes.shape(step.source)  # the constant may bring channels or axes that the source does not have
+    return step if shape is not None and shape == shapes.shape(tensor) else None
 
 
 def _is_batch_norm(step: Step) -> bool:

@@ -42,9 +42,10 @@ def fuse(
     by_root: dict[str, list[Matcher]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
-        if needed_ops(fusion.outputs[0]).isdisjoint(present):
-            continue
         matcher = Matcher(graph, shapes, fusion)
+        needed = needed_ops(fusion.outputs[0])
+        if needed and needed.isdisjoint(present):
+            continue
         for op in matcher.roots:
             by_root[op].append(matcher)
     fused: list[Fused] = []

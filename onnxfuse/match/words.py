@@ -46,7 +46,8 @@ def root_ops(term: Term) -> frozenset[str] | None:
     return None if None in each else frozenset().union(*(ops for ops in each if ops is not None))
 
 
-COMMON = {"Add", "Mul", "Sub", "Div", "Cast", "Pow", "Sqrt", "Slice", "Where"} | VIEWS  # found in most models
+# Found in most models, or what a spelling goes wrong in: no reason not to look.
+COMMON = {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"} | VIEWS
 
 
 def needed_ops(term: Term) -> frozenset[str]:
