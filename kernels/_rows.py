@@ -56,13 +56,16 @@ class Tiling:
         }
 
 
-def tiling(rows: int, length: int, width: int, device: Device) -> Tiling:
-    """A tiling for `rows` rows of `length` elements, loaded `width` at a time."""
+def tiling(rows: int, length: int, width: int, device: Device, most_threads: int = USUAL_THREADS) -> Tiling:
+    """A tiling for `rows` rows of `length` elements, loaded `width` at a time.
+
+    `most_threads` of a block, as long as these can hold the row.
+    """
     packs = length // width
     few = rows <= 2 * device.multiprocessors  # then a row's latency is all that counts
     if length <= 32 * WARP_VALUES and not (few and packs > 32):
         return _warp_rows(rows, packs, width, device)
-    threads, cluster = _few_rows(packs, width, device) if few else _many_rows(packs, width, device)
+    threads, cluster = _few_rows(packs, width, device) if few else _many_rows(packs, width, device, most_threads)
     chunks = _over(packs, threads * cluster)
     if chunks * width > (BLOCK_VALUES if threads == MAX_THREADS else MOST_VALUES):
         return Tiling(width, LONG_THREADS, min(LONG_CHUNKS, USUAL_VALUES // width), 1, cluster)
@@ -88,10 +91,10 @@ def _few_rows(packs: int, width: int, device: Device) -> tuple[int, int]:
     return _spread(packs, MAX_THREADS, USUAL_VALUES // width, device)
 
 
-def _many_rows(packs: int, width: int, device: Device) -> tuple[int, int]:
+def _many_rows(packs: int, width: int, device: Device, most_threads: int) -> tuple[int, int]:
     """(threads, cluster): few values per thread, then more threads, then more blocks, then more values."""
     if packs * width <= USUAL_THREADS * USUAL_VALUES:
-        return _power(packs * width / USUAL_VALUES), 1
+        return min(most_threads, _power(packs * width / USUAL_VALUES)), 1
     return _spread(packs, CLUSTER_THREADS, MOST_VALUES // width, device)
 
 
