@@ -28,7 +28,6 @@ from onnxfuse.dsl import (
     Rearrange,
     Scaled,
     Size,
-    Sizes,
     Stored,
     Sum,
     Term,
@@ -53,12 +52,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Variant:
-    """All that decides a body: dtypes and ranks of the operands, and what was captured."""
+    """All that decides a body: dtypes of the operands, and what was captured."""
 
     opset: int
     dtypes: Mapping[str, int]  # of the present operands, by name, in order
     out: tuple[int, ...]  # dtypes of the outputs
-    ranks: Mapping[str, int]
     rank: int  # of the first output
     values: Mapping[str, Any] = field(default_factory=dict)
     dims: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +65,7 @@ class Variant:
 
     def key(self) -> Hashable:
         """Equal for variants with equal bodies."""
-        maps = self.dtypes, self.ranks, self.values, self.dims, self.choices
+        maps = self.dtypes, self.values, self.dims, self.choices
         return (self.opset, self.out, self.rank, self.ort, *(repr(sorted(m.items())) for m in maps))
 
     def holds(self, guard: Any) -> bool:
@@ -159,8 +157,6 @@ class Builder:
     def expressible(self, term: Term) -> bool:
         """Whether the opset has the term's operators and the operands it needs are there."""
         match term:
-            case Sizes():
-                return False
             case Capture(kind=kind, name=name):
                 return kind not in ("tensor", "weight") or name in self.variant.dtypes
             case Given(inner=inner, guard=guard):
@@ -314,7 +310,7 @@ class Builder:
         else:
             self.nodes.pop()
             value = self.node("Unsqueeze", [value], value.dtype, axes=list(repeated))
-        shape = [self._size(name) if i in repeated else 1 for i, name in enumerate(order) if True]
+        shape = [self._size(name) if i in repeated else 1 for i, name in enumerate(order)]
         return self.node("Expand", [value, self.constant(shape, TensorProto.INT64)], value.dtype)
 
     def _reshape(

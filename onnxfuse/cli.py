@@ -120,7 +120,8 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     for miss in misses[:limit]:
         click.echo(explain(miss) + "\n")
     if not misses:
-        click.echo("Nothing comes near: no fusion's last operator is there, or everything that is near was fused.")
+        done = sum(fusion in (None, one.fusion) for one in fusing.fused)
+        click.echo(f"Nothing {'else ' if done else ''}comes near; {done} places were fused.")
     elif len(misses) > limit:
         click.echo(f"{len(misses) - limit} more; --limit {len(misses)} shows all.")
 

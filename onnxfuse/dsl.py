@@ -108,11 +108,15 @@ class Apply(Term):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sum(Term):
+    """Values added, in any order and grouping."""
+
     terms: tuple[Term, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Product(Term):
+    """Values multiplied, in any order and grouping."""
+
     terms: tuple[Term, ...]
 
 
@@ -168,13 +172,6 @@ class Given(Term):
 
     inner: Term
     guard: Guard
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sizes(Term):
-    """A shape tensor that holds the named dimensions; only matched, never stored."""
-
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -269,6 +266,8 @@ def attribute(*, default: Any = None) -> Any:
 
 
 class _Operators:
+    """`op.Name(inputs …, attribute=…)` is the operator `Name` of a domain."""
+
     def __init__(self, domain: str = "") -> None:
         self._prefix = f"{domain}::" if domain else ""
 
@@ -311,7 +310,7 @@ def scaled(value: Term, scale: Term) -> Term:
 
 
 def shared(value: Term) -> Term:
-    """A value that others may read too; it is recomputed, or stays computed, for them."""
+    """A value that others may read too; its nodes stay for them."""
     return Shared(inner=value, span=_here())
 
 
@@ -329,11 +328,6 @@ def given(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
     """`value`, as a spelling or variant that counts only where `holds(...)` is true; see `require`."""
     span = _here()
     return Given(inner=value, guard=Guard(sentence, holds, span), span=span)
-
-
-def sizes(names: str) -> Term:
-    """A shape computed from the named dimensions, for example sizes("queries keys")."""
-    return Sizes(names=tuple(names.split()), span=_here())
 
 
 def stored(value: Term, *, ort: Term) -> Term:
@@ -362,7 +356,6 @@ def fusion(
     out: str | tuple[str, ...],
     casts: bool = False,
     example: Mapping[str, Any] | None = None,
-    before: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Fusion]:
     """Declare a fusion.
 

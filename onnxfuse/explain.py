@@ -32,11 +32,11 @@ def _source(span: Span) -> list[str]:
 
 
 def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None = None) -> list[Miss]:
-    """The misses of a fusion, or around a node, nearest first."""
+    """The misses of a fusion where something agreed, or all around a node, nearest first."""
     chosen = [
         m
         for m in misses
-        if (fusion is None or m.fusion.name == fusion) and (node is None or node in (m.node, *m.around))
+        if (fusion is None or m.fusion.name == fusion) and (m.matched if node is None else node in (m.node, *m.around))
     ]
     return sorted(chosen, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
 

@@ -24,7 +24,7 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.errors import ModelError
-from onnxfuse.protos import subgraphs, without
+from onnxfuse.protos import graphs, subgraphs, without
 
 Node: TypeAlias = Any  # gs.Node: graphsurgeon ships no types
 Tensor: TypeAlias = Any  # gs.Variable | gs.Constant
@@ -169,7 +169,9 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     overridable = {t.name for t in graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
     pinned = overridable | {name for n in graph.node for name in _subgraph_names(n)}
     names = {n.name for n in graph.node} | pinned | inputs | {t.name for t in graph.initializer}
-    names |= {name for n in graph.node for name in (*n.input, *n.output)}
+    for part in graphs(graph):  # names in subgraphs too: none may stand for two values
+        names |= {t.name for t in (*part.input, *part.initializer)}
+        names |= {name for n in part.node for name in (*n.input, *n.output)}
     result = Graph(
         imported, model, folder, opset, frozenset(pinned), frozenset(o.name for o in graph.output),
         list(model.functions), names,

@@ -21,9 +21,10 @@ def refusal(
 ) -> Refusal | None:
     """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
     inside = {id(n) for n in nodes}
-    if len(used(graph, nodes, outputs)) == 1:  # the only way out of what is fused: no operand can depend on it
-        return _needed_outside(graph, nodes, inside, outputs)
-    return _needed_outside(graph, nodes, inside, outputs) or _cycle(graph, nodes, operands)
+    found = _needed_outside(graph, nodes, inside, outputs) or _read_inside(inside, operands)
+    if found or len(used(graph, nodes, outputs)) == 1:  # one way out of what is fused: no operand can come from there
+        return found
+    return _cycle(graph, nodes, operands)
 
 
 def used(graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -48,6 +49,17 @@ def _needed_outside(
                 return Refusal(
                     f"'{tensor.name}' ({_label(node)}) is also read by {_label(reader)}; required no reader outside"
                 )
+    return None
+
+
+def _read_inside(inside: set[int], operands: Mapping[str, Tensor]) -> Refusal | None:
+    """Whether an operand is a value that would vanish, as in `relu(a) + a` with `a` as the residual."""
+    for name, operand in operands.items():
+        if any(id(n) in inside for n in operand.inputs):
+            return Refusal(
+                f"{name} ('{operand.name}') is itself computed inside; required a value from outside",
+                "compute the operand from something else",
+            )
     return None
 
 

@@ -171,7 +171,8 @@ def _lines(report: Report) -> list[str]:
     verified = report.verified
     if verified.passed:
         worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
-        lines.append(f"[green]Verified[/]: {len(verified.outputs)} outputs equal (at {worst:.0%} of the tolerance)")
+        outputs = _counted(len(verified.outputs), "output")
+        lines.append(f"[green]Verified[/]: {outputs} equal (at {worst:.0%} of the tolerance)")
     else:
         lines.append(f"[yellow]Not verified[/]: {escape(verified.reason)}")
     return lines
@@ -186,6 +187,10 @@ def _missed_table(report: Report) -> list[Any]:
     for miss in report.missed[:SHOWN]:
         table.add_row(miss.fusion.name, escape(miss.node), f"{miss.matched} of {miss.of}", escape(miss.reason))
     return [table, "`onnxfuse explain MODEL` shows where in the pattern each of them differs."]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _bytes_text(count: float) -> str:

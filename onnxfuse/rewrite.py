@@ -86,12 +86,10 @@ def rewrite(graph: Graph, shapes: Shapes, match: Match, functions: Functions) ->
 
 def _variant(graph: Graph, shapes: Shapes, match: Match, outputs: list[Tensor], ort: bool) -> Variant:
     present = [c.name for c in match.fusion.operands if c.name in match.operands]
-    ranks = {name: shapes.rank(match.operands[name]) or 0 for name in present}
     return Variant(
         graph.opset,
         {name: shapes.dtype(match.operands[name]) for name in present},
         tuple(shapes.dtype(t) for t in outputs),
-        ranks,
         shapes.rank(outputs[0]) or 0,
         match.values,
         match.dims,

@@ -266,7 +266,7 @@ def build(spelling: Spelling) -> Unfused:
     numbers = find_sizes(spelling, known)
     dims = _open(spelling, numbers) if spelling.dynamic else numbers
     sizes = {name: _shape(spelling, name, axes, dims) for name, axes in shapes.items()}
-    variant = _variant(spelling, sizes, dims)
+    variant = _variant(spelling, dims)
     for guard in spelling.fusion.guards:
         if not _holds(variant, guard):
             raise Unwritable("guard", guard.sentence)
@@ -310,13 +310,12 @@ def _shape(
     return tuple(layout.product([{**dims, **leading}[name] for name in names]) for names in axes)
 
 
-def _variant(spelling: Spelling, shapes: Mapping[str, tuple[DimSize, ...]], dims: Mapping[str, Any]) -> Variant:
+def _variant(spelling: Spelling, dims: Mapping[str, Any]) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
     spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
     rank = sum(len(dims.get("...", ())) if token == "..." else 1 for token in spec.split())
     out = (spelling.dtype,) * (1 if spelling.only_first else len(spelling.fusion.outputs))
-    ranks = {name: len(shape) for name, shape in shapes.items()}
-    return Variant(spelling.opset, dtypes, out, ranks, rank, _values(spelling), dims, chosen(spelling))
+    return Variant(spelling.opset, dtypes, out, rank, _values(spelling), dims, chosen(spelling))
 
 
 def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
@@ -325,7 +324,7 @@ def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
     least = replace(spelling, absent=spelling.absent | optional, longest=False)
     axes = {c.name: _axes(least, c) for c in operands(least)}
     shapes = {name: _shape(least, name, found, {"...": ()}) for name, found in axes.items() if found is None}
-    variant = _variant(least, shapes, {})
+    variant = _variant(least, {})
     nodes, outputs, _ = _body(replace(least, picks={}), variant)
     model, _ = _model(least, variant, nodes, outputs[:1], shapes, shapes)
     shape = tuple(d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim)

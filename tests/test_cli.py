@@ -54,7 +54,7 @@ def test_optimize_writes_the_model_and_prints_the_report(block: Path, tmp_path: 
     assert re.search(r"^gemm_bias_activation +1 +3$", result.stdout, re.MULTILINE)
     assert re.search(r"^layer_norm +1 +1$", result.stdout, re.MULTILINE)
     assert "Nodes: 4 -> 2\n" in result.stdout
-    assert "Verified: 1 outputs equal" in result.stdout
+    assert "Verified: 1 output equal" in result.stdout
     model = onnx.load(tmp_path / "out.onnx")
     onnx.checker.check_model(model, full_check=True)
     assert [node.op_type for node in model.graph.node] == ["gemm_bias_activation", "layer_norm"]
@@ -478,7 +478,7 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_program(block: Path, tmp_path: Path) -> None:
     done = program("optimize", block, tmp_path / "out.onnx")
     assert (done.returncode, done.stderr) == (DONE, "")
-    assert "Verified: 1 outputs equal" in done.stdout
+    assert "Verified: 1 output equal" in done.stdout
     failed = program("optimize", tmp_path / "no.onnx", tmp_path / "other.onnx")
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (FAILED, "", 1)
     assert "Traceback" not in failed.stderr

@@ -23,7 +23,6 @@ from onnxfuse.dsl import (
     Rearrange,
     Scaled,
     Shared,
-    Sizes,
     Span,
     Stored,
     Sum,
@@ -38,7 +37,7 @@ from onnxfuse.match.chains import Chain
 from onnxfuse.match.names import unify
 from onnxfuse.match.operators import match_operator
 from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import match_rearrange, match_scaled, match_sizes, unscaled
+from onnxfuse.match.views import match_rearrange, match_scaled, unscaled
 from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
 from onnxfuse.shapes import Shapes
 
@@ -63,7 +62,6 @@ class Matcher:
             Choose: self._choose,
             Rearrange: functools.partial(match_rearrange, self),
             Scaled: functools.partial(match_scaled, self),
-            Sizes: functools.partial(match_sizes, self),
         }
         self._options: dict[tuple[int, str], list[tuple[Any, Term]]] = {}
         self._chains: dict[int, Chain] = {}
@@ -84,7 +82,7 @@ class Matcher:
         dtype = self.shapes.dtype(tensor)
         if dtype not in FLOATS:
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
-            hint = "convert the model to float32 or float16"
+            hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
             return self._miss_now(f"'{tensor.name}' is {name}; required float32, float16 or bfloat16", tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
             complete = self._complete(state)
@@ -221,6 +219,7 @@ class Matcher:
         yield state._replace(operands={**state.operands, term.name: tensor})
 
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
+        """The state with a scalar or attribute bound; none where it has another value elsewhere."""
         if term.name in state.values and state.values[term.name] != value:
             known = state.values[term.name]
             self.fail(term, state, lambda: f"{term.name} is {value!r} here and {known!r} elsewhere")
@@ -280,6 +279,7 @@ class Matcher:
     # --- casts ---------------------------------------------------------------------------------------------------
 
     def float_cast(self, tensor: Tensor) -> Node | None:
+        """The Cast between floating dtypes that computes a tensor; None where another operator does."""
         node = producer(tensor)
         if node is None or op_of(node) != "Cast":
             return None
@@ -289,6 +289,7 @@ class Matcher:
         return self.shapes.dtype(node.outputs[0]) == TensorProto.FLOAT
 
     def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
+        """What is under the Casts on a tensor, where the fusion absorbs them."""
         nodes = []
         while self.fusion.casts and (node := self.float_cast(tensor)):
             nodes.append(node)
@@ -320,6 +321,11 @@ class Matcher:
         others = [state.terms.get(id(core(term))) for term in self.fusion.outputs[1:]]
         if any(t is None for t in others):
             return None
+        if (rounding := self._rounding(state)) is not None:
+            narrow = FLOATS[self.shapes.dtype(rounding.outputs[0])]
+            told = f"Cast '{node_name(rounding.outputs[0])}' rounds to {narrow} inside, which no operand or output is"
+            self.fail(self.fusion.outputs[0], state, lambda: told, whole=True)
+            return None
         nodes, outputs = tuple(state.nodes.values()), (self._root, *others)
         refused = refusal(self.graph, nodes, outputs, state.operands)
         if refused:
@@ -328,7 +334,16 @@ class Matcher:
             return None
         return Match(self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes)
 
+    def _rounding(self, state: State) -> Node | None:
+        """A Cast to a narrower dtype than the values outside have: on purpose, so that not to round would be wrong."""
+        outside = {self.shapes.dtype(t) for t in (self._root, *state.operands.values())}
+        for node in state.nodes.values():
+            if op_of(node) == "Cast" and not self._widens(node) and self.shapes.dtype(node.outputs[0]) not in outside:
+                return node
+        return None
+
     def holds(self, guard: Guard, state: State, term: Term) -> bool:
+        """Whether a condition is true of what was captured; its sentence is the miss where it is not."""
         known = {**state.dims, **state.values, **state.operands, **state.choices}
         known["dtype"] = FLOATS[self.shapes.dtype(self._root)]
         known["rank"] = self.shapes.rank(self._root)

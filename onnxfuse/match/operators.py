@@ -20,6 +20,7 @@ COMMUTATIVE = {"Add", "Mul", "Min", "Max", "And", "Or", "Equal"}
 
 
 def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
+    """Every way to read a tensor as the output of an operator."""
     node = producer(tensor)
     if node is None or op_of(node) != term.op:
         m.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {term.op}")

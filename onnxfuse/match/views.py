@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import Capture, Rearrange, Scaled, Sizes, core
+from onnxfuse.dsl import Capture, Rearrange, Scaled, core
 from onnxfuse.graph import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.names import fitted
 from onnxfuse.match.state import State
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
+    """Every way to read a tensor as a rearrangement; the farthest source first."""
     keep = isinstance(core(term.inner), Capture)
     found = False
     inner = core(term.inner)
@@ -138,6 +139,7 @@ def _layout(m: Matcher, shape: Sequence[DimSize], nodes: Sequence[Node]) -> layo
 
 
 def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iterator[State]:
+    """Every way to read a tensor as a value times a number, collected from all around it."""
     factor = 1.0
     nodes: list[Node] = []
     while (node := producer(tensor)) is not None:
@@ -154,12 +156,3 @@ def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iter
     inside = state.with_nodes(nodes)._replace(factor=factor)
     for after in m.match(term.inner, tensor, inside):
         yield from m.value(term.scale, after.factor, after._replace(factor=state.factor))
-
-
-def match_sizes(m: Matcher, term: Sizes, tensor: Tensor, state: State) -> Iterator[State]:
-    value = m.shapes.value(tensor)
-    wanted = [state.dims.get(name) for name in term.names]
-    if value is not None and value.ndim == 1 and list(value) == wanted and None not in wanted:
-        yield state
-    else:
-        m.fail(term, state, lambda: f"'{tensor.name}' is not the shape ({' '.join(term.names)})")

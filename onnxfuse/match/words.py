@@ -15,7 +15,6 @@ from onnxfuse.dsl import (
     Product,
     Rearrange,
     Scaled,
-    Sizes,
     Sum,
     Term,
     parts,
@@ -28,7 +27,7 @@ VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "I
 def root_ops(term: Term) -> frozenset[str] | None:
     """The operators that can compute a term; None where any can, or none, as for an operand."""
     match term:
-        case Capture() | Constant() | Sizes():
+        case Capture() | Constant():
             return None
         case Apply(op=op):
             return frozenset([op])
