@@ -93,8 +93,23 @@ def optimize(
     clock = Clock(progress)
     with clock.stage("load"):
         original, folder = load(model)
-    with _without_collector():
-        return _optimize(model, original, folder, fusions, fallback == "ort", verify, inputs, clock)
+    run = Run(original, folder, fallback == "ort", inputs, clock)
+    dropped: list[Dropped] = []
+    while True:
+        taken = {d.fusion for d in dropped}
+        result = run.apply([f for f in fusions if f.name not in taken], WEIGHTS not in taken)
+        verified = run.verify(result.model) if verify else UNVERIFIED
+        if verified.passed is not False:
+            break
+        dropped.append(run.culprit(result, verified, WEIGHTS not in taken))
+    path = str(model) if isinstance(model, str | os.PathLike) else None
+    report = Report(
+        {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
+        {"path": None, "nodes": len(result.model.graph.node)},
+        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
+        verified, clock.seconds,
+    )  # fmt: skip
+    return result.model, report
 
 
 @contextmanager
@@ -109,35 +124,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _optimize(
-    source: object,
-    original: onnx.ModelProto,
-    folder: Path | None,
-    fusions: Sequence[Fusion],
-    ort: bool,
-    verify: bool,
-    inputs: Mapping[str, Array] | None,
-    clock: Clock,
-) -> tuple[onnx.ModelProto, Report]:
-    run = Run(original, folder, ort, inputs, clock)
-    dropped: list[Dropped] = []
-    while True:
-        taken = {d.fusion for d in dropped}
-        result = run.apply([f for f in fusions if f.name not in taken], WEIGHTS not in taken)
-        verified = run.verify(result.model) if verify else UNVERIFIED
-        if verified.passed is not False:
-            break
-        dropped.append(run.culprit(result, verified, WEIGHTS not in taken))
-    path = str(source) if isinstance(source, str | os.PathLike) else None
-    report = Report(
-        {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
-        {"path": None, "nodes": len(result.model.graph.node)},
-        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
-        verified, clock.seconds,
-    )  # fmt: skip
-    return result.model, report
-
-
 @dataclass(frozen=True)
 class Run:
     """One model on its way, with what every attempt needs."""
@@ -150,13 +136,13 @@ class Run:
 
     def apply(self, fusions: Sequence[Fusion], weights: bool = True) -> Fusible:
         """Everything between reading and verifying.  `weights`: fold BatchNormalization and scales into weights."""
-        with self.clock.stage("normalize"):
+        with _without_collector(), self.clock.stage("normalize"):
             graph = read_graph(self.original, self.folder)
             graph.sort()
             shapes = infer_shapes(graph)
             before = traffic(graph, shapes)
             folded = prepare(graph, shapes, weights)
-        with self.clock.stage("fuse"):
+        with _without_collector(), self.clock.stage("fuse"):
             progress = self.clock.tell
             fusing = fuse(graph, shapes, fusions, ort=self.ort, progress=lambda done, of: progress("fuse", done, of))
         with self.clock.stage("write"):
