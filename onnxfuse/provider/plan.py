@@ -68,7 +68,23 @@ class Scalar:
     type: Literal["int32", "int64", "float32"]
 
 
-Argument: TypeAlias = Pointer | Scalar
+@dataclass(frozen=True)
+class TensorMap:
+    """A CUtensorMap passed by value (`const __grid_constant__`), over memory whose address a run supplies.
+
+    Sizes, strides and box count from the innermost dimension, as cuTensorMapEncodeTiled has them; `strides` are in
+    bytes and leave out the innermost, which is one element. What a box reads outside `sizes` is zero.
+    """
+
+    pointer: Pointer
+    dtype: Literal["float16", "bfloat16", "float32", "uint8"]
+    sizes: tuple[int, ...]  # elements, one to five dimensions
+    strides: tuple[int, ...]  # multiples of 16
+    box: tuple[int, ...]  # elements, at most 256 each
+    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension is no wider
+
+
+Argument: TypeAlias = Pointer | Scalar | TensorMap
 
 
 @dataclass(frozen=True)
@@ -84,9 +100,39 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A matrix of a product: row-major, `rows` x `columns`, with `stride` elements from row to row."""
+
+    pointer: Pointer
+    dtype: str
+    rows: int
+    columns: int
+    stride: int
+    batch_stride: int = 0  # elements from one product of the batch to the next; 0 where all share it
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One cublasLtMatmul: y = epilogue(x w + c), with w transposed where `w` is n x k."""
+
+    x: Matrix  # m x k
+    w: Matrix  # k x n, or n x k where `transposed`
+    y: Matrix  # m x n
+    transposed: bool
+    batch: int = 1
+    c: Matrix | None = None  # added to the product before bias and activation
+    bias: Pointer | None = None  # n elements of y's dtype
+    activation: Literal["none", "relu", "gelu_tanh"] = "none"
+    tf32: bool = False  # float32 operands are rounded to TF32
+    workspace: Pointer | None = None
+    workspace_bytes: int = 0
+    algorithm: tuple[int, ...] = ()  # the eight 64-bit words of a cublasLtMatmulAlgo_t; none: cuBLASLt's first choice
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Output shapes, scratch sizes in bytes, and the launches in order; no launch where nothing is to be computed."""
+    """Output shapes, scratch sizes in bytes, and the steps in order; no step where nothing is to be computed."""
 
     outputs: tuple[TensorSpec, ...]
-    steps: tuple[Launch, ...]
+    steps: tuple[Launch | Matmul, ...]
     scratch: tuple[int, ...] = ()

@@ -1,0 +1,40 @@
+"""A matrix product with its epilogue, as the hosts of every GEMM kernel see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.provider.plan import Pointer
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual, computed in fp32, rounded once.
+
+    All matrices are row-major and contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
+    or n x k where `transposed`. What is None is absent.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str  # of x, w, up, residual and y
+    transposed: bool
+    aligned: bool  # every pointer is at a multiple of 16 bytes
+    x: Pointer
+    w: Pointer
+    y: Pointer
+    bias: Pointer | None = None  # n elements
+    up: Pointer | None = None  # the second weight of a gated product
+    up_bias: Pointer | None = None
+    column_scale: Pointer | None = None  # n elements
+    residual: Pointer | None = None
+    activation: str = "none"  # a name of _elementwise.ACTIVATIONS
+    alpha: float = 0.0
+    beta: float = 0.0
+    tf32: bool = False  # float32 operands may be rounded to TF32
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the products."""
+        return 2 * self.m * self.n * self.k * (2 if self.up else 1)
