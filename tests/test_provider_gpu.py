@@ -119,6 +119,23 @@ def test_a_cuda_graph_is_captured_and_replayed_with_other_inputs(steps: int) -> 
         close(output.numpy(), given)
 
 
+def test_kernels_run_on_the_stream_that_the_session_was_given() -> None:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    run = session(model(steps=2), user_compute_stream=str(stream.ptr))
+    for rows in (1, 64, 7):
+        binding, _, output = bound(run, given := feed(rows))
+        run.run_with_iobinding(binding)
+        stream.synchronize()
+        close(output.numpy(), given)
+
+
+def test_kernels_run_where_onnxruntime_prefers_channels_last() -> None:
+    run = session(model(steps=2, nodes=1), prefer_nhwc="1")
+    close(run.run(None, feed(64))[0], feed(64))
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_eight_threads_share_a_session(steps: int) -> None:
     run = session(model(steps=steps, nodes=1))
@@ -162,7 +179,7 @@ def test_sessions_come_and_go_without_a_leak() -> None:
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     before = free_after(5)
-    assert before - free_after(50) < 64 << 20
+    assert before - free_after(200) < 64 << 20
 
 
 def microseconds(run: Callable[[], Any], repeats: int) -> float:
