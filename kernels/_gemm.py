@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.provider.plan import Pointer
+from onnxfuse.provider.plan import Launch, Matmul, Pointer
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,15 @@ class Gemm:
     def flops(self) -> int:
         """Multiplications and additions of the products."""
         return 2 * self.m * self.n * self.k * (2 if self.up else 1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a Gemm, to be timed against others: a plan's steps, without its outputs.
+
+    Scratch pointers count from the candidate's own first buffer; one that runs has all of a plan's scratch to itself.
+    """
+
+    name: str  # which kernel and tiling: what a report or a cache of choices calls it
+    steps: tuple[Launch | Matmul, ...]
+    scratch: tuple[int, ...] = ()  # bytes
