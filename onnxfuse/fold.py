@@ -14,19 +14,8 @@ import onnx.numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onnxfuse.dims import Size
-from onnxfuse.graph import (
-    Array,
-    Graph,
-    Node,
-    Tensor,
-    _node_proto,
-    attribute,
-    constant_value,
-    is_constant,
-    op_of,
-    producer,
-    unique,
-)
+from onnxfuse.graph import Array, Graph, Node, Tensor, attribute, constant_value, is_constant, op_of, producer, unique
+from onnxfuse.graph_protos import node_proto
 from onnxfuse.linear import SMALL
 from onnxfuse.shapes import Shapes
 
@@ -180,7 +169,7 @@ def _evaluate(graph: Graph, shapes: Shapes, nodes: list[Node]) -> dict[str, Arra
     if not nodes:
         return {}
     values = {t.name: constant_value(graph, t) for n in nodes for t in n.inputs if is_constant(t)}
-    made = onnx.helper.make_graph([_node_proto(graph, node) for node in nodes], "constants", [], [])
+    made = onnx.helper.make_graph([node_proto(graph, node) for node in nodes], "constants", [], [])
     opset = onnx.helper.make_opsetid("", graph.opset)
     evaluator = ReferenceEvaluator(onnx.helper.make_model(made, opset_imports=[opset]))
     results: dict[str, Array] = {}

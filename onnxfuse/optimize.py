@@ -20,7 +20,8 @@ from onnxfuse.errors import UsageError, VerificationError
 from onnxfuse.files import load
 from onnxfuse.fold import Folded, fold_constants, fold_shapes
 from onnxfuse.fuse import Fusing, fuse
-from onnxfuse.graph import Array, Graph, read_graph, write_model
+from onnxfuse.graph import Array, Graph
+from onnxfuse.graph_protos import read_graph, write_model
 from onnxfuse.normalize import normalize
 from onnxfuse.report import Dropped, Report, Traffic, traffic
 from onnxfuse.shapes import Shapes, infer_shapes

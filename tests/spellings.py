@@ -20,7 +20,8 @@ from onnxfuse.dims import Dim, evaluate, symbol
 from onnxfuse.dims import Size as DimSize
 from onnxfuse.dsl import Apply, Capture, Choose, Either, Fusion, Given, Guard, Rearrange, Size, Term, core, parts, walk
 from onnxfuse.errors import PatternError
-from onnxfuse.graph import read_graph, schema
+from onnxfuse.graph import schema
+from onnxfuse.graph_protos import read_graph
 from onnxfuse.match import count
 from onnxfuse.match.names import unify
 from onnxfuse.shapes import infer_shapes

@@ -17,7 +17,8 @@ from onnxfuse.batch_norm import fold_batch_norm
 from onnxfuse.dim_text import parse_size
 from onnxfuse.dims import evaluate
 from onnxfuse.fold import Folded, fold_constants, fold_shapes
-from onnxfuse.graph import Graph, read_graph, write_model
+from onnxfuse.graph import Graph
+from onnxfuse.graph_protos import read_graph, write_model
 from onnxfuse.normalize import normalize
 from onnxfuse.shapes import Shapes, infer_shapes
 

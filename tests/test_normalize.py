@@ -9,7 +9,7 @@ import onnx
 import pytest
 from test_fold import apply, assert_same, ops, parse, random, run
 
-from onnxfuse.graph import read_graph
+from onnxfuse.graph_protos import read_graph
 from onnxfuse.normalize import merge_repeats, normalize, remove_no_ops
 from onnxfuse.shapes import infer_shapes
 from onnxfuse.views import compose_views

@@ -16,7 +16,8 @@ from onnx import TensorProto
 
 from onnxfuse.dim_text import parse_size
 from onnxfuse.dims import Size, evaluate, is_known, symbol, symbols
-from onnxfuse.graph import Graph, Tensor, read_graph
+from onnxfuse.graph import Graph, Tensor
+from onnxfuse.graph_protos import read_graph
 from onnxfuse.shapes import Shapes, infer_shapes
 
 EXPORTED = Path(__file__).parents[1] / "models" / "exported"
