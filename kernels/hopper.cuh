@@ -1,0 +1,272 @@
+// Hopper's own instructions (sm_90a), one function each: mbarriers, bulk tensor copies (TMA), wgmma, stmatrix.
+//
+// Addresses of shared memory are 32-bit, as shared_address gives them.
+#pragma once
+#include "types.cuh"
+
+struct alignas(64) TensorMap { u64 words[16]; };  // a CUtensorMap; parameters are `const __grid_constant__ TensorMap`
+
+namespace hopper {
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
+// ---- threads, clusters, registers --------------------------------------------------------------------------------
+
+// Waits for `threads` threads that name this barrier (1 to 15; 0 is __syncthreads).
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Arrives at a named barrier without waiting there.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Registers a thread of this warpgroup, a multiple of 8: what a producer gives up, consumers take.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// ---- mbarriers ---------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// After the inits, by the thread that made them: other blocks of the cluster and TMA see them (with a barrier after).
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase wait for that many bytes of TMA loads too.
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier at the same place in another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile("{ .reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank)
+                 : "memory");
+}
+
+// Returns once the phase of that parity is complete: 0 is the first; a fresh barrier counts as past phase 1.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again; }" ::"r"(barrier), "r"(parity)
+                 : "memory");
+}
+
+// ---- bulk tensor copies: one thread issues them ------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Loads the map's box at those coordinates, innermost first; its bytes count towards the barrier's phase.
+#define TMA_LOAD(rank, places, ...)                                                                                \
+    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.mbarrier::complete_tx::bytes "              \
+                 "[%0], [%1, " places "], [%2];" ::"r"(to), "l"(&map), "r"(barrier), __VA_ARGS__ : "memory")
+
+__device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
+    TMA_LOAD("2d", "{%3, %4}", "r"(c0), "r"(c1));
+}
+__device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1, int c2) {
+    TMA_LOAD("3d", "{%3, %4, %5}", "r"(c0), "r"(c1), "r"(c2));
+}
+__device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1, int c2, int c3) {
+    TMA_LOAD("4d", "{%3, %4, %5, %6}", "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+__device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1, int c2, int c3,
+                                     int c4) {
+    TMA_LOAD("5d", "{%3, %4, %5, %6, %7}", "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4));
+}
+#undef TMA_LOAD
+
+// The same box into the same place, with the same barrier, of every block whose bit is set in `blocks`.
+__device__ __forceinline__ void load_multicast(const TensorMap& map, u32 to, u32 barrier, unsigned short blocks, int c0,
+                                               int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "h"(blocks)
+                 : "memory");
+}
+
+// Stores a box; what lies outside the tensor is not written. Ordinary stores to `from` need store_fence before.
+#define TMA_STORE(rank, places, ...)                                                                               \
+    asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " places "], [%1];" ::"l"(&map), \
+                 "r"(from), __VA_ARGS__ : "memory")
+
+__device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, int c1) {
+    TMA_STORE("2d", "{%2, %3}", "r"(c0), "r"(c1));
+}
+__device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, int c1, int c2) {
+    TMA_STORE("3d", "{%2, %3, %4}", "r"(c0), "r"(c1), "r"(c2));
+}
+__device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, int c1, int c2, int c3) {
+    TMA_STORE("4d", "{%2, %3, %4, %5}", "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+#undef TMA_STORE
+
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the last PENDING committed groups have read their shared memory.
+template <int PENDING>
+__device__ __forceinline__ void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Until all but the last PENDING committed groups are written.
+template <int PENDING>
+__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma: by each writer, before the barrier.
+__device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
+// Lane i gives the address of row i % 8 of matrix i / 8; register j has elements 2 (lane % 4) and the next of row
+// lane / 4 of matrix j, as wgmma's accumulators have them.
+
+__device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from) : "memory");
+}
+
+// ---- wgmma -------------------------------------------------------------------------------------------------------
+// d (64 x N, fp32) += a (64 x 16) b (16 x N). Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below
+// that, columns 2 (t % 4) and the next of every 8: d[4 j], d[4 j + 1] are above, d[4 j + 2], d[4 j + 3] below.
+
+// Where an operand lies in shared memory, in rows of SWIZZLE bytes as TMA writes them, from a multiple of 8 rows on.
+//   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
+//                              16 elements of k further on: address + 32
+//   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
+//                              next 8 (8 SWIZZLE); 16 rows of k further on: address + 16 SWIZZLE
+template <int SWIZZLE>
+__device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
+    constexpr u64 KIND = SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : SWIZZLE == 32 ? 3 : 0;
+    return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
+}
+
+// Before the first wgmma, and after ordinary writes to its registers.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// After wgmma_wait, before the results are read: keeps the compiler from reading them earlier.
+template <int COUNT>
+__device__ __forceinline__ void settle(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define PLACES(a, b, c, d, e, f, g, h) \
+    "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define PLACES_8 PLACES(0, 1, 2, 3, 4, 5, 6, 7)
+#define PLACES_16 PLACES_8 ", " PLACES(8, 9, 10, 11, 12, 13, 14, 15)
+#define PLACES_24 PLACES_16 ", " PLACES(16, 17, 18, 19, 20, 21, 22, 23)
+#define PLACES_32 PLACES_24 ", " PLACES(24, 25, 26, 27, 28, 29, 30, 31)
+#define PLACES_40 PLACES_32 ", " PLACES(32, 33, 34, 35, 36, 37, 38, 39)
+#define PLACES_48 PLACES_40 ", " PLACES(40, 41, 42, 43, 44, 45, 46, 47)
+#define PLACES_56 PLACES_48 ", " PLACES(48, 49, 50, 51, 52, 53, 54, 55)
+#define PLACES_64 PLACES_56 ", " PLACES(56, 57, 58, 59, 60, 61, 62, 63)
+#define PLACES_72 PLACES_64 ", " PLACES(64, 65, 66, 67, 68, 69, 70, 71)
+#define PLACES_80 PLACES_72 ", " PLACES(72, 73, 74, 75, 76, 77, 78, 79)
+#define PLACES_88 PLACES_80 ", " PLACES(80, 81, 82, 83, 84, 85, 86, 87)
+#define PLACES_96 PLACES_88 ", " PLACES(88, 89, 90, 91, 92, 93, 94, 95)
+#define PLACES_104 PLACES_96 ", " PLACES(96, 97, 98, 99, 100, 101, 102, 103)
+#define PLACES_112 PLACES_104 ", " PLACES(104, 105, 106, 107, 108, 109, 110, 111)
+#define PLACES_120 PLACES_112 ", " PLACES(112, 113, 114, 115, 116, 117, 118, 119)
+#define PLACES_128 PLACES_120 ", " PLACES(120, 121, 122, 123, 124, 125, 126, 127)
+#define EIGHT(i)                                                                                                   \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define RESULTS_8 EIGHT(0)
+#define RESULTS_16 RESULTS_8, EIGHT(8)
+#define RESULTS_24 RESULTS_16, EIGHT(16)
+#define RESULTS_32 RESULTS_24, EIGHT(24)
+#define RESULTS_40 RESULTS_32, EIGHT(32)
+#define RESULTS_48 RESULTS_40, EIGHT(40)
+#define RESULTS_56 RESULTS_48, EIGHT(48)
+#define RESULTS_64 RESULTS_56, EIGHT(56)
+#define RESULTS_72 RESULTS_64, EIGHT(64)
+#define RESULTS_80 RESULTS_72, EIGHT(72)
+#define RESULTS_88 RESULTS_80, EIGHT(80)
+#define RESULTS_96 RESULTS_88, EIGHT(88)
+#define RESULTS_104 RESULTS_96, EIGHT(96)
+#define RESULTS_112 RESULTS_104, EIGHT(104)
+#define RESULTS_120 RESULTS_112, EIGHT(112)
+#define RESULTS_128 RESULTS_120, EIGHT(120)
+
+// wgmma<TRANSPOSED>(T(), d, a, b, accumulate): `a` a descriptor (contiguous along k) or registers, `b` a descriptor,
+// TRANSPOSED: b is contiguous along n. accumulate false: d is overwritten. The numbers: N / 2 and those after it.
+#define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
+    template <bool TRANSPOSED> \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, %" #n0 \
+                     ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }" \
+                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TRANSPOSED))); \
+    } \
+    template <bool TRANSPOSED> \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, {%" #n0 \
+                     ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }" \
+                     : RESULTS_##n0 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
+                       "n"(int(TRANSPOSED))); \
+    }
+#define WGMMAS(N, ...) WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__)
+
+WGMMAS(16, 8, 9, 10, 11, 12, 13, 14)
+WGMMAS(32, 16, 17, 18, 19, 20, 21, 22)
+WGMMAS(48, 24, 25, 26, 27, 28, 29, 30)
+WGMMAS(64, 32, 33, 34, 35, 36, 37, 38)
+WGMMAS(80, 40, 41, 42, 43, 44, 45, 46)
+WGMMAS(96, 48, 49, 50, 51, 52, 53, 54)
+WGMMAS(112, 56, 57, 58, 59, 60, 61, 62)
+WGMMAS(128, 64, 65, 66, 67, 68, 69, 70)
+WGMMAS(144, 72, 73, 74, 75, 76, 77, 78)
+WGMMAS(160, 80, 81, 82, 83, 84, 85, 86)
+WGMMAS(176, 88, 89, 90, 91, 92, 93, 94)
+WGMMAS(192, 96, 97, 98, 99, 100, 101, 102)
+WGMMAS(208, 104, 105, 106, 107, 108, 109, 110)
+WGMMAS(224, 112, 113, 114, 115, 116, 117, 118)
+WGMMAS(240, 120, 121, 122, 123, 124, 125, 126)
+WGMMAS(256, 128, 129, 130, 131, 132, 133, 134)
+
+#undef WGMMAS
+#undef WGMMA
+#undef PLACES
+#undef EIGHT
+
+}  // namespace hopper
