@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+from onnxfuse.provider import build_native, native, planner
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
 cupy: Any = pytest.importorskip("cupy")
 
@@ -61,24 +63,26 @@ def run(
     read = [upload(value, aligned) for value in inputs.values()]
     written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
     launch(plan, read, written)
-    cupy.cuda.runtime.deviceSynchronize()
     return [result(buffer, spec, aligned) for buffer, spec in zip(written, plan.outputs, strict=True)]
 
 
 def launch(plan: Plan, read: Sequence[Any], written: Sequence[Any]) -> None:
-    """The steps of a plan, as the provider would run them."""
-    compiled = importlib.import_module("onnxfuse.provider.compile")
-    places = {"input": read, "output": written}
-    numbers = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
-    for step in plan.steps:
-        arguments = tuple(
-            np.uint64(places[argument.kind][argument.index].data.ptr + argument.offset)
-            if isinstance(argument, Pointer)
-            else numbers[argument.type](argument.value)
-            for argument in step.arguments
-        )
-        function = compiled.compile_kernel(step.kernel, 0)
-        function.keep(step.grid, step.block, arguments, shared_mem=step.shared)
+    """The steps of a plan, through the same code as in a session; of the inputs it is told the bytes."""
+    compile_native()
+    ready = planner.ready(plan, [TensorSpec((each.nbytes,), "uint8", each.data.ptr % 16 == 0) for each in read])
+    scratch = cupy.full(ready.scratch_bytes, 0xFF, dtype=cupy.uint8)
+    cupy.cuda.runtime.deviceSynchronize()  # what CuPy does runs on streams of its own
+    ready.run([each.data.ptr for each in read], [each.data.ptr for each in written], scratch.data.ptr)
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+@functools.cache
+def compile_native() -> None:
+    """Make sure that the native library is there, and of the present sources."""
+    library = native.library_path()
+    newest = max(source.stat().st_mtime for source in (native.PACKAGE / "native").iterdir())
+    if library is None or library.stat().st_mtime < newest:
+        build_native.build(native.PACKAGE / "_native.abi3.so")
 
 
 def result(buffer: Any, spec: TensorSpec, aligned: bool) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.provider.plan import TensorSpec
 from onnxfuse.provider.wire import Attribute, read_attributes, read_inputs
 
-ABI: Final = 1
+ABI: Final = 2
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.provider.build_native`"
 
@@ -34,6 +35,7 @@ class _Request(ctypes.Structure):  # PlanRequest in native/python.h
         ("words", ctypes.POINTER(ctypes.c_int64)),
         ("word_count", ctypes.c_uint64),
         ("device", ctypes.c_int32),
+        ("tf32", ctypes.c_int32),
     )
 
 
@@ -48,6 +50,7 @@ class Request:
     attributes: Mapping[str, Attribute]
     inputs: tuple[TensorSpec, ...]
     device: int
+    tf32: bool  # the session allows it
 
 
 Plan = Callable[[Request], bytes]
@@ -79,11 +82,19 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     return library
 
 
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The library, with the CUDA driver open.  Raises NativeError."""
+    library = load()
+    check(library.onnxfuse_open_driver(os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1").encode()))
+    return library
+
+
 def _declare(library: ctypes.CDLL) -> None:
     text, handle, size = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
     number, unsigned = ctypes.c_int, ctypes.c_uint32
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "onnxfuse_prepare": (None, [text, text]),
+        "onnxfuse_prepare": (None, [text, text, number]),
         "onnxfuse_set_callbacks": (None, [handle, handle]),
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
@@ -91,6 +102,12 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_load": (text, [number, ctypes.c_char_p, text, ctypes.POINTER(handle), ctypes.POINTER(handle)]),
         "onnxfuse_configure": (text, [number, handle, unsigned, number]),
         "onnxfuse_unload": (text, [number, handle]),
+        "onnxfuse_open_cublaslt": (text, [text]),
+        "onnxfuse_cublaslt_version": (text, [ctypes.POINTER(ctypes.c_uint64)]),
+        "onnxfuse_read_plan": (text, [number, text, size, handle, size, handle, size, handle, handle]),
+        "onnxfuse_free_plan": (None, [handle]),
+        "onnxfuse_run": (text, [number, handle, handle, handle, handle, handle, ctypes.c_uint64]),
+        "onnxfuse_algorithms": (text, [number, text, size, number, handle, handle]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -123,6 +140,7 @@ def _read(raw: Any) -> Request:
         read_attributes(ctypes.string_at(raw.attributes, raw.attributes_size)),
         read_inputs(raw.words[: raw.word_count]),
         raw.device,
+        bool(raw.tf32),
     )
 
 

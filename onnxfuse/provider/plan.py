@@ -18,12 +18,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan may depend on: the GPU it is made for."""
+    """What a plan may depend on: the GPU that it is made for, and the session's settings."""
 
     name: str
     arch: int  # compute capability as a number: 75, 80, 90, 120
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
+    tf32: bool = True  # the session lets float32 matrix products round their operands to TF32
+    ordinal: int = field(default=0, compare=False)  # which of the machine's GPUs: for questions to its libraries
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Matmul:
     bias: Pointer | None = None  # n elements of y's dtype
     activation: Literal["none", "relu", "gelu_tanh"] = "none"
     tf32: bool = False  # float32 operands are rounded to TF32
+    aligned: bool = True  # every input and output that it touches begins at a multiple of 16 bytes
     workspace: Pointer | None = None
     workspace_bytes: int = 0
     algorithm: tuple[int, ...] = ()  # the eight 64-bit words of a cublasLtMatmulAlgo_t; none: cuBLASLt's first choice

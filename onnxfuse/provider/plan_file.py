@@ -13,12 +13,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxfuse.errors import OnnxfuseError
-from onnxfuse.provider import native, planner
+from onnxfuse.provider import direct, native, planner
 from onnxfuse.provider.compile import Function
-from onnxfuse.provider.plan import FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.provider.plan import (
+    Argument,
+    Device,
+    FusedNode,
+    Kernel,
+    Launch,
+    Matmul,
+    Matrix,
+    Plan,
+    Pointer,
+    Scalar,
+    TensorMap,
+    TensorSpec,
+)
 from onnxfuse.provider.planner import Planned, backends, signature
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 INDEX: Final = "plans.json"
 
 
@@ -30,13 +43,13 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
     """Write the plans that living sessions have made on GPUs like `device_id`; the number of plans."""
     backend = backends[provider]
     device = backend.device(device_id)
-    plans = {signature(p.node, p.inputs): p for p in planner.living() if p.device == device}
+    plans = {signature(p.node, p.inputs, p.device): p for p in planner.living() if _gpu(p.device) == _gpu(device)}
     kernels: dict[str, bytes] = {}
     records = []
     for planned in plans.values():
-        steps = planned.plan.steps[: len(planned.functions)]
-        names = [_kernel_name(step.kernel) for step in steps]
-        for name, step, function in zip(names, steps, planned.functions, strict=True):
+        launches = [step for step in planned.plan.steps if isinstance(step, Launch)]
+        names = [_kernel_name(step.kernel) for step in launches]
+        for name, step, function in zip(names, launches, planned.functions, strict=True):
             if name not in kernels:
                 own = isinstance(function.keep, _Module)
                 kernels[name] = function.keep.cubin if own else backend.cubin(step.kernel, device)
@@ -44,7 +57,8 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
     index = {
         "format": FORMAT,
         "onnxfuse": version("onnxfuse"),
-        "device": dataclasses.asdict(device),
+        "device": _gpu(device),
+        "cublaslt": direct.cublaslt_version() if any(map(_has_algorithm, plans.values())) else None,
         "cubins": {name: hashlib.sha256(code).hexdigest() for name, code in kernels.items()},
         "plans": records,
     }
@@ -55,33 +69,51 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
 def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
     """Use a file's plans from now on; the number of plans.  Raises PlanFileError, and uses none, where one is bad."""
     index, cubins = _read(Path(path))
-    device = backends[provider].device(device_id)
-    made_for = index["device"]
-    if made_for != dataclasses.asdict(device):
-        here = dataclasses.asdict(device)
-        raise PlanFileError(f"{path}: made for {_describe(made_for)}, this GPU is {_describe(here)}")
+    here = _gpu(backends[provider].device(device_id))
+    if index["device"] != here:
+        raise PlanFileError(f"{path}: made for {_describe(index['device'])}, this GPU is {_describe(here)}")
+    _check_cublaslt(path, index.get("cublaslt"))
     try:
-        plans = {signature(*entry[:2]): entry for entry in map(_entry, index["plans"])}
-        if missing := {name for entry in plans.values() for name in entry[3]} - set(cubins):
+        entries = [_entry(record, here) for record in index["plans"]]
+        plans = {signature(p.node, p.inputs, p.device): (p, names) for p, names in entries}
+        if missing := {name for _, names in plans.values() for name in names} - set(cubins):
             raise KeyError(f"cubin {min(missing)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanFileError(f"{path}: a plan is malformed: {type(error).__name__}: {error}") from error
     modules: dict[tuple[str, str, int], Function] = {}
 
-    def find(node: FusedNode, inputs: tuple[TensorSpec, ...], ordinal: int) -> Planned | None:
-        found = plans.get(signature(node, inputs))
-        if found is None or backends[provider].device(ordinal) != device:
+    def function(name: str, step: Launch, ordinal: int) -> Function:
+        key = (name, step.kernel.entry, ordinal)
+        if key not in modules:
+            modules[key] = _load(cubins[name], step.kernel.entry, ordinal)
+        return planner._ready(modules[key], step, ordinal)
+
+    def find(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> Planned | None:
+        found = plans.get(signature(node, inputs, device))
+        if found is None or _gpu(device) != here:
             return None
-        functions = []
-        for step, name in zip(found[2].steps, found[3], strict=False):
-            key = (name, step.kernel.entry, ordinal)
-            if key not in modules:
-                modules[key] = _load(cubins[name], step.kernel.entry, ordinal)
-            functions.append(planner._ready(modules[key], step, ordinal))
-        return Planned(node, inputs, device, found[2], tuple(functions))
+        plan, names = found[0].plan, found[1]
+        launches = (step for step in plan.steps if isinstance(step, Launch))
+        functions = tuple(function(*each, device.ordinal) for each in zip(names, launches, strict=True))
+        return Planned(node, inputs, device, plan, functions)
 
     planner.stored.append(find)
     return len(plans)
+
+
+def _gpu(device: Device) -> dict[str, Any]:
+    """What two devices must agree in to share machine code."""
+    return {name: value for name, value in vars(device).items() if name not in ("tf32", "ordinal")}
+
+
+def _has_algorithm(planned: Planned) -> bool:
+    return any(isinstance(step, Matmul) and step.algorithm for step in planned.plan.steps)
+
+
+def _check_cublaslt(path: str | Path, wanted: object) -> None:
+    """cuBLASLt's algorithms mean something to the version only that proposed them."""
+    if wanted is not None and wanted != (found := direct.cublaslt_version()):
+        raise PlanFileError(f"{path}: its products were chosen for cuBLASLt {wanted}, this is {found}; make it again")
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,40 +142,64 @@ def _record(planned: Planned) -> dict[str, Any]:
     node, plan = planned.node, planned.plan
     return {
         "node": {**vars(node), "name": "", "attributes": dict(node.attributes)},
+        "tf32": planned.device.tf32,
         "inputs": [dataclasses.asdict(spec) for spec in planned.inputs],
         "outputs": [dataclasses.asdict(spec) for spec in plan.outputs],
         "scratch": plan.scratch,
-        "steps": [_step(step) for step in plan.steps[: len(planned.functions)]],
+        "steps": [_step(step) for step in plan.steps],
     }
 
 
-def _step(step: Launch) -> dict[str, Any]:
+def _step(step: Launch | Matmul) -> dict[str, Any]:
+    if isinstance(step, Matmul):
+        return {"matmul": dataclasses.asdict(step)}
     kernel = {**vars(step.kernel), "defines": dict(step.kernel.defines)}
-    return {**vars(step), "kernel": kernel, "arguments": [vars(argument) for argument in step.arguments]}
+    return {**vars(step), "kernel": kernel, "arguments": [dataclasses.asdict(argument) for argument in step.arguments]}
 
 
-def _entry(record: Mapping[str, Any]) -> tuple[FusedNode, tuple[TensorSpec, ...], Plan, tuple[str, ...]]:
+def _entry(record: Mapping[str, Any], gpu: Mapping[str, Any]) -> tuple[Planned, tuple[str, ...]]:
     """A record back as what it was; the native library checks sizes and indices when the plan is used."""
     node = record["node"]
-    steps = tuple(
-        Launch(
-            Kernel(**step["kernel"]),
-            _triple(step["grid"]),
-            _triple(step["block"]),
-            tuple(Pointer(**a) if "kind" in a else Scalar(**a) for a in step["arguments"]),
-            int(step["shared"]),
-            int(step["cluster"]),
-        )
-        for step in record["steps"]
-    )
+    steps = tuple(map(_read_step, record["steps"]))
     names = tuple(map(str, record["cubins"]))
-    if len(names) != len(steps):
-        raise ValueError(f"{len(steps)} steps, {len(names)} cubins")
+    launches = sum(isinstance(step, Launch) for step in steps)
+    if len(names) != launches:
+        raise ValueError(f"{launches} launches, {len(names)} cubins")
     fused = FusedNode(
         node["fusion"], "", tuple(node["operands"]), dict(node["attributes"]), tuple(node["output_dtypes"])
     )
     plan = Plan(_specs(record["outputs"]), steps, tuple(map(int, record["scratch"])))
-    return fused, _specs(record["inputs"]), plan, names
+    device = Device(**gpu, tf32=bool(record["tf32"]))
+    return Planned(fused, _specs(record["inputs"]), device, plan, ()), names
+
+
+def _read_step(step: Mapping[str, Any]) -> Launch | Matmul:
+    if "matmul" in step:
+        return _read_matmul(step["matmul"])
+    return Launch(
+        Kernel(**step["kernel"]),
+        _triple(step["grid"]),
+        _triple(step["block"]),
+        tuple(map(_read_argument, step["arguments"])),
+        int(step["shared"]),
+        int(step["cluster"]),
+    )
+
+
+def _read_argument(fields: Mapping[str, Any]) -> Argument:
+    if "box" in fields:
+        sequences = {name: tuple(map(int, fields[name])) for name in ("sizes", "strides", "box")}
+        return TensorMap(**{**fields, **sequences, "pointer": Pointer(**fields["pointer"])})
+    return Pointer(**fields) if "kind" in fields else Scalar(**fields)
+
+
+def _read_matmul(fields: Mapping[str, Any]) -> Matmul:
+    pointers = {name: fields[name] and Pointer(**fields[name]) for name in ("bias", "workspace")}
+    matrices = {
+        name: fields[name] and Matrix(**{**fields[name], "pointer": Pointer(**fields[name]["pointer"])})
+        for name in ("x", "w", "y", "c")
+    }
+    return Matmul(**{**fields, **pointers, **matrices, "algorithm": tuple(map(int, fields["algorithm"]))})
 
 
 def _specs(records: Any) -> tuple[TensorSpec, ...]:

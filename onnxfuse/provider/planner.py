@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxfuse.errors import ModelError
 from onnxfuse.provider import compile as gpu_compile
-from onnxfuse.provider import native
+from onnxfuse.provider import direct, native
 from onnxfuse.provider.compile import Function
+from onnxfuse.provider.direct import ReadyPlan
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.provider.source import KernelError, kernel_module
 from onnxfuse.provider.wire import plan_bytes
 
+CUDA: Final = "CUDAExecutionProvider"
 RESERVED: Final = ("fusion", "operands", "output_types")
 
 
@@ -32,7 +35,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, with the functions that its steps call."""
+    """A plan, with the functions that its launches call, in order."""
 
     node: FusedNode
     inputs: tuple[TensorSpec, ...]
@@ -41,12 +44,10 @@ class Planned:
     functions: tuple[Function, ...]
 
 
-Stored = Callable[[FusedNode, tuple[TensorSpec, ...], int], Planned | None]
+Stored = Callable[[FusedNode, tuple[TensorSpec, ...], Device], Planned | None]
 
 backends: Final[dict[str, Backend]] = {
-    "CUDAExecutionProvider": Backend(
-        gpu_compile.unavailable, gpu_compile.gpu, gpu_compile.compile_kernel, gpu_compile.cubin
-    )
+    CUDA: Backend(gpu_compile.unavailable, gpu_compile.gpu, gpu_compile.compile_kernel, gpu_compile.cubin)
 }
 stored: Final[list[Stored]] = []  # plans that were loaded from files, asked in order
 _live: Final[dict[int, dict[tuple[TensorSpec, ...], Planned]]] = {}
@@ -76,8 +77,10 @@ def answer(request: native.Request) -> bytes:
         planned = plans.get(request.inputs)
         if planned is None:
             node = fused_node(request.node, request.attributes)
-            planned = _stored(node, request) or _planned(node, request)
+            device = device_of(request.provider, request.device, request.tf32)
+            planned = _stored(node, request, device) or _planned(node, request, device)
             plans[request.inputs] = planned
+        direct.open_libraries(planned.plan)
         return plan_bytes(planned.plan, [function.handle for function in planned.functions])
 
 
@@ -91,33 +94,47 @@ def living() -> list[Planned]:
     return [planned for plans in list(_live.values()) for planned in list(plans.values())]
 
 
-def _stored(node: FusedNode, request: native.Request) -> Planned | None:
-    return next((found for ask in stored if (found := ask(node, request.inputs, request.device))), None)
+def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
+    """A GPU as kernels see it in a session that allows TF32 or does not."""
+    return dataclasses.replace(backends[provider].device(ordinal), tf32=tf32, ordinal=ordinal)
 
 
-def _planned(node: FusedNode, request: native.Request) -> Planned:
+def ready(plan: Plan, inputs: Sequence[TensorSpec], ordinal: int = 0, provider: str = CUDA) -> ReadyPlan:
+    """A plan that can run without onnxruntime, compiled.  Raises KernelError, NativeError."""
+    return ReadyPlan(plan, _functions(plan, provider, ordinal), inputs, ordinal)
+
+
+def _stored(node: FusedNode, request: native.Request, device: Device) -> Planned | None:
+    return next((found for ask in stored if (found := ask(node, request.inputs, device))), None)
+
+
+def _planned(node: FusedNode, request: native.Request, device: Device) -> Planned:
     module = kernel_module(node.fusion)
     if module is None:
         raise KernelError(f"fusion {node.fusion} has no kernel")
-    backend = backends[request.provider]
-    device = backend.device(request.device)
     plan = module.plan(node, request.inputs, device)
-    steps = plan.steps if any(0 not in output.shape for output in plan.outputs) else ()
-    functions = tuple(_ready(backend.compile(step.kernel, request.device), step, request.device) for step in steps)
-    return Planned(node, request.inputs, device, plan, functions)
+    if all(0 in output.shape for output in plan.outputs):
+        plan = dataclasses.replace(plan, steps=())
+    return Planned(node, request.inputs, device, plan, _functions(plan, request.provider, request.device))
+
+
+def _functions(plan: Plan, provider: str, ordinal: int) -> tuple[Function, ...]:
+    compiled, launches = backends[provider].compile, (step for step in plan.steps if isinstance(step, Launch))
+    return tuple(_ready(compiled(step.kernel, ordinal), step, ordinal) for step in launches)
 
 
 def _ready(function: Function, step: Launch, ordinal: int) -> Function:
     """The function, allowed to use the shared memory and the cluster size of the step."""
     wanted = (max(step.shared, function.configured[0]), max(step.cluster, function.configured[1]))
     if wanted != function.configured:
-        library = native.load()
+        library = native.driver()
         native.check(library.onnxfuse_configure(ordinal, function.handle, wanted[0], int(wanted[1] > 8)))
         function.configured = wanted
     return function
 
 
-def signature(node: FusedNode, inputs: tuple[TensorSpec, ...]) -> str:
-    """A text that is equal for nodes and shapes that share a plan."""
+def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:
+    """A text that is equal for nodes, shapes and settings that share a plan, on GPUs of one kind."""
     tensors = [(spec.dtype, spec.shape, spec.aligned) for spec in inputs]
-    return json.dumps([node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors], sort_keys=True)
+    what = [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, device.tf32]
+    return json.dumps(what, sort_keys=True)

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -49,6 +49,7 @@ class Run:
 class _Target:
     provider: str
     ordinal: int
+    tf32: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class _NoTarget:
 
 
 _runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
-_registered: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
-_working: Final[set[_Target]] = set()
+_registered: weakref.WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
+_working: Final[set[tuple[str, int]]] = set()
 _lock: Final = threading.Lock()
 
 
@@ -148,10 +149,15 @@ def _target(
         if name in planner.backends:
             if name not in available:
                 return _NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
-            target = _Target(name, int(given.get("device_id", 0)))
+            target = _Target(name, int(given.get("device_id", 0)), _flag(given.get("use_tf32", True)))
             why = _unusable(target)
             return _NoTarget(why) if why else target
     return _NoTarget(f"the session does not use {CUDA}", asked=False)
+
+
+def _flag(value: Any) -> bool:
+    """A provider option that is yes or no, as onnxruntime reads its text."""
+    return str(value) not in ("0", "false", "False")
 
 
 def _unusable(target: _Target) -> str | None:
@@ -168,7 +174,7 @@ def _unusable(target: _Target) -> str | None:
 
 def _works(target: _Target) -> bool:
     """Whether the provider really starts: onnxruntime goes on without one whose libraries are missing."""
-    if target.provider != CUDA or target in _working:
+    if target.provider != CUDA or (target.provider, target.ordinal) in _working:
         return True
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
@@ -181,16 +187,15 @@ def _works(target: _Target) -> bool:
     except Exception:  # onnxruntime's errors have no common class
         return False
     if target.provider in session.get_providers():
-        _working.add(target)
-    return target in _working
+        _working.add((target.provider, target.ordinal))
+    return (target.provider, target.ordinal) in _working
 
 
 @functools.cache
 def _library() -> Any:
     library = native.load()
     native.connect(library, planner.answer, planner.drop)
-    native.check(library.onnxfuse_open_driver(os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1").encode()))
-    return library
+    return native.driver()
 
 
 # --- which nodes are kernels -----------------------------------------------------------------------------------------
@@ -225,7 +230,7 @@ def _reason(call: Call, target: _Target, tune: Tune | None) -> str | None:
         return f"the dtype of its operand {node.operands[place]} ('{call.proto.input[place]}') is not known"
     if not call.has_ranks:
         return f"it has no attribute output_ranks, and its outputs are not known to have {node.operands[0]}'s rank"
-    device = planner.backends[target.provider].device(target.ordinal)
+    device = planner.device_of(target.provider, target.ordinal, target.tf32)
     try:
         why: str | None = module.supports(node, dtypes, device)
     except (KeyError, TypeError, ValueError) as error:
@@ -243,25 +248,39 @@ def _register(
     """Register the functions that these nodes call as operators of the target's provider."""
     ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
     done = _registered.get(options)
-    if done is not None and (clash := sorted(done & bodies) or sorted(set(ops) - done)):
-        what = "as a kernel, but here its body" if clash[0] in done else "not as a kernel, but here its kernel"
-        raise UsageError(
-            f"another model was registered with these session options; they run {clash[0]} {what} must run; "
-            "make new SessionOptions for each model"
-        )
+    if done is not None:
+        _refuse_clash(done, target, ops, bodies)
     if isinstance(target, _NoTarget) or not ops:
         return
     lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
     library = _library()
     with _lock:
-        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode())
+        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), int(target.tf32))
         if done is not None:
             return
         try:
             options.register_custom_ops_library(str(Path(library._name).resolve()))
         except Exception as error:  # onnxruntime's errors have no common class
             raise OnnxfuseError(f"onnxruntime does not accept the operators of onnxfuse: {error}") from error
-    _registered[options] = frozenset(ops)
+    _registered[options] = frozenset(ops), target.tf32
+
+
+def _refuse_clash(
+    done: tuple[frozenset[str], bool], target: _Target | _NoTarget, ops: Collection[str], bodies: set[str]
+) -> None:
+    """Raise UsageError where session options that have operators already cannot serve this model too."""
+    here, tf32 = done
+    if clash := sorted(here & bodies) or sorted(set(ops) - here):
+        what = "as a kernel, but here its body" if clash[0] in here else "not as a kernel, but here its kernel"
+        raise UsageError(
+            f"another model was registered with these session options; they run {clash[0]} {what} must run; "
+            "make new SessionOptions for each model"
+        )
+    if isinstance(target, _Target) and ops and target.tf32 != tf32:
+        raise UsageError(
+            f"another model was registered with these session options and use_tf32 = {int(tf32)}, "
+            f"here it is {int(target.tf32)}; make new SessionOptions for each setting"
+        )
 
 
 def _report(

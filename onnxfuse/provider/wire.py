@@ -7,31 +7,55 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from onnxfuse.provider.dtypes import NUMBERS, dtype_name
-from onnxfuse.provider.plan import Argument, Plan, Pointer, TensorSpec
+from onnxfuse.provider.plan import Argument, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
 
-MARK: Final = 0x6F6E66780001  # kPlanMark in native/plan.h
+MARK: Final = 0x6F6E66780002  # kPlanMark in native/plan.h
 PLACES: Final = {"input": 0, "output": 1, "scratch": 2}
 SCALAR: Final = 3
+TENSOR_MAP: Final = 4
+LAUNCH: Final = 0
+MATMUL: Final = 1
+EPILOGUES: Final = {"none": 0, "relu": 1, "gelu_tanh": 2}
+ALGORITHM_WORDS: Final = 8
 
 Attribute = int | float | str | list[int] | list[float]
 
 
 def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
-    """A plan as 64-bit words; `functions` are the CUfunction handles of its steps."""
+    """A plan as 64-bit words; `functions` are the CUfunction handles of its launches, in order."""
     words = [MARK, len(plan.outputs)]
     for output in plan.outputs:
         words += [NUMBERS[output.dtype], len(output.shape), *output.shape]
-    words += [len(plan.scratch), *plan.scratch, len(functions)]
-    for step, function in zip(plan.steps, functions, strict=bool(functions)):
-        words += [function, *step.grid, *step.block, step.shared, step.cluster, len(step.arguments)]
-        for argument in step.arguments:
-            words += _argument(argument)
+    words += [len(plan.scratch), *plan.scratch, len(plan.steps)]
+    if (launches := sum(isinstance(step, Launch) for step in plan.steps)) != len(functions):
+        raise ValueError(f"a plan of {launches} launches needs as many functions, found {len(functions)}")
+    handles = iter(functions)
+    for step in plan.steps:
+        words += [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [LAUNCH, next(handles), *_launch(step)]
+    return _packed(words)
+
+
+def matmul_bytes(matmul: Matmul) -> bytes:
+    """A product alone, to ask cuBLASLt about it."""
+    return _packed(_matmul(matmul))
+
+
+def _packed(words: Sequence[int]) -> bytes:
     return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in words)
 
 
-def _argument(argument: Argument) -> tuple[int, ...]:
+def _launch(step: Launch) -> list[int]:
+    words = [*step.grid, *step.block, step.shared, step.cluster, len(step.arguments)]
+    for argument in step.arguments:
+        words += _argument(argument)
+    return words
+
+
+def _argument(argument: Argument) -> Sequence[int]:
     if isinstance(argument, Pointer):
-        return PLACES[argument.kind], argument.index, argument.offset
+        return _pointer(argument)
+    if isinstance(argument, TensorMap):
+        return _tensor_map(argument)
     match argument.type:
         case "float32":
             bits = struct.pack("<fi", argument.value, 0)
@@ -40,6 +64,42 @@ def _argument(argument: Argument) -> tuple[int, ...]:
         case "int64":
             bits = struct.pack("<q", argument.value)
     return SCALAR, struct.unpack("<q", bits)[0]
+
+
+def _pointer(pointer: Pointer) -> tuple[int, int, int]:
+    return PLACES[pointer.kind], pointer.index, pointer.offset
+
+
+def _tensor_map(argument: TensorMap) -> list[int]:
+    rank = len(argument.sizes)
+    if (len(argument.strides), len(argument.box)) != (rank - 1, rank):
+        raise ValueError(
+            f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {rank}, "
+            f"found {len(argument.strides)} and {len(argument.box)}"
+        )
+    place, dtype = _pointer(argument.pointer), NUMBERS[argument.dtype]
+    return [TENSOR_MAP, *place, dtype, rank, *argument.sizes, *argument.strides, *argument.box, argument.swizzle]
+
+
+def _matmul(step: Matmul) -> list[int]:
+    if len(step.algorithm) not in (0, ALGORITHM_WORDS):
+        raise ValueError(f"a matmul's algorithm has {ALGORITHM_WORDS} words or none, found {len(step.algorithm)}")
+    words = [*_matrix(step.x), *_matrix(step.w), *_matrix(step.y), step.transposed, step.batch, step.aligned]
+    words += [1, *_matrix(step.c)] if step.c else [0]
+    words += [1, *_pointer(step.bias)] if step.bias else [0]
+    words += [EPILOGUES[step.activation], step.tf32]
+    words += [1, *_pointer(step.workspace)] if step.workspace else [0]
+    return [*map(int, words), step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
+
+
+def _matrix(matrix: Matrix) -> tuple[int, ...]:
+    sizes = (matrix.rows, matrix.columns, matrix.stride, matrix.batch_stride)
+    return (*_pointer(matrix.pointer), NUMBERS[matrix.dtype], *sizes)
+
+
+def input_words(inputs: Sequence[TensorSpec]) -> list[int]:
+    """The words that identify a plan; `read_inputs` reads them."""
+    return [word for i in inputs for word in (NUMBERS[i.dtype], int(i.aligned), len(i.shape), *i.shape)]
 
 
 def read_inputs(words: Sequence[int]) -> tuple[TensorSpec, ...]:

@@ -61,6 +61,7 @@ void Driver::open(const std::string& path) {
   find(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
   find(library, "cuLaunchKernel", driver->cuLaunchKernel);
   find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
+  find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
   find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
   find(library, "cuModuleLoadData", driver->cuModuleLoadData);
   find(library, "cuModuleUnload", driver->cuModuleUnload);

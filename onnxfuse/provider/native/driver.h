@@ -43,6 +43,9 @@ struct Driver {
   int (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                         void**);
   int (*cuLaunchKernelEx)(const void*, Function, void**, void**);  // null before CUDA 11.8
+  int (*cuTensorMapEncodeTiled)(void*, int type, uint32_t rank, void*, const uint64_t* sizes, const uint64_t* strides,
+                                const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle,
+                                int promotion, int fill);  // null before CUDA 12.0
   int (*cuStreamIsCapturing)(Stream, int*);
   int (*cuModuleLoadData)(void**, const void*);
   int (*cuModuleUnload)(void*);

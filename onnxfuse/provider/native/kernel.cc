@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "python.h"
+#include "run.h"
 
 namespace onnxfuse {
 namespace {
@@ -133,8 +134,8 @@ void check(const Ort& ort, OrtStatus* status) {
 }
 
 FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-                         const std::vector<AttributeName>& names)
-    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)) {
+                         bool tf32, const std::vector<AttributeName>& names)
+    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), tf32_(tf32) {
   size_t size = 0;
   check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
   node_.resize(size);
@@ -187,8 +188,11 @@ const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
   const PlanRequest request{id_,        provider_.c_str(), op_.c_str(),        node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(),        key.size(), device_};
-  Plan plan = read_plan(ask_for_plan(request), types_of(key), output_dtypes_);
+                            attributes_.size(), key.data(),        key.size(), device_,
+                            tf32_};
+  const std::string answer = ask_for_plan(request);
+  const Current current(Driver::get(), Driver::get().context_of(device_));
+  Plan plan = read_plan(answer, types_of(key), output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
   const auto place = plans_.emplace(key, std::move(plan)).first;  // another thread may have been first
   last_.store(&*place, std::memory_order_release);
@@ -211,32 +215,11 @@ void FusedKernel::compute(OrtKernelContext* context) {
       entry = find(key);
       if (!entry) entry = make(key, stream);
     }
-    launch(entry->second, tensors.inputs.data(), tensors.outputs.data(), context, stream);
+    const Plan& plan = entry->second;
+    const Scratch scratch(ort_, context, allocator_, memory_, plan.scratch_bytes);
+    run(plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
   } catch (const std::exception& error) {
     throw std::runtime_error(describe(&tensors.key) + ": " + error.what());
-  }
-}
-
-void FusedKernel::launch(const Plan& plan, void* const* inputs, void* const* outputs, OrtKernelContext* context,
-                         Stream stream) {
-  if (plan.steps.empty()) throw std::runtime_error("the plan has no step, but the outputs have elements");
-  const Driver& driver = Driver::get();
-  const Current current(driver, driver.context_of(device_));
-  const Scratch scratch(ort_, context, allocator_, memory_, plan.scratch_bytes);
-  for (const Launch& step : plan.steps) {
-    uint64_t values[kMaxArguments];
-    void* arguments[kMaxArguments];
-    for (size_t i = 0; i < step.values.size(); ++i) {
-      values[i] = step.values[i];
-      arguments[i] = &values[i];
-    }
-    for (const PointerArgument& pointer : step.pointers) {
-      const void* start = pointer.place == Place::kInput    ? inputs[pointer.index]
-                          : pointer.place == Place::kOutput ? outputs[pointer.index]
-                                                            : static_cast<char*>(scratch.data) + plan.scratch[pointer.index];
-      values[pointer.argument] = reinterpret_cast<uint64_t>(start) + pointer.offset;
-    }
-    driver.launch(step.function, step.grid, step.block, step.shared, step.cluster, stream, arguments);
   }
 }
 

@@ -38,7 +38,7 @@ struct KeyHash {
 class FusedKernel {
  public:
   FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-              const std::vector<AttributeName>& names);
+              bool tf32, const std::vector<AttributeName>& names);
   ~FusedKernel();
   FusedKernel(const FusedKernel&) = delete;
   FusedKernel& operator=(const FusedKernel&) = delete;
@@ -53,11 +53,11 @@ class FusedKernel {
 
   const Entry* find(const Key& key);
   const Entry* make(const Key& key, Stream stream);
-  void launch(const Plan& plan, void* const* inputs, void* const* outputs, OrtKernelContext* context, Stream stream);
 
   const Ort& ort_;
   const uint64_t id_;
   const std::string op_, provider_;
+  const bool tf32_;
   std::string node_, attributes_;
   std::vector<int64_t> output_dtypes_;
   OrtAllocator* allocator_ = nullptr;

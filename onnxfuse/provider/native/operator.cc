@@ -9,11 +9,10 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "export.h"
 #include "infer.h"
 #include "kernel.h"
 #include "python.h"
-
-#define ONNXFUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace onnxfuse {
 namespace {
@@ -22,7 +21,7 @@ constexpr const char* kDomain = "onnxfuse";
 
 // Lives as long as the process: sessions point to it, and say nothing when they are done.
 struct FusedOp : OrtCustomOp {
-  FusedOp(const Ort& ort, std::string provider, std::string name);
+  FusedOp(const Ort& ort, std::string provider, bool tf32, std::string name);
   std::vector<AttributeName> attributes() const {
     std::lock_guard<std::mutex> lock(mutex);
     return names;
@@ -36,6 +35,7 @@ struct FusedOp : OrtCustomOp {
 
   const Ort& ort;
   const std::string provider, name;
+  const bool tf32;
   std::vector<AttributeName> names;
   mutable std::mutex mutex;
 };
@@ -64,7 +64,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const void*, const OrtKernelInfo
   const FusedOp& fused = self(op);
   return guarded(fused.ort, [&] {
     try {
-      *kernel = new KernelOfOrt{fused.ort, {fused.ort, info, fused.name, fused.provider, fused.attributes()}};
+      *kernel = new KernelOfOrt{fused.ort, {fused.ort, info, fused.name, fused.provider, fused.tf32, fused.attributes()}};
     } catch (const std::exception& error) {
       throw std::runtime_error(fused.name + ": " + error.what());
     }
@@ -81,8 +81,12 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
   return guarded(fused.ort, [&] { infer_outputs(fused.ort, context); });
 }
 
-FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, std::string op_name)
-    : OrtCustomOp{}, ort(ort_functions), provider(std::move(provider_name)), name(std::move(op_name)) {
+FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, bool tf32_allowed, std::string op_name)
+    : OrtCustomOp{},
+      ort(ort_functions),
+      provider(std::move(provider_name)),
+      name(std::move(op_name)),
+      tf32(tf32_allowed) {
   version = kCustomOpVersion;
   GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
   GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).provider.c_str(); };
@@ -108,6 +112,7 @@ struct Wanted {
 };
 
 thread_local std::string wanted_provider;
+thread_local bool wanted_tf32 = true;
 thread_local std::string wanted_ops;  // a line per op: its name, then its attributes as name:type
 
 std::vector<Wanted> read_wanted(const std::string& text) {
@@ -123,12 +128,13 @@ std::vector<Wanted> read_wanted(const std::string& text) {
   return wanted;
 }
 
-// Operators and domains that sessions may point to.  One of a kind each, so that registering again costs nothing.
+// Operators and domains that sessions may point to.  One of a kind each, so that registering again costs nothing; what
+// a session sets is part of the kind.
 struct Registry {
   std::mutex mutex;
   std::map<const void*, std::unique_ptr<Ort>> runtimes;
-  std::map<std::tuple<const void*, std::string, std::string>, std::unique_ptr<FusedOp>> ops;
-  std::map<std::tuple<const void*, std::string, std::set<std::string>>, OrtCustomOpDomain*> domains;
+  std::map<std::tuple<const void*, std::string, bool, std::string>, std::unique_ptr<FusedOp>> ops;
+  std::map<std::tuple<const void*, std::string, bool, std::set<std::string>>, OrtCustomOpDomain*> domains;
 
   const Ort& runtime(const OrtApiBase& base) {
     unsigned major = 0, minor = 0;  // of onnxruntime; it offers every version of its API up to the minor version
@@ -144,15 +150,15 @@ struct Registry {
     return *ort;
   }
 
-  OrtCustomOpDomain* domain(const Ort& ort, const std::string& provider, const std::vector<Wanted>& wanted) {
+  OrtCustomOpDomain* domain(const Ort& ort, const std::string& provider, bool tf32, const std::vector<Wanted>& wanted) {
     std::set<std::string> names;
     for (const Wanted& op : wanted) names.insert(op.name);
-    auto& domain = domains[{&ort, provider, names}];
+    auto& domain = domains[{&ort, provider, tf32, names}];
     const bool is_new = !domain;
     if (is_new) check(ort, ort.CreateCustomOpDomain(kDomain, &domain));
     for (const Wanted& op : wanted) {
-      auto& fused = ops[{&ort, provider, op.name}];
-      if (!fused) fused = std::make_unique<FusedOp>(ort, provider, op.name);
+      auto& fused = ops[{&ort, provider, tf32, op.name}];
+      if (!fused) fused = std::make_unique<FusedOp>(ort, provider, tf32, op.name);
       fused->add_attributes(op.attributes);
       if (is_new) check(ort, ort.CustomOpDomain_Add(domain, fused.get()));
     }
@@ -163,20 +169,6 @@ struct Registry {
 Registry& registry() {
   static auto* only = new Registry();  // never destroyed: sessions may outlive static objects
   return *only;
-}
-
-thread_local std::string last_error;
-
-// Runs `body` for Python: null, or what went wrong, good until the thread's next call.
-template <class Body>
-const char* reported(Body body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return last_error.c_str();
-  }
 }
 
 }  // namespace
@@ -192,7 +184,8 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
     std::lock_guard<std::mutex> lock(all.mutex);
     ort = &all.runtime(*base);
     return guarded(*ort, [&] {
-      check(*ort, ort->AddCustomOpDomain(options, all.domain(*ort, wanted_provider, read_wanted(wanted_ops))));
+      OrtCustomOpDomain* domain = all.domain(*ort, wanted_provider, wanted_tf32, read_wanted(wanted_ops));
+      check(*ort, ort->AddCustomOpDomain(options, domain));
     });
   } catch (const std::exception& error) {
     // The first slot, CreateStatus, is in every version of the table.
@@ -201,11 +194,12 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 1; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 2; }
 
 // Say what the thread's next RegisterCustomOps registers; operators that are there already learn new attributes now.
-ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops) {
+ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops, int tf32) {
   wanted_provider = provider;
+  wanted_tf32 = tf32 != 0;
   wanted_ops = ops;
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -3,20 +3,25 @@
 
 #include <cstdint>
 #include <string>
+#include <variant>
 #include <vector>
 
+#include "address.h"
 #include "driver.h"
+#include "matmul.h"
+#include "tensor_map.h"
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0001;  // "onfx", format 1
+constexpr int64_t kPlanMark = 0x6f6e6678'0002;  // "onfx", format 2
 constexpr size_t kMaxArguments = 64;
+constexpr size_t kMaxTensorMaps = 8;  // of a launch: 128 bytes each of the 4096 that a kernel's parameters may take
 constexpr int64_t kMaxRank = 64;
-constexpr size_t kScratchAlignment = 256;
 
 struct TensorType {
   int dtype = 0;
   std::vector<int64_t> shape;
+  bool aligned = true;    // to 16 bytes
   int64_t bytes() const;  // throws where that overflows
 };
 
@@ -29,31 +34,35 @@ std::string describe(const TensorType& tensor);
 using Key = std::vector<int64_t>;
 std::vector<TensorType> types_of(const Key& key);
 
-enum class Place : int64_t { kInput = 0, kOutput = 1, kScratch = 2 };
-
 struct PointerArgument {
   size_t argument;
-  Place place;
-  size_t index;
-  uint64_t offset;
+  Address address;
+};
+
+struct TensorMapArgument {
+  size_t argument;
+  TensorMap map;
 };
 
 struct Launch {
   Function function;
   Dim grid, block;
   uint32_t shared, cluster;
-  std::vector<uint64_t> values;  // scalars in place, zero where a pointer goes
+  std::vector<uint64_t> values;  // scalars in place, zero where something else goes
   std::vector<PointerArgument> pointers;
+  std::vector<TensorMapArgument> maps;
 };
 
 struct Plan {
   std::vector<TensorType> outputs;
   std::vector<uint64_t> scratch;  // offsets into one buffer
   uint64_t scratch_bytes = 0;
-  std::vector<Launch> steps;
+  std::vector<std::variant<Launch, Matmul>> steps;
 };
 
-// Throws std::runtime_error, naming the fault, unless every count, index, size and dtype is sound.
-Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs, const std::vector<int64_t>& output_dtypes);
+// For a device's current context.  Throws std::runtime_error, naming the fault, unless every count, index, size and
+// dtype is sound and the driver and cuBLASLt can do what the steps want.
+Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
+               const std::vector<int64_t>& output_dtypes, int device);
 
 }  // namespace onnxfuse
