@@ -66,10 +66,10 @@ class ReadyPlan:
 
 
 def algorithms(matmul: Matmul, ordinal: int, most: int) -> list[Algorithm]:
-    """Up to `most` algorithms of cuBLASLt for a product, the best by its own estimate first.
+    """Up to `most` algorithms of cuBLASLt for a product, the best by its own estimate first; none where it has none.
 
     They need at most `matmul.workspace_bytes`; its `workspace` and `algorithm` do not matter.  Raises NativeError
-    where cuBLASLt is missing or has no algorithm.
+    where cuBLASLt is missing.
     """
     library, data = cublaslt(), matmul_bytes(matmul)
     words, found = (ctypes.c_uint64 * ((ALGORITHM_WORDS + 1) * most))(), ctypes.c_int()

@@ -33,6 +33,7 @@ struct HeuristicResult {
 static_assert(sizeof(HeuristicResult) == 96);
 
 enum DataType : int { kFloat32 = 0, kFloat16 = 2, kBfloat16 = 14 };
+constexpr int kNotSupported = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
 enum ComputeType : int { kCompute32 = 68, kComputeTf32 = 77 };
 enum MatmulAttribute : int { kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8 };
 enum LayoutAttribute : int { kBatchCount = 5, kBatchStride = 6 };

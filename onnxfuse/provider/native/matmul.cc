@@ -72,7 +72,12 @@ Matmul Matmul::make(const Product& product, int device) {
   if (product.has_algorithm) {
     matmul.check_algorithm();
   } else {
-    matmul.product_.algorithm = matmul.heuristic(1).front().algorithm;
+    const std::vector<HeuristicResult> found = matmul.heuristic(1);
+    if (found.empty()) {
+      throw std::runtime_error("cuBLASLt has no algorithm for " + describe(product) + " within " +
+                               std::to_string(product.workspace_bytes) + " bytes of workspace");
+    }
+    matmul.product_.algorithm = found.front().algorithm;
   }
   return matmul;
 }
@@ -114,15 +119,11 @@ std::vector<HeuristicResult> Matmul::heuristic(int most) const {
   int found = 0;
   const int code = lt_.cublasLtMatmulAlgoGetHeuristic(handle_, &operation_, &w_, &x_, &c_, &y_, &preference, most,
                                                       results.data(), &found);
-  results.resize(static_cast<size_t>(code == 0 ? found : 0));
+  if (code == kNotSupported) return {};
+  lt_.check(code, "cublasLtMatmulAlgoGetHeuristic");
+  results.resize(static_cast<size_t>(found));
   results.erase(std::remove_if(results.begin(), results.end(), [](const auto& result) { return result.status != 0; }),
                 results.end());
-  if (results.empty()) {
-    const char* reason = lt_.cublasLtGetStatusName(code);
-    throw std::runtime_error("cuBLASLt has no algorithm for " + describe(product_) + " within " +
-                             std::to_string(product_.workspace_bytes) + " bytes of workspace (" +
-                             (code != 0 && reason ? reason : "none found") + ")");
-  }
   return results;
 }
 

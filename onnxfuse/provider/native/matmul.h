@@ -43,7 +43,7 @@ class Matmul {
   // Throws std::runtime_error where cuBLASLt cannot do it.
   static Matmul make(const Product& product, int device);
   void run(const Memory& memory, Stream stream) const;
-  // Up to `most` algorithms within the product's workspace, best first by cuBLASLt's own estimate.
+  // Up to `most` algorithms within the product's workspace, the best by cuBLASLt's own estimate first.
   static std::vector<HeuristicResult> algorithms(const Product& product, int device, int most);
 
  private:
