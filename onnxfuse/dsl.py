@@ -224,6 +224,7 @@ class Fusion:
     source: str
     span: Span
     example: Mapping[str, Any] = field(default_factory=dict)
+    last: bool = False
 
     @property
     def operands(self) -> tuple[Capture, ...]:
@@ -355,12 +356,14 @@ def fusion(
     *,
     out: str | tuple[str, ...],
     casts: bool = False,
+    last: bool = False,
     example: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Fusion]:
     """Declare a fusion.
 
     out     dimensions of the output or outputs; further outputs are interior values that others may read
     casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
+    last    tried on what the other fusions leave, because its nodes may be part of larger ones that end elsewhere
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
     """
@@ -380,7 +383,7 @@ def fusion(
             raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
-            inspect.getsource(function), span, _known(example or {}, captures, span),
+            inspect.getsource(function), span, _known(example or {}, captures, span), last,
         )
 
     return declare

@@ -39,6 +39,22 @@ def fuse(
 ) -> Fusing:
     """Replace in place what the fusions match.  `ort` lets the stored bodies use com.microsoft operators."""
     functions = Functions(graph, ort)
+    fused: list[Fused] = []
+    misses: dict[tuple[str, str], Miss] = {}
+    for turn in ([f for f in fusions if not f.last], [f for f in fusions if f.last]):
+        by_root = _by_root(graph, shapes, turn)
+        nodes = graph.nodes[::-1] if by_root else []
+        while nodes:
+            new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
+            fused += new
+            # What vanished may have been the outside reader that a complete match was refused for.
+            refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
+            nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
+    return Fusing(tuple(fused), tuple(misses.values()))
+
+
+def _by_root(graph: Graph, shapes: Shapes, fusions: Sequence[Fusion]) -> Mapping[str, Sequence[Matcher]]:
+    """The fusions that some node may end, by its operator."""
     by_root: dict[str, list[Matcher]] = defaultdict(list)
     present = {op_of(node) for node in graph.nodes}
     for fusion in fusions:
@@ -48,16 +64,7 @@ def fuse(
             continue
         for op in matcher.roots:
             by_root[op].append(matcher)
-    fused: list[Fused] = []
-    misses: dict[tuple[str, str], Miss] = {}
-    nodes = graph.nodes[::-1]
-    while nodes:
-        new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
-        fused += new
-        # What vanished may have been the outside reader that a complete match was refused for.
-        refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
-        nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
-    return Fusing(tuple(fused), tuple(misses.values()))
+    return by_root
 
 
 def _sweep(

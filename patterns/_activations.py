@@ -41,8 +41,8 @@ def mish(x: Term) -> Term:
     return either(op.Mish(x), x * op.Tanh(op.Softplus(x)))
 
 
-def activation(x: Term, alpha: Any, beta: Any) -> Term:
-    """Any of the activations, or none; `alpha` and `beta` are their parameters where they have some."""
+def activation(x: Term, alpha: Any, beta: Any, **others: Term) -> Term:
+    """Any of the activations, or another variant; `alpha` and `beta` are their parameters where they have some."""
     return choose(
         "activation",
         relu=op.Relu(x),
@@ -59,5 +59,18 @@ def activation(x: Term, alpha: Any, beta: Any) -> Term:
         leaky_relu=op.LeakyRelu(x, alpha=alpha),
         elu=op.Elu(x, alpha=alpha),
         hard_sigmoid=op.HardSigmoid(x, alpha=alpha, beta=beta),
-        none=x,
+        **others,
+    )
+
+
+def gate(x: Term) -> Term:
+    """The activations of gated units."""
+    return choose(
+        "activation",
+        silu=silu(x),
+        gelu=gelu(x),
+        gelu_tanh=gelu_tanh(x),
+        quick_gelu=quick_gelu(x),
+        relu=op.Relu(x),
+        sigmoid=op.Sigmoid(x),
     )

@@ -34,4 +34,5 @@ def conv_bias_activation(
         x, w, bias, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )
-    return activation(either(product + residual, product), alpha, beta)
+    total = either(product + residual, product)
+    return activation(total, alpha, beta, none=total)

@@ -1,7 +1,8 @@
-"""A matrix product with what follows it: bias, activation, residual."""
+"""A matrix product with what follows it: bias, activation, a scale for each column, residual."""
 
-from onnxfuse.dsl import choose, either, fusion, given, op, rearrange, require, scalar, tensor, weight
+from onnxfuse.dsl import either, fusion, require, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
+from onnxfuse.patterns._linear import linear
 
 
 @fusion(out="... n")
@@ -9,25 +10,18 @@ def gemm_bias_activation(
     x=tensor("... k"),
     w=weight(),
     bias=weight("n", optional=True),
+    column_scale=weight("n", optional=True),
     residual=tensor("... n", optional=True),
     alpha=scalar(optional=True),
     beta=scalar(optional=True),
 ):
-    """y = activation(x w + bias) + residual; w is (k, n), or (n, k) with weight_layout nk"""
+    """y = activation(x w + bias) * column_scale + residual; w is (k, n), or (n, k) with weight_layout nk"""
     require(
-        "a bias, an activation or a residual follows the product",
-        lambda bias, residual, activation: bias is not None or residual is not None or activation != "none",
+        "a bias, an activation, a scale or a residual follows the product",
+        lambda bias, column_scale, residual, activation: activation != "none"
+        or any(operand is not None for operand in (bias, column_scale, residual)),
     )
-    rows = rearrange(x, "... k -> (...) k")
-    variants = {}
-    for layout, flat, turned in ("kn", "k n -> k n", "k n -> k n"), ("nk", "n k -> n k", "n k -> k n"):
-        gemm = op.Gemm if layout == "kn" else lambda *inputs: op.Gemm(*inputs, transB=1)
-        product = op.MatMul(x, rearrange(w, turned))
-        variants[layout] = either(
-            given(gemm(x, rearrange(w, flat), bias), "x has two axes", lambda rank: rank == 2),
-            product + bias,
-            product,
-            rearrange(gemm(rows, rearrange(w, flat), bias), "(...) n -> ... n"),
-        )
-    activated = activation(choose("weight_layout", **variants), alpha, beta)
-    return either(activated + residual, activated)
+    product = linear(x, w, bias)
+    activated = activation(product, alpha, beta, none=product)
+    scaled = either(activated * column_scale, activated)
+    return either(scaled + residual, scaled)

@@ -347,14 +347,16 @@ def _body(
     spelling: Spelling, variant: Variant
 ) -> tuple[list[onnx.NodeProto], list[str], frozenset[tuple[int, int]]]:
     written = set()
+    terms = [t for t in walk(*spelling.fusion.outputs) if isinstance(t, Either) and id(t) in spelling.picks]
+    alike = {_looks(t): spelling.picks[id(t)] for t in terms}  # an exporter writes two products in the same way
 
     def pick(term: Either, possible: Sequence[Term]) -> Term:
         options = complete_options(spelling, variant, term)
-        wanted = spelling.picks.get(id(term))
-        if wanted is not None:
-            if term.options[wanted] not in options:
-                raise Unwritable("opset", f"{term.options[wanted].span} needs another opset")
+        wanted = spelling.picks.get(id(term), alike.get(_looks(term)))
+        if wanted is not None and term.options[wanted] in options:
             options = [term.options[wanted]]
+        elif id(term) in spelling.picks:
+            raise Unwritable("opset", f"{term.options[spelling.picks[id(term)]].span} needs another opset")
         if not options:
             raise Unwritable("operands", f"{term.span}: no spelling has all the operands")
         option = max(options, key=lambda o: count(o, variant.choices)) if spelling.longest else options[0]
@@ -370,6 +372,11 @@ def _body(
     except PatternError as error:
         raise Unwritable("reshape", str(error)) from error
     return nodes, outputs, frozenset(written)
+
+
+def _looks(term: Either) -> tuple[Any, ...]:
+    """Equal for what one line of a pattern makes when it is called twice."""
+    return term.span, *((type(option), getattr(option, "op", "")) for option in term.options)
 
 
 def _why_not(spelling: Spelling, variant: Variant) -> Unwritable:

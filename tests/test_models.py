@@ -45,13 +45,13 @@ POST_NORM = PRE_NORM = {
     "layer_norm": lambda c: 1,  # after the embeddings (post-norm), or before the first layer (pre-norm)
     "attention": lambda c: c["layers"],
 }
-LLAMA: Formulas = {
+DECODER: Formulas = {
     "add_rms_norm": lambda c: 2 * c["layers"],
     "rms_norm": lambda c: 1,
     "attention": lambda c: c["layers"],
     "rotary_embedding": lambda c: 2 * c["layers"],  # queries and keys
-    "gated_activation": lambda c: c["layers"],
 }
+LLAMA = DECODER | {"gated_gemm": lambda c: c["layers"]}
 SIX_LINEARS = 6  # query, key, value, output, and two of the feed-forward network
 FOUR_LINEARS = 4  # query, key and value are one
 FUSED: Mapping[str, Formulas] = {
@@ -70,7 +70,7 @@ FUSED: Mapping[str, Formulas] = {
     },
     "llama_kvcache": LLAMA,
     "gemma": LLAMA,
-    "phi3": LLAMA,
+    "phi3": DECODER | {"gated_activation": lambda c: c["layers"]},  # gate and up are the halves of one product
     "qwen3": LLAMA | {"rms_norm": lambda c: 1 + 2 * c["layers"]},  # queries and keys have norms of their own
     "t5_encoder": {
         "add_rms_norm": LLAMA["add_rms_norm"],
@@ -118,7 +118,7 @@ PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {"Conv": lambda c: 1},  # patches
-    "llama": {"MatMul": lambda c: 7 * c["layers"] + 1},  # linears without bias, and logits
+    "llama": {"MatMul": lambda c: 5 * c["layers"] + 1},  # query, key, value, output, down, and logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
     "t5_encoder": {"MatMul": lambda c: 5 * c["layers"]},

@@ -84,7 +84,7 @@ def test_fusions_are_chosen(choice: dict[str, list[str]], counts: dict[str, int]
     ("arguments", "sentence"),
     [
         ({"only": ["layer_nrm"]}, r"there is no fusion 'layer_nrm'\. Did you mean 'layer_norm'\?"),
-        ({"skip": ["zzz"]}, r"there is no fusion 'zzz'. Known: add_layer_norm, .*"),
+        ({"skip": ["zzz"]}, r"there is no fusion 'zzz'. Known: activation, .*"),
         ({"fallback": "cuda"}, "fallback is 'onnx' or 'ort', not 'cuda'"),
         ({"patterns": ["/no/such/folder"]}, "'/no/such/folder' is not a folder; .*"),
         ({"inputs": {"z": np.zeros((2, 8), np.float32)}}, "the model has no input 'z'.*"),

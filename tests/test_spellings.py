@@ -29,7 +29,8 @@ def test_one_node_that_computes_the_same(spelling: Spelling) -> None:
     optimized, report = optimize(unfused.model, only=[spelling.fusion.name], verify=False)
     onnx.checker.check_model(optimized, full_check=True)
     assert [(n.domain, n.op_type) for n in optimized.graph.node] == [(DOMAIN, spelling.fusion.name)], told(report)
-    assert found_expressions(optimized) == expected_expressions(unfused)
+    if not any(one.what == "scale" for one in report.folded):  # a scale that is part of the weights has left its place
+        assert found_expressions(optimized) == expected_expressions(unfused)
     expected, reason = run(unfused.model, unfused.inputs)
     evaluated = evaluate(optimized, unfused.inputs)
     if expected is None:
