@@ -71,9 +71,31 @@ void pair(void** a, Dim) {
   }
 }
 
+// What the stand-in keeps of a tensor map.
+struct Map {
+  void* address;
+  uint32_t type, rank, interleave, swizzle, promotion, fill;
+  uint32_t sizes[5], box[5];
+  uint64_t strides[4];
+};
+static_assert(sizeof(Map) <= 128);
+
+// (map of a float32 matrix, y): y = the matrix, without gaps between its rows
+void unmap(void** a, Dim) {
+  const auto map = value<Map>(a[0]);
+  auto* y = value<float*>(a[1]);
+  for (uint64_t row = 0; row < map.sizes[1]; ++row) {
+    const char* from = static_cast<const char*>(map.address) + row * map.strides[0];
+    std::memcpy(y + row * map.sizes[0], from, map.sizes[0] * sizeof(float));
+  }
+}
+
+thread_local Map last_map{};
+
 void noop(void**, Dim) {}
 
-const Entry entries[] = {{"noop", noop}, {"shift", shift}, {"copy", copy}, {"scale", scale}, {"pair", pair}};
+const Entry entries[] = {{"noop", noop}, {"shift", shift}, {"copy", copy},
+                         {"scale", scale}, {"pair", pair}, {"unmap", unmap}};
 
 int run(void* function, const Launched& launch, void** arguments) {
   if (const int code = fail_with.exchange(0)) return code;
@@ -138,6 +160,24 @@ EXPORT int cuLaunchKernelEx(const void* configuration, void* function, void** ar
   const unsigned cluster = config.attributes[0].value.cluster.x;
   return run(function, {config.grid, config.block, config.shared, cluster, config.stream, nullptr}, arguments);
 }
+EXPORT int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                                  const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                                  int interleave, int swizzle, int promotion, int fill) {
+  const bool aligned = reinterpret_cast<uintptr_t>(map) % 64 == 0 && reinterpret_cast<uintptr_t>(address) % 16 == 0;
+  if (!aligned || rank < 1 || rank > 5) return 1;
+  auto& kept = last_map;
+  kept = {address, static_cast<uint32_t>(type), rank, static_cast<uint32_t>(interleave),
+          static_cast<uint32_t>(swizzle), static_cast<uint32_t>(promotion), static_cast<uint32_t>(fill), {}, {}, {}};
+  for (uint32_t i = 0; i < rank; ++i) {
+    if (element_strides[i] != 1) return 1;
+    kept.sizes[i] = static_cast<uint32_t>(sizes[i]);
+    kept.box[i] = box[i];
+    if (i + 1 < rank) kept.strides[i] = strides[i];
+  }
+  std::memset(map, 0, 128);
+  std::memcpy(map, &kept, sizeof kept);
+  return 0;
+}
 EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = capturing;
   return 0;
@@ -178,6 +218,8 @@ EXPORT int cuGetErrorString(int, const char** text) {
   return 0;
 }
 
+// Of the thread's last tensor map: type, rank, interleave, swizzle, promotion, fill.
+EXPORT void fake_last_map(unsigned* out) { std::memcpy(out, &last_map.type, 6 * sizeof *out); }
 EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }

@@ -1,4 +1,4 @@
-"""The provider without a GPU: the native library on onnxruntime's CPU provider, over a stand-in for libcuda."""
+"""The provider without a GPU: the native library on onnxruntime's CPU provider, over stand-ins for CUDA's libraries."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ BODIES = {
     "shift": "(x, bias) => (y) { y = Add(x, bias) }",
     "copy": "(x) => (y) { y = Identity(x) }",
     "pair": "(x, r) => (a, b) { a = Add(x, r) b = Sub(x, r) }",
+    "product": "(x, w, bias) => (y) { m = MatMul(x, w) y = Add(m, bias) }",
+    "unmap": "(x) => (y) { y = Identity(x) }",
     "scale": "(x) => (y) { f = Constant <value_float: float = @factor>() y = Mul(x, f) }",
 }
 
@@ -43,6 +45,7 @@ class Stage:
     """The stand-in's own functions, and the test's kernel modules by name."""
 
     cuda: Any
+    cublaslt: Any
     library: Any
     kernels: Callable[[str], Any]
 
@@ -55,21 +58,39 @@ class Stage:
         self.cuda.fake_last(words)
         return list(words)
 
+    def last_map(self) -> list[int]:
+        """Type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map."""
+        words = (ctypes.c_uint * 6)()
+        self.cuda.fake_last_map(words)
+        return list(words)
+
+    def products(self) -> int:
+        return int(self.cublaslt.fake_products())
+
+    def last_product(self) -> list[int]:
+        """Compute type, transpose, epilogue of the last product; reductions, four alignments of the last question."""
+        words = (ctypes.c_int * 8)()
+        self.cublaslt.fake_last_product(words)
+        return list(words)
+
 
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Let fused nodes on the CPU provider run the kernels of this folder."""
     if build_native.compiler() is None:
         pytest.skip("no C++ compiler: the native library is not tested")
     libcuda = built("fake_cuda", lambda target: compiled(HERE / "fake_cuda.cc", target))
+    libcublaslt = built("fake_cublaslt", lambda target: compiled(HERE / "fake_cublaslt.cc", target))
     library = built("native", lambda target: build_native.build(target, "-O1", "-Wall", "-Wextra", "-Werror"))
     monkeypatch.setenv("ONNXFUSE_LIBCUDA", str(libcuda))
+    monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setattr(native, "library_path", lambda: library)
     monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
     monkeypatch.setattr(planner, "stored", [])
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
-    cuda = ctypes.CDLL(str(libcuda))
+    cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
-    return Stage(cuda, _library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
+    cublaslt.fake_products.restype = cublaslt.fake_handles.restype = ctypes.c_int64
+    return Stage(cuda, cublaslt, _library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
 
 
 def device(ordinal: int) -> Device:
@@ -89,7 +110,7 @@ def _load(entry: str, ordinal: int) -> Function:
 @functools.cache
 def built(name: str, build: Callable[[Path], Path]) -> Path:
     """A library compiled from the present sources, kept for later runs."""
-    sources = sorted([*(native.PACKAGE / "native").iterdir(), HERE / "fake_cuda.cc"])
+    sources = sorted([*(native.PACKAGE / "native").iterdir(), *HERE.glob("*.cc")])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
