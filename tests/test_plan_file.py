@@ -17,9 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
 import stand_in
-from stand_in import CPU, SHIFT, Stage, model, stage
+from stand_in import CPU, SHIFT, Stage, model, node, stage
 
 from onnxfuse.provider import planner
+from onnxfuse.provider.plan import Plan
 from onnxfuse.provider.plan_file import INDEX, PlanFileError, load_plans, save_plans
 from onnxfuse.provider.session import InferenceSession
 
@@ -44,6 +45,34 @@ def saved(gpu: Stage, tmp_path: Path) -> Path:
 
 def new() -> ort.InferenceSession:
     return InferenceSession(model(SHIFT), providers=[CPU])
+
+
+PRODUCT = "g (float[m, k] x, float[k, n] w, float[n] b) => (float[m, n] y) { " + node(
+    "product", "x, w, b", "y", operands="x w bias"
+) + " }"  # fmt: skip
+UNMAP = "g (float[n, d] x) => (float[n, d] y) { " + node("unmap", "x", "y", operands="x") + " }"
+FACTORS = {"x": np.ones((2, 3), np.float32), "w": np.ones((3, 4), np.float32), "b": np.ones(4, np.float32)}
+FAKE_ALGORITHM = (0xA160, 1024, 0, 0, 0, 0, 0, 1 << 63)
+
+
+@pytest.fixture
+def saved_steps(gpu: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with a product, whose algorithm is chosen, and a launch with a tensor map; their sessions live."""
+    product = gpu.kernels("product")
+    good = product.plan
+
+    def plan(*arguments: Any) -> Plan:
+        made = good(*arguments)
+        return dataclasses.replace(made, steps=(dataclasses.replace(made.steps[0], algorithm=FAKE_ALGORITHM),))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "plan", plan)
+        runs = [InferenceSession(model(graph), providers=[CPU]) for graph in (PRODUCT, UNMAP)]
+        runs[0].run(None, FACTORS)
+        runs[1].run(None, {"x": np.ones((8, 32), np.float32)})
+        assert save_plans(tmp_path / "plans.zip", CPU) == 2
+    yield tmp_path / "plans.zip"
+    runs.clear()
 
 
 def rewritten(path: Path, name: str, change: Any) -> Path:
@@ -127,3 +156,45 @@ def test_sizes_in_a_file_are_checked_when_the_plan_is_used(gpu: Stage, saved: Pa
     load_plans(rewritten(saved, INDEX, change), CPU)
     with pytest.raises(Exception, match="a pointer's offset is 1099511627776, required 0 to 24"):
         new().run(None, X)
+
+
+def test_products_and_tensor_maps_come_back_as_they_were(gpu: Stage, saved_steps: Path) -> None:
+    made = planner.living()
+    assert load_plans(saved_steps, CPU) == 2
+    gpu.kernels("product").devices.clear()
+    run, unmapped = (InferenceSession(model(graph), providers=[CPU]) for graph in (PRODUCT, UNMAP))
+    before = gpu.products()
+    np.testing.assert_array_equal(run.run(None, FACTORS)[0], np.full((2, 4), 4, np.float32))
+    x = np.arange(8 * 32, dtype=np.float32).reshape(8, 32)
+    np.testing.assert_array_equal(unmapped.run(None, {"x": x})[0], x)
+    assert gpu.products() == before + 1
+    assert not gpu.kernels("product").devices, "nothing is planned"
+    assert len(made) == 2
+    assert [planned.plan for planned in planner.living()] == [planned.plan for planned in made] * 2
+
+
+def test_plans_of_another_setting_are_not_taken(gpu: Stage, saved_steps: Path) -> None:
+    load_plans(saved_steps, CPU)
+    kept = next(p for p in planner.living() if p.node.fusion == "product")
+    ask = planner.stored[-1]
+    assert ask(kept.node, kept.inputs, kept.device) is not None
+    assert ask(kept.node, kept.inputs, dataclasses.replace(kept.device, ordinal=1)) is not None
+    assert ask(kept.node, kept.inputs, dataclasses.replace(kept.device, tf32=False)) is None
+
+
+def test_algorithms_of_another_cublaslt_are_refused(saved_steps: Path) -> None:
+    with pytest.raises(PlanFileError, match=r"products were chosen for cuBLASLt 120101, this is 120903; make it again"):
+        load_plans(edited(saved_steps, cublaslt=120101), CPU)
+    assert not planner.stored
+
+
+def test_a_malformed_product_in_a_file_is_refused(saved_steps: Path) -> None:
+    def change(data: bytes) -> bytes:
+        index = json.loads(data)
+        for record in index["plans"]:
+            for step in record["steps"]:
+                step.get("matmul", {}).pop("x", None)
+        return json.dumps(index).encode()
+
+    with pytest.raises(PlanFileError, match="a plan is malformed: KeyError: 'x'"):
+        load_plans(rewritten(saved_steps, INDEX, change), CPU)
