@@ -15,7 +15,9 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.provider.plan import TensorSpec
 from onnxfuse.provider.wire import Attribute, read_attributes, read_inputs
 
-ABI: Final = 2
+ABI: Final = 3
+TF32: Final = 1  # settings of a session, added up
+MEASURE: Final = 2
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.provider.build_native`"
 
@@ -35,7 +37,7 @@ class _Request(ctypes.Structure):  # PlanRequest in native/python.h
         ("words", ctypes.POINTER(ctypes.c_int64)),
         ("word_count", ctypes.c_uint64),
         ("device", ctypes.c_int32),
-        ("tf32", ctypes.c_int32),
+        ("settings", ctypes.c_int32),
     )
 
 
@@ -51,6 +53,7 @@ class Request:
     inputs: tuple[TensorSpec, ...]
     device: int
     tf32: bool  # the session allows it
+    measure: bool  # the session lets candidates be timed
 
 
 Plan = Callable[[Request], bytes]
@@ -140,7 +143,8 @@ def _read(raw: Any) -> Request:
         read_attributes(ctypes.string_at(raw.attributes, raw.attributes_size)),
         read_inputs(raw.words[: raw.word_count]),
         raw.device,
-        bool(raw.tf32),
+        bool(raw.settings & TF32),
+        bool(raw.settings & MEASURE),
     )
 
 

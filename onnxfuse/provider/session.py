@@ -255,7 +255,8 @@ def _register(
     lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
     library = _library()
     with _lock:
-        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), int(target.tf32))
+        settings = native.TF32 * target.tf32 | native.MEASURE
+        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
         if done is not None:
             return
         try:

@@ -134,8 +134,8 @@ void check(const Ort& ort, OrtStatus* status) {
 }
 
 FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-                         bool tf32, const std::vector<AttributeName>& names)
-    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), tf32_(tf32) {
+                         int settings, const std::vector<AttributeName>& names)
+    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), settings_(settings) {
   size_t size = 0;
   check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
   node_.resize(size);
@@ -189,7 +189,7 @@ const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
   }
   const PlanRequest request{id_,        provider_.c_str(), op_.c_str(),        node_.c_str(), attributes_.data(),
                             attributes_.size(), key.data(),        key.size(), device_,
-                            tf32_};
+                            settings_};
   const std::string answer = ask_for_plan(request);
   const Current current(Driver::get(), Driver::get().context_of(device_));
   Plan plan = read_plan(answer, types_of(key), output_dtypes_, device_);

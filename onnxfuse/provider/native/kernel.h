@@ -38,7 +38,7 @@ struct KeyHash {
 class FusedKernel {
  public:
   FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-              bool tf32, const std::vector<AttributeName>& names);
+              int settings, const std::vector<AttributeName>& names);
   ~FusedKernel();
   FusedKernel(const FusedKernel&) = delete;
   FusedKernel& operator=(const FusedKernel&) = delete;
@@ -57,7 +57,7 @@ class FusedKernel {
   const Ort& ort_;
   const uint64_t id_;
   const std::string op_, provider_;
-  const bool tf32_;
+  const int settings_;
   std::string node_, attributes_;
   std::vector<int64_t> output_dtypes_;
   OrtAllocator* allocator_ = nullptr;

@@ -21,7 +21,7 @@ constexpr const char* kDomain = "onnxfuse";
 
 // Lives as long as the process: sessions point to it, and say nothing when they are done.
 struct FusedOp : OrtCustomOp {
-  FusedOp(const Ort& ort, std::string provider, bool tf32, std::string name);
+  FusedOp(const Ort& ort, std::string provider, int settings, std::string name);
   std::vector<AttributeName> attributes() const {
     std::lock_guard<std::mutex> lock(mutex);
     return names;
@@ -35,7 +35,7 @@ struct FusedOp : OrtCustomOp {
 
   const Ort& ort;
   const std::string provider, name;
-  const bool tf32;
+  const int settings;
   std::vector<AttributeName> names;
   mutable std::mutex mutex;
 };
@@ -64,7 +64,8 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const void*, const OrtKernelInfo
   const FusedOp& fused = self(op);
   return guarded(fused.ort, [&] {
     try {
-      *kernel = new KernelOfOrt{fused.ort, {fused.ort, info, fused.name, fused.provider, fused.tf32, fused.attributes()}};
+      *kernel = new KernelOfOrt{
+          fused.ort, {fused.ort, info, fused.name, fused.provider, fused.settings, fused.attributes()}};
     } catch (const std::exception& error) {
       throw std::runtime_error(fused.name + ": " + error.what());
     }
@@ -81,12 +82,12 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) {
   return guarded(fused.ort, [&] { infer_outputs(fused.ort, context); });
 }
 
-FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, bool tf32_allowed, std::string op_name)
+FusedOp::FusedOp(const Ort& ort_functions, std::string provider_name, int of_session, std::string op_name)
     : OrtCustomOp{},
       ort(ort_functions),
       provider(std::move(provider_name)),
       name(std::move(op_name)),
-      tf32(tf32_allowed) {
+      settings(of_session) {
   version = kCustomOpVersion;
   GetName = [](const OrtCustomOp* op) { return self(op).name.c_str(); };
   GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).provider.c_str(); };
@@ -112,7 +113,7 @@ struct Wanted {
 };
 
 thread_local std::string wanted_provider;
-thread_local bool wanted_tf32 = true;
+thread_local int wanted_settings = 0;
 thread_local std::string wanted_ops;  // a line per op: its name, then its attributes as name:type
 
 std::vector<Wanted> read_wanted(const std::string& text) {
@@ -133,8 +134,8 @@ std::vector<Wanted> read_wanted(const std::string& text) {
 struct Registry {
   std::mutex mutex;
   std::map<const void*, std::unique_ptr<Ort>> runtimes;
-  std::map<std::tuple<const void*, std::string, bool, std::string>, std::unique_ptr<FusedOp>> ops;
-  std::map<std::tuple<const void*, std::string, bool, std::set<std::string>>, OrtCustomOpDomain*> domains;
+  std::map<std::tuple<const void*, std::string, int, std::string>, std::unique_ptr<FusedOp>> ops;
+  std::map<std::tuple<const void*, std::string, int, std::set<std::string>>, OrtCustomOpDomain*> domains;
 
   const Ort& runtime(const OrtApiBase& base) {
     unsigned major = 0, minor = 0;  // of onnxruntime; it offers every version of its API up to the minor version
@@ -150,15 +151,16 @@ struct Registry {
     return *ort;
   }
 
-  OrtCustomOpDomain* domain(const Ort& ort, const std::string& provider, bool tf32, const std::vector<Wanted>& wanted) {
+  OrtCustomOpDomain* domain(const Ort& ort, const std::string& provider, int settings,
+                            const std::vector<Wanted>& wanted) {
     std::set<std::string> names;
     for (const Wanted& op : wanted) names.insert(op.name);
-    auto& domain = domains[{&ort, provider, tf32, names}];
+    auto& domain = domains[{&ort, provider, settings, names}];
     const bool is_new = !domain;
     if (is_new) check(ort, ort.CreateCustomOpDomain(kDomain, &domain));
     for (const Wanted& op : wanted) {
-      auto& fused = ops[{&ort, provider, tf32, op.name}];
-      if (!fused) fused = std::make_unique<FusedOp>(ort, provider, tf32, op.name);
+      auto& fused = ops[{&ort, provider, settings, op.name}];
+      if (!fused) fused = std::make_unique<FusedOp>(ort, provider, settings, op.name);
       fused->add_attributes(op.attributes);
       if (is_new) check(ort, ort.CustomOpDomain_Add(domain, fused.get()));
     }
@@ -184,7 +186,7 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
     std::lock_guard<std::mutex> lock(all.mutex);
     ort = &all.runtime(*base);
     return guarded(*ort, [&] {
-      OrtCustomOpDomain* domain = all.domain(*ort, wanted_provider, wanted_tf32, read_wanted(wanted_ops));
+      OrtCustomOpDomain* domain = all.domain(*ort, wanted_provider, wanted_settings, read_wanted(wanted_ops));
       check(*ort, ort->AddCustomOpDomain(options, domain));
     });
   } catch (const std::exception& error) {
@@ -194,12 +196,13 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 2; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 3; }
 
 // Say what the thread's next RegisterCustomOps registers; operators that are there already learn new attributes now.
-ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops, int tf32) {
+// `settings`: flags of the session, which requests for plans repeat.
+ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops, int settings) {
   wanted_provider = provider;
-  wanted_tf32 = tf32 != 0;
+  wanted_settings = settings;
   wanted_ops = ops;
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -17,7 +17,7 @@ struct PlanRequest {
   const int64_t* words;  // the key
   uint64_t word_count;
   int32_t device;
-  int32_t tf32;  // whether the session allows it
+  int32_t settings;  // of the session, as onnxfuse_prepare was given them
 };
 
 // Returns 0 after replying with a plan, anything else after replying with an error text.
