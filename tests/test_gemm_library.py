@@ -1,0 +1,129 @@
+"""Gemms by cuBLASLt without a GPU: which epilogue runs where, and that the kernel after a product compiles."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+
+from stand_in import CPU, Stage, stage
+
+from onnxfuse.kernels import _gemm_library
+from onnxfuse.kernels._gemm import Gemm
+from onnxfuse.provider import direct, planner
+from onnxfuse.provider.cubin import compile_cubin
+from onnxfuse.provider.native import NativeError
+from onnxfuse.provider.plan import Device, Launch, Matmul, Plan, Pointer, TensorSpec
+
+DEVICE = Device("H200", 90, 132, 232448)
+NAMES = ("x", "w", "bias", "up", "up_bias", "column_scale", "residual")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    result = stage(monkeypatch)
+    _gemm_library._available.cache_clear()
+    yield result
+    result.cublaslt.fake_no_algorithm(0)
+    _gemm_library._available.cache_clear()
+
+
+def gemm(has: str = "", *, n: int = 6, dtype: str = "float32", activation: str = "none", **more: Any) -> Gemm:
+    places = {name: Pointer("input", i) for i, name in enumerate(NAMES) if name in ("x", "w", *has.split())}
+    more = {"transposed": False, "aligned": True, "y": Pointer("output", 0), **more}
+    return Gemm(4, n, 5, dtype, activation=activation, **places, **more)
+
+
+WHOLE = [("", "none"), ("bias", "none"), ("bias residual", "none"), ("bias", "relu"), ("", "gelu_tanh")]
+SPLIT = [("bias", "gelu"), ("bias residual", "relu"), ("up", "silu"), ("column_scale", "none"),
+         ("up bias up_bias", "none")]  # fmt: skip
+
+
+@pytest.mark.parametrize("has, activation", WHOLE)
+def test_an_epilogue_that_cublaslt_has_is_one_step(gpu: Stage, has: str, activation: str) -> None:
+    found = _gemm_library.plans(gemm(has, activation=activation), DEVICE)
+    assert [candidate.name for candidate in found] == [f"cublaslt {i}" for i in range(5)]
+    assert [candidate.scratch for candidate in found] == [(), (1024,), (2048,), (3072,), (4096,)]
+    for candidate in found:
+        (step,) = candidate.steps
+        assert isinstance(step, Matmul)
+        assert (bool(step.bias), bool(step.c), step.activation) == ("bias" in has, "residual" in has, activation)
+        assert step.workspace == (Pointer("scratch", 0) if candidate.scratch else None)
+
+
+@pytest.mark.parametrize("has, activation", SPLIT)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_epilogue_follows_the_products_in_fp32(gpu: Stage, dtype: str, has: str, activation: str) -> None:
+    found = _gemm_library.plans(gemm(has, dtype=dtype, activation=activation), DEVICE)
+    products = 2 if "up " in f"{has} " else 1
+    for candidate in found:
+        *products_of, last = candidate.steps
+        assert len(products_of) == products
+        assert isinstance(last, Launch)
+        for i, step in enumerate(products_of):
+            assert isinstance(step, Matmul)
+            assert (step.y.dtype, step.y.pointer) == ("float32", Pointer("scratch", i))
+            assert (step.bias, step.c, step.activation) == (None, None, "none")
+            assert step.workspace in (None, Pointer("scratch", products))
+    assert [candidate.scratch for candidate in found[:2]] == [(96,) * products, (96,) * products + (1024,)]
+
+
+def test_where_cublaslt_has_no_such_epilogue_the_product_alone_is_tried(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = direct.algorithms
+    monkeypatch.setattr(direct, "algorithms", lambda step, *a: [] if step.bias else ask(step, *a))
+    found = _gemm_library.plans(gemm("bias"), DEVICE)
+    assert found[0].name == "cublaslt 0 and epilogue"
+    gpu.cublaslt.fake_no_algorithm(1)
+    assert _gemm_library.plans(gemm("bias"), DEVICE) == []
+
+
+def test_what_is_missing_is_said_once(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> Any:
+        raise NativeError("it is not installed")
+
+    monkeypatch.setattr(direct, "cublaslt", missing)
+    assert [_gemm_library.plans(gemm(), DEVICE) for _ in range(2)] == [[], []]
+    assert [record.message for record in caplog.records] == [
+        "matrix products run without cuBLASLt, which some sizes are faster with: it is not installed"
+    ]
+
+
+def test_tf32_and_alignment_are_passed_on(gpu: Stage) -> None:
+    for tf32, aligned in itertools.product((False, True), repeat=2):
+        (step,) = _gemm_library.plans(gemm(tf32=tf32, aligned=aligned), DEVICE)[0].steps
+        assert isinstance(step, Matmul)
+        assert (step.tf32, step.aligned) == (tf32, aligned)
+
+
+def test_a_candidate_computes_the_product(gpu: Stage) -> None:
+    random = np.random.default_rng(0)
+    x, w, bias, c = (random.integers(-3, 4, s).astype(np.float32) for s in ((4, 5), (6, 5), (6,), (4, 6)))
+    y = np.zeros((4, 6), np.float32)
+    places = [x, w, bias, w, bias, bias, c]
+    candidate = _gemm_library.plans(gemm("bias residual", transposed=True, aligned=False), DEVICE)[0]
+    specs = [TensorSpec(each.shape, "float32", False) for each in places]
+    plan = Plan((TensorSpec(y.shape, "float32"),), candidate.steps, candidate.scratch)
+    planner.ready(plan, specs, provider=CPU).run([each.ctypes.data for each in places], [y.ctypes.data])
+    np.testing.assert_array_equal(y, x @ w.T + bias + c)
+
+
+@pytest.mark.parametrize("arch", [75, 90, 120])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_epilogue_kernel_compiles_without_spills(arch: int, dtype: str) -> None:
+    device = Device("some", arch, 100, 65536)
+    every = "bias up up_bias column_scale residual"
+    for has, n, aligned in itertools.product(("", every, "up residual"), (64, 13), (True, False)):
+        step = _gemm_library.epilogue(gemm(has, n=n, dtype=dtype, activation="silu", aligned=aligned), device)
+        found = compile_cubin(step.kernel, arch)
+        assert (found.spill_stores, found.spill_loads, found.stack) == (0, 0, 0), found.log
