@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import onnx
@@ -21,6 +21,7 @@ from onnxfuse.dsl import (
     Choose,
     Constant,
     Either,
+    Filled,
     Fusion,
     Given,
     Precision,
@@ -35,11 +36,12 @@ from onnxfuse.dsl import (
     parts,
 )
 from onnxfuse.errors import PatternError
-from onnxfuse.graph import DOMAIN, input_place, schema
+from onnxfuse.graph import DOMAIN, Array, input_place, schema
 
 FLOATS: dict[int, int] = {TensorProto.FLOAT16: 16, TensorProto.BFLOAT16: 16, TensorProto.FLOAT: 32}  # bits
 BOOLEAN = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
 ORT_DOMAIN = "com.microsoft"
+Number: TypeAlias = float | Array  # a constant whose dtype is that of what it meets
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class Variant:
     def holds(self, guard: Any) -> bool:
         """Whether a condition on what was captured is true of this variant."""
         known: dict[str, Any] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
-        known |= {"dtype": helper.tensor_dtype_to_np_dtype(self.out[0]).name, "rank": self.rank}
+        known |= {"dtype": helper.tensor_dtype_to_np_dtype(self.out[0]).name, "rank": self.rank, "opset": self.opset}
         return bool(guard.holds(**{name: known.get(name) for name in guard.names}))
 
 
+KEPT: Final = "as it is"
+Target: TypeAlias = list[int] | str | None  # of a Reshape; None where two sizes are unknown
 Pick = Callable[[Either, Sequence[Term]], Term]
 
 
@@ -165,6 +169,8 @@ class Builder:
                 return any(map(self.expressible, options))
             case Choose(name=name, options=options):
                 return self.expressible(options[self.variant.choices[name]])
+            case Rearrange(inner=inner):
+                return self.expressible(inner) and all(self._targets(term))
             case Stored(inner=inner):
                 return self.expressible(inner)
             case Apply(op=op, inputs=inputs):
@@ -211,31 +217,33 @@ class Builder:
         whole = functools.reduce(lambda a, b: self._binary(op, a, b), items)
         return whole if isinstance(whole, Value) else self.constant(whole, TensorProto.FLOAT)
 
-    def _number(self, term: Term) -> float | None:
+    def _number(self, term: Term) -> Number | None:
         inner = core(term)
         if isinstance(inner, Constant):
             return inner.value
+        if isinstance(inner, Filled):
+            return np.full([self._size(name) for name in inner.dims.split()], inner.value)
         if isinstance(inner, Capture) and inner.kind == "scalar":
             return float(self.variant.values[inner.name])
         return None
 
-    def _binary(self, op: str, left: Value | float, right: Value | float) -> Value | float:
+    def _binary(self, op: str, left: Value | Number, right: Value | Number) -> Value | Number:
         if isinstance(left, Value) or isinstance(right, Value):
             a, b = self._promoted([left, right])
             return self.node(op, [a, b], a.dtype if a else 0)
         return left * right if op == "Mul" else left + right
 
-    def _promoted(self, values: Sequence[Value | float | None]) -> list[Value | None]:
+    def _promoted(self, values: Sequence[Value | Number | None]) -> list[Value | None]:
         """Values and numbers in one floating dtype, the widest among the values."""
         floats = [v.dtype for v in values if isinstance(v, Value) and v.dtype in FLOATS]
         widest = max(floats, key=lambda dtype: FLOATS[dtype], default=TensorProto.FLOAT)
         return [
-            self.constant(v, widest) if isinstance(v, int | float) else self.cast(v, widest) if v else None
+            None if v is None else self.cast(v, widest) if isinstance(v, Value) else self.constant(v, widest)
             for v in values
         ]
 
     def _apply(self, term: Apply) -> Value:
-        inputs: list[Value | float | None] = []
+        inputs: list[Value | Number | None] = []
         for item in term.inputs:
             number = self._number(item)
             absent = number is None and not self.expressible(item)
@@ -289,19 +297,38 @@ class Builder:
     def _rearrange(self, term: Rearrange) -> Value:
         """Reshape to the split axes, Transpose, Expand to repeated axes, Reshape to the merged ones."""
         value = self.value(term.inner)
-        extra = len(self.variant.dims.get("...", ()))
-        arrangement = layouts.parse_arrangement(term.pattern, extra)
-        split = [name for names in arrangement.source for name in names]
-        value = self._reshape(value, [(n,) for n in split], arrangement.source, term)
+        arrangement, split = self._arrangement(term)
+        first, last = self._targets(term)
+        value = self._reshape(value, first, term)
         order = [name for names in arrangement.result for name in names]
         kept = [name for name in order if name in split]
         if kept != split:
             value = self.node("Transpose", [value], value.dtype, perm=[split.index(name) for name in kept])
-        repeated = [i for i, name in enumerate(order) if name not in split and self._size(name) != 1]
+        repeated = self._repeated(order, split)
         if repeated:
             value = self._repeat(value, order, repeated)
-        present = [name for name in order if name in split or order.index(name) in repeated]
-        return self._reshape(value, arrangement.result, [(n,) for n in present], term)
+        return self._reshape(value, last, term)
+
+    def _arrangement(self, term: Rearrange) -> tuple[layouts.Arrangement, list[str]]:
+        """The pattern for the variant's rank, and the names on its left."""
+        arrangement = layouts.parse_arrangement(term.pattern, len(self.variant.dims.get("...", ())))
+        return arrangement, [name for names in arrangement.source for name in names]
+
+    def _repeated(self, order: Sequence[str], split: Sequence[str]) -> list[int]:
+        return [i for i, name in enumerate(order) if name not in split and self._size(name) != 1]
+
+    def _targets(self, term: Rearrange) -> tuple[Target, Target]:
+        """The shapes of the Reshapes that split and that merge axes."""
+        arrangement, split = self._arrangement(term)
+        order = [name for names in arrangement.result for name in names]
+        repeated = self._repeated(order, split)
+        if split == [name for name in order if name in split] and not repeated:  # nothing moves: one Reshape does it
+            return KEPT, self._target(arrangement.result, arrangement.source)
+        present = [name for i, name in enumerate(order) if name in split or i in repeated]
+        return (
+            self._target([(n,) for n in split], arrangement.source),
+            self._target(arrangement.result, [(n,) for n in present]),
+        )
 
     def _repeat(self, value: Value, order: Sequence[str], repeated: Sequence[int]) -> Value:
         axes = self.constant(list(repeated), TensorProto.INT64)
@@ -313,24 +340,23 @@ class Builder:
         shape = [self._size(name) if i in repeated else 1 for i, name in enumerate(order)]
         return self.node("Expand", [value, self.constant(shape, TensorProto.INT64)], value.dtype)
 
-    def _reshape(
-        self, value: Value, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]], term: Term
-    ) -> Value:
-        """Reshape axes made of the names `present` to axes made of the names `wanted`."""
+    def _target(self, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Target:
+        """The shape that makes axes of the names `wanted` from axes of the names `present`."""
         if [n for n in wanted if n] == [n for n in present if n] and len(wanted) == len(present):
-            return value
-        target, free = [], 0
+            return KEPT
+        target = []
         for i, names in enumerate(wanted):
             size = product([self._size(name) for name in names])
-            if isinstance(size, int) and size != 0:
-                target.append(size)
-            elif i < len(present) and tuple(present[i]) == tuple(names):
-                target.append(0)
-            else:
-                target.append(-1)
-                free += 1
-        if free > 1:
+            known = is_static(size) and size != 0
+            same = i < len(present) and tuple(present[i]) == tuple(names)
+            target.append(size if known else 0 if same else -1)
+        return target if target.count(-1) <= 1 else None
+
+    def _reshape(self, value: Value, target: Target, term: Rearrange) -> Value:
+        if target is None:
             raise PatternError(f"{term.span}: a Reshape with two unknown sizes cannot be written")
+        if target is KEPT:
+            return value
         return self.node("Reshape", [value, self.constant(target, TensorProto.INT64)], value.dtype)
 
     def _size(self, name: str) -> Any:

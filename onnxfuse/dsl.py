@@ -98,6 +98,14 @@ class Constant(Term):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Filled(Term):
+    """A constant of the model whose elements all are one number."""
+
+    value: Number
+    dims: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
     """An operator; `Name` of the ONNX domain or `domain::Name`."""
 
@@ -336,8 +344,16 @@ def stored(value: Term, *, ort: Term) -> Term:
     return Stored(inner=value, ort=ort, span=_here())
 
 
+def filled(value: Number, dims: str) -> Any:
+    """A constant with these dimensions (named as in `tensor`) whose elements all are `value`."""
+    return Filled(value=value, dims=dims, span=_here())
+
+
 def size(name: str) -> Any:
-    """The size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`."""
+    """The size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
+
+    As a whole attribute (`num_groups=size("groups")`) it names the dimension, if nothing else does.
+    """
     return Size(name, lambda dims: dims[name])
 
 
@@ -345,7 +361,8 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     """A condition of the whole fusion.
 
     `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
-    None); `sentence` says what is required and may show them as {name}.
+    None), or dtype and rank of the first output, or the model's opset; `sentence` says what is required and may show
+    them as {name}.
     """
     if not _guards:
         raise PatternError(f"{_here()}: require() stands outside a fusion's body")

@@ -18,7 +18,22 @@ from onnxfuse import layout
 from onnxfuse.build import Builder, Variant, body
 from onnxfuse.dims import Dim, evaluate, symbol
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import Apply, Capture, Choose, Either, Fusion, Given, Guard, Rearrange, Size, Term, core, parts, walk
+from onnxfuse.dsl import (
+    Apply,
+    Capture,
+    Choose,
+    Either,
+    Filled,
+    Fusion,
+    Given,
+    Guard,
+    Rearrange,
+    Size,
+    Term,
+    core,
+    parts,
+    walk,
+)
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import schema
 from onnxfuse.graph_protos import read_graph
@@ -28,7 +43,7 @@ from onnxfuse.shapes import infer_shapes
 
 NEWEST, OLDEST = 24, 9
 LEADING = {"batch": 2, "seq": 3, "extra": 4}  # the axes that "..." stands for: as many of the first ones as asked for
-POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 1)  # sizes for named dimensions, in the order in which they are tried
+POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes for named dimensions, in the order of trial
 
 
 class Unwritable(Exception):
@@ -97,9 +112,17 @@ def reached(spelling: Spelling, *roots: Term) -> Iterator[Term]:
         if id(term) in seen:
             continue
         seen.add(id(term))
+        if isinstance(term, Given) and term.guard.names == ("rank",) and not term.guard.holds(_rank(spelling)):
+            continue
         yield term
         work += [term.options[_label(spelling, term)]] if isinstance(term, Choose) else parts(term)
         work += [value for value in getattr(term, "attributes", {}).values() if isinstance(value, Capture)]
+
+
+def _rank(spelling: Spelling) -> int:
+    """Axes of the first output."""
+    spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
+    return sum(spelling.leading if token == "..." else 1 for token in spec.split())
 
 
 def _label(spelling: Spelling, term: Choose) -> str:
@@ -155,6 +178,8 @@ def _names(spelling: Spelling) -> list[str]:
     for term in reached(spelling):
         if isinstance(term, Rearrange):
             specs.append(term.pattern)
+        if isinstance(term, Filled):
+            specs.append(term.dims)
         specs += [value.text for value in _flat(getattr(term, "attributes", {})) if isinstance(value, Size)]
     words = [word for spec in specs for word in re.findall(r"[A-Za-z_]\w*", spec)]
     return list(dict.fromkeys(words))
@@ -280,7 +305,8 @@ def build(spelling: Spelling) -> Unfused:
 
 def _holds(variant: Variant, guard: Guard) -> bool:
     operands = {name: f"the tensor '{name}'" for name in variant.dtypes}  # a guard may ask whether two are the same
-    known = {"dtype": "float32", "rank": variant.rank, **operands, **variant.dims, **variant.values, **variant.choices}
+    known = {"dtype": "float32", "rank": variant.rank, "opset": variant.opset, **operands}
+    known |= {**variant.dims, **variant.values, **variant.choices}
     return bool(guard.holds(**{name: known.get(name) for name in guard.names}))
 
 
@@ -313,8 +339,7 @@ def _shape(
 
 def _variant(spelling: Spelling, dims: Mapping[str, Any]) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
-    spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
-    rank = sum(len(dims.get("...", ())) if token == "..." else 1 for token in spec.split())
+    rank = _rank(replace(spelling, leading=len(dims.get("...", ()))))
     out = (spelling.dtype,) * (1 if spelling.only_first else len(spelling.fusion.outputs))
     return Variant(spelling.opset, dtypes, out, rank, _values(spelling), dims, chosen(spelling))
 

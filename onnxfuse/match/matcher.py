@@ -15,6 +15,7 @@ from onnxfuse.dsl import (
     Choose,
     Constant,
     Either,
+    Filled,
     Fusion,
     Given,
     Guard,
@@ -43,6 +44,7 @@ from onnxfuse.shapes import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
+FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
 
 
@@ -55,6 +57,7 @@ class Matcher:
         self._rules: dict[type[Term], Callable[..., Iterator[State]]] = {
             Capture: self._capture,
             Constant: self._constant,
+            Filled: self._filled,
             Apply: functools.partial(match_operator, self),
             Sum: self._chain,
             Product: self._chain,
@@ -70,7 +73,7 @@ class Matcher:
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
         self.roots = ends | {"Cast"} if fusion.casts else ends
-        self._best: tuple[int, Callable[[], str], Span, State, str] | None = None
+        self._best: tuple[tuple[int, int], Callable[[], str], Span, State, str] | None = None
         self._sizes_known: dict[tuple[tuple[str, str], ...], int] = {}
         self._root: Tensor = None
         self._steps = 0
@@ -106,7 +109,7 @@ class Matcher:
             return self._given(term, tensor, state)
         if isinstance(term, Shared):
             return self._shared(term, tensor, state)
-        if not isinstance(term, Capture | Constant) and id(term) not in state.terms:
+        if not isinstance(term, Capture | Constant | Filled) and id(term) not in state.terms:
             tensor, state = self.through_casts(tensor, state)
             if not self.fits(term, tensor):
                 self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
@@ -135,6 +138,8 @@ class Matcher:
             yield after._replace(terms={**after.terms, id(term): tensor})
 
     def _given(self, term: Given, tensor: Tensor, state: State) -> Iterator[State]:
+        if FIXED.issuperset(term.guard.names) and not self.holds(term.guard, state, None):
+            return
         for after in self.match(term.inner, tensor, state):
             if self.holds(term.guard, after, term):
                 yield after
@@ -234,6 +239,21 @@ class Matcher:
             self.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
         else:
             yield state
+
+    def _filled(self, term: Filled, tensor: Tensor, state: State) -> Iterator[State]:
+        shape = self.shapes.shape(tensor)
+        dims = unify(term.dims, shape, state.dims) if shape is not None and is_constant(tensor) else None
+        if dims is None:
+            wanted = spec_text(term.dims, state.dims)
+            self.fail(term, state, lambda: f"'{tensor.name}' is no constant of shape ({wanted})")
+            return
+        values = constant_value(self.graph, tensor)
+        odd = next((v for v in values.flat if not self.close(float(v), term.value, tensor)), None)
+        if odd is None:
+            yield state._replace(dims=dims)
+        else:
+            told = f"'{tensor.name}' has an element {odd:g}; required {term.value:g} everywhere"
+            self.fail(term, state, lambda: told)
 
     def number(self, tensor: Tensor) -> float | None:
         """The value of a constant of one element."""
@@ -342,16 +362,17 @@ class Matcher:
                 return node
         return None
 
-    def holds(self, guard: Guard, state: State, term: Term) -> bool:
-        """Whether a condition is true of what was captured; its sentence is the miss where it is not."""
+    def holds(self, guard: Guard, state: State, term: Term | None) -> bool:
+        """Whether a condition is true of what was captured; its sentence is a miss of `term` where it is not."""
         known = {**state.dims, **state.values, **state.operands, **state.choices}
-        known["dtype"] = FLOATS[self.shapes.dtype(self._root)]
-        known["rank"] = self.shapes.rank(self._root)
+        dtype, rank = FLOATS[self.shapes.dtype(self._root)], self.shapes.rank(self._root)
+        known |= {"dtype": dtype, "rank": rank, "opset": self.graph.opset}
         asked = {name: known.get(name) for name in guard.names}
         if guard.holds(**asked):
             return True
-        shown = {name: getattr(value, "name", value) for name, value in asked.items()}
-        self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
+        if term is not None:
+            shown = {name: getattr(value, "name", value) for name, value in asked.items()}
+            self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
         return False
 
     def fail(
@@ -368,7 +389,7 @@ class Matcher:
 
         Where all of the term agreed and a condition on the `whole` failed, that says more than a part that did not fit.
         """
-        reached = len(state.nodes) + len(state.kept) + whole
+        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands)
         if self._best is None or reached > self._best[0]:
             self._best = (reached, sentence, span or term.span, state, hint)
 

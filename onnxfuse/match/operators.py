@@ -99,6 +99,9 @@ def _attribute(m: Matcher, term: Apply, node: Node, name: str, wanted: Any, stat
         else:
             yield from m.value(wanted, value, state)
         return
+    if isinstance(wanted, Size) and wanted.text.isidentifier() and wanted.text not in state.dims:
+        yield state._replace(dims={**state.dims, wanted.text: value})
+        return
     required = _computed(wanted, state.dims)
     if _same(m, node, name, value, required):
         yield state

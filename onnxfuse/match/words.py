@@ -12,6 +12,7 @@ from onnxfuse.dsl import (
     Choose,
     Constant,
     Either,
+    Filled,
     Product,
     Rearrange,
     Scaled,
@@ -27,7 +28,7 @@ VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "I
 def root_ops(term: Term) -> frozenset[str] | None:
     """The operators that can compute a term; None where any can, or none, as for an operand."""
     match term:
-        case Capture() | Constant():
+        case Capture() | Constant() | Filled():
             return None
         case Apply(op=op):
             return frozenset([op])
