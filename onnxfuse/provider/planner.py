@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxfuse.errors import ModelError
+from onnxfuse.provider import choose, direct, native, verdicts
 from onnxfuse.provider import compile as gpu_compile
-from onnxfuse.provider import direct, native
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.direct import ReadyPlan
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.provider.source import KernelError, kernel_module
+from onnxfuse.provider.trial import GpuTrial
 from onnxfuse.provider.wire import plan_bytes
 
 CUDA: Final = "CUDAExecutionProvider"
@@ -31,6 +32,7 @@ class Backend:
     device: Callable[[int], Device]
     compile: Callable[[Kernel, int], Function]
     cubin: Callable[[Kernel, Device], bytes]
+    trial: choose.MakeTrial | None = None  # how candidates are timed; they are not without it
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,13 @@ class Planned:
 Stored = Callable[[FusedNode, tuple[TensorSpec, ...], Device], Planned | None]
 
 backends: Final[dict[str, Backend]] = {
-    CUDA: Backend(gpu_compile.unavailable, gpu_compile.gpu, gpu_compile.compile_kernel, gpu_compile.cubin)
+    CUDA: Backend(
+        gpu_compile.unavailable,
+        gpu_compile.gpu,
+        gpu_compile.compile_kernel,
+        gpu_compile.cubin,
+        lambda *arguments: _gpu_trial(*arguments),
+    )
 }
 stored: Final[list[Stored]] = []  # plans that were loaded from files, asked in order
 _live: Final[dict[int, dict[tuple[TensorSpec, ...], Planned]]] = {}
@@ -112,10 +120,21 @@ def _planned(node: FusedNode, request: native.Request, device: Device) -> Planne
     module = kernel_module(node.fusion)
     if module is None:
         raise KernelError(f"fusion {node.fusion} has no kernel")
-    plan = module.plan(node, request.inputs, device)
+    plans = choose.candidates(module, node, request.inputs, device)
+    plan = _fastest(plans, node, request, device) if request.measure and len(plans) > 1 else plans[0]
     if all(0 in output.shape for output in plan.outputs):
         plan = dataclasses.replace(plan, steps=())
     return Planned(node, request.inputs, device, plan, _functions(plan, request.provider, request.device))
+
+
+def _fastest(plans: Sequence[Plan], node: FusedNode, request: native.Request, device: Device) -> Plan:
+    text = signature(node, request.inputs, device)
+    environment = verdicts.environment(request.provider, device)
+    return choose.choose(plans, request.inputs, device, backends[request.provider].trial, environment, text)
+
+
+def _gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device) -> choose.Trial:
+    return GpuTrial(inputs, plans, device, lambda plan: ready(plan, inputs, device.ordinal))
 
 
 def _functions(plan: Plan, provider: str, ordinal: int) -> tuple[Function, ...]:

@@ -1,0 +1,113 @@
+"""Which of several plans runs a node: the fastest on this GPU of those that compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final, Protocol
+
+from onnxfuse.provider import verdicts
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.provider.verdicts import Environment
+
+log: Final = logging.getLogger("onnxfuse")
+
+
+class Trial(Protocol):
+    """Runs plans of one node on scratch memory.  Its methods raise whatever the GPU's libraries raise."""
+
+    def refuse(self) -> str | None:
+        """Why nothing can be measured here; None where it can."""
+
+    def outputs(self, plan: Plan) -> Any:
+        """What a plan computes from random inputs, the same for all plans."""
+
+    def differ(self, expected: Any, outputs: Any) -> str | None:
+        """How outputs differ beyond rounding; None where they do not."""
+
+    def seconds(self, plans: Sequence[Plan]) -> list[float]:
+        """Of one run of each, timed in turns."""
+
+    def close(self) -> None:
+        """Give its memory back."""
+
+
+MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial]
+
+
+def candidates(module: ModuleType, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """The plans that a kernel's host offers, the one to take where nothing was measured first."""
+    offer = getattr(module, "candidates", None)
+    return list(offer(node, inputs, device)) if offer else [module.plan(node, inputs, device)]
+
+
+def choose(
+    plans: Sequence[Plan],
+    inputs: Sequence[TensorSpec],
+    device: Device,
+    make: MakeTrial | None,
+    environment: Environment,
+    signature: str,
+) -> Plan:
+    """The fastest plan, as a measurement on disk says, else one made now; the first plan where none can be made.
+
+    `signature` names the node and its shapes.
+    """
+    if len(plans) == 1 or make is None:
+        return plans[0]
+    named = {name_of(plan): plan for plan in plans}
+    subject = {"candidates of": signature}
+    known = verdicts.recall_case(environment, subject, sorted(named))
+    if known and known.chosen in named:
+        return named[known.chosen]
+    seconds = _measured(list(named.values()), inputs, device, make)
+    if not seconds:
+        return plans[0]
+    chosen = min(seconds, key=lambda name: seconds[name])
+    verdicts.keep(environment, subject, sorted(named), chosen, seconds)
+    place, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
+    log.debug("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
+    return named[chosen]
+
+
+def name_of(plan: Plan) -> str:
+    """A short text that is equal for equal plans."""
+    return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+
+
+def _measured(
+    plans: Sequence[Plan], inputs: Sequence[TensorSpec], device: Device, make: MakeTrial
+) -> dict[str, float]:
+    """Seconds by name of the plans that run and agree with the first one that runs; none where nothing is measured."""
+    trial: Trial | None = None
+    try:
+        trial = make(inputs, plans, device)
+        if why := trial.refuse():
+            log.info("candidates are not timed, the first is taken: %s", why)
+            return {}
+        good = _agreeing(plans, trial)
+        return dict(zip(map(name_of, good), trial.seconds(good), strict=True))
+    except Exception as error:  # of CuPy or the driver, which have no common class; the first plan may still run
+        log.warning("candidates cannot be timed, the first is taken: %s: %s", type(error).__name__, error)
+        return {}
+    finally:
+        if trial:
+            trial.close()
+
+
+def _agreeing(plans: Sequence[Plan], trial: Trial) -> list[Plan]:
+    """The plans that run and compute what the first of them does.  Raises what the first plan raises."""
+    expected = trial.outputs(plans[0])
+    good = [plans[0]]
+    for place, plan in enumerate(plans[1:], 1):
+        try:
+            why = trial.differ(expected, trial.outputs(plan))
+        except Exception as error:  # a candidate that does not run is no candidate
+            why = f"it does not run: {type(error).__name__}: {error}"
+        if why:
+            log.warning("candidate %d of %d is left out: %s", place, len(plans), why)
+        else:
+            good.append(plan)
+    return good

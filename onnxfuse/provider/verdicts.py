@@ -1,0 +1,184 @@
+"""What was measured on this machine, on disk: a small file per verdict, shared by processes that know no locks."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import onnxfuse.kernels
+from onnxfuse.provider.plan import Device
+
+log: Final = logging.getLogger("onnxfuse")
+FORMAT: Final = 1
+Environment = Mapping[str, str | int | bool]
+SOURCES: Final = {".py", ".cu", ".cuh"}  # of kernels
+DRIVER: Final = Path("/proc/driver/nvidia/version")
+_told: Final[set[str]] = set()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ran how long in one case, such as at one combination of shapes, and what was chosen."""
+
+    case: Any
+    chosen: str
+    seconds: Mapping[str, float]
+    measured: str  # ISO 8601, UTC
+
+
+def keep(environment: Environment, subject: Any, case: Any, chosen: str, seconds: Mapping[str, float]) -> bool:
+    """Write a verdict over an earlier one of the same case; False, and a log line, where that fails.
+
+    `subject` and `case` are plain data: what was measured, and at which shapes.
+    """
+    folder = _folder(environment, subject)
+    if folder is None:
+        return False
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    record = {"format": FORMAT, "environment": environment, "subject": subject, "case": case, "chosen": chosen,
+              "seconds": dict(seconds), "measured": now}  # fmt: skip
+    part: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", encoding="utf-8", delete=False) as file:
+            part = Path(file.name)
+            json.dump(record, file, indent=1, sort_keys=True)
+        part.replace(folder / f"{_digest(case)}.json")
+        return True
+    except OSError as error:
+        if part:
+            with suppress(OSError):
+                part.unlink()
+        _tell(f"verdicts cannot be written to {folder}: {error.strerror}; set ONNXFUSE_CACHE_DIR to another folder")
+        return False
+
+
+def recall(environment: Environment, subject: Any) -> list[Verdict]:
+    """The verdicts of a subject, in a fixed order; files that are damaged count as absent, with a log line."""
+    folder = _folder(environment, subject)
+    try:
+        paths = sorted(folder.glob("*.json")) if folder else []
+    except OSError as error:
+        _tell(f"verdicts cannot be read from {folder}: {error.strerror}")
+        return []
+    return [found for path in paths if (found := _read(path, environment, subject))]
+
+
+def recall_case(environment: Environment, subject: Any, case: Any) -> Verdict | None:
+    """The verdict of a subject in one case."""
+    folder = _folder(environment, subject)
+    return _read(folder / f"{_digest(case)}.json", environment, subject) if folder else None
+
+
+def cache_folder() -> Path | None:
+    """Where verdicts are: $ONNXFUSE_CACHE_DIR, or onnxfuse in $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    if chosen := os.environ.get("ONNXFUSE_CACHE_DIR"):
+        return Path(chosen)
+    standard = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if standard.is_absolute():  # the specification has relative ones ignored
+        return standard / "onnxfuse"
+    try:
+        return Path.home() / ".cache" / "onnxfuse"
+    except RuntimeError as error:
+        _tell(f"verdicts are not kept: {error}; set ONNXFUSE_CACHE_DIR to a folder")
+        return None
+
+
+def _folder(environment: Environment, subject: Any) -> Path | None:
+    cache = cache_folder()
+    return cache / "verdicts" / _digest(environment) / _digest(subject) if cache else None
+
+
+def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, required {FORMAT}")
+        if _digest([record["environment"], record["subject"]]) != _digest([environment, subject]):
+            raise ValueError("it is about something else")
+        seconds = {str(name): float(value) for name, value in record["seconds"].items()}
+        if not all(math.isfinite(value) and value > 0 for value in seconds.values()):
+            raise ValueError(f"its times are {seconds}")
+        datetime.datetime.fromisoformat(record["measured"])
+        return Verdict(record["case"], str(record["chosen"]), seconds, record["measured"])
+    except FileNotFoundError:  # another process may tidy up
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _tell(f"verdict {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
+        return None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tell(message: str) -> None:
+    """Once: a model has hundreds of nodes."""
+    if message not in _told:
+        _told.add(message)
+        log.warning(message)
+
+
+# --- what times depend on besides node and shapes --------------------------------------------------------------------
+
+
+def environment(provider: str, device: Device) -> Environment:
+    """GPU, driver, libraries, the kernels' sources and the session's settings; other values, other verdicts."""
+    return {
+        "provider": provider,
+        "gpu": device.name,
+        "arch": device.arch,
+        "multiprocessors": device.multiprocessors,
+        "tf32": device.tf32,
+        "driver": driver_version(),
+        "cuda": cuda_version(),
+        "onnxfuse": version("onnxfuse"),
+        "onnxruntime": import_module("onnxruntime").__version__,
+        "kernels": _sources(tuple(onnxfuse.kernels.__path__)),
+    }
+
+
+@functools.cache
+def driver_version() -> str:
+    """Of the NVIDIA driver; empty where there is none."""
+    with suppress(OSError):
+        if found := re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text(encoding="utf-8", errors="replace")):
+            return found[0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@functools.cache
+def cuda_version() -> str:
+    """Of the CUDA runtime and compiler that kernels are made with; empty where there is none."""
+    try:
+        cuda: Any = import_module("cupy").cuda
+        return f"{cuda.runtime.runtimeGetVersion()} nvrtc {'.'.join(map(str, cuda.nvrtc.getVersion()))}"
+    except Exception:  # CuPy's own errors have no common class
+        return ""
+
+
+@functools.cache
+def _sources(folders: tuple[str, ...]) -> str:
+    """A digest of the kernels and their hosts: a verdict about others means nothing."""
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.*") if path.suffix in SOURCES)
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
