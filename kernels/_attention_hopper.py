@@ -1,0 +1,256 @@
+"""Attention on Hopper: attention_hopper.cu, and attention_blocks.cu, which tells it what a mask leaves of each tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from onnxfuse.kernels._attention import Attention, Heads, Scores
+from onnxfuse.kernels._gemm import Candidate
+from onnxfuse.kernels._types import ABSENT, ITEM_BYTES, STORAGE, Defines
+from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+LARGEST_HEAD: Final = 256
+PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
+ALIGNMENT: Final = 8  # elements; tensor maps want strides of whole 16 bytes
+BARRIER_BYTES: Final = 256
+LAZY_FROM: Final = 64  # wider results are rescaled only where a row's maximum has grown by much
+KEPT_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
+NEGLIGIBLE: Final = -1e29  # above what an additive mask is taken for -inf at, with room for scores
+LOWEST: Final = -3.4028234663852886e38
+
+MASKS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a block works: `groups` warpgroups of 64 queries each, tiles of `keys` keys, `stages` of them in flight."""
+
+    groups: int
+    keys: int
+    stages: int
+    blocks: int = 1  # on a multiprocessor
+    turns: bool = False  # warpgroups issue their products in turns
+
+    def shared(self, size: int, value_size: int) -> int:
+        """Bytes of shared memory."""
+        panels = [math.ceil(columns / PANEL) for columns in (size, value_size)]
+        return 128 * (self.groups * 64 * max(panels) + self.stages * self.keys * sum(panels)) + BARRIER_BYTES
+
+    @property
+    def threads(self) -> int:
+        """In a block."""
+        return 128 * self.groups + (128 if self.groups > 1 else 32)
+
+    @property
+    def registers(self) -> int:
+        """That a thread may use: what attention_hopper.cu takes, or an even share of a scheduler's 512 x 32."""
+        if self.groups > 1:
+            return {2: 232, 3: 160}[self.groups]
+        return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
+
+
+# By the wider of head and value size: the tilings to try, the likeliest first.
+TILINGS: Final = {
+    64: (
+        *(Tiling(1, 64, 2, 3), Tiling(1, 48, 3, 3), Tiling(3, 128, 2, turns=True), Tiling(1, 128, 2, 2)),
+        Tiling(2, 64, 3),
+    ),
+    128: (Tiling(2, 128, 2, turns=True), Tiling(1, 64, 2, 2), Tiling(2, 64, 3), Tiling(1, 32, 2, 2)),
+    192: (Tiling(2, 96, 2, turns=True), Tiling(1, 64, 2), Tiling(2, 64, 2), Tiling(1, 32, 2)),
+    256: (Tiling(2, 80, 2, turns=True), Tiling(1, 64, 2), Tiling(2, 48, 2), Tiling(2, 32, 2), Tiling(1, 32, 2)),
+}
+OTHER_REGISTERS: Final = 28  # of a thread, besides scores, weights, results and what is added to scores
+
+
+def plans(problem: Attention, device: Device) -> list[Candidate]:
+    """The ways to run it, the likeliest first; none where this GPU, the dtype, sizes or alignment are not for it."""
+    if device.arch != 90 or not _fits(problem):
+        return []
+    wider = max(problem.size, problem.value_size)
+    tilings = TILINGS[next(limit for limit in TILINGS if wider <= limit)]
+    return [
+        candidate(problem, tiling)
+        for tiling in tilings
+        if tiling.shared(problem.size, problem.value_size) * tiling.blocks <= device.shared_per_block
+        and _registers(problem, tiling) <= tiling.registers
+    ]
+
+
+def _registers(problem: Attention, tiling: Tiling) -> int:
+    """What a thread needs: its share of scores, weights, results, and of what masks and bias add to the scores."""
+    columns = ALIGNMENT * math.ceil(problem.value_size / ALIGNMENT)
+    added = [scores for scores in (problem.mask, problem.bias) if scores and scores.dtype != "bool"]
+    words = sum((tiling.keys // 8 if x.key else 1) * (2 if x.query else 1) * ITEM_BYTES[x.dtype] // 2 for x in added)
+    return tiling.keys // 2 + tiling.keys // 4 + columns // 2 + words + OTHER_REGISTERS
+
+
+def _fits(problem: Attention) -> bool:
+    tensors = (
+        (problem.q, problem.queries, problem.heads),
+        (problem.k, problem.keys, problem.kv_heads),
+        (problem.v, problem.keys, problem.kv_heads),
+        (problem.out, problem.queries, problem.heads),
+    )
+    return (
+        problem.dtype in ("float16", "bfloat16")
+        and problem.aligned
+        and all(0 < size <= LARGEST_HEAD and size % ALIGNMENT == 0 for size in (problem.size, problem.value_size))
+        and min(problem.batch, problem.heads, problem.queries, problem.keys) > 0
+        and all(_mappable(x, rows, heads, problem.batch) for x, rows, heads in tensors)
+    )
+
+
+def _mappable(x: Heads, rows: int, heads: int, batch: int) -> bool:
+    """Whether a tensor map can describe it: 40 bits of stride, no overlap."""
+    strides = ((x.row, rows), (x.head, heads), (x.batch, batch))
+    return (
+        all(extent == 1 or (0 < stride < 1 << 39 and stride % ALIGNMENT == 0) for stride, extent in strides)
+        and x.pointer.offset % 16 == 0
+    )
+
+
+def candidate(problem: Attention, tiling: Tiling) -> Candidate:
+    """The launches of one tiling."""
+    mask = problem.mask if problem.mask_kind != "none" else None
+    name = f"hopper {64 * tiling.groups}x{tiling.keys}, {tiling.stages} stages, {tiling.blocks} blocks"
+    if mask is None:
+        return Candidate(name, (_launch(problem, tiling, None, ABSENT, ABSENT),))
+    tiles = _planes(problem, mask) * _mask_rows(problem, mask) * math.ceil(problem.keys / tiling.keys)
+    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
+    boolean = mask.dtype == "bool"
+    words = 4 * 128 * math.ceil(tiling.keys / 64) if boolean else 0
+    steps = (
+        _blocks(problem, mask, tiling, tiles, flags, bits if boolean else ABSENT),
+        _launch(problem, tiling, mask, flags, bits if boolean else ABSENT),
+    )
+    return Candidate(name, steps, (tiles, tiles * words) if boolean else (tiles,))
+
+
+def _planes(problem: Attention, mask: Scores) -> int:
+    return (problem.batch if mask.batch else 1) * (problem.heads if mask.head else 1)
+
+
+def _mask_rows(problem: Attention, mask: Scores) -> int:
+    return math.ceil(problem.queries / 64) if mask.query else 1
+
+
+def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags: Argument, bits: Argument) -> Launch:
+    defines: Defines = {
+        "KEYS_TILE": tiling.keys,
+        "MASK": MASKS[problem.mask_kind],
+        "INVERTED": int(problem.mask_kind == "inverted"),
+        "MASK_T": STORAGE.get(mask.dtype, "b8"),
+        "MASK_KEY": mask.key,
+        "MASK_QUERY": int(mask.query != 0),
+    }
+    arguments = (
+        mask.pointer,
+        flags,
+        bits,
+        Scalar(problem.queries if mask.query else 1, "int32"),
+        Scalar(problem.keys, "int32"),
+        Scalar(problem.heads if mask.head else 1, "int32"),
+        *(Scalar(stride, "int64") for stride in (mask.batch, mask.head, mask.query)),
+    )
+    return Launch(Kernel("attention_blocks", "attention_blocks", defines), (tiles, 1, 1), (128, 1, 1), arguments)
+
+
+def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argument, bits: Argument) -> Launch:
+    rows = math.ceil(problem.queries / (64 * tiling.groups))
+    additive = problem.mask_kind == "additive"
+    masked_score = max(NEGLIGIBLE if additive else problem.masked_score, LOWEST)
+    integers = (
+        *(problem.queries, problem.keys, problem.heads, problem.heads // problem.kv_heads, problem.batch),
+        *(problem.causal or 0, _together(problem)),
+    )
+    numbers = (problem.scale, problem.softcap or 1.0, masked_score)
+    planes = (0, 0, 0)
+    if mask:
+        heads = problem.heads if mask.head else 1
+        planes = (heads if mask.batch else 0, int(mask.head != 0), int(mask.query != 0))
+    arguments = (
+        _map(problem, problem.q, problem.queries, problem.heads, problem.size, 64),
+        _map(problem, problem.k, problem.keys, problem.kv_heads, problem.size, tiling.keys),
+        _map(problem, problem.v, problem.keys, problem.kv_heads, problem.value_size, tiling.keys),
+        _map(problem, problem.out, problem.queries, problem.heads, problem.value_size, 64),
+        *(Scalar(number, "int32") for number in integers),
+        *(Scalar(number, "float32") for number in numbers),
+        *_scores(mask),
+        *_scores(problem.bias),
+        *(flags, bits),
+        *(Scalar(number, "int32") for number in planes),
+    )
+    return Launch(
+        Kernel("attention_hopper", "attention_hopper", _defines(problem, tiling, mask), arch_specific=True),
+        (rows * problem.heads * problem.batch, 1, 1),
+        (tiling.threads, 1, 1),
+        arguments,
+        tiling.shared(problem.size, problem.value_size),
+    )
+
+
+def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines:
+    finite = problem.mask_kind == "additive" or math.isfinite(problem.masked_score)
+    raw = problem.scale > 0 and not (problem.softcap or problem.bias or (mask and finite))
+    return {
+        "T": STORAGE[problem.dtype],
+        "SIZE": problem.size,
+        "VALUE_SIZE": problem.value_size,
+        "GROUPS": tiling.groups,
+        "KEYS_TILE": tiling.keys,
+        "STAGES": tiling.stages,
+        "BLOCKS": tiling.blocks,
+        "PINGPONG": int(tiling.turns),
+        "LAZY": int(problem.value_size > LAZY_FROM),
+        "CAUSAL": int(problem.causal is not None),
+        "RAW": int(raw),
+        "SOFTCAP": int(problem.softcap != 0),
+        "ZERO_ROWS": int(problem.zero_rows),
+        "MASK": MASKS[problem.mask_kind],
+        "FLAGS": int(mask is not None),
+        "FINITE": int(mask is not None and finite),
+        **_access("MASK", problem, mask),
+        "BIAS": int(problem.bias is not None),
+        **_access("BIAS", problem, problem.bias),
+    }
+
+
+def _access(name: str, problem: Attention, scores: Scores | None) -> Defines:
+    """The type of its elements, whether it differs along keys and queries, and whether it can be read two by two."""
+    if scores is None:
+        return {f"{name}_T": "f16", f"{name}_KEY": 0, f"{name}_QUERY": 0, f"{name}_PAIRS": 0}
+    even = all(n % 2 == 0 for n in (scores.batch, scores.head, scores.query, problem.keys))
+    pairs = scores.key == 1 and even and scores.aligned
+    return {
+        f"{name}_T": STORAGE.get(scores.dtype, "f16"),
+        f"{name}_KEY": scores.key,
+        f"{name}_QUERY": int(scores.query != 0),
+        f"{name}_PAIRS": int(pairs),
+    }
+
+
+def _scores(scores: Scores | None) -> Sequence[Argument]:
+    if scores is None:
+        return (ABSENT, *(Scalar(0, "int64") for _ in range(3)))
+    return (scores.pointer, *(Scalar(stride, "int64") for stride in (scores.batch, scores.head, scores.query)))
+
+
+def _together(problem: Attention) -> int:
+    """How many heads work on their longest rows at the same time: as many as have their keys and values in L2."""
+    planes = problem.heads * problem.batch
+    if problem.causal is None:
+        return 1
+    each = 2 * problem.keys * (problem.size + problem.value_size) * problem.kv_heads / problem.heads
+    return max(1, min(planes, int(KEPT_BYTES / each)))
+
+
+def _map(problem: Attention, x: Heads, rows: int, heads: int, size: int, box_rows: int) -> TensorMap:
+    sizes = (size, rows, heads, problem.batch)
+    strides = tuple(
+        2 * (stride if extent > 1 else size) for stride, extent in zip((x.row, x.head, x.batch), sizes[1:], strict=True)
+    )
+    dtype: Literal["float16", "bfloat16"] = "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    return TensorMap(x.pointer, dtype, sizes, strides, (PANEL, box_rows, 1, 1), 128)
