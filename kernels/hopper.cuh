@@ -226,24 +226,24 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
 #define RESULTS_120 RESULTS_112, EIGHT(112)
 #define RESULTS_128 RESULTS_120, EIGHT(120)
 
-// wgmma<TRANSPOSED>(T(), d, a, b, accumulate): `a` a descriptor (contiguous along k) or registers, `b` a descriptor,
-// TRANSPOSED: b is contiguous along n. accumulate false: d is overwritten. The numbers: N / 2 and those after it.
+// wgmma<ALONG_N>(T(), d, a, b, accumulate): `a` a descriptor (contiguous along k) or registers, `b` a descriptor,
+// ALONG_N: b is contiguous along n. accumulate false: d is overwritten. The numbers: N / 2 and those after it.
 #define WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6) \
-    template <bool TRANSPOSED> \
+    template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, %" #n0 \
                      ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }" \
-                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TRANSPOSED))); \
+                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     } \
-    template <bool TRANSPOSED> \
+    template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) { \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0;\n" \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, {%" #n0 \
                      ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }" \
                      : RESULTS_##n0 \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
-                       "n"(int(TRANSPOSED))); \
+                       "n"(int(ALONG_N))); \
     }
 #define WGMMAS(N, ...) WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__)
 

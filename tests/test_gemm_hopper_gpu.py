@@ -1,0 +1,123 @@
+"""Every tiling of the Hopper GEMM against float64: sizes, layouts, dtypes, epilogues, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from kernel_runs import NUMPY, RELATIVE, compile_native, cupy, result, upload
+from test_gemm_gpu import Case, expect, run
+from test_kernels_gpu import ACTIVATIONS
+
+from onnxfuse.kernels import _gemm_hopper
+from onnxfuse.kernels._gemm import Candidate
+from onnxfuse.provider import planner
+from onnxfuse.provider.compile import gpu
+from onnxfuse.provider.plan import Kernel, Launch, Plan, TensorSpec
+from onnxfuse.provider.source import architecture, options, source_text
+
+pytestmark = pytest.mark.gpu
+
+# One element of everything; k below and inside a stage; odd m; n that ends inside a piece, a tile, a cluster; more
+# tiles than multiprocessors, so that rings and slots go around; k of many rounds.
+SIZES = [(1, 8, 8), (1, 4096, 64), (129, 264, 40), (300, 1032, 328), (1000, 200, 1000), (2100, 2104, 136),
+         (4096, 768, 768), (77, 96, 8192)]  # fmt: skip
+SMALL = (333, 328, 200)
+ALL = ("bias", "column_scale", "residual")
+
+
+def candidates(case: Case) -> tuple[list[Candidate], TensorSpec, dict[str, np.ndarray]]:
+    arrays, device = case.arrays(), gpu(0)
+    if device.arch != 90:
+        pytest.skip("needs a Hopper GPU")
+    gemm, y = case.product(device, arrays)
+    fitting = [tiling for tiling in _gemm_hopper.TILINGS if _gemm_hopper.fits(gemm, tiling, device)]
+    return [_gemm_hopper.candidate(gemm, tiling, device) for tiling in fitting], y, arrays
+
+
+def sizes() -> Iterator[Case]:
+    for (m, n, k), (dtype, layout) in itertools.product(SIZES, [("float16", "kn"), ("bfloat16", "nk")]):
+        yield Case(m, n, k, dtype, layout, ALL, "gelu")
+        yield Case(m, n, k, dtype, layout, ("bias", "up_bias"), "silu", gated=True)
+
+
+def epilogues() -> Iterator[Case]:
+    for count in range(4):
+        for extra in itertools.combinations(ALL, count):
+            yield Case(*SMALL, "float16", "kn", extra, "relu")
+            yield Case(*SMALL, "bfloat16", "nk", extra)
+    for extra in ((), ("bias",), ("up_bias",)):
+        yield Case(*SMALL, "float16", "nk", extra, "gelu_tanh", gated=True)
+        yield Case(*SMALL, "bfloat16", "kn", extra, "sigmoid", gated=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """CuPy's disk cache filled by many compilers at once: one at a time, these kernels take minutes."""
+    compile_native()
+    found: dict[tuple[str, ...], Kernel] = {}
+    for case in (*sizes(), *epilogues()):
+        for way in candidates(case)[0]:
+            for step in way.steps:
+                assert isinstance(step, Launch)
+                found[options(step.kernel)] = step.kernel
+
+    def fill(kernel: Kernel) -> None:
+        flags = (*options(kernel), f"-arch={architecture(kernel, 90)}")
+        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, found.values()))
+
+
+def check(name: str, values: np.ndarray, expected: np.ndarray, slack: np.ndarray) -> None:
+    dtype = values.dtype.name
+    tiny = 1e-7 if dtype == "float16" else 1e-30  # fp16 has no smaller number
+    error = np.abs(values.astype(np.float64) - expected)
+    wrong = ~(error <= slack + RELATIVE[dtype] * np.abs(expected) + tiny)
+    assert not wrong.any(), f"{name}: {wrong.sum()} wrong, the first at {np.argwhere(wrong)[0]}"
+
+
+@pytest.mark.parametrize("case", [*sizes(), *epilogues()], ids=str)
+def test_matches_float64(case: Case) -> None:
+    ways, y, arrays = candidates(case)
+    expected, slack = expect(case, arrays)
+    assert ways
+    for way in ways:
+        check(way.name, run(way, y, arrays, aligned=True), expected, slack)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    case = Case(*SMALL, "float16", "kn", ("bias",), activation)
+    ways, y, arrays = candidates(case)
+    expected, slack = expect(case, arrays)
+    check(activation, run(ways[0], y, arrays, aligned=True), expected, slack)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_replayed_in_a_cuda_graph(gated: bool) -> None:
+    case = Case(2100, 2104, 136, "float16", "kn", ("bias",) if gated else ALL, "silu", gated=gated)
+    ways, y, arrays = candidates(case)
+    for way in ways:
+        read = [upload(value) for value in arrays.values()]
+        written = upload(np.full(y.shape, np.nan, NUMPY[y.dtype]))
+        plan = Plan((y,), way.steps, way.scratch)
+        ready = planner.ready(plan, [TensorSpec((each.nbytes,), "uint8") for each in read])
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            ready.run([each.data.ptr for each in read], [written.data.ptr], 0, stream.ptr)
+            graph = stream.end_capture()
+        for seed in (1, 2):  # new values in the same places
+            arrays["x"] = np.roll(arrays["x"], seed, axis=0)
+            read[list(arrays).index("x")].set(arrays["x"].reshape(-1).view(np.uint8))
+            written.fill(0xFF)
+            cupy.cuda.runtime.deviceSynchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            expected, slack = expect(case, arrays)
+            check(way.name, result(written, y, True), expected, slack)
