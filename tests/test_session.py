@@ -6,7 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,10 @@ from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
 import onnxfuse
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.provider import planner
+from onnxfuse.provider.model import Call
 from onnxfuse.provider.plan import Kernel
-from onnxfuse.provider.session import InferenceSession, Run, explain_session, register
+from onnxfuse.provider.preferences import Preference
+from onnxfuse.provider.session import InferenceSession, Run, explain_session, open_session, register
 
 KERNEL = f"{CPU}, device 0"
 NOTHING = Kernel("none", "noop")
@@ -79,7 +81,7 @@ def test_register_leaves_the_model_alone(gpu: Stage) -> None:
     options = ort.SessionOptions()
     runs = register(options, mixed(), [CPU])
     assert [(r.how, r.why) for r in runs] == [
-        ("body", "node 'node_1', which calls the same function, has no kernel"),
+        ("body", "node 'node_1', which calls the same function, runs as its body"),
         ("body", "the factor must be positive"),
     ]
     register(options, model(SHIFT), [CPU])
@@ -145,7 +147,10 @@ sys.keep = run
 
 
 def test_a_measurement_may_prefer_the_body(gpu: Stage) -> None:
-    run = session(model(SHIFT), tune=lambda node, dtypes, device: "the body was faster: 3 against 4 us")
+    def slow(_: object, calls: Sequence[Call], *__: object) -> list[Preference]:
+        return [Preference(False, "the body was faster: 3 against 4 us") for _ in calls]
+
+    run = open_session(model(SHIFT), providers=[CPU], prefer=slow, measure=False)
     assert [(r.how, r.why) for r in explain_session(run)] == [("body", "the body was faster: 3 against 4 us")]
 
 

@@ -8,16 +8,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
-from onnxfuse.provider import native, planner
+from onnxfuse.provider import native, planner, verdicts
 from onnxfuse.provider.model import (
     Call,
     attribute_kinds,
@@ -26,13 +26,15 @@ from onnxfuse.provider.model import (
     read_model,
     split,
 )
-from onnxfuse.provider.plan import Device, FusedNode
+from onnxfuse.provider.plan import Device
+from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, preferences
 from onnxfuse.provider.source import kernel_module
 
 log: Final = logging.getLogger("onnxfuse")
 CUDA: Final = "CUDAExecutionProvider"
 Providers = Sequence[str | tuple[str, Mapping[str, Any]]]
-Tune = Callable[[FusedNode, tuple[str, ...], Device], str | None]
+Tune = Literal["never", "cached", "now"]
+Prefer = Callable[[onnx.ModelProto, Sequence[Call], verdicts.Environment, str], Sequence[Preference | None]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class _Target:
     provider: str
     ordinal: int
     tf32: bool = True
+    cuda_graph: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of the provider
+
+    @property
+    def device(self) -> Device:
+        return planner.device_of(self.provider, self.ordinal, self.tf32)
+
+    def settings(self, measure: bool) -> int:
+        return native.TF32 * self.tf32 | native.MEASURE * measure
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class _NoTarget:
 
 
 _runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
-_registered: weakref.WeakKeyDictionary[Any, tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[Any, tuple[frozenset[str], int]] = weakref.WeakKeyDictionary()
 _working: Final[set[tuple[str, int]]] = set()
 _lock: Final = threading.Lock()
 
@@ -70,20 +81,45 @@ def InferenceSession(
     providers: Providers | None = None,
     provider_options: Sequence[Mapping[str, Any]] | None = None,
     *,
-    tune: Tune | None = None,
+    tune: Tune = "cached",
+    shapes: Mapping[str, Sequence[int]] | None = None,
     **arguments: Any,
 ) -> ort.InferenceSession:
     """An ordinary onnxruntime session, in which the fused nodes run as kernels where this GPU has them.
 
-    `tune` is asked for every node that has a kernel; where it returns a sentence, the body runs for that reason.
-    Raises ModelError for a model that names operators or attributes of onnxfuse that this version does not know.
+    tune    "cached": what was measured before decides between kernel and body; what was not runs as a kernel.
+            "now": what was not is measured first, at the sizes of the model's inputs. "never": kernels, unmeasured.
+    shapes  for "now": sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
+
+    Raises ModelError for a model that names operators or attributes of onnxfuse that this version does not know,
+    UsageError for "now" without a size of every dynamic dim.
     """
+    _check_word(tune)
+    where = (sess_options, providers, provider_options)
+    if tune == "now":
+        _tune_now(path_or_bytes, *where, shapes or {})
+    prefer = None if tune == "never" else preferences
+    return open_session(path_or_bytes, *where, prefer=prefer, measure=tune != "never", **arguments)
+
+
+def open_session(
+    path_or_bytes: str | os.PathLike[str] | bytes,
+    sess_options: ort.SessionOptions | None = None,
+    providers: Providers | None = None,
+    provider_options: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    prefer: Prefer | None,
+    measure: bool,
+    **arguments: Any,
+) -> ort.InferenceSession:
+    """`InferenceSession`, with kernel or body as `prefer` says, and `measure`: candidates of a kernel may be timed."""
     options = sess_options if sess_options is not None else ort.SessionOptions()
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     model = read_model(source)
     calls = read_calls(model)
     target = _target(options, providers, provider_options)
-    reasons = _reasons(calls, target, tune)
+    reasons = _reasons(calls, target)
+    preferred = _preferred(model, calls, reasons, target, prefer)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
     if mixed:
         if isinstance(source, Path) and has_external_data(model):
@@ -91,9 +127,9 @@ def InferenceSession(
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         source = split(model, mixed).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels})
+    _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels}, measure)
     session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
-    _runs[session] = _report(calls, reasons, target)
+    _runs[session] = _report(calls, reasons, preferred, target)
     return session
 
 
@@ -103,24 +139,31 @@ def register(
     providers: Providers | None = None,
     provider_options: Sequence[Mapping[str, Any]] | None = None,
     *,
-    tune: Tune | None = None,
+    tune: Tune = "cached",
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Run, ...]:
     """Let a session that is made with these options, this model and these providers run kernels.
 
     The same as `InferenceSession`, except that the model stays as it is: of nodes that call one function, all run as
     kernels or none does.
     """
+    _check_word(tune)
+    if tune == "now":
+        _tune_now(model, session_options, providers, provider_options, shapes or {})
     source = model if isinstance(model, bytes | onnx.ModelProto) else Path(model)
-    calls = read_calls(read_model(source))
+    proto = read_model(source)
+    calls = read_calls(proto)
     target = _target(session_options, providers, provider_options)
-    reasons = _reasons(calls, target, tune)
+    reasons = _reasons(calls, target)
+    preferred = _preferred(proto, calls, reasons, target, None if tune == "never" else preferences)
     for i, call in enumerate(calls):
         other = next((c for c, why in zip(calls, reasons, strict=True) if c.op == call.op and why), None)
         if reasons[i] is None and other is not None:
-            reasons[i] = f"node '{other.node.name}', which calls the same function, has no kernel"
+            reasons[i] = f"node '{other.node.name}', which calls the same function, runs as its body"
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    _register(session_options, target, kernels, {call.op for call in calls} - {call.op for call in kernels})
-    _runs[session_options] = runs = _report(calls, reasons, target)
+    bodies = {call.op for call in calls} - {call.op for call in kernels}
+    _register(session_options, target, kernels, bodies, tune != "never")
+    _runs[session_options] = runs = _report(calls, reasons, preferred, target)
     return runs
 
 
@@ -149,7 +192,8 @@ def _target(
         if name in planner.backends:
             if name not in available:
                 return _NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
-            target = _Target(name, int(given.get("device_id", 0)), _flag(given.get("use_tf32", True)))
+            flags = _flag(given.get("use_tf32", True)), _flag(given.get("enable_cuda_graph", False))
+            target = _Target(name, int(given.get("device_id", 0)), *flags, {**given, **more})
             why = _unusable(target)
             return _NoTarget(why) if why else target
     return _NoTarget(f"the session does not use {CUDA}", asked=False)
@@ -201,9 +245,9 @@ def _library() -> Any:
 # --- which nodes are kernels -----------------------------------------------------------------------------------------
 
 
-def _reasons(calls: Sequence[Call], target: _Target | _NoTarget, tune: Tune | None) -> list[str | None]:
+def _reasons(calls: Sequence[Call], target: _Target | _NoTarget) -> list[str | None]:
     """Per node None where a kernel runs it, else why not.  Raises ModelError where its body cannot run either."""
-    reasons = [target.why if isinstance(target, _NoTarget) else _reason(call, target, tune) for call in calls]
+    reasons = [target.why if isinstance(target, _NoTarget) else _reason(call, target) for call in calls]
     for call, why in zip(calls, reasons, strict=True):
         if why and not call.has_body:
             raise ModelError(
@@ -217,7 +261,7 @@ def _reasons(calls: Sequence[Call], target: _Target | _NoTarget, tune: Tune | No
     ]
 
 
-def _reason(call: Call, target: _Target, tune: Tune | None) -> str | None:
+def _reason(call: Call, target: _Target) -> str | None:
     node = call.node
     module = kernel_module(node.fusion)
     if module is None:
@@ -230,12 +274,49 @@ def _reason(call: Call, target: _Target, tune: Tune | None) -> str | None:
         return f"the dtype of its operand {node.operands[place]} ('{call.proto.input[place]}') is not known"
     if not call.has_ranks:
         return f"it has no attribute output_ranks, and its outputs are not known to have {node.operands[0]}'s rank"
-    device = planner.device_of(target.provider, target.ordinal, target.tf32)
     try:
-        why: str | None = module.supports(node, dtypes, device)
+        why: str | None = module.supports(node, dtypes, target.device)
     except (KeyError, TypeError, ValueError) as error:
         return f"its attributes are not what kernel {node.fusion} expects: {type(error).__name__}: {error}"
-    return why or (tune(node, dtypes, device) if tune else None)
+    return why
+
+
+def _preferred(
+    model: onnx.ModelProto,
+    calls: Sequence[Call],
+    reasons: list[str | None],
+    target: _Target | _NoTarget,
+    prefer: Prefer | None,
+) -> list[Preference | None]:
+    """What `prefer` says of each node, and in `reasons` that its body runs where that is preferred."""
+    if isinstance(target, _NoTarget) or prefer is None or not any(why is None for why in reasons):
+        return [None] * len(calls)
+    mode = GRAPH if target.cuda_graph else PLAIN
+    found = list(prefer(model, calls, verdicts.environment(target.provider, target.device), mode))
+    for place, (call, each) in enumerate(zip(calls, found, strict=True)):
+        if each and not each.kernel and reasons[place] is None and call.has_body:
+            reasons[place] = each.why
+    return found
+
+
+def _check_word(tune: str) -> None:
+    if tune not in get_args(Tune):
+        raise UsageError(f"tune={tune!r} is none of {', '.join(map(repr, get_args(Tune)))}")
+
+
+def _tune_now(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    options: ort.SessionOptions | None,
+    providers: Providers | None,
+    provider_options: Sequence[Mapping[str, Any]] | None,
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Measure what was not measured yet."""
+    from onnxfuse.provider.tune import tune_session  # which makes sessions itself
+
+    target = _target(options if options is not None else ort.SessionOptions(), providers, provider_options)
+    if isinstance(target, _Target):
+        tune_session(model, options, target.provider, target.options, shapes)
 
 
 def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -> bool:
@@ -243,19 +324,19 @@ def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -
 
 
 def _register(
-    options: ort.SessionOptions, target: _Target | _NoTarget, calls: Sequence[Call], bodies: set[str]
+    options: ort.SessionOptions, target: _Target | _NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
 ) -> None:
     """Register the functions that these nodes call as operators of the target's provider."""
     ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
     done = _registered.get(options)
     if done is not None:
-        _refuse_clash(done, target, ops, bodies)
+        _refuse_clash(done, target, ops, bodies, measure)
     if isinstance(target, _NoTarget) or not ops:
         return
     lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
+    settings = target.settings(measure)
     library = _library()
     with _lock:
-        settings = native.TF32 * target.tf32 | native.MEASURE
         library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
         if done is not None:
             return
@@ -263,36 +344,44 @@ def _register(
             options.register_custom_ops_library(str(Path(library._name).resolve()))
         except Exception as error:  # onnxruntime's errors have no common class
             raise OnnxfuseError(f"onnxruntime does not accept the operators of onnxfuse: {error}") from error
-    _registered[options] = frozenset(ops), target.tf32
+    _registered[options] = frozenset(ops), settings
 
 
 def _refuse_clash(
-    done: tuple[frozenset[str], bool], target: _Target | _NoTarget, ops: Collection[str], bodies: set[str]
+    done: tuple[frozenset[str], int], target: _Target | _NoTarget, ops: Collection[str], bodies: set[str], measure: bool
 ) -> None:
     """Raise UsageError where session options that have operators already cannot serve this model too."""
-    here, tf32 = done
+    here, settings = done
     if clash := sorted(here & bodies) or sorted(set(ops) - here):
         what = "as a kernel, but here its body" if clash[0] in here else "not as a kernel, but here its kernel"
         raise UsageError(
             f"another model was registered with these session options; they run {clash[0]} {what} must run; "
             "make new SessionOptions for each model"
         )
-    if isinstance(target, _Target) and ops and target.tf32 != tf32:
-        raise UsageError(
-            f"another model was registered with these session options and use_tf32 = {int(tf32)}, "
-            f"here it is {int(target.tf32)}; make new SessionOptions for each setting"
-        )
+    if isinstance(target, _NoTarget) or not ops:
+        return
+    now = target.settings(measure)
+    for flag, name in (native.TF32, "use_tf32"), (native.MEASURE, "tune other than 'never'"):
+        if (settings ^ now) & flag:
+            raise UsageError(
+                f"another model was registered with these session options and {name} = {int(bool(settings & flag))}, "
+                f"here it is {int(bool(now & flag))}; make new SessionOptions for each setting"
+            )
 
 
 def _report(
-    calls: Sequence[Call], reasons: Sequence[str | None], target: _Target | _NoTarget
+    calls: Sequence[Call],
+    reasons: Sequence[str | None],
+    preferred: Sequence[Preference | None],
+    target: _Target | _NoTarget,
 ) -> tuple[Run, ...]:
     """What `explain_session` says; logged per fusion."""
-    kernel = f"{target.provider}, device {target.ordinal}" if isinstance(target, _Target) else ""
+    where = f"{target.provider}, device {target.ordinal}" if isinstance(target, _Target) else ""
+    kernels = [f"{where}; {each.why}" if each else where for each in preferred]
     level = logging.WARNING if isinstance(target, _NoTarget) and target.asked else logging.INFO
     runs = tuple(
         Run(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)
-        for call, why in zip(calls, reasons, strict=True)
+        for call, why, kernel in zip(calls, reasons, kernels, strict=True)
     )
     for fusion, how, why in dict.fromkeys((run.fusion, run.how, run.why) for run in runs):
         count = sum((run.fusion, run.how, run.why) == (fusion, how, why) for run in runs)

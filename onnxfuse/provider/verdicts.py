@@ -57,7 +57,7 @@ def keep(environment: Environment, subject: Any, case: Any, chosen: str, seconds
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", encoding="utf-8", delete=False) as file:
             part = Path(file.name)
-            json.dump(record, file, indent=1, sort_keys=True)
+            json.dump(record, file, indent=1, sort_keys=True, default=repr)
         part.replace(folder / f"{_digest(case)}.json")
         return True
     except OSError as error:
@@ -124,7 +124,7 @@ def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
 def _tell(message: str) -> None:
