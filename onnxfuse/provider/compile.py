@@ -56,6 +56,7 @@ def gpu(ordinal: int) -> Device:
         10 * properties["major"] + properties["minor"],
         properties["multiProcessorCount"],
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
+        ordinal=ordinal,
     )
 
 
