@@ -7,6 +7,7 @@ whatever form its opset gives it.  The words below say the rest.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -212,7 +213,7 @@ class Guard:
     holds: Callable[..., bool]
     span: Span
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The dimensions, scalars, choices and operands that the condition asks for."""
         return tuple(inspect.signature(self.holds).parameters)

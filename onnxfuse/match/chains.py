@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from onnxfuse.dsl import Capture, Constant, Product, Sum
+from onnxfuse.dsl import Capture, Constant, Product, Sum, Term, core
 from onnxfuse.graph import Node, Tensor, op_of, producer
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
 
 Number: TypeAlias = tuple[float, Tensor]  # what a constant adds or multiplies, and where it is stored
+Way: TypeAlias = tuple[list[Tensor], list[Number], Node]  # a node as values and numbers
 
 
 class Chain:
@@ -28,14 +29,22 @@ class Chain:
         constants = [t.value for t in term.terms if isinstance(t, Constant)]
         self.constant = self._total(constants) if constants else None
         self.values = [t for t in term.terms if not isinstance(t, Constant) and t is not self.scalar]
+        self.values.sort(key=lambda value: not self._is_told_by_shape(value))
+        self.has_number = self.constant is not None or self.scalar is not None
+        self.ops = ("Mul", "Div") if self.product else ("Add", "Sub")
+
+    def _is_told_by_shape(self, value: Term) -> bool:
+        """Whether a value is an operand whose dimensions are known from the start: its shape rules most out."""
+        leaf, out = core(value), self.matcher.fusion.out[0]
+        return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 
     def match(self, tensor: Tensor, state: State) -> Iterator[State]:
         """Every way to read the tensor as the term."""
-        ways = self._split(tensor)
+        ways = self._ways(tensor)
         if not ways:
             kind = "a product (Mul or Div)" if self.product else "a sum (Add)"
             self.matcher.fail(self.term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {kind}")
-        for values, numbers, node in ways:
+        for values, numbers, node in self._promising(ways):
             yield from self._grow(values, numbers, 0, state.with_nodes([node]))
 
     def _grow(self, values: list[Tensor], numbers: list[Number], start: int, state: State) -> Iterator[State]:
@@ -47,9 +56,11 @@ class Chain:
                 for after in self._assign(order, 0, state):
                     yield from self._agree(numbers, after)
         room = len(self.values) - len(values)
-        for i in range(start, len(values)) if room >= 0 else ():
+        if room < 0 or (room == 0 and not self.has_number):
+            return
+        for i in range(start, len(values)):
             tensor, after = self.matcher.through_casts(values[i], state)
-            for inner, more, node in self._split(tensor):
+            for inner, more, node in self._promising(self._ways(tensor)):
                 if len(inner) - 1 <= room:
                     grown = [*values[:i], *inner, *values[i + 1 :]]
                     yield from self._grow(grown, numbers + more, i, after.with_nodes([node]))
@@ -83,19 +94,30 @@ class Chain:
     def _total(self, numbers: Sequence[float]) -> float:
         return math.prod(numbers) if self.product else math.fsum(numbers)
 
-    def _split(self, tensor: Tensor) -> list[tuple[list[Tensor], list[Number], Node]]:
+    def _promising(self, ways: Sequence[Way]) -> Sequence[Way]:
+        """Without those that take out a number, where the term has none."""
+        return ways if self.has_number else [way for way in ways if not way[1]]
+
+    def _ways(self, tensor: Tensor) -> Sequence[Way]:
+        """`_split`, once for each tensor while matching at one place."""
+        key = id(tensor), self.product
+        known = self.matcher.splits.get(key)
+        if known is None:
+            known = self.matcher.splits[key] = self._split(tensor)
+        return known
+
+    def _split(self, tensor: Tensor) -> list[Way]:
         """The ways to read a node as a sum or product of two: (values, numbers, node)."""
         node = producer(tensor)
-        forward, inverse = ("Mul", "Div") if self.product else ("Add", "Sub")
-        if node is None or op_of(node) not in (forward, inverse) or self.matcher.widening(node) is not None:
+        if node is None or (op := op_of(node)) not in self.ops or self.matcher.widening(node) is not None:
             return []
         left, right = node.inputs
         a, b = self.matcher.number(left), self.matcher.number(right)
-        if op_of(node) == inverse:
+        if op == self.ops[1]:
             if b is None or (self.product and b == 0):
                 return []
             return [([left], [(1 / b if self.product else -b, right)], node)]
-        ways: list[tuple[list[Tensor], list[Number], Node]] = []
+        ways: list[Way] = []
         if b is not None:
             ways.append(([left], [(b, right)], node))
         if a is not None:

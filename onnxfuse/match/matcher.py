@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,23 +30,40 @@ from onnxfuse.dsl import (
     Sum,
     Term,
     core,
+    parts,
     walk,
 )
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
 from onnxfuse.legality import refusal
-from onnxfuse.match.chains import Chain
+from onnxfuse.match.chains import Chain, Way
 from onnxfuse.match.names import unify
 from onnxfuse.match.operators import match_operator
 from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import match_rearrange, match_scaled, unscaled
+from onnxfuse.match.views import Source, match_rearrange, match_scaled, unscaled
 from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
 from onnxfuse.shapes import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
+LEAVES = {Capture, Constant, Filled}
+PASSED = {Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
+
+
+def passed(term: Term) -> Term:
+    """The term without the words that say nothing to matching."""
+    while isinstance(term, Precision | Stored):
+        term = term.inner
+    return term
+
+
+def _repeated(fusion: Fusion) -> set[int]:
+    """The terms that stand in several places, or are outputs: only they must be the same value again."""
+    terms = [term for term in walk(*fusion.outputs) if type(term) not in PASSED]
+    times = Counter(id(core(part)) for term in terms for part in parts(term))
+    return {term for term, count in times.items() if count > 1} | {id(core(term)) for term in fusion.outputs}
 
 
 class Matcher:
@@ -68,7 +86,13 @@ class Matcher:
         }
         self._options: dict[tuple[int, str], list[tuple[Any, Term]]] = {}
         self._chains: dict[int, Chain] = {}
-        self._ops = {id(term): root_ops(term) for term in walk(*fusion.outputs)}
+        self.splits: dict[tuple[int, bool], Sequence[Way]] = {}  # of the tensors met since `at` was called
+        self.sources: dict[tuple[int, bool], Sequence[Source]] = {}
+        self._casts = fusion.casts
+        terms = list(walk(*fusion.outputs))
+        self._ops = {id(term): root_ops(term) for term in terms}
+        self._passed = {id(term): passed(term) for term in terms}
+        self._repeated = _repeated(fusion)
         ends = self._ops[id(fusion.outputs[0])]
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
@@ -82,6 +106,8 @@ class Matcher:
     def at(self, tensor: Tensor) -> Match | Miss:
         """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
         self._best, self._root, self._steps, self._refused = None, tensor, 0, False
+        self.splits.clear()
+        self.sources.clear()
         dtype = self.shapes.dtype(tensor)
         if dtype not in FLOATS:
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
@@ -103,14 +129,15 @@ class Matcher:
 
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
         """Every way to read `tensor` as `term`, given what is captured already."""
-        while isinstance(term, Precision | Stored):
-            term = term.inner
-        if isinstance(term, Given):
-            return self._given(term, tensor, state)
-        if isinstance(term, Shared):
-            return self._shared(term, tensor, state)
-        if not isinstance(term, Capture | Constant | Filled) and id(term) not in state.terms:
-            tensor, state = self.through_casts(tensor, state)
+        term = self._passed[id(term)]
+        kind = type(term)
+        if kind is Given:
+            return self._given(term, tensor, state)  # type: ignore[arg-type]
+        if kind is Shared:
+            return self._shared(term, tensor, state)  # type: ignore[arg-type]
+        if kind not in LEAVES and id(term) not in state.terms:
+            if self._casts:
+                tensor, state = self.through_casts(tensor, state)
             if not self.fits(term, tensor):
                 self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
                 return iter(())
@@ -118,13 +145,14 @@ class Matcher:
 
     def _option(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
         """As `match`, for a term that is known to fit."""
-        inner = core(term)
-        return self._read(term, tensor, state) if inner is term else self.match(term, tensor, state)
+        return self.match(term, tensor, state) if type(term) in PASSED else self._read(term, tensor, state)
 
     def _read(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
         self._steps += 1
         if self._steps > STEPS:
             return iter(())
+        if id(term) not in self._repeated:
+            return self._rules[type(term)](term, tensor, state)
         known = state.terms.get(id(term))
         if known is not None:
             if self._stem(known, term) is self._stem(tensor, term):
@@ -135,7 +163,7 @@ class Matcher:
 
     def _named(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
         for after in self._rules[type(term)](term, tensor, state):
-            yield after._replace(terms={**after.terms, id(term): tensor})
+            yield after.with_term(id(term), tensor)
 
     def _given(self, term: Given, tensor: Tensor, state: State) -> Iterator[State]:
         if FIXED.issuperset(term.guard.names) and not self.holds(term.guard, state, None):
@@ -165,7 +193,7 @@ class Matcher:
             return True
         made_by = tensor.inputs
         return bool(made_by) and (
-            op_of(made_by[0]) in ops or (self.fusion.casts and self.float_cast(tensor) is not None)
+            op_of(made_by[0]) in ops or (self._casts and self.float_cast(tensor) is not None)
         )
 
     def _fitting(self, term: Term, options: Iterable[tuple[Any, Term]], tensor: Tensor) -> Sequence[tuple[Any, Term]]:
@@ -184,10 +212,12 @@ class Matcher:
         """Variants exclude each other, so the first that fits is not taken back."""
         name = term.name
         for label, option in self._fitting(term, term.options.items(), tensor):
-            if state.choices.get(name, label) != label:
+            known = state.choices.get(name)
+            if known is not None and known != label:
                 continue
             fits = False
-            for after in self._option(option, tensor, state._replace(choices={**state.choices, name: label})):
+            chosen = state if known else state._replace(choices={**state.choices, name: label})
+            for after in self._option(option, tensor, chosen):
                 fits = True
                 yield after
             if fits:
@@ -205,23 +235,25 @@ class Matcher:
             return
         if not tensor.name:
             return
-        tensor, state = unscaled(self, tensor, state)
+        if state.factor is not None:
+            tensor, state = unscaled(self, tensor, state)
         casts = []
-        while self.fusion.casts and (node := self.float_cast(tensor)) and self._widens(node):
+        while self._casts and (node := self.float_cast(tensor)) and self._widens(node):
             casts.append(node)
             tensor = node.inputs[0]
         if term.kind == "weight" and not is_constant(tensor):
             hint = "export with constant folding, so that weights are initializers"
-            computed = f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}"
-            self.fail(term, state, lambda: computed, hint=hint)
+            self.fail(
+                term,
+                state,
+                lambda: f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}",
+                hint=hint,
+            )
             return
         state = state.with_nodes(casts, keep=True)
-        if term.dims is not None:
-            dims = self._unify(term, tensor, state)
-            if dims is None:
-                return
-            state = state._replace(dims=dims)
-        yield state._replace(operands={**state.operands, term.name: tensor})
+        dims = state.dims if term.dims is None else self._unify(term, tensor, state)
+        if dims is not None:
+            yield state.with_operand(term.name, tensor, dims)
 
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
         """The state with a scalar or attribute bound; none where it has another value elsewhere."""
@@ -311,7 +343,7 @@ class Matcher:
     def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
         """What is under the Casts on a tensor, where the fusion absorbs them."""
         nodes = []
-        while self.fusion.casts and (node := self.float_cast(tensor)):
+        while self._casts and (node := self.float_cast(tensor)):
             nodes.append(node)
             tensor = node.inputs[0]
         return tensor, state.with_nodes(nodes)

@@ -36,7 +36,20 @@ class State(NamedTuple):
         if not nodes:
             return self
         new = {id(n): n for n in nodes}
-        return self._replace(kept={**self.kept, **new}) if keep else self._replace(nodes={**self.nodes, **new})
+        terms, values, operands, dims, choices, old, kept, factor = self
+        if keep:
+            return State(terms, values, operands, dims, choices, old, {**kept, **new}, factor)
+        return State(terms, values, operands, dims, choices, {**old, **new}, kept, factor)
+
+    def with_term(self, term: int, tensor: Tensor) -> State:
+        """The state with what a term stands for."""
+        terms, values, operands, dims, choices, nodes, kept, factor = self
+        return State({**terms, term: tensor}, values, operands, dims, choices, nodes, kept, factor)
+
+    def with_operand(self, name: str, tensor: Tensor, dims: Mapping[str, Any]) -> State:
+        """The state with an operand, and what its dimensions are."""
+        terms, values, operands, _, choices, nodes, kept, factor = self
+        return State(terms, values, {**operands, name: tensor}, dims, choices, nodes, kept, factor)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
@@ -16,18 +16,18 @@ from onnxfuse.match.words import VIEWS, shape_text
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
 
+Source: TypeAlias = tuple[Tensor, list[Node], float]  # what is viewed, the nodes from it, the factor on the way
+
 
 def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
     """Every way to read a tensor as a rearrangement; the farthest source first."""
     keep = isinstance(core(term.inner), Capture)
     found = False
     inner = core(term.inner)
-    if isinstance(inner, Capture) and inner.kind == "weight":
-        origins = [source for source, _, _ in _sources(m, tensor, False)]
-        if not is_constant(origins[-1]):
-            m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
-            return
-    for source, nodes, factor in reversed(list(_sources(m, tensor, state.factor is not None))):
+    if isinstance(inner, Capture) and inner.kind == "weight" and not is_constant(_sources(m, tensor, False)[-1][0]):
+        m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
+        return
+    for source, nodes, factor in reversed(_sources(m, tensor, state.factor is not None)):
         if not m.fits(term.inner, source):  # the cheaper question first
             continue
         dims = _arrangement(m, term.pattern, source, nodes, tensor, state)
@@ -46,8 +46,16 @@ def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -
         m.fail(term, state, lambda: f"'{tensor.name}' ({shape_text(shape)}) is not made by {term.pattern}")
 
 
-def _sources(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[tuple[Tensor, list[Node], float]]:
-    """The tensor itself and what it is a view of, nearest first: (source, nodes from it, factor on the way)."""
+def _sources(m: Matcher, tensor: Tensor, scaling: bool) -> Sequence[Source]:
+    """The tensor itself and what it is a view of, nearest first; once for each tensor while matching at one place."""
+    key = id(tensor), scaling
+    known = m.sources.get(key)
+    if known is None:
+        known = m.sources[key] = list(_follow(m, tensor, scaling))
+    return known
+
+
+def _follow(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[Source]:
     nodes: list[Node] = []
     factor = 1.0
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ def root_ops(term: Term) -> frozenset[str] | None:
 COMMON = {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"} | VIEWS
 
 
+@functools.cache
 def needed_ops(term: Term) -> frozenset[str]:
     """Operators of which a term contains at least one, however it is spelled; empty where nothing can be said."""
     match term:
