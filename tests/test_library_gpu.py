@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import pytest
 from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, normal, result, upload
 
@@ -204,6 +205,31 @@ def test_eight_threads_run_one_plan_with_biases_of_their_own(device: Device) -> 
         list(pool.map(work, range(8)))
 
 
+def test_sessions_keep_to_their_own_use_tf32(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions of one model at a time, through onnxruntime and the cuBLASLt that it has loaded."""
+    ort = pytest.importorskip("onnxruntime")
+    provider = importlib.import_module("onnxfuse.provider.session")
+    folder = Path(__file__).parent / "native"
+    monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(folder / "kernels")])
+    ort.preload_dlls()
+    call = '<fusion = "product", operands = "x w bias", output_types = [1]>'
+    source = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]> g (float[m, k] x, float[k, n] w, float[n] bias) => '
+        f"(float[m, n] y) {{ y = onnxfuse.product {call} (x, w, bias) }} "
+        '<domain: "onnxfuse", opset_import: ["" : 17]> product <fusion, operands, output_types> (x, w, bias) => (y) '
+        "{ m = MatMul(x, w) y = Add(m, bias) }"
+    ).SerializeToString()
+    given = {name: value for name, value in operands(256, 256, 1024, "float32", False).items() if name != "c"}
+    exact = product(given, False)[0] + given["bias"].astype(np.float64)
+    runs = {
+        tf32: provider.InferenceSession(source, providers=[("CUDAExecutionProvider", {"use_tf32": int(tf32)})])
+        for tf32 in (True, False)
+    }
+    assert [r.how for r in provider.explain_session(runs[True])] == ["kernel"]
+    off = {tf32: np.abs(run.run(None, given)[0] - exact).max() for tf32, run in runs.items()}
+    assert off[True] > 20 * off[False]
+
+
 # --- Gemms -----------------------------------------------------------------------------------------------------------
 
 NAMES = ("x", "w", "bias", "up", "up_bias", "column_scale", "residual")
@@ -274,7 +300,7 @@ def test_a_tensor_map_loads_boxes_and_zeros_outside(
         Pointer("input", 0, 16), dtype, (columns - 16 // kind.itemsize, rows), (stride * kind.itemsize,), box, swizzle
     )
     lanes = swizzle // 16
-    defines = {"BYTES": kind.itemsize, "WIDE": wide, "HIGH": high, "LANES": lanes}
+    defines = {"ELEMENT": kind.itemsize, "WIDE": wide, "HIGH": high, "LANES": lanes}
     step = Launch(Kernel("map_copy", "map_copy", defines, True), (*grid, 1), (64, 1, 1), (map_, Pointer("output", 0)))
     shape = (grid[1], grid[0], high, wide)
     size = math.prod(shape) * kind.itemsize

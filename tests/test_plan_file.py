@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 import zipfile
@@ -29,6 +30,7 @@ X = {"x": np.ones((2, 3), np.float32), "b": np.arange(3, dtype=np.float32)}
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    gc.collect()  # plans of sessions that other tests' tracebacks hold would be saved too
     result = stage(monkeypatch)
     result.kernels("shift").calls.clear()
     yield result

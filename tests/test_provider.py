@@ -13,18 +13,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
-from stand_in import CPU, SHIFT, Stage, feed, model, node, session, stage
+from stand_in import CPU, SHIFT, Stage, fails, feed, model, node, session, stage
 
-from onnxfuse.errors import UsageError
-from onnxfuse.provider import direct, planner
-from onnxfuse.provider import session as provider_session
-from onnxfuse.provider.native import NativeError
-from onnxfuse.provider.plan import Launch, Matmul, Matrix, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.provider import planner
+from onnxfuse.provider.plan import Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.provider.session import Run, explain_session
 
 KERNEL = f"{CPU}, device 0"
@@ -35,7 +31,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     yield result
     result.cuda.fake_fail_next(0)
     result.cuda.fake_capture(0)
-    result.cublaslt.fake_no_algorithm(0)
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -163,173 +158,7 @@ def test_sessions_come_and_go_without_a_leak(gpu: Stage) -> None:
     assert not planner.living()
 
 
-# --- tensor maps and products ----------------------------------------------------------------------------------------
-
-UNMAP = "g (float[n, d] x) => (float[n, d] y) { " + node("unmap", "x", "y", operands="x") + " }"
-PRODUCT = "g ({0}[b, m, k] x, {0}[k, n] w, {0}[n] bias) => ({0}[b, m, n] y) {{ {1} }}"
-
-
-def product_model(name: str = "float", number: int = 1) -> bytes:
-    call = node("product", "x, w, bias", "y", operands="x w bias", types=str(number))
-    return model(PRODUCT.format(name, call))
-
-
-def product_feed(m: int, n: int, k: int, dtype: Any = np.float32) -> dict[str, Any]:
-    """Small whole numbers, whose products every dtype has."""
-    random = np.random.default_rng(m)
-    shapes = {"x": (2, m, k), "w": (k, n), "bias": (n,)}
-    return {name: random.integers(-3, 4, shape).astype(dtype) for name, shape in shapes.items()}
-
-
-def test_a_tensor_map_is_encoded_for_the_address_of_the_run(gpu: Stage) -> None:
-    run = session(model(UNMAP))
-    for _ in range(3):
-        x = np.random.default_rng(1).standard_normal((9, 64)).astype(np.float32)
-        np.testing.assert_array_equal(run.run(None, {"x": x})[0], x)
-    assert gpu.last_map() == [7, 2, 0, 3, 3, 0], "float32, rank 2, swizzle 128, promotion to 256 bytes, zeros"
-
-
-@pytest.mark.parametrize("name, number, dtype", [("float", 1, np.float32), ("float16", 10, np.float16)])
-def test_a_product_runs_through_cublaslt(gpu: Stage, name: str, number: int, dtype: Any) -> None:
-    run = session(product_model(name, number))
-    before, launches = gpu.products(), gpu.launches()
-    for m, n, k in [(3, 5, 7), (1, 1, 1), (3, 5, 7)]:
-        given = product_feed(m, n, k, dtype)
-        exact = given["x"].astype(np.float64) @ given["w"].astype(np.float64) + given["bias"]
-        np.testing.assert_array_equal(run.run(None, given)[0], exact.astype(dtype))
-    assert gpu.products() - before == 3
-    assert gpu.launches() == launches
-    assert gpu.cublaslt.fake_handles() == 1
-    compute, transpose, epilogue, reductions = gpu.last_product()[:4]
-    assert (compute, transpose, epilogue) == (77 if dtype == np.float32 else 68, 0, 4)
-    assert reductions == (7 if dtype == np.float32 else 2), "16-bit results are summed up in fp32"
-
-
-def test_eight_threads_share_a_product_and_a_tensor_map(gpu: Stage) -> None:
-    runs, failures = (session(product_model()), session(model(UNMAP))), []
-
-    def work(seed: int) -> None:
-        for i in range(100):
-            given = product_feed(1 + (seed + i) % 3, 4, 8)
-            x = np.full((4, 16), seed * 100 + i, np.float32)
-            if not np.array_equal(runs[0].run(None, given)[0], given["x"] @ given["w"] + given["bias"]):
-                failures.append(f"product, thread {seed}, run {i}")
-            if not np.array_equal(runs[1].run(None, {"x": x})[0], x):
-                failures.append(f"tensor map, thread {seed}, run {i}")
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert not failures
-
-
-def matrices(m: int, n: int, k: int, transposed: bool, **more: Any) -> Matmul:
-    x = Matrix(Pointer("input", 0), "float32", m, k, k, m * k)
-    w = Matrix(Pointer("input", 1), "float32", *((n, k, k) if transposed else (k, n, n)), n * k)
-    y = Matrix(Pointer("output", 0), "float32", m, n, n, m * n)
-    return Matmul(x, w, y, transposed, **more)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("activation", ["none", "relu"])
-def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activation: Any) -> None:
-    """A batch of 3, with w shared, c added, columns of y left free between rows, and workspace for an algorithm."""
-    m, n, k, batch = 4, 5, 6, 3
-    random = np.random.default_rng(0)
-    x = random.integers(-3, 4, (batch, m, k)).astype(np.float32)
-    w = random.integers(-3, 4, (n, k) if transposed else (k, n)).astype(np.float32)
-    c, bias = random.integers(-3, 4, (batch, m, n)).astype(np.float32), np.arange(n, dtype=np.float32)
-    y = np.full((batch, m, n + 2), -1, np.float32)
-    step = matrices(m, n, k, transposed, batch=batch, bias=Pointer("input", 3), activation=activation, aligned=False)
-    step = replaced(
-        step,
-        w=replaced(step.w, batch_stride=0),
-        y=replaced(step.y, stride=n + 2, batch_stride=m * (n + 2)),
-        c=replaced(step.y, pointer=Pointer("input", 2)),
-        workspace=Pointer("scratch", 1),
-        workspace_bytes=8192,
-    )
-    found = direct.algorithms(step, 0, 4)
-    assert [each.workspace_bytes for each in found] == [0, 1024, 2048, 3072]
-    plan = Plan((TensorSpec(y.shape, "float32"),), (replaced(step, algorithm=found[-1].words),), (100, 8192))
-    inputs = (x, w, c, bias)
-    ready = planner.ready(plan, [TensorSpec(each.shape, "float32", False) for each in inputs], provider=CPU)
-    assert ready.scratch_bytes == 256 + 8192
-    storage = np.zeros(ready.scratch_bytes + 256, np.uint8)
-    scratch = storage.ctypes.data + -storage.ctypes.data % 256
-    ready.run([each.ctypes.data for each in inputs], [y.ctypes.data], scratch, times=2)
-    exact = x @ (w.T if transposed else w) + c + bias
-    np.testing.assert_array_equal(y[..., :n], np.maximum(exact, 0) if activation == "relu" else exact)
-    np.testing.assert_array_equal(y[..., n:], -1)
-    assert gpu.last_product() == [68, int(transposed), 4 + 2 * (activation == "relu"), 7, 4, 4, 4, 4]
-    with pytest.raises(NativeError, match="scratch memory must begin at a multiple of 256 bytes"):
-        ready.run([each.ctypes.data for each in inputs], [y.ctypes.data], scratch + 1)
-    with pytest.raises(NativeError, match="the plan needs 8448 bytes of scratch memory"):
-        ready.run([each.ctypes.data for each in inputs], [y.ctypes.data])
-    with pytest.raises(NativeError, match="the plan has 4 inputs and 1 outputs, found 0 and 1 addresses"):
-        ready.run([], [y.ctypes.data])
-
-
-def test_alignment_counts_offsets_and_scratch(gpu: Stage) -> None:
-    step = matrices(8, 8, 8, False)
-    x, y = replaced(step.x, pointer=Pointer("input", 0, 8)), replaced(step.y, pointer=Pointer("scratch", 0, 128))
-    direct.algorithms(replaced(step, x=x, y=y), 0, 1)
-    assert gpu.last_product()[4:] == [16, 8, 128, 128], "of w, x, c and y"
-
-
-def test_a_product_that_cublaslt_cannot_do_is_an_error_with_its_sizes(gpu: Stage) -> None:
-    gpu.cublaslt.fake_no_algorithm(1)
-    assert direct.algorithms(matrices(2, 2, 2, False), 0, 4) == []
-    assert (
-        "product 'node_0' (float32[2,3,7], float32[7,5], float32[5]): cuBLASLt has no algorithm for a product of "
-        "float32 6x7 and 7x5 within 4096 bytes of workspace"
-    ) in fails(session(product_model()), product_feed(3, 5, 7))
-
-
-def test_a_missing_cublaslt_is_an_error_that_says_so(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
-        raise NativeError("matrix products need cuBLASLt")
-
-    monkeypatch.setattr(direct, "cublaslt", missing)
-    message = fails(session(product_model()), product_feed(3, 5, 7))
-    assert "product 'node_0'" in message and "NativeError: matrix products need cuBLASLt" in message
-
-
-def test_tf32_is_what_each_session_was_told(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU provider refuses CUDA's options, so that the targets are told instead."""
-    target = provider_session._target
-    found = {}
-    for tf32 in (True, False, True):
-        monkeypatch.setattr(provider_session, "_target", lambda *a, tf32=tf32: replaced(target(*a), tf32=tf32))
-        found[tf32] = found.get(tf32) or session(product_model())
-    for _ in range(2):
-        for tf32, run in found.items():
-            run.run(None, product_feed(3, 5, 7))
-            assert gpu.last_product()[0] == (77 if tf32 else 68)
-    options = ort.SessionOptions()
-    session(product_model(), sess_options=options)
-    monkeypatch.setattr(provider_session, "_target", lambda *a: replaced(target(*a), tf32=False))
-    with pytest.raises(UsageError, match="use_tf32 = 1, here it is 0; make new SessionOptions"):
-        session(product_model(), sess_options=options)
-
-
-OPTIONS = [({}, True), ({"use_tf32": "0"}, False), ({"use_tf32": 0}, False), ({"use_tf32": False}, False),
-           ({"use_tf32": "1"}, True), ({"use_tf32": "true"}, True), ({"use_tf32": "false"}, False)]  # fmt: skip
-
-
-@pytest.mark.parametrize("given, tf32", OPTIONS)
-def test_use_tf32_is_read_as_onnxruntime_reads_it(gpu: Stage, given: dict[str, Any], tf32: bool) -> None:
-    for providers, options in (([(CPU, given)], None), ([CPU], [given])):
-        target = provider_session._target(ort.SessionOptions(), providers, options)
-        assert target == provider_session._Target(CPU, 0, tf32)
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def fails(run: ort.InferenceSession, given: dict[str, Any]) -> str:
-    with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
-        run.run(None, given)
-    return str(caught.value)
 
 
 def test_an_error_in_python_names_op_node_shapes_and_message(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +187,8 @@ MALFORMED = {
 }
 
 
-def replaced(what: Any, **changes: Any) -> Any:
-    return dataclasses.replace(what, **changes)
+def replaced(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, **changes)
 
 
 def with_step(plan: Plan, **changes: Any) -> Plan:
@@ -375,84 +204,6 @@ def test_a_malformed_plan_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch
     before = gpu.launches()
     assert message in fails(session(model(SHIFT)), feed(2, 3))
     assert gpu.launches() == before
-
-
-def with_map(plan: Plan, **changes: Any) -> Plan:
-    step = plan.steps[0]
-    assert isinstance(step, Launch)
-    return with_step(plan, arguments=(replaced(step.arguments[0], **changes), *step.arguments[1:]))
-
-
-MALFORMED_MAPS = {
-    "a tensor map's rank is 6, required 1 to 5": {"sizes": (4,) * 6, "box": (4,) * 6, "strides": (16,) * 5},
-    "a tensor map's size is 0, required 1 to": {"sizes": (0, 8)},
-    "a tensor map's stride is 24 bytes, required a multiple of 16": {"strides": (24,)},
-    "a tensor map's box is 257, required 1 to 256": {"box": (32, 257)},
-    "a tensor map's box is 12 bytes wide, required a multiple of 16": {"box": (3, 8)},
-    "a tensor map's box is 256 bytes wide, its swizzle covers 128": {"box": (64, 8)},
-    "a tensor map's swizzle is 48, required 0, 32, 64 or 128": {"swizzle": 48},
-    "a tensor map is of int64, required float32, float16, bfloat16 or uint8": {"dtype": "int64"},
-    "a tensor map ends beyond its tensor's 2048 bytes": {"sizes": (64, 9)},
-    "a tensor map's memory does not begin at a multiple of 16 bytes": {"pointer": Pointer("input", 0, 8)},
-    "a pointer's index is 1, required 0 to 0": {"pointer": Pointer("input", 1)},
-    "a tensor map of 2 dimensions has 1 strides and a box of 2, found 2 and 2": {"strides": (256, 256)},
-}
-
-
-@pytest.mark.parametrize("message", MALFORMED_MAPS)
-def test_a_malformed_tensor_map_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
-    unmap = gpu.kernels("unmap")
-    good = unmap.plan
-    monkeypatch.setattr(unmap, "plan", lambda *a: with_map(good(*a), **MALFORMED_MAPS[message]))
-    assert message in fails(session(model(UNMAP)), {"x": np.zeros((8, 64), np.float32)})
-
-
-def test_an_unaligned_tensor_has_no_map(gpu: Stage) -> None:
-    storage = np.zeros(8 * 64 + 8, np.float32)
-    start = (-storage.ctypes.data % 16) // 4 + 1
-    message = fails(session(model(UNMAP)), {"x": storage[start : start + 8 * 64].reshape(8, 64)})
-    assert "a tensor map's memory does not begin at a multiple of 16 bytes" in message
-
-
-MALFORMED_PRODUCTS = {
-    "the matrix w is 6x5, required 7x5": lambda p: {"w": replaced(p.w, rows=6)},
-    "the matrix y is 6x4, required 6x5": lambda p: {"y": replaced(p.y, columns=4)},
-    "the matrix x ends beyond its tensor's 168 bytes": lambda p: {"x": replaced(p.x, stride=8)},
-    "a matrix's stride is 6, required 7 to": lambda p: {"x": replaced(p.x, stride=6)},
-    "the matrix w begins at byte 2, required a multiple of 4": lambda p: {
-        "w": replaced(p.w, pointer=Pointer("input", 1, 2))
-    },
-    "the matrices x and w are of different dtypes": lambda p: {"w": replaced(p.w, dtype="float16")},
-    "a matrix is of int32, required float32, float16 or bfloat16": lambda p: {"x": replaced(p.x, dtype="int32")},
-    "the matrix y is an input": lambda p: {"y": replaced(p.y, pointer=Pointer("input", 0))},
-    "the products of a batch are written to one place": lambda p: {"batch": 2},
-    "the bias ends beyond its tensor's 20 bytes": lambda p: {"bias": Pointer("input", 2, 4)},
-    "a workspace must be scratch memory from a multiple of 256 bytes on": lambda p: {
-        "workspace": Pointer("scratch", 0, 16)
-    },
-    "the workspace ends beyond its tensor's 4096 bytes": lambda p: {"workspace_bytes": 4097},
-    "a workspace has a size, but no place": lambda p: {"workspace": None},
-    "a matmul's algorithm has 8 words or none, found 3": lambda p: {"algorithm": (1, 2, 3)},
-    "cublasLtMatmulAlgoCheck of a product of float32 6x7 and 7x5 failed: CUBLAS_STATUS_INVALID_VALUE (said the": (
-        lambda p: {"algorithm": (1,) * 8}
-    ),
-    "needs 5000 bytes of workspace, the plan has 4096": lambda p: {"algorithm": (0xA160, 5000, *[0] * 6)},
-}
-
-
-@pytest.mark.parametrize("message", MALFORMED_PRODUCTS)
-def test_a_malformed_product_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
-    product = gpu.kernels("product")
-    good = product.plan
-
-    def plan(*arguments: Any) -> Plan:
-        made = good(*arguments)
-        return replaced(made, steps=(replaced(made.steps[0], **MALFORMED_PRODUCTS[message](made.steps[0])),))
-
-    monkeypatch.setattr(product, "plan", plan)
-    before = gpu.products()
-    assert message in fails(session(product_model()), product_feed(3, 5, 7))
-    assert gpu.products() == before
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 80])

@@ -159,3 +159,10 @@ def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
     """Inputs for SHIFT."""
     random = np.random.default_rng(n * 1000 + d)
     return {"x": random.standard_normal((n, d)).astype(dtype), "b": random.standard_normal(d).astype(dtype)}
+
+
+def fails(run: ort.InferenceSession, given: dict[str, Any]) -> str:
+    """The message of a run that must fail."""
+    with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
+        run.run(None, given)
+    return str(caught.value)

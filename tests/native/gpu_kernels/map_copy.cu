@@ -1,10 +1,10 @@
 // Tile (x, y) of a matrix, as its tensor map loads it, into tile (x, y) of a list of dense tiles.
 //
-//   BYTES of an element    WIDE, HIGH  the box in elements    LANES  the swizzle's bytes / 16; 0 for none
+//   ELEMENT  bytes of one    WIDE, HIGH  the box in elements    LANES  the swizzle's bytes / 16; 0 for none
 #include "hopper.cuh"
 
 extern "C" __global__ void map_copy(const __grid_constant__ TensorMap map, unsigned char* tiles) {
-    constexpr int SIZE = WIDE * BYTES * HIGH;
+    constexpr int SIZE = WIDE * ELEMENT * HIGH;
     __shared__ alignas(1024) unsigned char box[SIZE];
     __shared__ alignas(8) u64 barrier;
     const u32 arrived = hopper::shared_address(&barrier);
