@@ -58,6 +58,13 @@ def test_an_epilogue_that_cublaslt_has_is_one_step(gpu: Stage, has: str, activat
         assert step.workspace == (Pointer("scratch", 0) if candidate.scratch else None)
 
 
+def test_in_16_bits_what_cublaslt_rounds_twice_is_not_left_to_it(gpu: Stage) -> None:
+    for has, activation, steps in [("bias", "relu", 1), ("residual", "none", 1), ("bias residual", "none", 2),
+                                   ("bias", "gelu_tanh", 2)]:  # fmt: skip
+        found = _gemm_library.plans(gemm(has, dtype="bfloat16", activation=activation), DEVICE)
+        assert {len(candidate.steps) for candidate in found} == {steps}
+
+
 @pytest.mark.parametrize("has, activation", SPLIT)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_another_epilogue_follows_the_products_in_fp32(gpu: Stage, dtype: str, has: str, activation: str) -> None:
