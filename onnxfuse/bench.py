@@ -23,6 +23,7 @@ from onnxfuse.graph import DOMAIN
 from onnxfuse.inputs import Array
 from onnxfuse.op_times import OpTime, op_times
 from onnxfuse.optimize import optimize
+from onnxfuse.provider.preferences import Tune
 from onnxfuse.session import first_line
 from onnxfuse.timing import WARM_UP, Bound, Provider, Spread, bind, copy_rate, device, interleaved, runs_within, start
 from onnxfuse.widen import from_half, half_of, widened, widened_arrays
@@ -114,6 +115,7 @@ def bench(
     cuda_graph: bool = True,
     inputs: Mapping[str, Array] | None = None,
     ops: bool = True,
+    tune: Tune = "cached",
     progress: Progress = lambda stage, done, of: None,
 ) -> Bench:
     """Time a model and the same model fused, in turns, on inputs and outputs that stay on the device.
@@ -124,6 +126,7 @@ def bench(
     runs        of each model and mode; as many as fit into two seconds by default
     cuda_graph  also with CUDA graphs, on CUDA
     ops         also time each fused operator alone
+    tune        how the fused model chooses between kernel and body: see onnxfuse.InferenceSession
 
     Raises UsageError for a shape that the model does not take, VerificationError where the original does not run.
     """
@@ -134,8 +137,13 @@ def bench(
     choices = list(feeds_to_try(original, shapes, inputs or {}))
     fused, counts = _fused(path, original, progress)
     base = "bodies" if fused is original else "original"
-    run = _Run(provider, progress, ("plain", "cuda graph") if cuda_graph and provider == "cuda" else ("plain",))
+    modes = ("plain", "cuda graph") if cuda_graph and provider == "cuda" else ("plain",)
+    run = _Run(provider, progress, modes, "cached" if tune == "now" else tune)
     feeds, first = run.first(original, folder, choices)
+    if tune == "now":
+        from onnxfuse.provider.tune import tune as tuned
+
+        tuned(fused, folder, feeds, provider, progress=progress)
     expected = run.expected(original, folder, feeds, first)
     bound, failed = run.start([(base, original, folder), ("fused", fused, folder), *others], base, feeds, first)
     contenders = _in_order([*run.timed(bound, expected, runs), *failed], [base, "fused", *_named(against)])
@@ -195,6 +203,7 @@ class _Run:
     provider: Provider
     progress: Progress
     modes: Sequence[str]
+    tune: Tune
 
     def first(
         self, model: onnx.ModelProto, folder: Path | None, choices: Sequence[dict[str, Array]]
@@ -244,7 +253,8 @@ class _Run:
             try:
                 if (name, mode) not in bound:
                     options = {} if mode == "plain" else {"enable_cuda_graph": 1}
-                    session = start(model, folder, self.provider, kernels=name != base, options=options)
+                    how: dict[str, Any] = {"kernels": name != base, "tune": self.tune, "options": options}
+                    session = start(model, folder, self.provider, **how)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
                 for _ in range(WARM_UP):
                     bound[name, mode].run()

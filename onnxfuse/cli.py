@@ -30,6 +30,7 @@ from onnxfuse.inputs import load_inputs
 from onnxfuse.optimize import Clock, Run, optimize
 from onnxfuse.save import save
 from onnxfuse.timing import default_provider
+from onnxfuse.tuning import tune_file, tuning_tables
 from onnxfuse.verify import compare
 
 PATIENCE = 2.0  # seconds before a progress bar appears
@@ -42,6 +43,16 @@ skip_option = click.option("--skip", multiple=True, metavar="FUSION", help="Leav
 patterns_option = click.option(
     "--patterns", multiple=True, type=click.Path(path_type=Path), metavar="DIR", help="A folder with your own fusions."
 )
+shape_option = click.option(
+    "--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Sizes of an input's dims (repeatable)."
+)
+provider_option = click.option(
+    "--provider", type=click.Choice(["cpu", "cuda"]), help="[default: cuda, where onnxruntime has it]"
+)
+tune_option = click.option(
+    "--tune", type=click.Choice(["never", "cached", "now"]), default="cached", show_default=True,
+    help="Kernel or body: kernels, what `onnxfuse tune` found, or what is found now.",
+)  # fmt: skip
 input_option = click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to verify with, as .npz.")
 
 
@@ -180,18 +191,19 @@ def verify_command(original: Path, optimized: Path, npz: Path | None) -> None:
 
 @main.command("bench")
 @click.argument("model", type=model_file)
-@click.option("--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Sizes of an input's dims (repeatable).")
+@shape_option
 @click.option("--against", multiple=True, type=model_file, help="Another model to time beside it (repeatable).")
 @click.option("--runs", type=click.IntRange(2), help="Runs of each model and mode.  [default: what two seconds allow]")
-@click.option("--provider", type=click.Choice(["cpu", "cuda"]), help="[default: cuda, where onnxruntime has it]")
+@provider_option
 @click.option("--cuda-graph/--no-cuda-graph", default=True, show_default=True, help="On CUDA, also with CUDA graphs.")
 @click.option("--ops/--no-ops", default=True, show_default=True, help="Also time each fused operator alone.")
+@tune_option
 @click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to run on, as .npz.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result as JSON.")
 @click.option("--chart", "chart_file", type=click.Path(path_type=Path), help="Draw it: .html, or .png.")
 def bench_command(
     model: Path, shapes: tuple[str, ...], against: tuple[Path, ...], runs: int | None, provider: Any, cuda_graph: bool,
-    ops: bool, npz: Path | None, json_file: Path | None, chart_file: Path | None,
+    ops: bool, tune: Any, npz: Path | None, json_file: Path | None, chart_file: Path | None,
 ) -> None:
     """Time MODEL and MODEL fused in turns; exit with 1 where one of them is wrong or does not run."""
     if chart_file:
@@ -200,7 +212,7 @@ def bench_command(
     with _progress() as progress:
         result = bench(
             model, shapes=shapes, against=against, runs=runs, provider=provider or default_provider(),
-            cuda_graph=cuda_graph, inputs=inputs, ops=ops, progress=progress,
+            cuda_graph=cuda_graph, inputs=inputs, ops=ops, tune=tune, progress=progress,
         )  # fmt: skip
     if json_file:
         result.write(json_file)
@@ -208,6 +220,23 @@ def bench_command(
         chart.draw(result, chart_file)
     out.print(chart.tables(result))
     sys.exit(0 if result.passed else 1)
+
+
+@main.command("tune")
+@click.argument("model", type=model_file)
+@shape_option
+@click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="Which GPU.")
+@provider_option
+@click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to run on, as .npz.")
+def tune_command(model: Path, shapes: tuple[str, ...], device_id: int, provider: Any, npz: Path | None) -> None:
+    """Time kernels against bodies at the shapes of MODEL's inputs, and keep for later sessions what is faster."""
+    inputs = load_inputs(npz, load(model)[0]) if npz else {}
+    with _progress() as progress:
+        tuning = tune_file(
+            model, shapes=shapes, inputs=inputs, provider=provider or default_provider(), device_id=device_id,
+            progress=progress,
+        )  # fmt: skip
+    out.print(tuning_tables(tuning))
 
 
 @main.command("env")

@@ -19,6 +19,7 @@ from onnxfuse.timing import WARM_UP, Bound, Provider, bind, bytes_of, copy_rate,
 
 COPIES = 9  # of an operator in one graph: the time of a node is that of eight more
 SECONDS = 0.3  # for one operator
+CACHE = 64 * 2**20  # bytes of weights that may stay in a cache from one node to the next: an H200's L2 has 60 MiB
 NOT_A_SIZE = {"fusion", "operands", "output_types", "output_ranks"}
 
 
@@ -62,6 +63,7 @@ class _Op:
     folder: Path | None
     nodes: tuple[onnx.NodeProto, ...]
     values: Mapping[str, Any]
+    options: Mapping[str, Any]
 
 
 def op_times(
@@ -72,17 +74,24 @@ def op_times(
     runs: Sequence[Any],
     cuda_graph: bool,
     progress: Callable[[str, int, int], None],
+    *,
+    options: Mapping[str, Any] | None = None,
+    only_kernels: bool = False,
 ) -> list[OpTime]:
     """The fused nodes of the main graph, on the values that they meet in a run with `feeds`; slowest first.
 
-    `runs`: what `explain_session` says of the session whose nodes they are.
+    runs          what `explain_session` says of the session whose nodes they are
+    options       of the provider
+    only_kernels  leave out what runs as its body
     """
     how = {run.node: run for run in runs}
-    ops = _ops(model, folder, _values(model, folder, feeds, provider))
+    ops = _ops(model, folder, _values(model, folder, feeds, provider, options or {}), options or {})
+    if only_kernels:
+        ops = [op for op in ops if (run := how.get(name_of(op.nodes[0]))) and run.how == "kernel"]
     result = []
     for done, op in enumerate(ops):
         progress("time the operators", done, len(ops))
-        run = how.get(op.nodes[0].name or op.nodes[0].output[0])
+        run = how.get(name_of(op.nodes[0]))
         row = _described(op, run.how if run else "body", run.why if run else "")
         try:
             result.append(_timed(op, row, provider, cuda_graph))
@@ -91,11 +100,20 @@ def op_times(
     return sorted(result, key=lambda row: -(row.seconds or 0.0) * len(row.nodes))
 
 
+def name_of(node: onnx.NodeProto) -> str:
+    """Of a node; one without a name is called by its output."""
+    return node.name or node.output[0]
+
+
 # --- what they are ---------------------------------------------------------------------------------------------------
 
 
 def _values(
-    model: onnx.ModelProto, folder: Path | None, feeds: Mapping[str, Any], provider: Provider
+    model: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Any],
+    provider: Provider,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What the fused nodes read and write in one run, as OrtValues on the device."""
     weights = {t.name for t in model.graph.initializer} | {i.name for i in model.graph.input}
@@ -104,7 +122,8 @@ def _values(
     open_model.graph.CopyFrom(model.graph)
     present = {o.name for o in model.graph.output}
     open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(wanted - present))
-    bound = bind(start(open_model, folder, provider), feeds, provider)
+    session = start(open_model, folder, provider, options=options)
+    bound = bind(session, feeds, provider, None, int(options.get("device_id", 0)))
     bound.run()
     return {**feeds, **bound.values()}
 
@@ -113,14 +132,16 @@ def _fused(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     return (node for node in model.graph.node if node.domain == DOMAIN)
 
 
-def _ops(model: onnx.ModelProto, folder: Path | None, values: Mapping[str, Any]) -> list[_Op]:
+def _ops(
+    model: onnx.ModelProto, folder: Path | None, values: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[_Op]:
     weights = {t.name: t for t in model.graph.initializer}
     groups: dict[object, list[onnx.NodeProto]] = {}
     for node in _fused(model):
         shapes = tuple(_shape(name, weights, values) for name in node.input)
         attributes = sorted(a.SerializeToString() for a in node.attribute)
         groups.setdefault((node.op_type, shapes, tuple(attributes)), []).append(node)
-    return [_Op(model, folder, tuple(nodes), values) for nodes in groups.values()]
+    return [_Op(model, folder, tuple(nodes), values, options) for nodes in groups.values()]
 
 
 def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Any]) -> str:
@@ -152,7 +173,7 @@ def _described(op: _Op, how: str, why: str) -> OpTime:
     moved = sum(size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names)
     shapes = tuple(_shape(name, weights, op.values) for name in node.input)
     fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
-    return OpTime(fusion, tuple(n.name for n in op.nodes), shapes, plain, how, why, moved)
+    return OpTime(fusion, tuple(map(name_of, op.nodes)), shapes, plain, how, why, moved)
 
 
 def _bytes(value: Any) -> int:
@@ -182,15 +203,16 @@ def _timed(op: _Op, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime
 
 
 def _bound(op: _Op, copies: int, kernels: bool, provider: Provider, cuda_graph: bool) -> Bound:
+    from onnxfuse.provider.preferences import all_kernels
     from onnxfuse.provider.session import explain_session
 
-    options = {"enable_cuda_graph": 1} if cuda_graph else {}
+    options = {**op.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
     model, feeds, shapes = _repeated(op, copies)
-    session = start(model, op.folder, provider, kernels=kernels, options=options)
+    session = start(model, op.folder, provider, prefer=all_kernels if kernels else None, options=options)
     for run in explain_session(session) if kernels else ():
         if run.how != "kernel":
             raise OnnxfuseError(f"alone it runs as its body: {run.why}")
-    bound = bind(session, feeds, provider, shapes)
+    bound = bind(session, feeds, provider, shapes, int(op.options.get("device_id", 0)))
     for _ in range(WARM_UP):
         bound.run()
     return bound
@@ -199,16 +221,18 @@ def _bound(op: _Op, copies: int, kernels: bool, provider: Provider, cuda_graph: 
 def _repeated(op: _Op, copies: int) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, tuple[int, ...]]]:
     """A model of so many copies of the operator, its inputs, and the shapes of its outputs.
 
-    The copies share weights but read inputs of different names: onnxruntime would merge them otherwise.
+    The copies read inputs of different names: onnxruntime would merge them otherwise. Weights that fit into a cache are
+    copied too: in a model each node finds its own in memory.
     """
     node, model = op.nodes[0], without(op.model, "graph")
-    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
+    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model)) if t.name in node.input}
+    shared = sum(map(size_of, weights.values())) > CACHE
     feeds, shapes = dict[str, Any](), dict[str, tuple[int, ...]]()
     for i in range(copies):
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         copy.name = f"{node.name or node.output[0]}@{i}"
-        copy.input[:] = [name if name in weights or not name else f"{name}@{i}" for name in node.input]
+        copy.input[:] = [name if (shared and name in weights) or not name else f"{name}@{i}" for name in node.input]
         copy.output[:] = [name and f"{name}@{i}" for name in node.output]
         model.graph.node.append(copy)
         feeds |= {f"{name}@{i}": op.values[name] for name in node.input if name and name not in weights}
@@ -221,7 +245,10 @@ def _repeated(op: _Op, copies: int) -> tuple[onnx.ModelProto, dict[str, Any], di
         helper.make_tensor_value_info(name, dtype, dims) for name, (dims, dtype) in
         ((name, _type(value)) for name, value in feeds.items())
     )  # fmt: skip
-    model.graph.initializer.extend(weights[name] for name in dict.fromkeys(node.input) if name in weights)
+    for name in dict.fromkeys(name for name in node.input if name in weights):
+        for i in range(1 if shared else copies):
+            model.graph.initializer.add().CopyFrom(weights[name])
+            model.graph.initializer[-1].name = name if shared else f"{name}@{i}"
     return model, feeds, shapes
 
 

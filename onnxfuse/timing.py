@@ -21,6 +21,7 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.provider.preferences import Tune
 from onnxfuse.save import save, serialize
 from onnxfuse.session import _from_ort, _to_ort, first_line
 
@@ -90,12 +91,16 @@ def start(
     provider: Provider,
     *,
     kernels: bool = False,
+    tune: Tune = "cached",
+    prefer: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """A session on this provider only (CUDA falls back on the CPU for what it lacks), with these provider options.
 
-    `kernels`: let fused nodes run as kernels.  Raises OnnxfuseError where the provider does not start, and whatever
-    onnxruntime raises.
+    kernels  let fused nodes run as kernels, as `tune` says (see onnxfuse.InferenceSession)
+    prefer   let them run as kernels where this says so
+
+    Raises OnnxfuseError where the provider does not start, and whatever onnxruntime raises.
     """
     import onnxruntime
 
@@ -103,19 +108,28 @@ def start(
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
-    session = _started(model, folder, settings, providers, kernels)
+    session = _started(model, folder, settings, providers, _maker(tune if kernels else None, prefer))
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise OnnxfuseError(f"{PROVIDERS[provider]} does not start; check the driver, and where CUDA and cuDNN are")
     return session
 
 
-def _started(model: onnx.ModelProto, folder: Path | None, settings: Any, providers: list[Any], kernels: bool) -> Any:
-    """Weights in files are read in place; only a model over 2 GiB is written to a file."""
+def _maker(tune: Tune | None, prefer: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What makes the session."""
     import onnxruntime
 
-    from onnxfuse.provider.session import InferenceSession
+    from onnxfuse.provider.session import InferenceSession, open_session
 
-    make = InferenceSession if kernels else onnxruntime.InferenceSession
+    if prefer:
+        return functools.partial(open_session, prefer=prefer, measure=True)
+    made: Callable[..., Any] = onnxruntime.InferenceSession
+    return functools.partial(InferenceSession, tune=tune) if tune else made
+
+
+def _started(
+    model: onnx.ModelProto, folder: Path | None, settings: Any, providers: list[Any], make: Callable[..., Any]
+) -> Any:
+    """Weights in files are read in place; only a model over 2 GiB is written to a file."""
     content = serialize(model)
     if content is None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -177,7 +191,11 @@ class Bound:
 
 
 def bind(
-    session: Any, feeds: Mapping[str, Any], provider: Provider, shapes: Mapping[str, Sequence[int]] | None = None
+    session: Any,
+    feeds: Mapping[str, Any],
+    provider: Provider,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    ordinal: int = 0,
 ) -> Bound:
     """Give a session its inputs, arrays or OrtValues, each copied once to where its readers are.
 
@@ -191,18 +209,18 @@ def bind(
         binding.bind_ortvalue_input(each.name, _to_ort(value) if isinstance(value, np.ndarray) else value)
     for each in session.get_outputs():
         if shapes and each.name in shapes and each.type.startswith("tensor("):
-            place = _empty(shapes[each.name], each.type, provider)
+            place = _empty(shapes[each.name], each.type, provider, ordinal)
             binding.bind_ortvalue_output(each.name, place)
         else:
-            binding.bind_output(each.name, provider, 0)
+            binding.bind_output(each.name, provider, ordinal)
     return Bound(session, binding, provider)
 
 
-def _empty(shape: Sequence[int], kind: str, provider: Provider) -> Any:
+def _empty(shape: Sequence[int], kind: str, provider: Provider, ordinal: int) -> Any:
     from onnxruntime import OrtValue
 
     dtype = onnx.TensorProto.DataType.Value(kind[len("tensor(") : -1].upper())
-    return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, provider, 0)
+    return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, provider, ordinal)
 
 
 def to_numpy(value: Any) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import onnx
 
@@ -15,6 +15,7 @@ from onnxfuse.provider import verdicts
 from onnxfuse.provider.model import Call
 from onnxfuse.provider.verdicts import Environment, Verdict
 
+Tune = Literal["never", "cached", "now"]  # whether verdicts count, and whether to measure first
 KERNELS: Final = "kernels"  # a whole model with all kernels, with all bodies, with what is best node by node
 BODIES: Final = "bodies"
 PLAIN, GRAPH = "plain", "cuda graph"
@@ -48,6 +49,13 @@ def preferences(
         return alone
     why = f"the whole model with {_listed(sums, 1e3, 'ms')}{_at(timed)}"
     return [Preference(best == KERNELS, why) for _ in calls]
+
+
+def all_kernels(
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: str
+) -> list[Preference | None]:
+    """No preference for any body, whatever was measured."""
+    return [None] * len(calls)
 
 
 def by_node(model: onnx.ModelProto, calls: Sequence[Call], environment: Environment) -> list[Preference | None]:
@@ -96,7 +104,16 @@ def _at(timed: Sequence[Verdict]) -> str:
 def case_text(case: Any) -> str:
     """The shapes of a case, for reading."""
     shapes = case.get("shapes", ()) if isinstance(case, dict) else ()
-    return ", ".join(map(str, shapes)) or "no inputs"
+    return shapes_text(list(map(str, shapes)))
+
+
+def shapes_text(shapes: Sequence[str]) -> str:
+    """Of "4096x768 float16" and the like; a dtype that all have once."""
+    pairs = [each.rpartition(" ") for each in shapes]
+    dtypes = {dtype for *_, dtype in pairs}
+    if len(dtypes) == 1 and all(dims for dims, *_ in pairs):
+        return f"{', '.join(dims for dims, *_ in pairs)} {dtypes.pop()}"
+    return ", ".join(shapes) or "no inputs"
 
 
 # --- what verdicts are about -----------------------------------------------------------------------------------------

@@ -27,13 +27,12 @@ from onnxfuse.provider.model import (
     split,
 )
 from onnxfuse.provider.plan import Device
-from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, preferences
+from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, Tune, preferences
 from onnxfuse.provider.source import kernel_module
 
 log: Final = logging.getLogger("onnxfuse")
 CUDA: Final = "CUDAExecutionProvider"
 Providers = Sequence[str | tuple[str, Mapping[str, Any]]]
-Tune = Literal["never", "cached", "now"]
 Prefer = Callable[[onnx.ModelProto, Sequence[Call], verdicts.Environment, str], Sequence[Preference | None]]
 
 

@@ -228,10 +228,10 @@ def difference(xp: Any, right: Any, found: Any, tolerance: float) -> str | None:
     wrong = right != found
     if tolerance:
         wide = xp.float64 if right.dtype == xp.float64 else xp.float32
-        right, found = right.astype(wide), found.astype(wide)
-        scale = xp.sqrt(xp.mean(xp.where(xp.isfinite(right), right, 0) ** 2))
-        near = xp.abs(found - right) <= tolerance * (xp.abs(right) + scale)  # false for what is not finite
-        wrong &= ~(near | (xp.isnan(right) & xp.isnan(found)))
+        finite = xp.isfinite(right) & xp.isfinite(found)
+        a, b = (xp.where(finite, each, 0).astype(wide) for each in (right, found))
+        near = xp.abs(a - b) <= tolerance * (xp.abs(a) + xp.sqrt(xp.mean(a**2)))
+        wrong &= ~((finite & near) | (xp.isnan(right) & xp.isnan(found)))
     if not (count := int(wrong.sum())):
         return None
     place = int(wrong.reshape(-1).argmax())

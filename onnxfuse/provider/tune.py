@@ -1,0 +1,269 @@
+"""Kernel or body, measured: each distinct fused node alone, then the whole model; verdicts for later sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+
+from onnxfuse.errors import UsageError
+from onnxfuse.given_shapes import feeds_to_try
+from onnxfuse.inputs import Array
+from onnxfuse.op_times import OpTime, op_times
+from onnxfuse.provider import planner, verdicts
+from onnxfuse.provider.model import Call, read_calls, read_model
+from onnxfuse.provider.preferences import (
+    BODIES,
+    GRAPH,
+    KERNELS,
+    PLAIN,
+    all_kernels,
+    body_digests,
+    by_node,
+    is_mixed,
+    mix_name,
+    model_subject,
+    node_subject,
+)
+from onnxfuse.provider.session import explain_session
+from onnxfuse.session import first_line
+from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, interleaved, runs_within, start
+
+log: Final = logging.getLogger("onnxfuse")
+SECONDS: Final = 2.0  # of runs of each variant of the whole model
+NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")
+FOLDER: Final = "session.model_external_initializers_file_folder_path"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole model in one mode: seconds of a run by variant, and which variant sessions will be."""
+
+    mode: str
+    seconds: Mapping[str, float]
+    chosen: str
+    reason: str = ""  # why it was not timed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and whether the verdicts are on disk."""
+
+    ops: tuple[OpTime, ...]
+    whole: tuple[Whole, ...]
+    inputs: Mapping[str, str]
+    kept: bool
+    ops_error: str = ""  # why no node was timed alone
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """A model, where it runs, and on what."""
+
+    model: onnx.ModelProto
+    folder: Path | None
+    feeds: Mapping[str, Array]
+    provider: Provider
+    options: Mapping[str, Any]
+    progress: Progress
+    calls: Sequence[Call]
+    environment: verdicts.Environment
+
+    @property
+    def ordinal(self) -> int:
+        return int(self.options.get("device_id", 0))
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (PLAIN, GRAPH) if self.provider == "cuda" else (PLAIN,)
+
+
+def tune(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Array],
+    provider: Provider,
+    options: Mapping[str, Any] | None = None,
+    *,
+    original: onnx.ModelProto | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> Tuning:
+    """Measure a fused model on these inputs and keep the verdicts; later sessions of this GPU use them.
+
+    folder    where the model's external data is
+    options   of the provider: device_id, use_tf32, …
+    original  the model before it was fused, timed beside it
+
+    Raises UsageError where nothing can be tuned, and what onnxruntime raises where the bodies do not run.
+    """
+    work = _work(model, folder, feeds, provider, options or {}, progress)
+    session = start(model, folder, provider, options=work.options, prefer=all_kernels)
+    runs = explain_session(session)
+    del session
+    rows, error = _timed_nodes(work, runs)
+    kept = [_keep_node(work, row) for row in rows]
+    whole = [_timed_whole(work, mode, original) for mode in work.modes]
+    kept += [_keep_whole(work, each) for each in whole if each.seconds]
+    return Tuning(tuple(rows), tuple(whole), described(feeds), all(kept), error)
+
+
+def tune_session(
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    session_options: Any,
+    provider_name: str,
+    options: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """For tune="now": measure a session's model, unless that was done; what fails is logged.  Raises UsageError."""
+    name = next((name for name, long in PROVIDERS.items() if long == provider_name), None)
+    if name is None:
+        return
+    path = None if isinstance(source, bytes | onnx.ModelProto) else Path(source)
+    model = read_model(source if isinstance(source, bytes | onnx.ModelProto) else Path(source))
+    texts = [f"{key}:{'x'.join(map(str, dims))}" for key, dims in shapes.items()]
+    feeds = feeds_of_known_sizes(model, texts, {}, "shapes={'input': (8, 512)}")
+    place = None
+    if session_options is not None:
+        with contextlib.suppress(RuntimeError):  # which says that there is no such entry
+            place = Path(session_options.get_session_config_entry(FOLDER))
+    plain = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
+    try:
+        work = _work(model, place or (path.parent if path else None), feeds, name, plain, _silent)  # type: ignore[arg-type]
+        if not _is_known(work):
+            tune(model, work.folder, feeds, work.provider, plain)
+    except Exception as error:  # onnxruntime's errors have no common class; the session itself may be possible
+        log.warning("the model was not tuned: %s", first_line(error))
+
+
+def feeds_of_known_sizes(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], how: str
+) -> dict[str, Array]:
+    """Inputs of these shapes.  Raises UsageError where they leave a dynamic dim open; `how` says how to give it."""
+    first, *others = islice(feeds_to_try(model, shapes, given), 2)
+    for other in others:
+        for name, value in first.items():
+            if value.shape != other[name].shape:
+                raise UsageError(f"input '{name}' has dynamic dims; tuning needs their sizes: give {how}")
+    return first
+
+
+def described(feeds: Mapping[str, Array]) -> dict[str, str]:
+    """Shape and dtype by name."""
+    return {name: f"{'x'.join(map(str, value.shape)) or '()'} {value.dtype}" for name, value in feeds.items()}
+
+
+def _silent(stage: str, done: int, of: int) -> None:
+    pass
+
+
+def _work(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Array],
+    provider: Provider,
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> _Tuned:
+    if PROVIDERS[provider] not in planner.backends:
+        known = ", ".join(planner.backends)
+        raise UsageError(f"kernels run on {known}, not on {PROVIDERS[provider]}; there is nothing to tune")
+    calls = read_calls(model)
+    if not calls:
+        raise UsageError("the model has no fused nodes; there is nothing to tune")
+    tf32 = str(options.get("use_tf32", "1")) not in ("0", "false", "False")
+    device = planner.device_of(PROVIDERS[provider], int(options.get("device_id", 0)), tf32)
+    environment = verdicts.environment(PROVIDERS[provider], device)
+    return _Tuned(model, folder, feeds, provider, options, progress, calls, environment)
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _timed_nodes(work: _Tuned, runs: Sequence[Any]) -> tuple[list[OpTime], str]:
+    """Each distinct node that has a kernel, or why none was timed."""
+    graphs = GRAPH in work.modes
+    try:
+        rows = op_times(
+            work.model, work.folder, work.feeds, work.provider, runs, graphs, work.progress,
+            options=work.options, only_kernels=True,
+        )  # fmt: skip
+        return rows, ""
+    except Exception as error:  # such as too little memory for all values at once; the whole model is timed
+        return [], first_line(error)
+
+
+def _keep_node(work: _Tuned, row: OpTime) -> bool:
+    if row.kernel is None or row.body is None:
+        return True  # it has an error, which the table shows
+    call = next(call for call in work.calls if call.node.name == row.nodes[0])
+    seconds = {"kernel": max(row.kernel, 1e-9), "body": max(row.body, 1e-9)}
+    chosen = "kernel" if row.kernel <= row.body else "body"
+    subject = node_subject(call, body_digests(work.model))
+    return verdicts.keep(work.environment, subject, {"shapes": list(row.shapes)}, chosen, seconds)
+
+
+# --- the whole model -------------------------------------------------------------------------------------------------
+
+
+def _timed_whole(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Whole:
+    """All variants in turns, in one mode."""
+    work.progress(f"time the model ({mode})", 0, 0)
+    try:
+        bound = dict(_variants(work, mode, original))
+    except Exception as error:  # a model with nodes on the CPU cannot be captured
+        return Whole(mode, {}, "", first_line(error))
+    count = min(runs_within(SECONDS, each.run) for each in bound.values())
+    spreads = interleaved([each.run for each in bound.values()], count)
+    seconds = {name: each.median for name, each in zip(bound, spreads, strict=True)}
+    chosen = min((name for name in seconds if name != "original"), key=lambda name: seconds[name])
+    return Whole(mode, seconds, chosen)
+
+
+def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Iterator[tuple[str, Bound]]:
+    """All kernels, all bodies, and the mix of what is best node by node where that is neither."""
+    alone = by_node(work.model, work.calls, work.environment)
+    prefer: dict[str, Any] = {BODIES: None, KERNELS: all_kernels}
+    if is_mixed(alone):
+        prefer[mix_name(alone)] = lambda model, calls, environment, mode: alone
+    first: Bound | None = None
+    options = {**work.options, **({"enable_cuda_graph": 1} if mode == GRAPH else {})}
+    models = [(name, work.model, each) for name, each in prefer.items()]
+    for name, model, each in [*models, *([("original", original, None)] if original else [])]:
+        session = start(model, work.folder, work.provider, options=options, prefer=each)
+        shapes = _output_shapes(work) if mode == GRAPH and first is None else first.shapes() if first else None
+        bound = bind(session, work.feeds, work.provider, shapes, work.ordinal)
+        for _ in range(WARM_UP):
+            bound.run()
+        first = first or bound
+        yield name, bound
+
+
+def _output_shapes(work: _Tuned) -> dict[str, tuple[int, ...]]:
+    """With CUDA graphs outputs must have their place before the first run."""
+    bound = bind(start(work.model, work.folder, work.provider, options=work.options), work.feeds, work.provider,
+                 None, work.ordinal)  # fmt: skip
+    bound.run()
+    return bound.shapes()
+
+
+def _whole_case(work: _Tuned, mode: str) -> dict[str, Any]:
+    return {"mode": mode, "shapes": [f"{name} {text}" for name, text in described(work.feeds).items()]}
+
+
+def _keep_whole(work: _Tuned, whole: Whole) -> bool:
+    seconds = {name: value for name, value in whole.seconds.items() if name != "original"}
+    subject, case = model_subject(work.model), _whole_case(work, whole.mode)
+    return verdicts.keep(work.environment, subject, case, whole.chosen, seconds)
+
+
+def _is_known(work: _Tuned) -> bool:
+    subject = model_subject(work.model)
+    return all(verdicts.recall_case(work.environment, subject, _whole_case(work, mode)) for mode in work.modes[:1])

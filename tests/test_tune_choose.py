@@ -1,0 +1,233 @@
+"""Candidates of a kernel: the fastest right one wins, a wrong one never does, and a choice is made once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+
+from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, session, stage
+
+from onnxfuse.provider import choose, planner
+from onnxfuse.provider.choose import candidates, name_of
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.provider.trial import difference
+
+INPUTS = (TensorSpec((2, 3), "float32"), TensorSpec((3,), "float32"))
+HERE = {"gpu": "a"}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def plan(number: int) -> Plan:
+    """A plan that is told from others by its grid."""
+    arguments = (*(Pointer("input", i) for i in (0, 1)), Pointer("output", 0), Scalar(6, "int64"), Scalar(3, "int32"))
+    return Plan((INPUTS[0],), (Launch(Kernel("shift", "shift"), (number, 1, 1), (32, 1, 1), arguments),))
+
+
+def number(of: Plan) -> int:
+    (step,) = of.steps
+    assert isinstance(step, Launch)
+    return step.grid[0]
+
+
+@dataclasses.dataclass
+class Pretended:
+    """A Trial whose plans take given microseconds; some are wrong, some raise."""
+
+    times: Mapping[int, float]
+    wrong: Sequence[int] = ()
+    broken: Sequence[int] = ()
+    too_large: bool = False
+    timed: list[list[int]] = dataclasses.field(default_factory=list)
+    open: int = 0
+
+    def __call__(self, inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device) -> Pretended:
+        assert (tuple(inputs), device) == (INPUTS, DEVICE)
+        self.open += 1
+        return self
+
+    def refuse(self) -> str | None:
+        return "it needs too much memory" if self.too_large else None
+
+    def outputs(self, of: Plan) -> Any:
+        if number(of) in self.broken:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_INSTRUCTION")
+        return np.full(3, 2.0 if number(of) in self.wrong else 1.0)
+
+    def differ(self, expected: Any, outputs: Any) -> str | None:
+        return difference(np, expected, outputs, 1e-5)
+
+    def seconds(self, plans: Sequence[Plan]) -> list[float]:
+        self.timed.append([number(each) for each in plans])
+        return [1e-6 * self.times[number(each)] for each in plans]
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+def chosen(trial: Pretended, plans: Sequence[int], *, environment: Mapping[str, str] = HERE, node: str = "n") -> int:
+    taken = choose.choose([plan(each) for each in plans], INPUTS, DEVICE, trial, environment, node)
+    assert trial.open == 0
+    return number(taken)
+
+
+def test_the_fastest_wins() -> None:
+    assert chosen(Pretended({1: 5, 2: 3, 3: 4}), [1, 2, 3]) == 2
+
+
+def test_the_first_wins_where_it_is_as_fast() -> None:
+    assert chosen(Pretended({1: 3, 2: 3}), [1, 2]) == 1
+
+
+def test_a_wrong_candidate_never_wins(caplog: pytest.LogCaptureFixture) -> None:
+    trial = Pretended({1: 5, 2: 1, 3: 4}, wrong=[2])
+    assert chosen(trial, [1, 2, 3]) == 3
+    assert trial.timed == [[1, 3]]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "candidate 1 of 3 is left out: differs in 3 of 3 elements, at 0 it is 2.0 where 1.0 is right"
+    ]
+
+
+def test_a_candidate_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(Pretended({1: 5, 2: 1, 3: 4}, broken=[2]), [1, 2, 3]) == 3
+    assert "candidate 1 of 3 is left out: it does not run: RuntimeError: CUDA_ERROR_ILLEGAL" in caplog.text
+
+
+def test_where_the_first_does_not_run_nothing_is_measured(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, broken=[1]), [1, 2]) == 1
+    assert "candidates cannot be timed, the first is taken: RuntimeError" in caplog.text
+
+
+def test_without_room_the_first_is_taken_and_nothing_is_kept() -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, too_large=True), [1, 2]) == 1
+    assert chosen(Pretended({1: 5, 2: 1}), [1, 2]) == 2
+
+
+def test_a_choice_is_measured_once() -> None:
+    first, later = Pretended({1: 5, 2: 3}), Pretended({1: 1, 2: 9})
+    assert (chosen(first, [1, 2]), chosen(later, [1, 2])) == (2, 2)
+    assert (first.timed, later.timed) == ([[1, 2]], [])
+
+
+@pytest.mark.parametrize("other", [{"environment": {"gpu": "b"}}, {"node": "m"}, {"plans": [1, 2, 4]}])
+def test_another_gpu_node_or_set_of_candidates_is_measured_again(other: dict[str, Any]) -> None:
+    chosen(Pretended({1: 5, 2: 3}), [1, 2])
+    assert chosen(Pretended({1: 1, 2: 9, 4: 5}), **{"plans": [1, 2], **other}) == 1
+
+
+def test_one_candidate_needs_no_measurement() -> None:
+    trial = Pretended({})
+    assert (chosen(trial, [7]), trial.timed) == (7, [])
+
+
+def test_equal_plans_are_one_candidate() -> None:
+    assert name_of(plan(1)) == name_of(plan(1)) != name_of(plan(2))
+    trial = Pretended({1: 5, 2: 3})
+    assert (chosen(trial, [1, 1, 2]), trial.timed) == (2, [[1, 2]])
+
+
+def test_a_host_without_candidates_has_its_plan() -> None:
+    class Host:
+        plan = staticmethod(lambda node, inputs, device: plan(3))
+
+    node = FusedNode("shift", "n", ("x", "bias"), {}, ("float32",))
+    assert [number(each) for each in candidates(Host, node, INPUTS, DEVICE)] == [3]  # type: ignore[arg-type]
+
+
+# --- differences -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "found", "tolerance", "differs"),
+    [
+        ([1.0, 2.0], [1.0, 2.001], 1e-3, False),
+        ([1.0, 2.0], [1.0, 2.1], 1e-3, True),
+        ([1000.0, 0.0], [1000.0, 0.5], 1e-3, False),  # beside large values a small one is noise
+        ([1.0, 0.0], [1.0, math.nan], 1e-3, True),
+        ([1.0, math.nan], [1.0, math.nan], 1e-3, False),
+        ([1.0, math.nan], [1.0, 1.0], 1e-3, True),
+        ([1.0, math.inf], [1.0, math.inf], 1e-3, False),
+        ([1.0, math.inf], [1.0, -math.inf], 1e-3, True),
+        ([1.0, math.inf], [1.0, 3e38], 1e-3, True),
+        ([0.0, 0.0], [0.0, 1e-9], 1e-3, True),
+        ([], [], 1e-3, False),
+    ],
+)
+def test_what_differs(right: list[float], found: list[float], tolerance: float, differs: bool) -> None:
+    arrays = np.array(right, np.float32), np.array(found, np.float32)
+    assert (difference(np, *arrays, tolerance) is not None) == differs
+
+
+def test_integers_are_equal_or_differ() -> None:
+    assert difference(np, np.array([1, 2]), np.array([1, 2]), 0.0) is None
+    assert difference(np, np.array([1, 2]), np.array([1, 3]), 0.0) == (
+        "differs in 1 of 2 elements, at 1 it is 3 where 2 is right"
+    )
+
+
+# --- in a session ----------------------------------------------------------------------------------------------------
+
+
+class OnHost(Pretended):
+    """Runs the stand-in's kernels for real, on memory of the host; the times are pretended."""
+
+    def outputs(self, of: Plan) -> Any:
+        x, bias = np.arange(6, dtype=np.float32).reshape(2, 3), np.float32([1, 2, 3])
+        y = np.full((2, 3), np.nan, np.float32)
+        planner.ready(of, INPUTS, 0, CPU).run([x.ctypes.data, bias.ctypes.data], [y.ctypes.data])
+        return y
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, gpu: Stage, trial: Pretended) -> None:
+    """Two candidates for shift; the one with grid 2 leaves half of the output out."""
+
+    def both(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        short = plan(2)
+        (step,) = short.steps
+        half = dataclasses.replace(step, arguments=(*step.arguments[:3], Scalar(3, "int64"), step.arguments[4]))
+        return [plan(1), dataclasses.replace(short, steps=(half,)), plan(3)]
+
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", both, raising=False)
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], trial=trial))
+
+
+def grid_of_a_run(gpu: Stage, **arguments: Any) -> int:
+    given = feed(2, 3)
+    result = session(model(SHIFT), **arguments).run(None, given)[0]
+    np.testing.assert_array_equal(result, given["x"] + given["b"])
+    return gpu.last()[0]
+
+
+def test_a_session_runs_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
+    assert grid_of_a_run(gpu) == 3
+    assert grid_of_a_run(gpu) == 3
+    assert trial.timed == [[1, 3]]
+
+
+def test_never_takes_the_first_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, trial := OnHost({1: 5, 3: 4}))
+    assert grid_of_a_run(gpu, tune="never") == 1
+    assert trial.timed == []
+
+
+def test_where_nothing_can_be_measured_the_first_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, OnHost({}))
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], trial=None))
+    assert grid_of_a_run(gpu) == 1

@@ -1,0 +1,236 @@
+"""Verdicts on disk: what is kept comes back, what is damaged or of another machine does not, and nothing ever fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxfuse.provider import verdicts
+from onnxfuse.provider.plan import Device
+from onnxfuse.provider.verdicts import environment, keep, recall, recall_case
+
+DEVICE = Device("NVIDIA H200", 90, 132, 227 * 1024)
+CUDA = "CUDAExecutionProvider"
+HERE = {"gpu": "a", "driver": "1"}
+NODE = {"fusion": "layer_norm", "attributes": {"epsilon": 1e-5, "masked_score": float("-inf")}}
+SMALL, LARGE = {"shapes": ["4x8 float16"]}, {"shapes": ["4096x768 float16"]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_told", set())
+    return tmp_path / "cache"
+
+
+def written(folder: Path) -> Path:
+    """The one verdict below a folder."""
+    (path,) = folder.rglob("*.json")
+    return path
+
+
+def test_a_verdict_comes_back(folder: Path) -> None:
+    assert keep(HERE, NODE, LARGE, "body", {"kernel": 7.4e-6, "body": 6.1e-6})
+    assert keep(HERE, NODE, SMALL, "kernel", {"kernel": 1e-6, "body": 3e-6})
+    found = {each.chosen: each for each in recall(HERE, NODE)}
+    assert found["body"].case == LARGE and found["body"].seconds == {"kernel": 7.4e-6, "body": 6.1e-6}
+    assert found["kernel"].case == SMALL
+    assert recall_case(HERE, NODE, LARGE) == found["body"]
+    assert found["body"].measured.startswith("20") and found["body"].measured.endswith("+00:00")
+    assert sorted(path.suffix for path in folder.rglob("*.*")) == [".json", ".json"]
+
+
+def test_a_later_verdict_replaces_an_earlier_one() -> None:
+    keep(HERE, NODE, LARGE, "body", {"kernel": 2e-6, "body": 1e-6})
+    keep(HERE, NODE, LARGE, "kernel", {"kernel": 1e-6, "body": 2e-6})
+    assert [each.chosen for each in recall(HERE, NODE)] == ["kernel"]
+
+
+def test_nothing_is_found_where_nothing_was_kept() -> None:
+    assert recall(HERE, NODE) == []
+    assert recall_case(HERE, NODE, LARGE) is None
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    assert recall({**HERE, "driver": "2"}, NODE) == []
+    assert recall(HERE, {**NODE, "fusion": "rms_norm"}) == []
+    assert recall_case(HERE, NODE, LARGE) is None
+
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "a list": lambda text: "[1, 2]",
+    "null": lambda text: "null",
+    "deep": lambda text: "[" * 100_000,
+    "binary": lambda text: "\0\1\2",
+    "a newer format": lambda text: text.replace('"format": 1', '"format": 2'),
+    "about another node": lambda text: text.replace("layer_norm", "softmax"),
+    "times that are no numbers": lambda text: text.replace("1.0", '"fast"'),
+    "times that are not positive": lambda text: text.replace("1.0", "-1.0"),
+    "times without end": lambda text: text.replace("1.0", "Infinity"),
+    "no date": lambda text: text.replace('"measured": "2', '"measured": "x'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_ignored_and_named(folder: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    path = written(folder)
+    path.write_text(DAMAGE[damage](path.read_text(encoding="utf-8")), encoding="utf-8")
+    assert recall(HERE, NODE) == []
+    assert recall_case(HERE, NODE, SMALL) is None
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"verdict {path} is ignored: ") and message.endswith("it may be deleted")
+    keep(HERE, NODE, SMALL, "body", {"kernel": 2.0, "body": 1.0})
+    assert [each.chosen for each in recall(HERE, NODE)] == ["body"]
+
+
+def test_bytes_that_are_no_text_are_ignored(folder: Path) -> None:
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    written(folder).write_bytes(b"\xff\xfe\x80")
+    assert recall(HERE, NODE) == []
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    return record.getMessage()
+
+
+def test_a_file_in_the_folders_place_is_survived(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.write_text("not a folder")
+    assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    assert "cannot be written to" in told(caplog) and "set ONNXFUSE_CACHE_DIR" in told(caplog)
+    assert recall(HERE, NODE) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_survived(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    place = written(folder).parent
+    place.chmod(0o555)
+    try:
+        assert not keep(HERE, NODE, LARGE, "kernel", {"kernel": 1.0})
+    finally:
+        place.chmod(0o755)
+    assert "Permission denied" in told(caplog)
+    assert [each.case for each in recall(HERE, NODE)] == [SMALL]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("step", ["mkdir", "replace"])
+def test_a_folder_that_takes_nothing_is_survived(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, code: int, step: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, step, fail)
+    assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    assert os.strerror(code) in told(caplog)
+    assert list(folder.rglob("*.*")) == []
+
+
+def test_a_disk_that_fills_up_leaves_no_half_file(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(record: Any, file: Any, **_: Any) -> None:
+        file.write('{"format": 1,')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    monkeypatch.setattr(json, "dump", half)
+    assert not keep(HERE, NODE, SMALL, "body", {"body": 1.0})
+    assert "No space left" in told(caplog)
+    assert [each.chosen for each in recall(HERE, NODE)] == ["kernel"]
+    assert [path.suffix for path in folder.rglob("*.*")] == [".json"]
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("ONNXFUSE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    assert recall(HERE, NODE) == [] and recall_case(HERE, NODE, SMALL) is None
+    assert "set ONNXFUSE_CACHE_DIR" in told(caplog)
+
+
+def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert verdicts.cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("ONNXFUSE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert verdicts.cache_folder() == tmp_path / "onnxfuse"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verdicts.cache_folder() == tmp_path / ".cache" / "onnxfuse"
+
+
+def test_two_processes_write_one_verdict(tmp_path: Path) -> None:
+    """Whoever reads meanwhile finds a whole verdict of one of them, never a mixture."""
+    script = """
+import sys
+from onnxfuse.provider.verdicts import keep, recall
+for i in range(300):
+    name = sys.argv[1] * (1 + i % 50)
+    assert keep({"gpu": "a"}, "node", "case", name, {name: 1.0 + i})
+    (found,) = recall({"gpu": "a"}, "node")
+    assert set(found.seconds) == {found.chosen} and len(set(found.chosen)) == 1, found
+"""
+    running = [subprocess.Popen([sys.executable, "-c", script, name], stderr=subprocess.PIPE) for name in "ab"]
+    assert [(each.communicate()[1], each.returncode) for each in running] == [(b"", 0), (b"", 0)]
+    assert len(recall({"gpu": "a"}, "node")) == 1
+
+
+# --- what verdicts are kept under ---
+
+
+def test_another_gpu_or_setting_is_another_environment() -> None:
+    one = environment(CUDA, DEVICE)
+    assert environment(CUDA, dataclasses.replace(DEVICE, ordinal=1)) == one
+    for other in (
+        environment(CUDA, dataclasses.replace(DEVICE, name="NVIDIA L4")),
+        environment(CUDA, dataclasses.replace(DEVICE, tf32=False)),
+        environment("CPUExecutionProvider", DEVICE),
+    ):
+        assert other != one
+    assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "cuda", "onnxfuse",
+                        "onnxruntime", "kernels"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "version"])
+def test_another_version_is_another_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    one = environment(CUDA, DEVICE)
+    monkeypatch.setattr(verdicts, name, lambda *_: "other")
+    assert environment(CUDA, DEVICE) != one
+
+
+def test_another_kernel_is_another_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import onnxfuse.kernels
+
+    one = environment(CUDA, DEVICE)
+    (tmp_path / "mine.cu").write_text("// mine")
+    monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(tmp_path)])
+    assert environment(CUDA, DEVICE) != one
+
+
+def test_the_driver_is_read_from_where_the_kernel_module_says_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@)\n"
+        "GCC version:  gcc version 15.3.0 (GCC)\n"
+    )
+    monkeypatch.setattr(verdicts, "DRIVER", tmp_path / "version")
+    assert verdicts.driver_version.__wrapped__() == "580.159.04"
