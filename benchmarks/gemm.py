@@ -1,0 +1,328 @@
+"""Every candidate for fused matrix products beside the bare product of cuBLASLt, PyTorch and onnxruntime.
+
+    python benchmarks/gemm.py --out results [--only 4096x3072x768,…] [--dtypes float16] [--epilogues none,…]
+        [--eager] [--inductor] [--onnxruntime]
+
+A time is the cost of one more product in a CUDA graph, over sets of operands that together exceed the L2 cache.  The
+bare product is cuBLASLt's, of the same sizes without an epilogue (of both weights side by side where it is gated), by
+the fastest of the algorithms that it proposes.  Where x has few rows the time is that of reading the weights: their
+bytes' share of what a large copy moves in that time is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import math
+import statistics
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy
+import torch
+import torch.nn.functional as F
+
+from kernels import versions
+from onnxfuse.kernels import _gemm_candidates, _gemm_library
+from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.provider import planner
+from onnxfuse.provider.compile import gpu
+from onnxfuse.provider.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.provider.source import architecture, options, source_text
+
+L2_BYTES = 60 << 20
+MOST_SETS = 24
+REPLAYS = 9
+GRAPH_US = 400.0  # of work in a graph, at least
+FEW_ROWS = 64
+COPY_BYTES = 1 << 30
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SHAPES = [
+    (4096, 768, 768), (4096, 3072, 768), (4096, 768, 3072), (2048, 5632, 2048), (2048, 2048, 5632),
+    (8192, 8192, 8192), (128, 3072, 768), (1, 4096, 4096), (16, 4096, 4096), (8, 14336, 4096), (1000, 1001, 1003),
+]  # fmt: skip
+# operands beyond x and w, and the activation
+EPILOGUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "none": ((), "none"),
+    "bias+gelu": (("bias",), "gelu"),
+    "bias+residual": (("bias", "residual"), "none"),
+    "silu": ((), "silu"),
+    "gate": (("up",), "silu"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused product; w is k x n."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    epilogue: str
+
+    @property
+    def fusion(self) -> str:
+        return "gated_gemm" if self.epilogue == "gate" else "gemm_bias_activation"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        every = {"up": (self.k, self.n), "bias": (self.n,), "residual": (self.m, self.n)}
+        return {"x": (self.m, self.k), "w": (self.k, self.n), **{name: every[name] for name in self.extra}}
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        return EPILOGUES[self.epilogue][0]
+
+    @property
+    def activation(self) -> str:
+        return EPILOGUES[self.epilogue][1]
+
+    def product(self) -> tuple[Gemm, TensorSpec]:
+        node = FusedNode(self.fusion, "y", tuple(self.shapes()), {"activation": self.activation}, (self.dtype,))
+        host = importlib.import_module(f"onnxfuse.kernels.{self.fusion}")
+        gemm, y = host.product(node, [TensorSpec(shape, self.dtype) for shape in self.shapes().values()], gpu(0))
+        return gemm, y
+
+    def formula(self, x: Any, w: Any, *others: Any) -> Any:
+        given = dict(zip(self.extra, others, strict=True))
+        y = x @ w + given.get("bias", 0.0)
+        y = F.gelu(y) if self.activation == "gelu" else F.silu(y) if self.activation == "silu" else y
+        return y * (x @ given["up"]) if "up" in given else y + given.get("residual", 0.0)
+
+    def tensors(self) -> list[torch.Tensor]:
+        made = {name: torch.randn(shape, device="cuda") for name, shape in self.shapes().items()}
+        return [(t / math.sqrt(self.k) if n in ("w", "up") else t).to(DTYPES[self.dtype]) for n, t in made.items()]
+
+
+# ---- timing ------------------------------------------------------------------------------------------------------
+
+
+def per_call(calls: list[Callable[[], Any]]) -> float:
+    """Microseconds of a call, in a CUDA graph that goes round `calls`: the median of the replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        one = elapsed(calls[-1])
+    rounds = max(1, math.ceil(GRAPH_US / (len(calls) * max(one, 1.0))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / (rounds * len(calls))
+
+
+def elapsed(call: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1000 * start.elapsed_time(end)
+
+
+def runs(way: Candidate, y: TensorSpec, sets: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[Any]:
+    """Calls that run a candidate on each set of operands, on PyTorch's current stream."""
+    read = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in sets[0]]
+    ready = planner.ready(Plan((y,), way.steps, way.scratch), read)
+    scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
+
+    def call(inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        ready.run([t.data_ptr() for t in inputs], [output.data_ptr()], scratch.data_ptr(), stream)
+
+    return [functools.partial(call, *pair) for pair in zip(sets, out, strict=True)]
+
+
+def operand_sets(case: Case) -> list[list[torch.Tensor]]:
+    first = case.tensors()
+    moved = sum(t.numel() * t.element_size() for t in first)
+    count = min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
+    return [first] + [[t.clone() for t in first] for _ in range(count - 1)]
+
+
+def bare_us(case: Case, sets: list[list[torch.Tensor]]) -> float:
+    """cuBLASLt's product of the same sizes: its fastest algorithm."""
+    twice = case.epilogue == "gate"
+    wide = Case(case.m, case.n * (2 if twice else 1), case.k, case.dtype, "none")
+    gemm, y = wide.product()
+    used = operand_sets(wide) if twice else [each[:2] for each in sets]
+    out = [torch.empty(y.shape, device="cuda", dtype=DTYPES[case.dtype]) for _ in used]
+    return min(per_call(runs(way, y, used, out)) for way in _gemm_library.plans(gemm, gpu(0))[:4])
+
+
+@functools.cache
+def copy_bytes_per_us() -> float:
+    """Bytes read and written by a large device copy."""
+    pair = torch.empty((2, COPY_BYTES), dtype=torch.uint8, device="cuda").random_(0, 255)
+    return 2 * COPY_BYTES / per_call([lambda: pair[1].copy_(pair[0])])
+
+
+def measure(case: Case, peers: list[Callable[[Case, list[list[torch.Tensor]]], dict[str, float]]]) -> dict[str, Any]:
+    gemm, y = case.product()
+    sets = operand_sets(case)
+    reference = case.formula(*(t.double() for t in sets[0]))
+    row: dict[str, Any] = {"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue}
+    row |= {"sets": len(sets), "flops": gemm.flops, "bare_us": bare_us(case, sets), "candidates": []}
+    for way in _gemm_candidates.all_candidates(gemm, gpu(0)):
+        out = [torch.full(y.shape, math.nan, device="cuda", dtype=DTYPES[case.dtype]) for _ in sets]
+        try:
+            us = per_call(runs(way, y, sets, out))
+            worst = float((out[0].double() - reference).norm() / reference.norm().clamp(min=1e-30))
+            row["candidates"].append({"name": way.name, "us": us, "error": worst})
+        except Exception:  # the others are still worth measuring
+            row["candidates"].append({"name": way.name, "failed": traceback.format_exc()})
+    for peer in peers:
+        row |= peer(case, sets)
+    best = min((each for each in row["candidates"] if "us" in each), key=lambda each: each["us"])
+    row |= {"best": best["name"], "us": best["us"], "first_us": row["candidates"][0].get("us")}
+    row |= {"tflops": gemm.flops / best["us"] / 1e6, "over_bare": best["us"] / row["bare_us"]}
+    if case.m <= FEW_ROWS:
+        weights = (2 if gemm.up else 1) * case.n * case.k * 2
+        row["share_of_copy"] = weights / best["us"] / copy_bytes_per_us()
+    return row
+
+
+# ---- peers -------------------------------------------------------------------------------------------------------
+
+
+def eager(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
+    return {"eager_us": per_call([lambda each=each: case.formula(*each) for each in sets])}
+
+
+def inductor(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
+    torch.compiler.reset()
+    compiled = torch.compile(case.formula, dynamic=False)
+    return {"inductor_us": per_call([lambda each=each: compiled(*each) for each in sets])}
+
+
+def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
+    """The same subgraph in onnxruntime with all its optimizations: one run in a CUDA graph, with its launch."""
+    ort, parser = importlib.import_module("onnxruntime"), importlib.import_module("onnx.parser")
+    kind = {"float16": "float16", "bfloat16": "bfloat16"}[case.dtype]
+    shapes = {**case.shapes(), "y": (case.m, case.n)}
+    nodes, last = ["p = MatMul (x, w)"], "p"
+
+    def then(name: str, op: str, inputs: str) -> str:
+        nodes.append(f"{name} = {op} ({inputs})")
+        return name
+
+    if "bias" in case.extra:
+        last = then("biased", "Add", f"{last}, bias")
+    if case.activation == "gelu":
+        last = then("activated", "Gelu", last)
+    if case.activation == "silu":
+        then("gate", "Sigmoid", last)
+        last = then("activated", "Mul", f"{last}, gate")
+    if "up" in case.extra:
+        then("other", "MatMul", "x, up")
+        last = then("gated", "Mul", f"{last}, other")
+    if "residual" in case.extra:
+        last = then("added", "Add", f"{last}, residual")
+    then("y", "Identity", last)
+    inputs = ", ".join(f"{kind}[{','.join(map(str, shapes[name]))}] {name}" for name in case.shapes())
+    text = f'<ir_version: 9, opset_import: ["" : 20]> g ({inputs}) => ({kind}[{case.m},{case.n}] y) {{ '
+    model = parser.parse_model(text + "\n".join(nodes) + " }")
+    ort.preload_dlls()
+    provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
+    session = ort.InferenceSession(model.SerializeToString(), providers=[provider])
+    binding, out = session.io_binding(), torch.empty(shapes["y"], device="cuda", dtype=DTYPES[case.dtype])
+    element = importlib.import_module("onnx").TensorProto.FLOAT16 if kind == "float16" else 16
+    for name, tensor in zip(case.shapes(), sets[0], strict=True):
+        binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
+    binding.bind_output("y", "cuda", 0, element, list(out.shape), out.data_ptr())
+    for _ in range(4):
+        session.run_with_iobinding(binding)
+    times = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        session.run_with_iobinding(binding)
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return {"onnxruntime_us": statistics.median(times)}
+
+
+# ---- output ------------------------------------------------------------------------------------------------------
+
+
+def precompile(cases: list[Case]) -> None:
+    """CuPy's disk cache filled by many compilers at once."""
+    found: dict[Any, Kernel] = {}
+    for case in cases:
+        for way in _gemm_candidates.all_candidates(case.product()[0], gpu(0)):
+            launches = (step for step in way.steps if isinstance(step, Launch))
+            found |= {(s.kernel.source, s.kernel.entry, options(s.kernel)): s.kernel for s in launches}
+
+    def fill(kernel: Kernel) -> None:
+        flags = options(kernel)
+        if kernel.arch_specific:
+            flags += (f"-arch={architecture(kernel, gpu(0).arch)}",)
+        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, found.values()))
+
+
+def line(row: dict[str, Any]) -> str:
+    shape = "x".join(map(str, row["shape"]))
+    times = ("eager_us", "inductor_us", "onnxruntime_us")
+    peers = " ".join(f"{name[:-3]} {row[name]:.1f}" for name in times if name in row)
+    share = f" {100 * row['share_of_copy']:3.0f}% of copy" if "share_of_copy" in row else ""
+    each = ", ".join(f"{c['name']} {c['us']:.1f}" if "us" in c else f"{c['name']} FAILED" for c in row["candidates"])
+    return (
+        f"{shape:16}{row['dtype']:9}{row['epilogue']:14}{row['us']:8.1f} us {row['tflops']:6.0f} TFLOP/s "
+        f"{row['over_bare']:5.2f} x bare {row['bare_us']:.1f}{share} {peers} | {each}"
+    )
+
+
+def chosen(given: argparse.Namespace) -> Iterator[Case]:
+    wanted = [tuple(map(int, shape.split("x"))) for shape in given.only.split(",") if shape] or SHAPES
+    for dtype in given.dtypes.split(","):
+        for m, n, k in wanted:
+            for epilogue in given.epilogues.split(","):
+                yield Case(m, n, k, dtype, epilogue)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", default="", help="shapes MxNxK, separated by commas")
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--epilogues", default=",".join(EPILOGUES))
+    parser.add_argument("--eager", action="store_true", help="time PyTorch's eager mode too")
+    parser.add_argument("--inductor", action="store_true", help="and torch.compile, which takes seconds a case")
+    parser.add_argument("--onnxruntime", action="store_true", help="and onnxruntime")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    flags = {eager: given.eager, inductor: given.inductor, onnxruntime: given.onnxruntime}
+    peers = [peer for peer, wanted in flags.items() if wanted]
+    cases = list(chosen(given))
+    precompile(cases)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        try:
+            rows.append(measure(case, peers))
+            print(line(rows[-1]), flush=True)
+        except Exception:  # the others are still worth measuring
+            rows.append({"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue})
+            rows[-1]["failed"] = traceback.format_exc()
+            print(f"{case}: {rows[-1]['failed'].strip().splitlines()[-1]}", flush=True)
+        torch.cuda.empty_cache()
+    found = {**versions(), "copy_tb_per_s": copy_bytes_per_us() / 1e6}
+    text = json.dumps({"versions": found, "rows": rows}, indent=1)
+    Path(given.out, "gemm.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

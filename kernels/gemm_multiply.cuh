@@ -1,0 +1,22 @@
+// mma.sync of 16 x 8 sums in fp32 and 32 bytes of k: 16 elements of fp16 or bf16, 8 of fp32, which are read as TF32.
+#pragma once
+
+#define MMA(shape_and_types)                                                                                        \
+    asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \
+                 "{%0, %1, %2, %3};"                                                                                \
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+__device__ __forceinline__ void multiply(f16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    MMA("m16n8k16.row.col.f32.f16.f16.f32");
+}
+
+__device__ __forceinline__ void multiply(bf16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
+}
+
+__device__ __forceinline__ void multiply(f32, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
+}
+
+#undef MMA

@@ -1,0 +1,156 @@
+"""Matrix products without a GPU: what hosts plan and refuse, and that kernels compile without spills."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from onnxfuse.kernels import _gemm_mma, _gemm_small, gated_gemm, gemm_bias_activation
+from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, TensorSpec
+
+DEVICES = {
+    75: Device("T4", 75, 40, 65536),
+    80: Device("A100", 80, 108, 166912),
+    86: Device("A10", 86, 72, 101376),
+    89: Device("L4", 89, 58, 101376),
+    90: Device("H200", 90, 132, 232448),
+    100: Device("B200", 100, 148, 232448),
+    120: Device("RTX 5090", 120, 170, 101376),
+}
+
+
+def node(fusion: str, operands: str, dtype: str = "float16", **attributes: object) -> FusedNode:
+    return FusedNode(fusion, "y", tuple(operands.split()), attributes, (dtype,))
+
+
+def tensors(*shapes: tuple[int, ...], dtype: str = "float16", aligned: bool = True) -> list[TensorSpec]:
+    return [TensorSpec(shape, dtype, aligned) for shape in shapes]
+
+
+def linear(m: int, n: int, k: int, dtype: str, layout: str, device: Device, aligned: bool = True) -> Gemm:
+    given = tensors((m, k), (k, n) if layout == "kn" else (n, k), (n,), (n,), (m, n), dtype=dtype, aligned=aligned)
+    fused = node(
+        "gemm_bias_activation", "x w bias column_scale residual", dtype, weight_layout=layout, activation="gelu"
+    )
+    return gemm_bias_activation.product(fused, given, device)[0]
+
+
+def gated(m: int, n: int, k: int, dtype: str, layout: str, device: Device) -> Gemm:
+    weight = (k, n) if layout == "kn" else (n, k)
+    fused = node("gated_gemm", "x w up bias up_bias", dtype, weight_layout=layout, activation="silu")
+    return gated_gemm.product(fused, tensors((m, k), weight, weight, (n,), (n,), dtype=dtype), device)[0]
+
+
+# Rows for every tiling; sizes that every width of access divides, an even one and an odd one.
+ROWS = (1, 8, 16, 64, 4096)
+SIZES = ((768, 3072), (1002, 1002), (1001, 1003))
+
+
+def products(device: Device) -> Iterator[Gemm]:
+    for m, (n, k), layout in itertools.product(ROWS, SIZES, ("kn", "nk")):
+        yield linear(m, n, k, "float16", layout, device)
+    for m, dtype, layout in itertools.product(ROWS, ("float16", "float32"), ("kn", "nk")):
+        yield gated(m, 3072, 768, dtype, layout, device)
+    for m, layout in itertools.product(ROWS, ("kn", "nk")):
+        yield linear(m, 768, 768, "float32", layout, device)
+    if device.arch >= 80:
+        yield linear(4096, 768, 768, "bfloat16", "kn", device)
+        yield linear(16, 768, 768, "bfloat16", "nk", device, aligned=False)
+
+
+def ways(gemm: Gemm, device: Device) -> list[Candidate]:
+    return [*_gemm_small.plans(gemm, device), *_gemm_mma.plans(gemm, device)]
+
+
+def kernels(device: Device) -> list[Kernel]:
+    """All that these products need, each once."""
+    steps = [step for gemm in products(device) for way in ways(gemm, device) for step in way.steps]
+    found = [step.kernel for step in steps if isinstance(step, Launch)]
+    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    compile_cubin = importlib.import_module("onnxfuse.provider.cubin").compile_cubin
+    for kernel in kernels(device):
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: f"sm_{device.arch}")
+def test_launches_fit_the_device(device: Device) -> None:
+    for gemm in products(device):
+        for step in (step for way in ways(gemm, device) for step in way.steps):
+            assert isinstance(step, Launch)
+            assert step.shared <= device.shared_per_block
+            assert step.block[0] <= 1024
+            assert step.cluster <= (8 if device.arch >= 90 else 1)
+            assert step.grid[0] % step.cluster == 0
+            assert gemm.n % int(step.kernel.defines["WIDTH"]) == 0
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_float32_is_rounded_to_tf32_only_where_the_session_allows_it(tf32: bool) -> None:
+    device = Device("H200", 90, 132, 232448, tf32)
+    gemm = linear(4096, 768, 768, "float32", "kn", device)
+    assert gemm.tf32 == tf32
+    assert bool(_gemm_mma.plans(gemm, device)) == tf32
+
+
+def test_leading_dimensions_are_rows() -> None:
+    fused = node("gemm_bias_activation", "x w bias")
+    gemm, y = gemm_bias_activation.product(fused, tensors((8, 512, 768), (768, 3072), (3072,)), DEVICES[90])
+    assert (gemm.m, gemm.n, gemm.k, y.shape) == (4096, 3072, 768, (8, 512, 3072))
+
+
+@pytest.mark.parametrize("shape", [(0, 768), (8, 0, 768)])
+def test_an_empty_batch_is_no_launch(shape: tuple[int, ...]) -> None:
+    fused = node("gemm_bias_activation", "x w")
+    assert gemm_bias_activation.plan(fused, tensors(shape, (768, 64)), DEVICES[90]).steps == ()
+    pair = node("gated_gemm", "x w up")
+    assert gated_gemm.plan(pair, tensors(shape, (768, 64), (768, 64)), DEVICES[90]).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("operands", "shapes", "message"),
+    [
+        ("x w", [(4, 8), (7, 6)], r"'y': x of shape \[4, 8\] does not multiply with w of shape \[7, 6\].* required 7"),
+        ("x w", [(), (7, 6)], r"'y': x of shape \[\] does not multiply with w of shape \[7, 6\]"),
+        ("x w", [(4, 8), (2, 8, 6)], r"'y': w has shape \[2, 8, 6\]; required two dimensions, \(k, n\)"),
+        ("x w bias", [(4, 8), (8, 6), (8,)], r"'y': bias has shape \[8\]; required \[6\]"),
+        ("x w residual", [(2, 4, 8), (8, 6), (4, 6)], r"'y': residual has shape \[4, 6\]; required \[2, 4, 6\]"),
+        ("x w column_scale", [(4, 8), (8, 6), (1,)], r"'y': column_scale has shape \[1\]; required \[6\]"),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_named(operands: str, shapes: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=f"gemm_bias_activation {message}"):
+        gemm_bias_activation.plan(node("gemm_bias_activation", operands), tensors(*shapes), DEVICES[90])
+
+
+def test_gate_and_up_have_as_many_columns() -> None:
+    with pytest.raises(ValueError, match=r"gated_gemm 'y': up has 7 columns; required 6, as w"):
+        gated_gemm.plan(node("gated_gemm", "x w up"), tensors((4, 8), (8, 6), (8, 7)), DEVICES[90])
+
+
+def test_a_weight_of_another_dtype_is_refused() -> None:
+    fused = node("gemm_bias_activation", "x w")
+    refusal = gemm_bias_activation.supports(fused, ["float16", "float32"], DEVICES[90])
+    assert refusal == "gemm_bias_activation: w is float32; required float16, as x"
+    mixed = [TensorSpec((4, 8), "float16"), TensorSpec((8, 6), "float32")]
+    with pytest.raises(ValueError, match=r"'y': w of shape \[8, 6\] is float32; required float16, as x"):
+        gemm_bias_activation.plan(fused, mixed, DEVICES[90])
+
+
+def test_bf16_needs_its_matrix_units() -> None:
+    fused = node("gemm_bias_activation", "x w", "bfloat16")
+    assert gemm_bias_activation.supports(fused, ["bfloat16"] * 2, DEVICES[80]) is None
+    refusal = gemm_bias_activation.supports(fused, ["bfloat16"] * 2, DEVICES[75])
+    assert refusal == "gemm_bias_activation: x is bfloat16; products of it need compute capability 80, found 75"

@@ -1,0 +1,236 @@
+"""Every way to run a matrix product with its epilogue, against float64; and fused ones in a session's CUDA graph."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, normal, result, rounded, upload
+from test_kernels_gpu import ACTIVATIONS, PARAMETERS
+
+from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Matmul, Plan, TensorSpec
+from onnxfuse.provider.source import architecture, options, source_text
+
+pytestmark = pytest.mark.gpu
+
+# A single element; k of one; rows shorter than a vector; a decode step; one more row than a tile; odd in every
+# direction and larger than a tile; few rows and much k; whole tiles of every kernel.
+SIZES = [(1, 1, 1), (17, 64, 1), (5, 3, 7), (1, 1536, 1024), (16, 768, 3072), (33, 96, 200), (65, 130, 258),
+         (8, 4096, 512), (1000, 1001, 1003), (300, 257, 129), (512, 768, 768)]  # fmt: skip
+EPILOGUES = [(), ("bias",), ("column_scale",), ("residual",), ("bias", "residual"), ("bias", "column_scale"),
+             ("column_scale", "residual"), ("bias", "column_scale", "residual")]  # fmt: skip
+
+# Sums in fp32, of their terms' magnitudes: a product of fp16 or bf16 is exact, one of TF32 has two operands rounded.
+SUMS = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 1e-6, "tf32": 2.0**-10}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused product; operands beyond x and the weights as `extra` names them."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    layout: str = "kn"
+    extra: tuple[str, ...] = ()
+    activation: str = "none"
+    gated: bool = False
+    aligned: bool = True
+    tf32: bool = False
+    badly_scaled: bool = False
+
+    def __str__(self) -> str:
+        marks = [f"{self.m}x{self.n}x{self.k}", "tf32" if self.tf32 else self.dtype, self.layout, self.activation]
+        marks += [*self.extra, "gated" * self.gated, "" if self.aligned else "misaligned"]
+        return " ".join(mark for mark in [*marks, "scaled" * self.badly_scaled] if mark)
+
+    @property
+    def fusion(self) -> str:
+        return "gated_gemm" if self.gated else "gemm_bias_activation"
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        weight = (self.k, self.n) if self.layout == "kn" else (self.n, self.k)
+        shapes = {"x": (self.m, self.k), "w": weight, **({"up": weight} if self.gated else {})}
+        shapes |= {name: (self.m, self.n) if name == "residual" else (self.n,) for name in self.extra}
+        made = {name: normal(shape, "float32", i) for i, (name, shape) in enumerate(shapes.items())}
+        for name in ("w", "up") if self.gated else ("w",):
+            made[name] /= math.sqrt(self.k)
+        if self.badly_scaled:  # terms from 1e-4 to 1e4, which cancel
+            made["x"] *= 10.0 ** np.random.default_rng(9).integers(-4, 3, (1, self.k))
+        return {name: rounded(value, self.dtype) for name, value in made.items()}
+
+    def node(self, operands: tuple[str, ...]) -> FusedNode:
+        alpha, beta = PARAMETERS.get(self.activation, (0.0, 0.0))
+        attributes = {"weight_layout": self.layout, "activation": self.activation}
+        if self.activation in PARAMETERS:
+            attributes |= {"alpha": alpha, "beta": beta}
+        return FusedNode(self.fusion, str(self), operands, attributes, (self.dtype,))
+
+    def product(self, device: Device, arrays: dict[str, np.ndarray]) -> tuple[Gemm, TensorSpec]:
+        host = importlib.import_module(f"onnxfuse.kernels.{self.fusion}")
+        specs = [TensorSpec(value.shape, self.dtype, self.aligned) for value in arrays.values()]
+        node = self.node(tuple(arrays))
+        assert host.supports(node, [self.dtype] * len(specs), device) is None
+        gemm, y = host.product(node, specs, device)
+        return gemm, y
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Device:
+    device: Device = importlib.import_module("onnxfuse.provider.compile").gpu(0)
+    return device
+
+
+def set_up(case: Case, gpu: Device) -> Device:
+    return Device(gpu.name, gpu.arch, gpu.multiprocessors, gpu.shared_per_block, case.tf32, gpu.ordinal)
+
+
+def ways(gemm: Gemm, device: Device) -> list[Candidate]:
+    found: list[Candidate] = importlib.import_module("onnxfuse.kernels._gemm_candidates").all_candidates(gemm, device)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest, gpu: Device) -> None:
+    """CuPy's disk cache filled by many compilers at once: one at a time, these kernels take minutes."""
+    compile_native()
+    cases = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    kernels: dict[Any, Kernel] = {}
+    for case in {case for case in cases if isinstance(case, Case)}:
+        shapes = {name: np.empty(value.shape, np.uint8) for name, value in case.arrays().items()}
+        gemm, _ = case.product(set_up(case, gpu), shapes)
+        for step in (step for way in ways(gemm, set_up(case, gpu)) for step in way.steps):
+            if isinstance(step, Launch):
+                kernels[step.kernel.source, step.kernel.entry, options(step.kernel)] = step.kernel
+
+    def fill(kernel: Kernel) -> None:
+        flags = options(kernel)
+        if kernel.arch_specific:
+            flags += (f"-arch={architecture(kernel, gpu.arch)}",)
+        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, kernels.values()))
+
+
+# ---- references --------------------------------------------------------------------------------------------------
+
+
+def multiply(x: np.ndarray, w: np.ndarray, layout: str) -> np.ndarray:
+    """In float64, on the GPU."""
+    left, right = (cupy.asarray(each.astype(np.float64)) for each in (x, w if layout == "kn" else w.T))
+    product: np.ndarray = cupy.asnumpy(left @ right)
+    return product
+
+
+def expect(case: Case, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and how far from it a result may be before it is rounded."""
+    wide = {name: value.astype(np.float64) for name, value in arrays.items()}
+    share = SUMS["tf32" if case.tf32 else case.dtype]
+
+    def linear(weight: str, bias: str) -> tuple[np.ndarray, np.ndarray]:
+        magnitude = multiply(np.abs(arrays["x"]), np.abs(arrays[weight]), case.layout)
+        return multiply(arrays["x"], arrays[weight], case.layout) + wide.get(bias, 0.0), share * magnitude
+
+    y, slack = linear("w", "bias")
+    y, slack = ACTIVATIONS[case.activation](y, *PARAMETERS.get(case.activation, (0.0, 0.0))), 1.7 * slack
+    slack = slack + RELATIVE["float32"] * np.abs(y)
+    if case.gated:
+        up, up_slack = linear("up", "up_bias")
+        y, slack = y * up, slack * np.abs(up) + np.abs(y) * up_slack
+    scale = wide.get("column_scale", 1.0)
+    return y * scale + wide.get("residual", 0.0), slack * np.abs(scale)
+
+
+def run(way: Candidate, y: TensorSpec, arrays: dict[str, np.ndarray], aligned: bool) -> np.ndarray:
+    read = [upload(value, aligned) for value in arrays.values()]
+    written = upload(np.full(y.shape, np.nan, NUMPY[y.dtype]), aligned)
+    launch(Plan((y,), way.steps, way.scratch), read, [written])
+    return result(written, y, aligned)
+
+
+def check_all(case: Case, gpu: Device) -> None:
+    arrays, device = case.arrays(), set_up(case, gpu)
+    gemm, y = case.product(device, arrays)
+    expected, slack = expect(case, arrays)
+    found = ways(gemm, device)
+    assert found, "no candidate"
+    for way in found:
+        values = run(way, y, arrays, case.aligned).astype(np.float64)
+        tiny = 1e-7 if case.dtype == "float16" else 1e-30  # fp16 has no smaller number
+        excess = np.abs(values - expected) - (slack + RELATIVE[case.dtype] * np.abs(expected) + tiny)
+        place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
+        told = f"{way.name} at {place}: {values[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
+        assert (excess <= 0).all(), told
+
+
+# ---- cases -------------------------------------------------------------------------------------------------------
+
+
+def grid() -> Iterator[Case]:
+    for (m, n, k), dtype, layout in itertools.product(SIZES, DTYPES, ("kn", "nk")):
+        yield Case(m, n, k, dtype, layout, ("bias", "residual"), "gelu")
+        if dtype == "float32":
+            yield Case(m, n, k, dtype, layout, ("bias",), "relu", tf32=True)
+    for (m, n, k), dtype, layout in itertools.product(SIZES[::2], DTYPES, ("kn", "nk")):
+        yield Case(m, n, k, dtype, layout, ("bias", "up_bias"), "silu", gated=True)
+
+
+def misaligned() -> Iterator[Case]:
+    for (m, n, k), dtype, layout in itertools.product([(1, 1536, 1024), (33, 96, 200)], DTYPES, ("kn", "nk")):
+        yield Case(m, n, k, dtype, layout, ("bias", "residual"), "gelu", aligned=False, tf32=dtype == "float32")
+    yield Case(65, 130, 258, "float16", "kn", ("bias", "up_bias"), "silu", gated=True, aligned=False)
+
+
+def epilogues() -> Iterator[Case]:
+    for m, extra in itertools.product((4, 200), EPILOGUES):
+        for activation in ("none", "gelu"):
+            yield Case(m, 192, 128, "float16", "kn", extra, activation)
+    for m, activation in itertools.product((4, 200), ACTIVATIONS):
+        yield Case(m, 192, 128, "bfloat16", "nk", ("bias",), activation)
+    for extra, activation in itertools.product([(), ("bias",), ("up_bias",)], ("silu", "gelu", "sigmoid", "none")):
+        yield Case(200, 192, 128, "float16", "nk", extra, activation, gated=True)
+
+
+@pytest.mark.parametrize("case", grid(), ids=str)
+def test_sizes(gpu: Device, case: Case) -> None:
+    check_all(case, gpu)
+
+
+@pytest.mark.parametrize("case", misaligned(), ids=str)
+def test_pointers_between_vectors(gpu: Device, case: Case) -> None:
+    check_all(case, gpu)
+
+
+@pytest.mark.parametrize("case", epilogues(), ids=str)
+def test_epilogues(gpu: Device, case: Case) -> None:
+    check_all(case, gpu)
+
+
+@pytest.mark.parametrize("badly_scaled", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32", "float32"])
+@pytest.mark.parametrize("size", [(8, 1024, 4096), (512, 768, 2048)], ids=str)
+def test_error_is_that_of_cublas(gpu: Device, size: tuple[int, int, int], dtype: str, badly_scaled: bool) -> None:
+    """In the norm, and no more than a tenth above it."""
+    case = Case(*size, "float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", badly_scaled=badly_scaled)
+    arrays, device = case.arrays(), set_up(case, gpu)
+    gemm, y = case.product(device, arrays)
+    expected = multiply(arrays["x"], arrays["w"], case.layout)
+
+    def error(way: Candidate) -> float:
+        return float(np.linalg.norm(run(way, y, arrays, True).astype(np.float64) - expected))
+
+    found = ways(gemm, device)
+    library = [error(way) for way in found if len(way.steps) == 1 and isinstance(way.steps[0], Matmul)]
+    assert library, "cuBLASLt is not among the candidates"
+    for way in found:
+        assert error(way) <= 1.1 * max(library), way.name
