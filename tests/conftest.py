@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,14 @@ import onnx
 import pytest
 
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was tuned on this machine must not decide what tests find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("verdicts")))
+        yield
 
 
 @dataclass(frozen=True)
