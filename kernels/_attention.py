@@ -35,10 +35,10 @@ class Scores:
 class Attention:
     """out = softmax(mask(cap(scale q k^T) + bias)) v per head, with fp32 scores and sums.
 
-    Query head h reads key and value head h // (heads // kv_heads). Where `mask_kind` is boolean a score counts where the
-    mask is true and is `masked_score` elsewhere; inverted is the opposite; additive adds the mask. `causal` is None, or
-    the number c for which query i sees the keys up to i + c and no others. Where every score of a row is -inf the row of
-    the result is 0 if `zero_rows`, else NaN.
+    Query head h reads key and value head h // (heads // kv_heads). Where `mask_kind` is boolean a score counts where
+    the mask is true and is `masked_score` elsewhere; inverted is the opposite; additive adds the mask. `causal` is
+    None, or the number c for which query i sees the keys up to i + c and no others. Where every score of a row is -inf
+    the row of the result is 0 if `zero_rows`, else NaN.
     """
 
     batch: int

@@ -1,0 +1,21 @@
+// out = softmax(mask(cap(scale q k^T) + bias)) v: one block for each tile of rows, see attention_mma.cuh.
+//
+// Where WARPS_N > 1 the warps of a block share the keys, and their results meet in shared memory: short sequences have
+// too few rows to occupy the chip otherwise.
+#include "attention_mma.cuh"
+#include "attention_mma_shares.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_mma(ATTENTION_PARAMETERS) {
+    const Problem problem{ATTENTION_ARGUMENTS};
+    const Place at = place_of(blockIdx.x, problem);
+    Warp warp;
+    attend(warp, at, 0, (at.end + BLOCK_K - 1) / BLOCK_K, problem);
+    const Out result(problem, at);
+    if constexpr (WARPS_N == 1) {
+        write_warp(warp, result);
+    } else {
+        const Shares shares;
+        shares.put(warp);
+        write_shares(shares, result);
+    }
+}

@@ -1,0 +1,61 @@
+// Flash attention with mma.sync: softmax online over tiles of keys (Dao 2023, arXiv:2307.08691), scores and sums in fp32.
+//
+// A row is one query of one head. The GROUP query heads that share keys and values have their rows together, row
+// r being query r / GROUP of head r % GROUP, so that a tile of keys is loaded once for all of them. A block has
+// WARPS_M * MT * 16 rows; a warp has MT * 16 of them and one WARPS_N-th of the keys of every tile. Scores are in
+// units of log2(e), so that probabilities are powers of two.
+//
+// The host says (all compile-time):
+//   T, SIZE, VALUE_SIZE, GROUP     element type, elements of a head of q and k, of v; query heads per key head
+//   PRODUCT                        HALF: m16n8k16 of fp16 or bf16; TF32: m16n8k8; FP32: FFMA, for exactness and sm_75
+//   MT, WARPS_M, WARPS_N, BLOCK_K, STAGES, Q_KEPT   tiling; Q_KEPT: the queries stay in registers
+//   ACCESS                         bytes of an access to q, k and v: 16 unless rows or addresses are less aligned
+//   OUT_ACCESS                     elements of an access to out, where rows are written from shared memory
+//   MASK, MASK_T, MASK_ROWS, MASK_PAIRS   kind; storage; whether it differs between rows; whether two keys are one access
+//   BIAS, BIAS_T, BIAS_ROWS, BIAS_PAIRS   likewise
+//   CAUSAL, SOFTCAP, ZERO_ROWS     as in _attention.py
+//   RAW                            scores are scaled where they are exponentiated: the scale is positive, and nothing
+//                                  but -inf takes the place of a score
+#pragma once
+
+#include "attention_mma_scores.cuh"
+
+template <bool PART>
+__device__ __forceinline__ void take_tile(Warp& warp, Scores& scores, u32 q_tile, u32 k_tile, int tile, int live) {
+    float s[MT][KEY_TILES][4];
+    scores.fetch(tile, warp);
+    warp.scores<PART>(s, q_tile, k_tile, live);
+    scores.finish(s, tile, warp);
+    warp.softmax(s, scores.p.scale);
+    warp.values<PART>(s, k_tile + K_BYTES, live);
+}
+
+// All keys from tile `begin` to tile `end` for the rows of a block; shared memory is free afterwards.
+__device__ __forceinline__ void attend(Warp& warp, const Place& at, int begin, int end, const Problem& p) {
+    const u32 q_tile = shared_base(), stages = q_tile + Q_BYTES;
+    const Tiles tiles{p, at, stages, begin, end};
+    if constexpr (SIZE < QK_SIZE) {
+        clear_columns<K_ROW>(q_tile, ROWS, SIZE, QK_SIZE);
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) clear_columns<K_ROW>(stages + stage * STAGE, BLOCK_K, SIZE, QK_SIZE);
+    }
+    tiles.load_queries(q_tile);
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) tiles.load(begin + stage);
+    Scores scores(p, at, warp);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+        wait_copies<STAGES - 2>();
+        __syncthreads();  // this tile is there, and nobody reads the one before it
+        if (Q_KEPT && tile == begin) warp.keep_queries(q_tile);
+        tiles.load(tile + STAGES - 1);
+        const int live = scores.live(tile, warp);
+        if (PRODUCT != FP32 && live >= SIXTEENS)  // FFMA takes no harm from branches, but from twice the code
+            take_tile<false>(warp, scores, q_tile, tiles.stage(tile), tile, live);
+        else if (live > 0)
+            take_tile<true>(warp, scores, q_tile, tiles.stage(tile), tile, live);
+    }
+    warp.finish(p.scale);
+    wait_copies<0>();
+    __syncthreads();
+}

@@ -1,0 +1,159 @@
+// What happens to scores between the two products: cap, bias, mask, causality and the end of the keys.
+#pragma once
+
+#include "attention_mma_warp.cuh"
+
+// ---- masks and biases --------------------------------------------------------------------------------------------
+
+// The scores of a warp that a mask or a bias belongs to, in the layout of an accumulator.
+template <class M, bool BY_ROW, bool PAIRS>
+struct Addend {
+    static constexpr int LINES = BY_ROW ? 2 * MT : 1;
+    const M* lines[LINES];
+    Pack<M, 2> raw[LINES][KEY_TILES];
+
+    __device__ __forceinline__ void place(int line, const M* from) {
+        if (line < LINES) lines[line] = from;
+    }
+
+    static __device__ __forceinline__ u32 one(const M* from) {
+        if constexpr (sizeof(M) == 1) {
+            u32 value;
+            asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(value) : "l"(from));
+            return value;
+        } else {
+            return load_cached<1>(from).words[0];
+        }
+    }
+
+    // `first`: the warp's first key; there are `keys` in all, `step` elements apart.
+    __device__ __forceinline__ void fetch(int first, int keys, int step) {
+        const int own = first + 2 * (threadIdx.x % 4);
+        const bool whole = first + WARP_KEYS <= keys;
+#pragma unroll
+        for (int line = 0; line < LINES; ++line) {
+            if (PAIRS && whole) {
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; ++n) raw[line][n] = load_cached<2>(lines[line] + own + 8 * n);
+            } else {
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; ++n) {
+                    u32 both[2] = {0, 0};
+#pragma unroll
+                    for (int c = 0; c < 2; ++c)
+                        if (whole || own + 8 * n + c < keys) both[c] = one(lines[line] + (own + 8 * n + c) * step);
+                    raw[line][n].words[0] = sizeof(M) == 4 ? both[0] : both[0] | both[1] << 8 * (sizeof(M) % 4);
+                    if constexpr (sizeof(M) == 4) raw[line][n].words[1] = both[1];
+                }
+            }
+        }
+    }
+
+    // Two neighbouring keys of a row; a boolean as 0 or not 0, a number in units of log2(e).
+    __device__ __forceinline__ void get(int line, int n, float (&to)[2]) const {
+        const Pack<M, 2>& pair = raw[BY_ROW ? line : 0][n];
+        if constexpr (sizeof(M) == 1) {
+            to[0] = __uint_as_float(pair.words[0] & 0xffu);
+            to[1] = __uint_as_float(pair.words[0] & 0xff00u);
+        } else {
+            unpack(pair, to);
+#pragma unroll
+            for (float& value : to) value = value == NOTHING ? NOTHING : fmaxf(value * LOG2_E, LOWEST);
+        }
+    }
+};
+
+__device__ __forceinline__ float capped(float score, float cap) {  // cap * tanh(score), cap in units of log2(e)
+    return cap * (1.0f - 2.0f * reciprocal(exp2_fast(2.0f * LOG2_E * score) + 1.0f));
+}
+
+// What happens to the scores of a warp between the two products.
+struct Scores {
+    const Problem& p;
+    int limits[MT][2];  // a row sees the keys before its limit
+    int last;           // the limit of the warp's last row; 0 where it has no rows
+    int unlimited;      // every row of the block sees the keys before it
+#if MASK
+    Addend<MASK_T, MASK_ROWS, MASK_PAIRS> mask;
+#endif
+#if BIAS
+    Addend<BIAS_T, BIAS_ROWS, BIAS_PAIRS> bias;
+#endif
+
+    __device__ __forceinline__ Scores(const Problem& problem, const Place& at, const Warp& warp) : p(problem) {
+        unlimited = last_key(at.row / GROUP, p.keys, p.causal);
+        const int rows = p.queries * GROUP, first_row = at.row + warp.m * MT * 16;
+        last = first_row < rows ? last_key((min(first_row + MT * 16, rows) - 1) / GROUP, p.keys, p.causal) : 0;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = min(at.row + warp.row(mt, half), p.queries * GROUP - 1), query = row / GROUP;
+                [[maybe_unused]] const int head = at.kv * GROUP + row % GROUP;
+                limits[mt][half] = last_key(query, p.keys, p.causal);
+#if MASK
+                mask.place(2 * mt + half, p.mask + at.batch * p.mask_batch + head * p.mask_head + query * p.mask_query);
+#endif
+#if BIAS
+                bias.place(2 * mt + half, p.bias + at.batch * p.bias_batch + head * p.bias_head + query * p.bias_query);
+#endif
+            }
+    }
+
+    // How many sixteens of the warp's keys in a tile one of its rows sees.
+    __device__ __forceinline__ int live(int tile, const Warp& warp) const {
+        return (last - (tile * BLOCK_K + warp.n * WARP_KEYS) + 15) >> 4;
+    }
+
+    // Loads that the first product hides.
+    __device__ __forceinline__ void fetch(int tile, const Warp& warp) {
+        [[maybe_unused]] const int first = tile * BLOCK_K + warp.n * WARP_KEYS;
+#if MASK
+        mask.fetch(first, p.keys, p.mask_key);
+#endif
+#if BIAS
+        bias.fetch(first, p.keys, p.bias_key);
+#endif
+    }
+
+    __device__ __forceinline__ void finish(float (&s)[MT][KEY_TILES][4], int tile, const Warp& warp) const {
+        const int own = tile * BLOCK_K + warp.n * WARP_KEYS + 2 * warp.quad;
+        const bool limited = (tile + 1) * BLOCK_K > unlimited;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int t = 0; t < KEY_TILES; ++t) {
+                    float* x = &s[mt][t][2 * half];
+                    one(x, mt, half, t);
+                    if (limited) {
+#pragma unroll
+                        for (int c = 0; c < 2; ++c) x[c] = own + 8 * t + c < limits[mt][half] ? x[c] : NOTHING;
+                    }
+                }
+    }
+
+    __device__ __forceinline__ void one(float* x, int mt, int half, int t) const {
+        if (!RAW) x[0] *= p.scale, x[1] *= p.scale;
+#if SOFTCAP
+        x[0] = capped(x[0], p.cap), x[1] = capped(x[1], p.cap);
+#endif
+#if BIAS
+        float added[2];
+        bias.get(2 * mt + half, t, added);
+        x[0] += added[0], x[1] += added[1];
+#endif
+#if MASK
+        float keep[2];
+        mask.get(2 * mt + half, t, keep);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            if constexpr (MASK == ADDITIVE)
+                x[c] += keep[c];
+            else
+                x[c] = (__float_as_uint(keep[c]) != 0) == (MASK == BOOLEAN) ? x[c] : p.masked;
+        }
+#endif
+    }
+};

@@ -1,0 +1,237 @@
+"""Attention without a GPU: its kernels compile without spills, plans fit the GPU, bad nodes are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from onnxfuse.kernels import _attention_decode, _attention_mma, attention
+from onnxfuse.kernels._gemm import Candidate
+from onnxfuse.provider.plan import Device, FusedNode, Launch, TensorSpec
+
+T4 = Device("T4", 75, 40, 65536)
+H200 = Device("H200", 90, 132, 232448)
+DEVICES = [
+    T4,
+    Device("A100", 80, 108, 166912),
+    Device("A10", 86, 72, 101376),
+    H200,
+    Device("B200", 100, 148, 232448),
+    Device("RTX 5090", 120, 170, 101376),
+]
+ARGUMENTS = 64  # that the native library takes
+HALF, FULL = "float16", "float32"
+
+Case = tuple[FusedNode, tuple[TensorSpec, ...]]
+
+
+def case(
+    batch: int, heads: tuple[int, int], queries: int, keys: int, sizes: tuple[int, int], dtype: str = HALF,
+    mask: tuple[str, tuple[int, ...], str] | None = None, bias: tuple[int, ...] | None = None,
+    aligned: bool = True, **attributes: object,
+) -> Case:  # fmt: skip
+    """A node with packed operands and its inputs; `mask` is kind, shape and dtype."""
+    given: dict[str, object] = {"heads": heads[0], "kv_heads": heads[1], "repeats": heads[0] // heads[1]}
+    shapes = {
+        "q": (batch, queries, heads[0] * sizes[0]),
+        "k": (batch, keys, heads[1] * sizes[0]),
+        "v": (batch, keys, heads[1] * sizes[1]),
+    }
+    tensors = {name: TensorSpec(shape, dtype, aligned) for name, shape in shapes.items()}
+    if mask:
+        tensors["mask"] = TensorSpec(mask[1], mask[2], aligned)
+        given |= {"mask_kind": mask[0], "masked_score": -math.inf}
+    if bias:
+        tensors["bias"], given["bias_kind"] = TensorSpec(bias, dtype, aligned), "position"
+    node = FusedNode("attention", "layer/attention", tuple(tensors), {**given, **attributes}, (dtype,))
+    return node, tuple(tensors.values())
+
+
+# Head sizes of models, the largest, odd ones that are copied element by element, and unequal ones; masks of every
+# kind, access and broadcast; short, long and few queries.
+def cases() -> Iterator[Case]:
+    for size in 32, 64, 80, 128, 256:
+        yield case(8, (16, 16), 512, 512, (size, size), mask=("boolean", (8, 1, 1, 512), "bool"))
+        yield case(1, (16, 4), 1, 4096, (size, size), mask=("boolean", (1, 1, 1, 4096), "bool"))
+        yield case(1, (4, 4), 100, 100, (size, size))
+    for sizes in (1, 1), (33, 17), (96, 200):
+        yield case(2, (4, 2), 70, 300, sizes)
+        yield case(2, (4, 2), 70, 300, sizes, aligned=False)
+    yield case(1, (8, 8), 2048, 2048, (64, 64), mask=("additive", (1, 8, 2048, 2048), HALF), bias=(1, 8, 2048, 2048))
+    yield case(1, (8, 8), 197, 197, (128, 128), mask=("inverted", (197, 1), "bool"), bias=(8, 197, 197))
+    yield case(4, (8, 2), 300, 301, (64, 64), mask=("additive", (4, 1, 300, 301), FULL))
+    yield case(1, (8, 2), 300, 300, (128, 128), form="operator", is_causal=1, softcap=30.0)
+    yield case(8, (32, 8), 2, 8192, (128, 128), mask=("additive", (8, 1, 2, 8192), HALF))
+
+
+def typed(dtype: str) -> Iterator[Case]:
+    """The same cases in another dtype."""
+    for node, inputs in cases():
+        changed = tuple(dataclasses.replace(t, dtype=dtype if t.dtype == HALF else t.dtype) for t in inputs)
+        yield dataclasses.replace(node, output_dtypes=(dtype,)), changed
+
+
+def found(case: Case, device: Device) -> list[Candidate]:
+    node, inputs = case
+    problem, _ = attention.attention_of(node, inputs, device)
+    return [*_attention_mma.plans(problem, device), *_attention_decode.plans(problem, device)]
+
+
+def launches(device: Device) -> list[Launch]:
+    """Of every kernel that the cases need, one: fp16 with all, other dtypes with some."""
+    chosen = [*cases(), *list(typed("bfloat16"))[:3], *list(typed(FULL))[::2]]
+    steps = [step for each in chosen for candidate in found(each, device) for step in candidate.steps]
+    named = {(s.kernel.entry, tuple(sorted(s.kernel.defines.items()))): s for s in steps if isinstance(s, Launch)}
+    return list(named.values())
+
+
+SETTINGS = [(device, tf32) for device in DEVICES for tf32 in ((False,) if device.arch == 75 else (False, True))]
+
+
+@pytest.mark.parametrize(("device", "tf32"), SETTINGS, ids=str)
+def test_compiles_without_spills(device: Device, tf32: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.provider.cubin import compile_cubin
+
+    for step in launches(dataclasses.replace(device, tf32=tf32)):
+        if tf32 and step.kernel.defines["PRODUCT"] != "TF32":
+            continue
+        compiled = compile_cubin(step.kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert not spilled, f"{step.kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_plans_fit_the_device(device: Device) -> None:
+    for dtype in HALF, FULL:
+        for each in typed(dtype):
+            node, inputs = each
+            assert attention.supports(node, [tensor.dtype for tensor in inputs], device) is None
+            ways = found(each, device)
+            assert ways, f"no kernel for {inputs} on {device.name}"
+            assert len({way.name for way in ways}) == len(ways), "names tell candidates apart"
+            for step in [step for way in ways for step in way.steps]:
+                assert isinstance(step, Launch)
+                assert step.shared <= device.shared_per_block
+                assert len(step.arguments) <= ARGUMENTS
+                assert step.block[0] <= 1024
+                assert step.cluster <= (8 if device.arch >= 90 else 1)
+                assert step.grid[0] % step.cluster == 0
+
+
+def test_lengths_are_no_constants_of_the_kernels() -> None:
+    """A cache that grows by a key each step must not be compiled for each step."""
+    kernels = {
+        tuple(sorted(candidate.steps[0].kernel.defines.items()))
+        for keys in range(1000, 1016, 2)
+        for candidate in found(case(1, (8, 2), 1, keys, (128, 128)), H200)
+        if "splits" in candidate.name and isinstance(candidate.steps[0], Launch)
+    }
+    assert len(kernels) == 1
+
+
+# ---- what a node means -------------------------------------------------------------------------------------------
+
+SHAPES = {"packed": (2, 5, 24), "seq_first": (5, 2, 24), "bshd": (2, 5, 3, 8), "bhsd": (2, 3, 5, 8)}
+STRIDES = {"packed": (120, 8, 24), "seq_first": (24, 8, 48), "bshd": (120, 8, 24), "bhsd": (120, 40, 8)}  # b, h, s
+
+
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_layouts_are_strides(layout: str, static: bool) -> None:
+    attributes = {f"{name}_layout": layout for name in "qkv"} | {"size": 8, "repeats": 1}
+    attributes |= {"heads": 3, "kv_heads": 3} if static else {}
+    node = FusedNode("attention", "n", ("q", "k", "v"), attributes, (HALF,))
+    problem, y = attention.attention_of(node, (TensorSpec(SHAPES[layout], HALF),) * 3, H200)
+    sizes = (problem.batch, problem.heads, problem.kv_heads, problem.queries, problem.keys, problem.size)
+    assert sizes == (2, 3, 3, 5, 5, 8)
+    assert (problem.q.batch, problem.q.head, problem.q.row) == STRIDES[layout]
+    assert y.shape == (2, 5, 24)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "strides"),
+    [("packed", (2, 5, 24), (120, 8, 24)), ("rows", (10, 24), (120, 8, 24)), ("bshd", (2, 5, 3, 8), (120, 8, 24)),
+     ("seq_first", (5, 2, 24), (24, 8, 48)), ("seq_first_rows", (10, 24), (24, 8, 48)),
+     ("bhsd", (2, 3, 5, 8), (120, 40, 8))],
+)  # fmt: skip
+def test_output_layouts(layout: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    node, inputs = case(2, (3, 3), 5, 7, (8, 8), out_layout=layout)
+    problem, y = attention.attention_of(node, inputs, H200)
+    assert y.shape == shape
+    assert (problem.out.batch, problem.out.head, problem.out.row) == strides
+
+
+def test_operator_has_its_own_scale_causality_and_masks() -> None:
+    node, inputs = case(1, (2, 2), 4, 6, (16, 16), form="operator", is_causal=1, softcap=5.0)
+    problem, _ = attention.attention_of(node, inputs, H200)
+    assert (problem.scale, problem.causal, problem.softcap, problem.zero_rows) == (0.25, 0, 5.0, True)
+    node, inputs = case(1, (2, 2), 4, 6, (16, 16), mask=("", (4, 6), "bool"), form="operator")
+    problem, _ = attention.attention_of(node, inputs, H200)
+    assert (problem.mask_kind, problem.masked_score, problem.causal) == ("boolean", -math.inf, None)
+    mask = problem.mask
+    assert mask and (mask.batch, mask.head, mask.query, mask.key) == (0, 0, 6, 1)
+
+
+@pytest.mark.parametrize(("queries", "keys", "batch"), [(0, 5, 2), (5, 5, 0)])
+def test_nothing_to_compute_is_no_launch(queries: int, keys: int, batch: int) -> None:
+    node, inputs = case(batch, (2, 2), queries, keys, (16, 16))
+    assert attention.plan(node, inputs, H200).steps == ()
+
+
+def test_no_keys_give_zeros_by_a_launch() -> None:
+    node, inputs = case(1, (2, 2), 5, 0, (16, 16))
+    assert attention.attention_of(node, inputs, H200)[0].zero_rows
+    assert attention.plan(node, inputs, H200).steps
+
+
+def test_plans_of_the_host_begin_with_the_kernel_for_the_shape() -> None:
+    first = {
+        "attention_decode": case(8, (32, 8), 1, 4096, (128, 128)),
+        "attention_hopper": case(8, (12, 12), 512, 512, (64, 64)),
+        "attention_mma": case(1, (12, 12), 128, 128, (64, 64)),
+    }
+    for source, (node, inputs) in first.items():
+        step = attention.plan(node, inputs, H200).steps[0]
+        assert isinstance(step, Launch) and step.kernel.source == source
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refusal(changes: Mapping[str, object] | None = None, dtypes: tuple[str, ...] = (HALF,) * 3, out: str = HALF) -> str:
+    node = FusedNode("attention", "n", ("q", "k", "v", "mask")[: len(dtypes)], dict(changes or {}), (out,))
+    return attention.supports(node, dtypes, H200) or ""
+
+
+def test_refusals_say_what_is_required_and_found() -> None:
+    assert refusal() == ""
+    assert refusal({"size": 257}) == "attention: size is 257; the kernels take 1 to 256"
+    assert refusal({"k_layout": "bdsh"}).startswith("attention: k_layout is bdsh; the kernel has packed, seq_first")
+    assert refusal(dtypes=(HALF, HALF, FULL)) == "attention: v is float32, q is float16; required one dtype"
+    assert refusal(dtypes=("float64",) * 3, out="float64").startswith("attention: q is float64; the kernels take")
+    masked = refusal({"mask_kind": "boolean"}, (HALF, HALF, HALF, HALF))
+    assert masked == "attention: mask of kind boolean is float16; the kernels take bool"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 5, 24), (2, 7, 24), (2, 6, 24)), r"7 keys and 6 values.*q \[2, 5, 24\], k \[2, 7, 24\], v \[2, 6, 24\]"),
+        (((2, 5, 24), (3, 7, 24), (3, 7, 24)), "batches of 2, 3 and 3"),
+        (((2, 5, 24), (2, 7, 48), (2, 7, 24)), "heads of 8 and 16 elements in q and k"),
+        (((2, 5, 25), (2, 7, 24), (2, 7, 24)), r"q has shape \[2, 5, 25\] in layout packed; required 3 heads"),
+        (((2, 5, 3, 8), (2, 7, 24), (2, 7, 24)), "required rank 3 in layout packed"),
+        (((1, 5, 900), (1, 5, 900), (1, 5, 24)), "heads of 300 and 8 elements; the kernels take up to 256"),
+        (((2, 5, 24), (2, 7, 24), (2, 7, 24), (2, 5, 6)), r"mask has shape \[2, 5, 6\].* broadcasts to \[2, 3, 5, 7\]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    attributes = {"heads": 3, "kv_heads": 3, "mask_kind": "additive"}
+    node = FusedNode("attention", "layer/0", ("q", "k", "v", "mask")[: len(shapes)], attributes, (HALF,))
+    with pytest.raises(ValueError, match=f"attention 'layer/0': .*{message}"):
+        attention.plan(node, [TensorSpec(shape, HALF) for shape in shapes], H200)
