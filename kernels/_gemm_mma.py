@@ -136,7 +136,7 @@ def _defines(gemm: Gemm, tiling: Tiling) -> Defines:
         **epilogue_defines(gemm, tiling.bn, tiling.cluster),
         "BM": tiling.bm, "BN": tiling.bn, "BK_BYTES": tiling.bk_bytes, "STAGES": tiling.stages,
         "WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n,
-        "MIN_BLOCKS": tiling.min_blocks if min(x_copy, w_copy) > 2 else 1,  # elements on their way take registers
+        "MIN_BLOCKS": tiling.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies take registers
         "GROUP": 8, "X_COPY": x_copy, "W_COPY": w_copy,
     }  # fmt: skip
 

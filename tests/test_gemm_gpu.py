@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, normal, result, rounded, upload
+from onnx import TensorProto, helper, numpy_helper
 from test_kernels_gpu import ACTIVATIONS, PARAMETERS
 
+import onnxfuse
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.provider.source import architecture, options, source_text
@@ -234,3 +237,64 @@ def test_error_is_that_of_cublas(gpu: Device, size: tuple[int, int, int], dtype:
     assert library, "cuBLASLt is not among the candidates"
     for way in found:
         assert error(way) <= 1.1 * max(library), way.name
+
+
+# ---- in a session ------------------------------------------------------------------------------------------------
+
+
+def model(weights: dict[str, np.ndarray]) -> bytes:
+    """gelu(x w + b) + residual, and silu(x g) * (x u), optimized."""
+    half, rows = TensorProto.FLOAT16, "rows"
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["xw"]),
+        helper.make_node("Add", ["xw", "b"], ["h"]),
+        helper.make_node("Gelu", ["h"], ["a"]),
+        helper.make_node("Add", ["a", "residual"], ["y"]),
+        helper.make_node("MatMul", ["x", "g"], ["xg"]),
+        helper.make_node("MatMul", ["x", "u"], ["xu"]),
+        helper.make_node("Sigmoid", ["xg"], ["s"]),
+        helper.make_node("Mul", ["xg", "s"], ["silu"]),
+        helper.make_node("Mul", ["silu", "xu"], ["z"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "linears",
+        [helper.make_tensor_value_info(name, half, [rows, d]) for name, d in (("x", 256), ("residual", 512))],
+        [helper.make_tensor_value_info(name, half, [rows, 512]) for name in ("y", "z")],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    whole = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    fused, report = onnxfuse.optimize(whole, verify=False)
+    assert {node.op_type for node in fused.graph.node} == {"gemm_bias_activation", "gated_gemm"}, report
+    return bytes(fused.SerializeToString())
+
+
+@pytest.mark.parametrize("tune", ["never", "cached"])
+@pytest.mark.parametrize("rows", [1, 40, 512])
+def test_a_captured_session_replays_with_new_inputs(rows: int, tune: Any) -> None:
+    """Onnxruntime runs twice, captures, and replays on the addresses that it saw."""
+    shapes = {"w": (256, 512), "b": (512,), "g": (256, 512), "u": (256, 512)}
+    weights = {name: normal(shape, "float16", i, 0.1) for i, (name, shape) in enumerate(shapes.items())}
+    ort.preload_dlls()
+    options = {"enable_cuda_graph": "1"}
+    run = onnxfuse.InferenceSession(model(weights), providers=[("CUDAExecutionProvider", options)], tune=tune)
+    assert {each.how for each in onnxfuse.explain_session(run)} == {"kernel"}
+    given = {name: ort.OrtValue.ortvalue_from_numpy(normal((rows, d), "float16", 0), "cuda", 0)
+             for name, d in (("x", 256), ("residual", 512))}  # fmt: skip
+    found = {name: ort.OrtValue.ortvalue_from_shape_and_type((rows, 512), np.float16, "cuda", 0) for name in "yz"}
+    binding = run.io_binding()
+    for name, value in given.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, value in found.items():
+        binding.bind_ortvalue_output(name, value)
+    wide = {name: value.astype(np.float64) for name, value in weights.items()}
+    for seed in range(5):
+        x, residual = normal((rows, 256), "float16", seed), normal((rows, 512), "float16", seed + 100)
+        given["x"].update_inplace(x)
+        given["residual"].update_inplace(residual)
+        run.run_with_iobinding(binding)
+        y = ACTIVATIONS["gelu"](x.astype(np.float64) @ wide["w"] + wide["b"], 0, 0) + residual
+        z = ACTIVATIONS["silu"](x.astype(np.float64) @ wide["g"], 0, 0) * (x.astype(np.float64) @ wide["u"])
+        for name, expected in (("y", y), ("z", z)):
+            error = np.abs(found[name].numpy().astype(np.float64) - expected)
+            assert (error <= RELATIVE["float16"] * np.abs(expected) + 1e-4).all(), f"{name}: off by {error.max()}"
