@@ -16,6 +16,7 @@ from onnx.defs import OpSchema
 from onnxfuse import layout as layouts
 from onnxfuse.dims import product
 from onnxfuse.dsl import (
+    Absent,
     Apply,
     Capture,
     Choose,
@@ -73,7 +74,8 @@ class Variant:
     def holds(self, guard: Any) -> bool:
         """Whether a condition on what was captured is true of this variant."""
         known: dict[str, Any] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
-        known |= {"dtype": helper.tensor_dtype_to_np_dtype(self.out[0]).name, "rank": self.rank, "opset": self.opset}
+        known |= {"dtype": _numpy_name(self.out[0]), "rank": self.rank, "opset": self.opset}
+        known["dtypes"] = {name: _numpy_name(dtype) for name, dtype in self.dtypes.items()}
         return bool(guard.holds(**{name: known.get(name) for name in guard.names}))
 
 
@@ -161,6 +163,8 @@ class Builder:
     def expressible(self, term: Term) -> bool:
         """Whether the opset has the term's operators and the operands it needs are there."""
         match term:
+            case Absent():
+                return False
             case Capture(kind=kind, name=name):
                 return kind not in ("tensor", "weight") or name in self.variant.dtypes
             case Given(inner=inner, guard=guard):
@@ -173,13 +177,19 @@ class Builder:
                 return self.expressible(inner) and all(self._targets(term))
             case Stored(inner=inner):
                 return self.expressible(inner)
-            case Apply(op=op, inputs=inputs):
+            case Apply(op=op, inputs=inputs, attributes=attributes):
                 known = op.startswith(ORT_DOMAIN) or schema(op, self.variant.opset) is not None
-                return known and all(
+                return known and all(map(self._stated, attributes.values())) and all(
                     self.expressible(item) or self._may_lack(op, place, item) for place, item in enumerate(inputs)
                 )
             case _:
                 return all(map(self.expressible, parts(term)))
+
+    def _stated(self, wanted: Any) -> bool:
+        """Whether an attribute can be written: what is open until the model runs cannot."""
+        if isinstance(wanted, list):
+            return all(map(self._stated, wanted))
+        return not isinstance(wanted, Size) or is_static(self._parameter(wanted))
 
     def _may_lack(self, op: str, place: int, term: Term) -> bool:
         """Whether the operand is optional, for the fusion and for the operator."""
@@ -234,9 +244,9 @@ class Builder:
         return left * right if op == "Mul" else left + right
 
     def _promoted(self, values: Sequence[Value | Number | None]) -> list[Value | None]:
-        """Values and numbers in one floating dtype, the widest among the values."""
-        floats = [v.dtype for v in values if isinstance(v, Value) and v.dtype in FLOATS]
-        widest = max(floats, key=lambda dtype: FLOATS[dtype], default=TensorProto.FLOAT)
+        """Values and numbers in one floating dtype, the widest among the values; numbers beside integers as these."""
+        found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
+        widest = max(found, key=lambda dtype: FLOATS.get(dtype, 0), default=int(TensorProto.FLOAT))
         return [
             None if v is None else self.cast(v, widest) if isinstance(v, Value) else self.constant(v, widest)
             for v in values
@@ -249,7 +259,9 @@ class Builder:
             absent = number is None and not self.expressible(item)
             inputs.append(number if number is not None else None if absent else self.value(item))
         ready = self._promoted(inputs)
-        first = next((v.dtype for v in ready if v and v.dtype in FLOATS), TensorProto.FLOAT)
+        found = [v.dtype for v in ready if v and v.dtype != TensorProto.BOOL]
+        found += [v.dtype for v in ready if v] or [TensorProto.FLOAT]
+        first = next((dtype for dtype in found if dtype in FLOATS), found[0])
         attributes = {}
         for name, wanted in term.attributes.items():
             value = self._parameter(wanted)
@@ -342,11 +354,14 @@ class Builder:
 
     def _target(self, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Target:
         """The shape that makes axes of the names `wanted` from axes of the names `present`."""
-        if [n for n in wanted if n] == [n for n in present if n] and len(wanted) == len(present):
+        wanted, present = (
+            [tuple(n for n in names if self._size(n) != 1) for names in axes] for axes in (wanted, present)
+        )
+        if wanted == present:
             return KEPT
-        target = []
+        target: list[int] = []
         for i, names in enumerate(wanted):
-            size = product([self._size(name) for name in names])
+            size: Any = product([self._size(name) for name in names])
             known = is_static(size) and size != 0
             same = i < len(present) and tuple(present[i]) == tuple(names)
             target.append(size if known else 0 if same else -1)
@@ -360,14 +375,20 @@ class Builder:
         return self.node("Reshape", [value, self.constant(target, TensorProto.INT64)], value.dtype)
 
     def _size(self, name: str) -> Any:
+        if name.isdecimal():
+            return int(name)
         if name.startswith("..."):
             return self.variant.dims["..."][int(name[3:])]
         return self.variant.dims[name]
 
 
+def _numpy_name(dtype: int) -> str:
+    return str(helper.tensor_dtype_to_np_dtype(dtype).name)
+
+
 def _optional(term: Term) -> bool:
     inner = core(term)
-    return isinstance(inner, Capture) and inner.optional
+    return isinstance(inner, Absent) or (isinstance(inner, Capture) and inner.optional)
 
 
 def is_static(size: Any) -> bool:

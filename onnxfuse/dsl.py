@@ -107,6 +107,11 @@ class Filled(Term):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Absent(Term):
+    """No value: the place of an operator's optional input that is left out."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Apply(Term):
     """An operator; `Name` of the ONNX domain or `domain::Name`."""
 
@@ -276,13 +281,13 @@ def attribute(*, default: Any = None) -> Any:
 
 
 class _Operators:
-    """`op.Name(inputs …, attribute=…)` is the operator `Name` of a domain."""
+    """`op.Name(inputs …, attribute=…)` is the operator `Name` of a domain; an input None is left out."""
 
     def __init__(self, domain: str = "") -> None:
         self._prefix = f"{domain}::" if domain else ""
 
     def __getattr__(self, name: str) -> Callable[..., Term]:
-        def apply(*inputs: Operand, **attributes: Any) -> Term:
+        def apply(*inputs: Operand | None, **attributes: Any) -> Term:
             return Apply(
                 op=self._prefix + name, inputs=tuple(map(_term, inputs)), attributes=attributes, span=_here()
             )
@@ -362,8 +367,8 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     """A condition of the whole fusion.
 
     `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
-    None), or dtype and rank of the first output, or the model's opset; `sentence` says what is required and may show
-    them as {name}.
+    None), or at dtype and rank of the first output, the dtypes of the operands by name, or the model's opset;
+    `sentence` says what is required and may show them as {name}.
     """
     if not _guards:
         raise PatternError(f"{_here()}: require() stands outside a fusion's body")
@@ -458,6 +463,8 @@ def _term(value: Operand | None) -> Term:
         return value
     if isinstance(value, int | float):
         return Constant(value=value, span=_here())
+    if value is None:
+        return Absent(span=_here())
     raise PatternError(f"{_here()}: a pattern is made of terms and numbers, not {type(value).__name__}")
 
 

@@ -8,28 +8,17 @@ from onnxfuse.dsl import (
     given,
     narrow,
     op,
-    rearrange,
     require,
     scalar,
     scaled,
     shared,
+    stored,
     tensor,
 )
+from onnxfuse.patterns._attention import LOWEST, by_layout, in_layout, multi_head_attention
 
-LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 MAX_FLOAT16 = 65504
 SCORES = "batch? heads? queries? keys?"
-
-
-def by_layout(choice, x, length, heads, size, result):
-    """The layouts in which queries, keys and values come; none of them needs a copy."""
-    return choose(
-        choice,
-        packed=rearrange(x, f"batch {length} ({heads} {size}) -> {result}"),
-        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
-        bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
-        bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
-    )
 
 
 def masked(scores, mask, masked_score):
@@ -67,6 +56,10 @@ def attention(
 
     Key and value heads may be fewer than query heads, each serving `repeats` of these (Ainslie et al. 2023,
     arXiv:2305.13245).  `form` operator is ONNX's own Attention, whose scale is 1 / sqrt(size) where none is given.
+
+    With `--fallback ort` the body is com.microsoft.MultiHeadAttention, where that computes the same: not in bfloat16 or
+    in several dtypes, not with softcap, a scale of 0, a masked score that is finite and would have to be added (but in
+    float32 below -1e30), and of ONNX's Attention only without a mask, causal where queries and keys are equally many.
     """
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}",
@@ -90,12 +83,7 @@ def attention(
         softmax=op.MatMul(narrow(guarded, like=v), values),
         operator=op.Attention(queries, keys, values, mask, scale=scale, is_causal=is_causal, softcap=softcap),
     )
-    return choose(
-        "out_layout",
-        packed=rearrange(context, "batch heads queries value_size -> batch queries (heads value_size)"),
-        rows=rearrange(context, "batch heads queries value_size -> (batch queries) (heads value_size)"),
-        bshd=rearrange(context, "batch heads queries value_size -> batch queries heads value_size"),
-        seq_first=rearrange(context, "batch heads queries value_size -> queries batch (heads value_size)"),
-        seq_first_rows=rearrange(context, "batch heads queries value_size -> (queries batch) (heads value_size)"),
-        bhsd=context,
+    return stored(
+        in_layout(context, "batch heads queries value_size"),
+        ort=multi_head_attention(q, k, v, mask, bias, scale, masked_score, is_causal),
     )

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxfuse.dsl import (
+    Absent,
     Apply,
     Capture,
     Choose,
@@ -46,7 +47,7 @@ from onnxfuse.shapes import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
-LEAVES = {Capture, Constant, Filled}
+LEAVES = {Absent, Capture, Constant, Filled}
 PASSED = {Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
@@ -76,6 +77,7 @@ class Matcher:
             Capture: self._capture,
             Constant: self._constant,
             Filled: self._filled,
+            Absent: lambda *_: iter(()),
             Apply: functools.partial(match_operator, self),
             Sum: self._chain,
             Product: self._chain,
@@ -399,6 +401,8 @@ class Matcher:
         known = {**state.dims, **state.values, **state.operands, **state.choices}
         dtype, rank = FLOATS[self.shapes.dtype(self._root)], self.shapes.rank(self._root)
         known |= {"dtype": dtype, "rank": rank, "opset": self.graph.opset}
+        if "dtypes" in guard.names:
+            known["dtypes"] = {name: self._dtype_name(t) for name, t in state.operands.items()}
         asked = {name: known.get(name) for name in guard.names}
         if guard.holds(**asked):
             return True
@@ -406,6 +410,10 @@ class Matcher:
             shown = {name: getattr(value, "name", value) for name, value in asked.items()}
             self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
         return False
+
+    def _dtype_name(self, tensor: Tensor) -> str:
+        dtype = self.shapes.dtype(tensor)
+        return helper.tensor_dtype_to_np_dtype(dtype).name if dtype else "unknown"
 
     def fail(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 from onnxfuse.dims import Size as DimSize
 from onnxfuse.dsl import (
+    Absent,
     Apply,
     Capture,
     Choose,
@@ -29,7 +30,7 @@ VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "I
 def root_ops(term: Term) -> frozenset[str] | None:
     """The operators that can compute a term; None where any can, or none, as for an operand."""
     match term:
-        case Capture() | Constant() | Filled():
+        case Capture() | Constant() | Filled() | Absent():
             return None
         case Apply(op=op):
             return frozenset([op])

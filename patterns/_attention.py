@@ -1,0 +1,131 @@
+"""How queries, keys, values and results lie in memory, and attention as onnxruntime's own operator computes it."""
+
+from typing import Any
+
+from onnxfuse.dsl import Term, choose, contrib, either, filled, given, narrow, op, rearrange, size
+
+LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
+INFINITY = float("inf")
+
+
+def by_layout(choice: str, x: Term, length: str, heads: str, size: str, result: str) -> Term:
+    """The layouts in which queries, keys and values come; none of them needs a copy."""
+    return choose(
+        choice,
+        packed=rearrange(x, f"batch {length} ({heads} {size}) -> {result}"),
+        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
+        bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
+        bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
+    )
+
+
+def in_layout(context: Term, axes: str) -> Term:
+    """The layouts in which results go on."""
+    return choose(
+        "out_layout",
+        packed=rearrange(context, f"{axes} -> batch queries (heads value_size)"),
+        rows=rearrange(context, f"{axes} -> (batch queries) (heads value_size)"),
+        bshd=rearrange(context, f"{axes} -> batch queries heads value_size"),
+        seq_first=rearrange(context, f"{axes} -> queries batch (heads value_size)"),
+        seq_first_rows=rearrange(context, f"{axes} -> (queries batch) (heads value_size)"),
+        bhsd=rearrange(context, f"{axes} -> batch heads queries value_size"),
+    )
+
+
+# --- com.microsoft.MultiHeadAttention ----------------------------------------------------------------------------
+#
+# It takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of which the last
+# two are not broadcast.  onnxruntime's CUDA provider runs it through cuDNN or FlashAttention where these are.
+# GroupQueryAttention would save the repeated heads, but is always causal: no mask of a model is known to be that.
+
+PACKED = "batch queries (heads value_size)"
+
+
+def multi_head_attention(
+    q: Term, k: Term, v: Term, mask: Any, bias: Any, scale: Any, masked_score: Any, is_causal: Any
+) -> Term:
+    """The fused attention as MultiHeadAttention, in the cases in which it computes the same."""
+    queries = by_layout("q_layout", q, "queries", "heads", "size", "batch queries (heads size)")
+    keys = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch keys (kv_heads repeats size)")
+    values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch keys (kv_heads repeats value_size)")
+
+    def attended(*more: Any, **attributes: Any) -> Term:
+        return contrib.MultiHeadAttention(
+            queries, keys, values, *more, num_heads=size("heads"), scale=scale, **attributes
+        )
+
+    added = _of_all_pairs(_added(q, mask, bias, masked_score), queries, keys)
+    with_bias = attended(None, None, added)
+    softmax = either(
+        given(
+            attended(),
+            "nothing is added to the scores",
+            lambda mask_kind, bias_kind: mask_kind == "none" and bias_kind == "none",
+        ),
+        given(
+            choose("fully_masked", softmax=with_bias, zero=_guarded(with_bias, added)),
+            "a mask that is added does what a replacing one does",
+            _adding_is_exact,
+        ),
+    )
+    operator = given(
+        attended(unidirectional=is_causal),
+        "no mask, no softcap, and causal only where queries and keys are equally many",
+        lambda mask, softcap, is_causal, queries, keys: mask is None
+        and not softcap
+        and (not is_causal or queries == keys),
+    )
+    return given(
+        in_layout(choose("form", softmax=softmax, operator=operator), PACKED),
+        "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
+        lambda dtypes, dtype, scale: {*dtypes.values()} - {"bool"} == {dtype} and dtype != "bfloat16" and scale != 0,
+    )
+
+
+def _adding_is_exact(mask_kind: str, masked_score: float, dtype: str) -> bool:
+    if mask_kind not in ("boolean", "inverted"):
+        return True
+    return masked_score == -INFINITY or (dtype == "float32" and masked_score < LOWEST)
+
+
+def _added(q: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
+    """What is added to the scores."""
+    masks = {
+        "boolean": narrow(op.Where(mask, 0.0, masked_score), like=q),
+        "inverted": narrow(op.Where(mask, masked_score, 0.0), like=q),
+        "additive": mask,
+    }
+    both = {kind: bias + term for kind, term in masks.items()}
+    return choose(
+        "bias_kind", position=choose("mask_kind", **both, none=bias), none=choose("mask_kind", **masks, none=mask)
+    )
+
+
+def _of_all_pairs(added: Term, queries: Term, keys: Term) -> Term:
+    """(batch or 1, heads or 1, queries, keys)."""
+
+    def length(x: Term) -> Term:
+        return op.Slice(op.Shape(x), starts=[1], ends=[2], axes=[0])
+
+    return either(
+        op.Expand(added, shape=[1, 1, size("queries"), size("keys")]),
+        op.Expand(added, op.Concat(filled(1, "2"), length(queries), length(keys), axis=0)),
+    )
+
+
+def _guarded(context: Term, added: Term) -> Term:
+    """Zero where all of a row of scores is -inf, as after a softmax whose NaNs are replaced."""
+    counts = op.Transpose(op.Greater(op.ReduceMax(added, axes=[-1]), -INFINITY), perm=[0, 2, 1, 3])
+    heads = rearrange(context, f"{PACKED} -> batch queries heads value_size")
+    cleared = rearrange(op.Where(counts, heads, 0.0), f"batch queries heads value_size -> {PACKED}")
+    never = "finite masks leave a softmax in every row"
+    return either(
+        given(
+            context,
+            never,
+            lambda masked_score, mask_kind, bias_kind: bias_kind == "none"
+            and mask_kind in ("boolean", "inverted")
+            and masked_score > -INFINITY,
+        ),
+        cleared,
+    )
