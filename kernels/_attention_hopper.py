@@ -15,7 +15,7 @@ from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Sc
 LARGEST_HEAD: Final = 256
 PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
 ALIGNMENT: Final = 8  # elements; tensor maps want strides of whole 16 bytes
-BARRIER_BYTES: Final = 256
+BARRIER_BYTES: Final = 512
 LAZY_FROM: Final = 64  # wider results are rescaled only where a row's maximum has grown by much
 KEPT_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
 NEGLIGIBLE: Final = -1e29  # above what an additive mask is taken for -inf at, with room for scores
@@ -55,8 +55,8 @@ class Tiling:
 # By the wider of head and value size: the tilings to try, the likeliest first.
 TILINGS: Final = {
     64: (
-        *(Tiling(1, 64, 2, 3), Tiling(1, 48, 3, 3), Tiling(3, 128, 2, turns=True), Tiling(1, 128, 2, 2)),
-        Tiling(2, 64, 3),
+        *(Tiling(1, 64, 2, 3), Tiling(3, 128, 2, turns=True), Tiling(1, 48, 3, 3), Tiling(1, 128, 2, 2)),
+        *(Tiling(2, 128, 2, turns=True), Tiling(2, 64, 3)),
     ),
     128: (Tiling(2, 128, 2, turns=True), Tiling(1, 64, 2, 2), Tiling(2, 64, 3), Tiling(1, 32, 2, 2)),
     192: (Tiling(2, 96, 2, turns=True), Tiling(1, 64, 2), Tiling(2, 64, 2), Tiling(1, 32, 2)),
@@ -116,25 +116,20 @@ def candidate(problem: Attention, tiling: Tiling) -> Candidate:
     """The launches of one tiling."""
     mask = problem.mask if problem.mask_kind != "none" else None
     name = f"hopper {64 * tiling.groups}x{tiling.keys}, {tiling.stages} stages, {tiling.blocks} blocks"
-    if mask is None:
-        return Candidate(name, (_launch(problem, tiling, None, ABSENT, ABSENT),))
-    tiles = _planes(problem, mask) * _mask_rows(problem, mask) * math.ceil(problem.keys / tiling.keys)
-    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
-    boolean = mask.dtype == "bool"
-    words = 4 * 128 * math.ceil(tiling.keys / 64) if boolean else 0
+    if mask is None or mask.query == 0:
+        return Candidate(name, (_launch(problem, tiling, mask, ABSENT, ABSENT),))
+    tiles = _planes(problem, mask) * math.ceil(problem.queries / 64) * math.ceil(problem.keys / tiling.keys)
+    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1) if mask.dtype == "bool" else ABSENT
     steps = (
-        _blocks(problem, mask, tiling, tiles, flags, bits if boolean else ABSENT),
-        _launch(problem, tiling, mask, flags, bits if boolean else ABSENT),
+        _blocks(problem, mask, tiling, tiles, flags, bits),
+        _launch(problem, tiling, mask, flags, bits),
     )
-    return Candidate(name, steps, (tiles, tiles * words) if boolean else (tiles,))
+    words = 4 * 128 * math.ceil(tiling.keys / 64)
+    return Candidate(name, steps, (tiles, tiles * words) if mask.dtype == "bool" else (tiles,))
 
 
 def _planes(problem: Attention, mask: Scores) -> int:
     return (problem.batch if mask.batch else 1) * (problem.heads if mask.head else 1)
-
-
-def _mask_rows(problem: Attention, mask: Scores) -> int:
-    return math.ceil(problem.queries / 64) if mask.query else 1
 
 
 def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags: Argument, bits: Argument) -> Launch:
@@ -144,13 +139,12 @@ def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags:
         "INVERTED": int(problem.mask_kind == "inverted"),
         "MASK_T": STORAGE.get(mask.dtype, "b8"),
         "MASK_KEY": mask.key,
-        "MASK_QUERY": int(mask.query != 0),
     }
     arguments = (
         mask.pointer,
         flags,
         bits,
-        Scalar(problem.queries if mask.query else 1, "int32"),
+        Scalar(problem.queries, "int32"),
         Scalar(problem.keys, "int32"),
         Scalar(problem.heads if mask.head else 1, "int32"),
         *(Scalar(stride, "int64") for stride in (mask.batch, mask.head, mask.query)),
@@ -167,10 +161,9 @@ def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argu
         *(problem.causal or 0, _together(problem)),
     )
     numbers = (problem.scale, problem.softcap or 1.0, masked_score)
-    planes = (0, 0, 0)
+    planes = (0, 0)
     if mask:
-        heads = problem.heads if mask.head else 1
-        planes = (heads if mask.batch else 0, int(mask.head != 0), int(mask.query != 0))
+        planes = ((problem.heads if mask.head else 1) if mask.batch else 0, int(mask.head != 0))
     arguments = (
         _map(problem, problem.q, problem.queries, problem.heads, problem.size, 64),
         _map(problem, problem.k, problem.keys, problem.kv_heads, problem.size, tiling.keys),
@@ -193,7 +186,8 @@ def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argu
 
 
 def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines:
-    finite = problem.mask_kind == "additive" or math.isfinite(problem.masked_score)
+    additive = problem.mask_kind == "additive"
+    finite = additive or math.isfinite(problem.masked_score)
     raw = problem.scale > 0 and not (problem.softcap or problem.bias or (mask and finite))
     return {
         "T": STORAGE[problem.dtype],
@@ -210,7 +204,7 @@ def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines
         "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows),
         "MASK": MASKS[problem.mask_kind],
-        "FLAGS": int(mask is not None),
+        "INVERTED": int(problem.mask_kind == "inverted"),
         "FINITE": int(mask is not None and finite),
         **_access("MASK", problem, mask),
         "BIAS": int(problem.bias is not None),
@@ -223,9 +217,9 @@ def _access(name: str, problem: Attention, scores: Scores | None) -> Defines:
     if scores is None:
         return {f"{name}_T": "f16", f"{name}_KEY": 0, f"{name}_QUERY": 0, f"{name}_PAIRS": 0}
     even = all(n % 2 == 0 for n in (scores.batch, scores.head, scores.query, problem.keys))
-    pairs = scores.key == 1 and even and scores.aligned
+    pairs = scores.key == 1 and even and scores.aligned and scores.dtype != "bool"
     return {
-        f"{name}_T": STORAGE.get(scores.dtype, "f16"),
+        f"{name}_T": STORAGE.get(scores.dtype, "b8"),
         f"{name}_KEY": scores.key,
         f"{name}_QUERY": int(scores.query != 0),
         f"{name}_PAIRS": int(pairs),

@@ -3,23 +3,11 @@
 // flags: 0 nothing in the tile counts, 1 some, 2 all of it, unchanged. bits, of a boolean mask: which scores count, for
 // each of a warpgroup's threads those that it holds in a product of 64 x KEYS_TILE, word by word. One block a tile;
 // what lies beyond the last query or key has no say.
-#include "types.cuh"
+#include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr int BIT_WORDS = (KEYS_TILE / 2 + 31) / 32;  // of a thread, as attention_hopper.cu has them
 constexpr int ROW_WORDS = (KEYS_TILE + 31) / 32;      // of a row of the tile
-
-struct b8 { unsigned char bits; };
-
-// 0 does not count, 1 changes the score, 2 leaves it. In fp32 a score beside -1e30 vanishes.
-__device__ __forceinline__ int kind(const b8* at) { return (at->bits != 0) != INVERTED ? 2 : 0; }
-
-template <class E>
-__device__ __forceinline__ int kind(const E* at) {
-    float value[1];
-    unpack(load_cached<1>(at), value);
-    return value[0] <= -1e30f ? 0 : value[0] == 0.0f ? 2 : 1;
-}
 
 extern "C" __global__ void __launch_bounds__(128)
 attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
@@ -30,17 +18,16 @@ attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int querie
     const int plane = tile / key_tiles / row_tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const MASK_T* const from = mask + plane / heads * batch_stride + plane % heads * head_stride;
 
-    constexpr int ROWS = MASK_QUERY ? 64 : 1;  // without a stride along queries all rows are one
-    __shared__ u32 rows[ROWS][ROW_WORDS];
+    __shared__ u32 rows[64][ROW_WORDS];
     bool none = true, all = true;
 #pragma unroll 8
-    for (int row = warp; row < ROWS; row += 4)
+    for (int row = warp; row < 64; row += 4)
 #pragma unroll
         for (int w = 0; w < ROW_WORDS; ++w) {
             const int q = first_row + row, k = first_key + w * 32 + lane;
             int found = 0;
             if (q < queries && k < keys && w * 32 + lane < KEYS_TILE) {
-                found = kind(from + q * query_stride + k * MASK_KEY);
+                found = mask_kind(load_mask(from + q * query_stride + k * MASK_KEY));
                 none &= found == 0;
                 all &= found == 2;
             }
@@ -54,7 +41,7 @@ attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int querie
         u32 words[BIT_WORDS] = {};
 #pragma unroll
         for (int i = 0; i < KEYS_TILE / 2; ++i) {  // row and column of the thread's score i
-            const int row = MASK_QUERY ? warp * 16 + lane / 4 + i / 2 % 2 * 8 : 0, column = i / 4 * 8 + i % 2;
+            const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
             const u32 word = rows[row][column / 32] >> (lane % 4 * 2);
             words[i / 32] |= (word >> column % 32 & 1) << i % 32;
         }
