@@ -23,6 +23,7 @@ from onnxfuse import (
     choose,
     contrib,
     either,
+    filled,
     fusion,
     given,
     op,
@@ -353,6 +354,18 @@ def test_a_guard_that_fails_points_at_itself() -> None:
     assert source(fusing.missed[0].span).startswith('require("{n} rows are even"')
 
 
+@fusion(out="n d")
+def modern(x=tensor("n d"), y=tensor("n d")):
+    """|x| * y, in one dtype, from opset 18 on."""
+    require("x is {dtypes}, as y is", lambda dtypes: dtypes == {"x": "float32", "y": "float32"})
+    return given(op.Abs(x) * y, "opset {opset} is not old", lambda opset: opset >= 18)
+
+
+def test_a_condition_may_ask_for_dtypes_and_the_opset() -> None:
+    assert is_fused(modern, "t = Abs(a) y = Mul(t, b)")
+    assert not is_fused(modern, "t = Abs(a) y = Mul(t, b)", opset=17)
+
+
 def test_given_holds_for_its_spelling_only() -> None:
     assert call(small_steps, "m = Mul(a, half) y = Exp(m)")["by"] == 0.5
     assert "the step 6.0 is at most 1" in why_not(small_steps, "m = Mul(a, six) y = Exp(m)")
@@ -439,6 +452,44 @@ def test_a_size_is_used_in_an_attribute() -> None:
     assert call(turned, nodes.format("i4", -1), **ints)["reads"] == ["a"]
     _, fusing = fuse(turned, nodes.format("i3", 1), **ints)
     assert "starts=[3]; required [4]" in reasons(fusing)
+
+
+@fusion(out="n ...")
+def in_groups(x=tensor("n ...")):
+    """x normalized in groups"""
+    return op.LpNormalization(x, p=size("groups"))
+
+
+def test_a_size_that_is_an_attribute_names_the_dimension() -> None:
+    found = call(in_groups, "y = LpNormalization<axis=-1, p=1>(a)")
+    assert (found["groups"], found["reads"]) == (1, ["a"])
+
+
+@fusion(out="n d")
+def normal(x=tensor("n d"), epsilon=scalar(default=1e-5)):
+    """x normalized in each row, by an operator that wants weights"""
+    row = rearrange(x, "n d -> 1 n d")
+    rows = op.InstanceNormalization(row, filled(1, "n"), filled(0, "n"), epsilon=epsilon)
+    return rearrange(rows, "1 n d -> n d")
+
+
+def test_a_filled_constant_has_one_number_everywhere() -> None:
+    nodes = "t = Reshape(a, s3) u = InstanceNormalization(t, w, z) y = Reshape(u, s2)"
+    rest = {"s3": np.array([1, 3, 8]), "s2": np.array([3, 8]), "z": np.zeros(3, np.float32)}
+    assert call(normal, nodes, w=np.ones(3, np.float32), **rest)["reads"] == ["a"]
+    told = why_not(normal, nodes, w=np.array([1, 1, 2], np.float32), **rest)
+    assert "'w' has an element 2; required 1 everywhere" in told
+
+
+@fusion(out="n d")
+def clipped(x=tensor("n d"), high=tensor()):
+    """min(x, high), without a lower end"""
+    return op.Clip(x, None, high)
+
+
+def test_an_input_none_is_left_out() -> None:
+    assert call(clipped, "y = Clip(a, , six)")["operands"] == "x high"
+    assert "'half' is given; required to be left out" in why_not(clipped, "y = Clip(a, half, six)")
 
 
 def test_an_attribute_that_is_not_mentioned_has_its_default() -> None:

@@ -77,7 +77,7 @@ class Matcher:
             Capture: self._capture,
             Constant: self._constant,
             Filled: self._filled,
-            Absent: lambda *_: iter(()),
+            Absent: self._absent,
             Apply: functools.partial(match_operator, self),
             Sum: self._chain,
             Product: self._chain,
@@ -273,6 +273,10 @@ class Matcher:
             self.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
         else:
             yield state
+
+    def _absent(self, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
+        self.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
+        return iter(())
 
     def _filled(self, term: Filled, tensor: Tensor, state: State) -> Iterator[State]:
         shape = self.shapes.shape(tensor)
