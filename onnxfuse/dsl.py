@@ -384,7 +384,8 @@ def fusion(
 ) -> Callable[[Callable[..., Any]], Fusion]:
     """Declare a fusion.
 
-    out     dimensions of the output or outputs; further outputs are interior values that others may read
+    out     dimensions of the output or outputs; further outputs are interior values that others may read, or values
+            beside the first, computed from one of its operands
     casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
     last    tried on what the other fusions leave, because its nodes may be part of larger ones that end elsewhere
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated

@@ -77,37 +77,48 @@ def _sweep(
     progress: Callable[[int, int], None],
 ) -> list[Fused]:
     fused: list[Fused] = []
-    for i, node in enumerate(nodes):
-        progress(i, len(nodes))
-        if not node.outputs or op_of(node) not in by_root:
-            continue
-        done = _fuse_at(graph, shapes, node, by_root[op_of(node)], functions, misses)
-        if done:
-            fused.append(done)
+    waiting: list[Node] = []  # what has outputs side by side takes what nothing else wanted
+    for last, visited in (False, nodes), (True, waiting):
+        for i, node in enumerate(visited):
+            progress(i, len(visited))
+            if not node.outputs or op_of(node) not in by_root:
+                continue
+            matches, missed = _matches_at(node, by_root[op_of(node)])
+            if not last and matches and matches[0].siblings:
+                waiting.append(node)
+                continue
+            done = _fuse_first(graph, shapes, matches, missed, functions, misses)
+            if done:
+                fused.append(done)
     if fused:
         graph.remove_dead()
         graph.sort()
     return fused
 
 
-def _fuse_at(
+def _matches_at(node: Node, matchers: Sequence[Matcher]) -> tuple[list[Match], list[Miss]]:
+    """The matches that end at the node, the largest first, and the misses."""
+    found = [matcher.at(node.outputs[0]) for matcher in matchers]
+    matches = (m for m in found if isinstance(m, Match))
+    return sorted(matches, key=lambda m: (-len(m.nodes), m.fusion.name)), [m for m in found if isinstance(m, Miss)]
+
+
+def _fuse_first(
     graph: Graph,
     shapes: Shapes,
-    node: Node,
-    matchers: Sequence[Matcher],
+    matches: Sequence[Match],
+    missed: Sequence[Miss],
     functions: Functions,
     misses: dict[tuple[str, str], Miss],
 ) -> Fused | None:
-    """Apply the largest match that ends at the node and is legal."""
-    found = [matcher.at(node.outputs[0]) for matcher in matchers]
-    matches = sorted((m for m in found if isinstance(m, Match)), key=lambda m: (-len(m.nodes), m.fusion.name))
+    """Apply the first match whose body can be written."""
     refused = []
     for match in matches:
         result = rewrite(graph, shapes, match, functions)
         if isinstance(result, Fused):
             return result
         refused.append(result)
-    for miss in (*(m for m in found if isinstance(m, Miss)), *refused):
+    for miss in (*missed, *refused):
         key = miss.fusion.name, miss.node
         if miss.complete or key not in misses or not misses[key].complete:  # a refusal says more than what follows it
             misses[key] = miss

@@ -39,6 +39,7 @@ from onnxfuse.graph import schema
 from onnxfuse.graph_protos import read_graph
 from onnxfuse.match import count
 from onnxfuse.match.names import unify
+from onnxfuse.match.siblings import may_be_absent, siblings
 from onnxfuse.shapes import infer_shapes
 
 NEWEST, OLDEST = 24, 9
@@ -106,7 +107,7 @@ def chosen(spelling: Spelling) -> dict[str, str]:
 def reached(spelling: Spelling, *roots: Term) -> Iterator[Term]:
     """Every term of the chosen variant, spellings included."""
     seen: set[int] = set()
-    work = list(roots or spelling.fusion.outputs)
+    work = list(roots or outputs(spelling))
     while work:
         term = work.pop()
         if id(term) in seen:
@@ -123,6 +124,17 @@ def _rank(spelling: Spelling) -> int:
     """Axes of the first output."""
     spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
     return sum(spelling.leading if token == "..." else 1 for token in spec.split())
+
+
+def outputs(spelling: Spelling) -> tuple[Term, ...]:
+    """The outputs that the variant has: the last ones may go with their operands."""
+    found = spelling.fusion.outputs[:1] if spelling.only_first else spelling.fusion.outputs
+    dtypes = {c.name: spelling.dtype for c in spelling.fusion.operands if c.name not in spelling.absent}
+    labels = {t.name: _label(spelling, t) for t in walk(*found) if isinstance(t, Choose)}
+    builder = Builder(Variant(NEWEST, dtypes, (spelling.dtype,), 2, choices=labels), lambda _, options: options[0])
+    while may_be_absent(spelling.fusion, len(found) - 1) and not builder.expressible(found[-1]):
+        found = found[:-1]
+    return found
 
 
 def _label(spelling: Spelling, term: Choose) -> str:
@@ -296,10 +308,10 @@ def build(spelling: Spelling) -> Unfused:
     for guard in spelling.fusion.guards:
         if not _holds(variant, guard):
             raise Unwritable("guard", guard.sentence)
-    nodes, outputs, written = _body(spelling, variant)
+    nodes, results, written = _body(spelling, variant)
     bound = {**{k: v for k, v in numbers.items() if k != "..."}, **LEADING}
     concrete = {name: tuple(evaluate(size, bound) for size in shape) for name, shape in sizes.items()}
-    model, inputs = _model(spelling, variant, nodes, outputs, sizes, concrete)
+    model, inputs = _model(spelling, variant, nodes, results, sizes, concrete)
     return Unfused(spelling, variant, model, inputs, written)
 
 
@@ -340,7 +352,7 @@ def _shape(
 def _variant(spelling: Spelling, dims: Mapping[str, Any]) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
     rank = _rank(replace(spelling, leading=len(dims.get("...", ()))))
-    out = (spelling.dtype,) * (1 if spelling.only_first else len(spelling.fusion.outputs))
+    out = (spelling.dtype,) * len(outputs(spelling))
     return Variant(spelling.opset, dtypes, out, rank, _values(spelling), dims, chosen(spelling))
 
 
@@ -351,8 +363,8 @@ def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
     axes = {c.name: _axes(least, c) for c in operands(least)}
     shapes = {name: _shape(least, name, found, {"...": ()}) for name, found in axes.items() if found is None}
     variant = _variant(least, {})
-    nodes, outputs, _ = _body(replace(least, picks={}), variant)
-    model, _ = _model(least, variant, nodes, outputs[:1], shapes, shapes)
+    nodes, results, _ = _body(replace(least, picks={}), variant)
+    model, _ = _model(least, variant, nodes, results[:1], shapes, shapes)
     shape = tuple(d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim)
     dims = unify(spelling.fusion.out[0], shape, {})
     assert dims is not None, f"{spelling.id}: {shape} is not ({spelling.fusion.out[0]})"
@@ -389,14 +401,14 @@ def _body(
         return option
 
     builder = Builder(variant, pick)
-    for term in spelling.fusion.outputs:
+    for term in outputs(spelling):
         if not builder.expressible(term):
             raise _why_not(spelling, variant)
     try:
-        nodes, outputs = body(spelling.fusion, variant, pick)
+        nodes, results = body(spelling.fusion, variant, pick)
     except PatternError as error:
         raise Unwritable("reshape", str(error)) from error
-    return nodes, outputs, frozenset(written)
+    return nodes, results, frozenset(written)
 
 
 def _looks(term: Either) -> tuple[Any, ...]:
@@ -408,7 +420,7 @@ def _why_not(spelling: Spelling, variant: Variant) -> Unwritable:
     """Whether a newer opset would help, or an operand."""
     newer = replace(variant, opset=NEWEST)
     builder = Builder(newer, lambda _, options: options[0])
-    if all(builder.expressible(term) for term in spelling.fusion.outputs):
+    if all(builder.expressible(term) for term in outputs(spelling)):
         return Unwritable("opset", f"opset {variant.opset} lacks an operator")
     return Unwritable("operands", f"without {', '.join(sorted(spelling.absent))} this variant does not exist")
 
@@ -596,7 +608,7 @@ def _further(base: Spelling) -> Iterator[Spelling]:
         yield replace(base, what=f"dynamic-opset{opset}", dynamic=True, opset=opset)
         yield replace(base, what=f"longest-opset{opset}", longest=True, opset=opset)
         yield replace(base, what=f"swapped-opset{opset}", longest=True, swapped=True, opset=opset)
-    if len(base.fusion.outputs) > 1:
+    if len(base.fusion.outputs) > 1 and not siblings(base.fusion):
         yield replace(base, what="only-first", only_first=True)
 
 
@@ -619,7 +631,7 @@ def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -
         return
     for opset in range(spelling.opset, OLDEST - 1, -1):
         at_opset = replace(variant, opset=opset)
-        for term, place, picks in _ways(spelling, at_opset, spelling.fusion.outputs, {}, set()):
+        for term, place, picks in _ways(spelling, at_opset, outputs(spelling), {}, set()):
             if (id(term), place) not in known:
                 known.add((id(term), place))
                 yield replace(spelling, picks=picks, what=f"{spelling.what},{_called(term, place)}")

@@ -17,6 +17,7 @@ from onnxfuse import Fusion, Report, catalog, optimize
 from onnxfuse.build import body
 from onnxfuse.dsl import walk
 from onnxfuse.graph import DOMAIN, default
+from onnxfuse.match.siblings import siblings
 
 FUSIONS = catalog.builtin()
 ALL = [spelling for fusion in FUSIONS for spelling in spellings(fusion).written]
@@ -29,8 +30,11 @@ def test_one_node_that_computes_the_same(spelling: Spelling) -> None:
     optimized, report = optimize(unfused.model, only=[spelling.fusion.name], verify=False)
     onnx.checker.check_model(optimized, full_check=True)
     assert [(n.domain, n.op_type) for n in optimized.graph.node] == [(DOMAIN, spelling.fusion.name)], told(report)
+    found, wanted = found_expressions(optimized), expected_expressions(unfused)
+    if siblings(spelling.fusion):  # no output is the first one
+        found, wanted = sorted(found, key=repr), sorted(wanted, key=repr)
     if not any(one.what == "scale" for one in report.folded):  # a scale that is part of the weights has left its place
-        assert found_expressions(optimized) == expected_expressions(unfused)
+        assert found == wanted
     expected, reason = run(unfused.model, unfused.inputs)
     evaluated = evaluate(optimized, unfused.inputs)
     if expected is None:

@@ -40,6 +40,7 @@ from onnxfuse.legality import refusal
 from onnxfuse.match.chains import Chain, Way
 from onnxfuse.match.names import unify
 from onnxfuse.match.operators import match_operator
+from onnxfuse.match.siblings import computed_from, may_be_absent, siblings
 from onnxfuse.match.state import FLOATS, Match, Miss, State
 from onnxfuse.match.views import Source, match_rearrange, match_scaled, unscaled
 from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
@@ -95,6 +96,7 @@ class Matcher:
         self._ops = {id(term): root_ops(term) for term in terms}
         self._passed = {id(term): passed(term) for term in terms}
         self._repeated = _repeated(fusion)
+        self._siblings = siblings(fusion)
         ends = self._ops[id(fusion.outputs[0])]
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
@@ -116,7 +118,7 @@ class Matcher:
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
             return self._miss_now(f"'{tensor.name}' is {name}; required float32, float16 or bfloat16", tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
-            complete = self._complete(state)
+            complete = self._complete(self._with_siblings(state))
             if complete is not None:
                 return complete
         return self._nearest(tensor)
@@ -224,6 +226,20 @@ class Matcher:
                 yield after
             if fits:
                 return
+
+    # --- outputs beside the first ---------------------------------------------------------------------------------
+
+    def _with_siblings(self, state: State) -> State:
+        """The state with the outputs that are no interior values of the first, as far as they are found."""
+        for term, anchors, ops in self._siblings:
+            starts = [state.operands[name] for name in anchors if name in state.operands]
+            for tensor in computed_from(starts, ops):
+                taken = id(tensor.inputs[0]) in state.nodes or not self.fits(term, tensor)
+                found = None if taken else next(self.match(term, tensor, state), None)
+                if found is not None:
+                    state = found
+                    break
+        return state
 
     # --- captures and constants ----------------------------------------------------------------------------------
 
@@ -377,7 +393,10 @@ class Matcher:
         if not all(self.holds(guard, state, self.fusion.outputs[0]) for guard in self.fusion.guards):
             return None
         others = [state.terms.get(id(core(term))) for term in self.fusion.outputs[1:]]
+        while others and others[-1] is None and may_be_absent(self.fusion, len(others)):
+            others.pop()
         if any(t is None for t in others):
+            self.fail(self.fusion.outputs[0], state, lambda: f"'{self._root.name}' stands alone; required another output")
             return None
         if (rounding := self._rounding(state)) is not None:
             narrow = FLOATS[self.shapes.dtype(rounding.outputs[0])]
@@ -390,7 +409,9 @@ class Matcher:
             self._refused = True
             self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint, whole=True)
             return None
-        return Match(self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes)
+        return Match(
+            self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes, bool(self._siblings)
+        )
 
     def _rounding(self, state: State) -> Node | None:
         """A Cast to a narrower dtype than the values outside have: on purpose, so that not to round would be wrong."""

@@ -63,6 +63,7 @@ class Match:
     dims: Mapping[str, Any]
     choices: Mapping[str, str]
     nodes: tuple[Node, ...]
+    siblings: bool = False  # whether outputs stand side by side: none is computed from what is inside the other
 
 
 @dataclass(frozen=True)
