@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,7 +132,8 @@ def outputs(spelling: Spelling) -> tuple[Term, ...]:
     found = spelling.fusion.outputs[:1] if spelling.only_first else spelling.fusion.outputs
     dtypes = {c.name: spelling.dtype for c in spelling.fusion.operands if c.name not in spelling.absent}
     labels = {t.name: _label(spelling, t) for t in walk(*found) if isinstance(t, Choose)}
-    builder = Builder(Variant(NEWEST, dtypes, (spelling.dtype,), 2, choices=labels), lambda _, options: options[0])
+    sizes = defaultdict(lambda: 2, {"...": (3,)})  # any: it is about operands
+    builder = Builder(Variant(NEWEST, dtypes, (spelling.dtype,), 2, {}, sizes, labels), lambda _, options: options[0])
     while may_be_absent(spelling.fusion, len(found) - 1) and not builder.expressible(found[-1]):
         found = found[:-1]
     return found

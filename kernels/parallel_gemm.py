@@ -1,0 +1,63 @@
+"""Matrix products of one input with two or three weights on the GPU: the candidates for a node's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_candidates import all_candidates
+from onnxfuse.kernels._gemm_operands import at, pointer, product_of, refuse
+from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+
+NUMBERS = ("", "_2", "_3")  # what the names of a product's operands and choices end with
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Why this node has no kernel on this device; None where it has one."""
+    return next((why for one in _products(node) if (why := refuse(one, input_dtypes, device))), None)
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
+    gemms, outputs = [], []
+    for place, one in enumerate(_products(node)):
+        sizes = product_of(one, inputs, f"w{NUMBERS[place]}")
+        bias = pointer(one, inputs, f"bias{NUMBERS[place]}", (sizes.n,))
+        outputs.append(sizes.y)
+        gemms.append(
+            Gemm(
+                sizes.m, sizes.n, sizes.k, sizes.y.dtype, _is_transposed(one), sizes.y.aligned, x=at(node, "x"),
+                w=at(node, f"w{NUMBERS[place]}"), y=Pointer("output", place), bias=bias, tf32=device.tf32,
+            )  # fmt: skip
+        )
+    return [Plan(tuple(outputs), way.steps, way.scratch) for way in _one_after_the_other(gemms, device)]
+
+
+def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
+    """How it runs for these shapes where nothing was measured.  Raises ValueError where shapes do not fit."""
+    return candidates(node, inputs, device)[0]
+
+
+def _products(node: FusedNode) -> list[FusedNode]:
+    """The node once for each product, with that product's layout as its own."""
+    numbers = [number for number in NUMBERS if node.place(f"w{number}") is not None]
+    layouts = [node.attributes.get(f"weight_layout{number}", "kn") for number in numbers]
+    return [replace(node, attributes={**node.attributes, "weight_layout": layout}) for layout in layouts]
+
+
+def _is_transposed(product: FusedNode) -> bool:
+    return bool(product.attributes["weight_layout"] == "nk")
+
+
+def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:
+    """Each product by itself, all by their first candidates, all by their second …; they use the same scratch."""
+    lists = [all_candidates(gemm, device) for gemm in gemms if gemm.m * gemm.n]
+    ways = []
+    for i in range(max(map(len, lists), default=1)):
+        parts = [found[min(i, len(found) - 1)] for found in lists]
+        steps = tuple(step for part in parts for step in part.steps)
+        scratch = tuple(max(sizes) for sizes in zip_longest(*(part.scratch for part in parts), fillvalue=0))
+        ways.append(Candidate(", ".join(dict.fromkeys(part.name for part in parts)), steps, scratch))
+    return ways
