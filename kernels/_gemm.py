@@ -11,8 +11,8 @@ from onnxfuse.provider.plan import Launch, Matmul, Pointer
 class Gemm:
     """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual, computed in fp32, rounded once.
 
-    All matrices are row-major and contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
-    or n x k where `transposed`. What is None is absent.
+    All matrices are row-major and contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are
+    k x n, or n x k where `transposed`. What is None is absent.
     """
 
     m: int

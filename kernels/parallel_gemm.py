@@ -26,12 +26,11 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         sizes = product_of(one, inputs, f"w{NUMBERS[place]}")
         bias = pointer(one, inputs, f"bias{NUMBERS[place]}", (sizes.n,))
         outputs.append(sizes.y)
-        gemms.append(
-            Gemm(
-                sizes.m, sizes.n, sizes.k, sizes.y.dtype, _is_transposed(one), sizes.y.aligned, x=at(node, "x"),
-                w=at(node, f"w{NUMBERS[place]}"), y=Pointer("output", place), bias=bias, tf32=device.tf32,
-            )  # fmt: skip
-        )
+        gemm = Gemm(
+            sizes.m, sizes.n, sizes.k, sizes.y.dtype, _is_transposed(one), sizes.y.aligned, x=at(node, "x"),
+            w=at(node, f"w{NUMBERS[place]}"), y=Pointer("output", place), bias=bias, tf32=device.tf32,
+        )  # fmt: skip
+        gemms.append(gemm)
     return [Plan(tuple(outputs), way.steps, way.scratch) for way in _one_after_the_other(gemms, device)]
 
 

@@ -51,13 +51,14 @@ DECODER: Formulas = {
     "attention": lambda c: c["layers"],
     "rotary_embedding": lambda c: 2 * c["layers"],  # queries and keys
 }
-LLAMA = DECODER | {"gated_gemm": lambda c: c["layers"]}
-SIX_LINEARS = 6  # query, key, value, output, and two of the feed-forward network
-FOUR_LINEARS = 4  # query, key and value are one
+PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
+LLAMA = DECODER | PROJECTIONS | {"gated_gemm": lambda c: c["layers"]}
+THREE_LINEARS = 3  # output, and two of the feed-forward network
+FOUR_LINEARS = 4  # and query, key and value, which are one in the model
 FUSED: Mapping[str, Formulas] = {
-    "bert": POST_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"] + 1},  # the pooler
+    "bert": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
     "gpt2": PRE_NORM | {"gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"]},
-    "vit": PRE_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"] + 1},  # the pooler
+    "vit": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
     "llama": LLAMA,
     "resnet50": {
         "conv_bias_activation": lambda c: 1 + 3 * sum(c["depths"]),  # the stem, and three in a bottleneck
@@ -76,6 +77,7 @@ FUSED: Mapping[str, Formulas] = {
         "add_rms_norm": LLAMA["add_rms_norm"],
         "rms_norm": lambda c: 1,
         "attention": lambda c: c["layers"],
+        "parallel_gemm": lambda c: c["layers"],
         "gemm_bias_activation": lambda c: c["layers"],  # no biases, but a Relu
     },
     "gpt_neox": {
@@ -86,7 +88,7 @@ FUSED: Mapping[str, Formulas] = {
         "rotary_embedding": lambda c: 2 * c["layers"],
         "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
     },
-    "clip_text": PRE_NORM | {"gemm_bias_activation": lambda c: SIX_LINEARS * c["layers"]},
+    "clip_text": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"]},
     "transformer_encoder": {
         "add_layer_norm": lambda c: 2 * c["layers"],
         "attention": lambda c: c["layers"],
@@ -97,7 +99,8 @@ FUSED: Mapping[str, Formulas] = {
         "add_layer_norm": lambda c: 2 * sum(c["depths"]) - len(c["depths"]) + 1,
         "layer_norm": lambda c: 2 * len(c["depths"]),  # embedding or patch merging, and the first of the stage
         "attention": lambda c: sum(c["depths"]),
-        "gemm_bias_activation": lambda c: SIX_LINEARS * sum(c["depths"]),
+        "parallel_gemm": lambda c: sum(c["depths"]),
+        "gemm_bias_activation": lambda c: THREE_LINEARS * sum(c["depths"]),
     },
     "convnext": {
         "layer_norm": lambda c: 1 + sum(c["depths"]) + (len(c["depths"]) - 1) + 1,  # stem, blocks, downsampling, end
@@ -107,9 +110,9 @@ FUSED: Mapping[str, Formulas] = {
         # first and last; 15 expansions, 16 depthwise, 16 squeeze-excitations of two, 9 projections with a residual
         "conv_bias_activation": lambda c: 2 + 15 + 16 + 2 * 16 + 9,
     },
-    "whisper_encoder": PRE_NORM | {
+    "whisper_encoder": PRE_NORM | PROJECTIONS | {
         "conv_bias_activation": lambda c: 2,
-        "gemm_bias_activation": lambda c: 5 * c["layers"],  # the key has no bias
+        "gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"],
     },
 }  # fmt: skip
 
@@ -118,17 +121,17 @@ PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {"Conv": lambda c: 1},  # patches
-    "llama": {"MatMul": lambda c: 5 * c["layers"] + 1},  # query, key, value, output, down, and logits
+    "llama": {"MatMul": lambda c: 2 * c["layers"] + 1},  # output, down, and logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
-    "t5_encoder": {"MatMul": lambda c: 5 * c["layers"]},
+    "t5_encoder": {"MatMul": lambda c: 2 * c["layers"]},
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
     "transformer_encoder": {},
     "swin": {"Conv": lambda c: 1, "MatMul": lambda c: len(c["depths"]) - 1},  # patches, and merging them
     "convnext": {"Conv": lambda c: 1 + sum(c["depths"]) + len(c["depths"]) - 1},  # stem, depthwise, downsampling
     "efficientnet_b0": {"Conv": lambda c: 16 - 9},
-    "whisper_encoder": {"MatMul": lambda c: c["layers"]},  # keys
+    "whisper_encoder": {},
 }
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
 PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: 4 * c["layers"] + 1}}

@@ -396,7 +396,8 @@ class Matcher:
         while others and others[-1] is None and may_be_absent(self.fusion, len(others)):
             others.pop()
         if any(t is None for t in others):
-            self.fail(self.fusion.outputs[0], state, lambda: f"'{self._root.name}' stands alone; required another output")
+            alone = f"'{self._root.name}' stands alone; required another output beside it"
+            self.fail(self.fusion.outputs[0], state, lambda: alone)
             return None
         if (rounding := self._rounding(state)) is not None:
             narrow = FLOATS[self.shapes.dtype(rounding.outputs[0])]
