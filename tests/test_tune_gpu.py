@@ -92,8 +92,9 @@ def test_the_fastest_right_candidate_runs(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(GpuTrial, "seconds", spied)
     for _ in range(2):
-        close(session(model()).run(None, feed(ROWS, D))[0], feed(ROWS, D))
+        close((run := session(model())).run(None, feed(ROWS, D))[0], feed(ROWS, D))
         assert planner.living()[-1].plan == plans[2]
+        del run
     assert [[name_of(each) for each in good] for good in taken] == [[name_of(plans[0]), name_of(plans[2])]]
     assert "candidate 1 of 3 is left out: output 0 differs in" in caplog.text
 

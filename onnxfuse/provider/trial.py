@@ -160,7 +160,8 @@ class GpuTrial:
 
     def _memory(self, count: int) -> list[Pair]:
         while len(self._sets) < count:
-            inputs = [self._filled(spec, len(self._sets)) for spec in self._inputs]
+            first = len(self._sets) * len(self._inputs)
+            inputs = [self._filled(spec, number) for number, spec in enumerate(self._inputs, first)]
             self._sets.append((inputs, [self._place(spec) for spec in self._outputs]))
         return self._sets[:count]
 
@@ -169,7 +170,7 @@ class GpuTrial:
         return self._pool.malloc(size_of(spec) + 16) + (0 if spec.aligned else itemsize(spec))
 
     def _filled(self, spec: TensorSpec, number: int) -> Any:
-        """Normal values, true and false by chance, and integers that are zero: they may be indices."""
+        """Normal values, others for each number; true and false by chance; zeros for integers, which may be indices."""
         place, size = self._place(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
             place.memset_async(0, size, self._stream)
