@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from onnxfuse.dsl import (
     Absent,
@@ -20,7 +20,6 @@ from onnxfuse.dsl import (
     Filled,
     Fusion,
     Given,
-    Guard,
     Precision,
     Product,
     Rearrange,
@@ -36,14 +35,15 @@ from onnxfuse.dsl import (
 )
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
-from onnxfuse.legality import refusal
 from onnxfuse.match.chains import Chain, Way
+from onnxfuse.match.ending import complete, holds
+from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
 from onnxfuse.match.names import unify
 from onnxfuse.match.operators import match_operator
-from onnxfuse.match.siblings import computed_from, may_be_absent, siblings
+from onnxfuse.match.siblings import computed_from, siblings
 from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import Source, match_rearrange, match_scaled, unscaled
-from onnxfuse.match.words import count, node_name, origin, root_ops, shape_text, spec_text
+from onnxfuse.match.views import Source, match_rearrange, match_scaled
+from onnxfuse.match.words import count, node_name, origin, root_ops
 from onnxfuse.shapes import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
@@ -75,10 +75,10 @@ class Matcher:
         self.graph, self.shapes, self.fusion = graph, shapes, fusion
         self._numbers: dict[str, float | None] = {}
         self._rules: dict[type[Term], Callable[..., Iterator[State]]] = {
-            Capture: self._capture,
-            Constant: self._constant,
-            Filled: self._filled,
-            Absent: self._absent,
+            Capture: functools.partial(match_capture, self),
+            Constant: functools.partial(match_constant, self),
+            Filled: functools.partial(match_filled, self),
+            Absent: functools.partial(match_absent, self),
             Apply: functools.partial(match_operator, self),
             Sum: self._chain,
             Product: self._chain,
@@ -91,25 +91,25 @@ class Matcher:
         self._chains: dict[int, Chain] = {}
         self.splits: dict[tuple[int, bool], Sequence[Way]] = {}  # of the tensors met since `at` was called
         self.sources: dict[tuple[int, bool], Sequence[Source]] = {}
-        self._casts = fusion.casts
+        self.casts = fusion.casts
         terms = list(walk(*fusion.outputs))
         self._ops = {id(term): root_ops(term) for term in terms}
         self._passed = {id(term): passed(term) for term in terms}
         self._repeated = _repeated(fusion)
-        self._siblings = siblings(fusion)
+        self.siblings = siblings(fusion)
         ends = self._ops[id(fusion.outputs[0])]
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
         self.roots = ends | {"Cast"} if fusion.casts else ends
         self._best: tuple[tuple[int, int], Callable[[], str], Span, State, str] | None = None
         self._sizes_known: dict[tuple[tuple[str, str], ...], int] = {}
-        self._root: Tensor = None
+        self.root: Tensor = None
         self._steps = 0
-        self._refused = False
+        self.refused = False
 
     def at(self, tensor: Tensor) -> Match | Miss:
         """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
-        self._best, self._root, self._steps, self._refused = None, tensor, 0, False
+        self._best, self.root, self._steps, self.refused = None, tensor, 0, False
         self.splits.clear()
         self.sources.clear()
         dtype = self.shapes.dtype(tensor)
@@ -118,9 +118,9 @@ class Matcher:
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
             return self._miss_now(f"'{tensor.name}' is {name}; required float32, float16 or bfloat16", tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
-            complete = self._complete(self._with_siblings(state))
-            if complete is not None:
-                return complete
+            found = complete(self, self._with_siblings(state))
+            if found is not None:
+                return found
         return self._nearest(tensor)
 
     def _start(self, tensor: Tensor) -> State:
@@ -140,7 +140,7 @@ class Matcher:
         if kind is Shared:
             return self._shared(term, tensor, state)  # type: ignore[arg-type]
         if kind not in LEAVES and id(term) not in state.terms:
-            if self._casts:
+            if self.casts:
                 tensor, state = self.through_casts(tensor, state)
             if not self.fits(term, tensor):
                 self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
@@ -170,10 +170,10 @@ class Matcher:
             yield after.with_term(id(term), tensor)
 
     def _given(self, term: Given, tensor: Tensor, state: State) -> Iterator[State]:
-        if FIXED.issuperset(term.guard.names) and not self.holds(term.guard, state, None):
+        if FIXED.issuperset(term.guard.names) and not holds(self, term.guard, state, None):
             return
         for after in self.match(term.inner, tensor, state):
-            if self.holds(term.guard, after, term):
+            if holds(self, term.guard, after, term):
                 yield after
 
     def _shared(self, term: Shared, tensor: Tensor, state: State) -> Iterator[State]:
@@ -197,7 +197,7 @@ class Matcher:
             return True
         made_by = tensor.inputs
         return bool(made_by) and (
-            op_of(made_by[0]) in ops or (self._casts and self.float_cast(tensor) is not None)
+            op_of(made_by[0]) in ops or (self.casts and self.float_cast(tensor) is not None)
         )
 
     def _fitting(self, term: Term, options: Iterable[tuple[Any, Term]], tensor: Tensor) -> Sequence[tuple[Any, Term]]:
@@ -231,7 +231,7 @@ class Matcher:
 
     def _with_siblings(self, state: State) -> State:
         """The state with the outputs that are no interior values of the first, as far as they are found."""
-        for term, anchors, ops in self._siblings:
+        for term, anchors, ops in self.siblings:
             starts = [state.operands[name] for name in anchors if name in state.operands]
             for tensor in computed_from(starts, ops):
                 taken = id(tensor.inputs[0]) in state.nodes or not self.fits(term, tensor)
@@ -241,38 +241,6 @@ class Matcher:
                     break
         return state
 
-    # --- captures and constants ----------------------------------------------------------------------------------
-
-    def _capture(self, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
-        if term.kind == "scalar":
-            value = self.number(tensor)
-            if value is None:
-                self.fail(term, state, lambda: f"'{tensor.name}' is not a constant number, as {term.name} must be")
-            else:
-                yield from self.value(term, value, state)
-            return
-        if not tensor.name:
-            return
-        if state.factor is not None:
-            tensor, state = unscaled(self, tensor, state)
-        casts = []
-        while self._casts and (node := self.float_cast(tensor)) and self._widens(node):
-            casts.append(node)
-            tensor = node.inputs[0]
-        if term.kind == "weight" and not is_constant(tensor):
-            hint = "export with constant folding, so that weights are initializers"
-            self.fail(
-                term,
-                state,
-                lambda: f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}",
-                hint=hint,
-            )
-            return
-        state = state.with_nodes(casts, keep=True)
-        dims = state.dims if term.dims is None else self._unify(term, tensor, state)
-        if dims is not None:
-            yield state.with_operand(term.name, tensor, dims)
-
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
         """The state with a scalar or attribute bound; none where it has another value elsewhere."""
         if term.name in state.values and state.values[term.name] != value:
@@ -281,33 +249,7 @@ class Matcher:
             return
         yield state._replace(values={**state.values, term.name: value})
 
-    def _constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
-        value = self.number(tensor)
-        if value is None:
-            self.fail(term, state, lambda: f"'{tensor.name}' is not a constant number; required {term.value:g}")
-        elif not self.close(value, term.value, tensor):
-            self.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
-        else:
-            yield state
-
-    def _absent(self, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
-        self.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
-        return iter(())
-
-    def _filled(self, term: Filled, tensor: Tensor, state: State) -> Iterator[State]:
-        shape = self.shapes.shape(tensor)
-        dims = unify(term.dims, shape, state.dims) if shape is not None and is_constant(tensor) else None
-        if dims is None:
-            wanted = spec_text(term.dims, state.dims)
-            self.fail(term, state, lambda: f"'{tensor.name}' is no constant of shape ({wanted})")
-            return
-        values = constant_value(self.graph, tensor)
-        odd = next((v for v in values.flat if not self.close(float(v), term.value, tensor)), None)
-        if odd is None:
-            yield state._replace(dims=dims)
-        else:
-            told = f"'{tensor.name}' has an element {odd:g}; required {term.value:g} everywhere"
-            self.fail(term, state, lambda: told)
+    # --- constants ----------------------------------------------------------------------------------------------------
 
     def number(self, tensor: Tensor) -> float | None:
         """The value of a constant of one element."""
@@ -338,18 +280,6 @@ class Matcher:
         tolerance = TOLERANCE.get(self.shapes.dtype(tensor), 2e-5)
         return found == required or math.isclose(found, required, rel_tol=tolerance)
 
-    def _unify(self, term: Capture, tensor: Tensor, state: State) -> Mapping[str, Any] | None:
-        shape = self.shapes.shape(tensor)
-        if shape is None:
-            unknown = f"the rank of '{tensor.name}' is unknown; required ({term.dims})"
-            self.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
-            return None
-        dims = unify(term.dims or "", shape, state.dims)
-        if dims is None:
-            wanted = spec_text(term.dims or "", state.dims)
-            self.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
-        return dims
-
     # --- casts ---------------------------------------------------------------------------------------------------
 
     def float_cast(self, tensor: Tensor) -> Node | None:
@@ -359,87 +289,27 @@ class Matcher:
             return None
         return node if {self.shapes.dtype(tensor), self.shapes.dtype(node.inputs[0])} <= FLOATS.keys() else None
 
-    def _widens(self, node: Node) -> bool:
+    def widens(self, node: Node) -> bool:
+        """Whether a Cast is to float32."""
         return self.shapes.dtype(node.outputs[0]) == TensorProto.FLOAT
 
     def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
         """What is under the Casts on a tensor, where the fusion absorbs them."""
         nodes = []
-        while self._casts and (node := self.float_cast(tensor)):
+        while self.casts and (node := self.float_cast(tensor)):
             nodes.append(node)
             tensor = node.inputs[0]
         return tensor, state.with_nodes(nodes)
 
     def _stem(self, tensor: Tensor, term: Term) -> Tensor:
         """What a value is, Casts aside."""
-        while self.fusion.casts and (node := self.float_cast(tensor)):
-            if isinstance(term, Capture) and not self._widens(node):
+        while self.casts and (node := self.float_cast(tensor)):
+            if isinstance(term, Capture) and not self.widens(node):
                 break
             tensor = node.inputs[0]
         return tensor
 
-    # --- ending --------------------------------------------------------------------------------------------------
-
-    def _complete(self, state: State) -> Match | None:
-        values = dict(state.values)
-        for capture in self.fusion.captures:
-            if capture.kind in ("tensor", "weight"):
-                if capture.name not in state.operands and not capture.optional:
-                    self.fail(capture, state, lambda c=capture: f"nothing was found for {c.name}")  # type: ignore[misc]
-                    return None
-            elif capture.default is not None:
-                values.setdefault(capture.name, capture.default)
-        state = state._replace(values=values)
-        if not all(self.holds(guard, state, self.fusion.outputs[0]) for guard in self.fusion.guards):
-            return None
-        others = [state.terms.get(id(core(term))) for term in self.fusion.outputs[1:]]
-        while others and others[-1] is None and may_be_absent(self.fusion, len(others)):
-            others.pop()
-        if any(t is None for t in others):
-            alone = f"'{self._root.name}' stands alone; required another output beside it"
-            self.fail(self.fusion.outputs[0], state, lambda: alone)
-            return None
-        if (rounding := self._rounding(state)) is not None:
-            narrow = FLOATS[self.shapes.dtype(rounding.outputs[0])]
-            told = f"Cast '{node_name(rounding.outputs[0])}' rounds to {narrow} inside, which no operand or output is"
-            self.fail(self.fusion.outputs[0], state, lambda: told, whole=True)
-            return None
-        nodes, outputs = tuple(state.nodes.values()), (self._root, *others)
-        refused = refusal(self.graph, nodes, outputs, state.operands)
-        if refused:
-            self._refused = True
-            self.fail(self.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint, whole=True)
-            return None
-        return Match(
-            self.fusion, outputs, state.operands, values, state.dims, state.choices, nodes, bool(self._siblings)
-        )
-
-    def _rounding(self, state: State) -> Node | None:
-        """A Cast to a narrower dtype than the values outside have: on purpose, so that not to round would be wrong."""
-        outside = {self.shapes.dtype(t) for t in (self._root, *state.operands.values())}
-        for node in state.nodes.values():
-            if op_of(node) == "Cast" and not self._widens(node) and self.shapes.dtype(node.outputs[0]) not in outside:
-                return node
-        return None
-
-    def holds(self, guard: Guard, state: State, term: Term | None) -> bool:
-        """Whether a condition is true of what was captured; its sentence is a miss of `term` where it is not."""
-        known = {**state.dims, **state.values, **state.operands, **state.choices}
-        dtype, rank = FLOATS[self.shapes.dtype(self._root)], self.shapes.rank(self._root)
-        known |= {"dtype": dtype, "rank": rank, "opset": self.graph.opset}
-        if "dtypes" in guard.names:
-            known["dtypes"] = {name: self._dtype_name(t) for name, t in state.operands.items()}
-        asked = {name: known.get(name) for name in guard.names}
-        if guard.holds(**asked):
-            return True
-        if term is not None:
-            shown = {name: getattr(value, "name", value) for name, value in asked.items()}
-            self.fail(term, state, lambda: guard.sentence.format(**shown), guard.span, whole=True)
-        return False
-
-    def _dtype_name(self, tensor: Tensor) -> str:
-        dtype = self.shapes.dtype(tensor)
-        return helper.tensor_dtype_to_np_dtype(dtype).name if dtype else "unknown"
+    # --- misses -------------------------------------------------------------------------------------------------------
 
     def fail(
         self,
@@ -465,7 +335,7 @@ class Matcher:
         _, sentence, span, state, hint = self._best
         names = tuple(str(n.name) for n in (*state.nodes.values(), *state.kept.values()))
         size = self._size(state.choices)
-        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self._refused)
+        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self.refused)
 
     def _miss_now(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
         size = self._size({})

@@ -63,7 +63,7 @@ def _follow(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[Source]:
         node = producer(tensor)
         if node is None:
             return
-        if op_of(node) in VIEWS or (m.fusion.casts and m.float_cast(tensor)):
+        if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)):
             tensor = node.inputs[0]
         elif scaling and (step := _scale_step(m, node)) is not None:
             tensor, factor = step[0], factor * step[1]
@@ -153,7 +153,7 @@ def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iter
     while (node := producer(tensor)) is not None:
         if (step := _scale_step(m, node)) is not None:
             tensor, factor = step[0], factor * step[1]
-        elif m.fusion.casts and m.float_cast(tensor):
+        elif m.casts and m.float_cast(tensor):
             tensor = node.inputs[0]
         elif op_of(node) in ("Mul", "Div"):
             m.fail(term, state.with_nodes([*nodes, node]), lambda node=node: _unscalable(node))  # type: ignore[misc]

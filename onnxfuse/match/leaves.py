@@ -1,0 +1,95 @@
+"""Operands, numbers and constants: where a pattern's terms end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from onnxfuse.dsl import Absent, Capture, Constant, Filled
+from onnxfuse.graph import Tensor, constant_value, is_constant
+from onnxfuse.match.names import unify
+from onnxfuse.match.state import State
+from onnxfuse.match.views import unscaled
+from onnxfuse.match.words import origin, shape_text, spec_text
+
+if TYPE_CHECKING:
+    from onnxfuse.match.matcher import Matcher
+
+
+def match_capture(m: Matcher, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
+    """The tensor as a parameter of the fused operator."""
+    if term.kind == "scalar":
+        value = m.number(tensor)
+        if value is None:
+            m.fail(term, state, lambda: f"'{tensor.name}' is not a constant number, as {term.name} must be")
+        else:
+            yield from m.value(term, value, state)
+        return
+    if not tensor.name:
+        return
+    if state.factor is not None:
+        tensor, state = unscaled(m, tensor, state)
+    casts = []
+    while m.casts and (node := m.float_cast(tensor)) and m.widens(node):
+        casts.append(node)
+        tensor = node.inputs[0]
+    if term.kind == "weight" and not is_constant(tensor):
+        hint = "export with constant folding, so that weights are initializers"
+        m.fail(
+            term,
+            state,
+            lambda: f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}",
+            hint=hint,
+        )
+        return
+    state = state.with_nodes(casts, keep=True)
+    dims = state.dims if term.dims is None else _unify(m, term, tensor, state)
+    if dims is not None:
+        yield state.with_operand(term.name, tensor, dims)
+
+
+def _unify(m: Matcher, term: Capture, tensor: Tensor, state: State) -> Mapping[str, Any] | None:
+    shape = m.shapes.shape(tensor)
+    if shape is None:
+        unknown = f"the rank of '{tensor.name}' is unknown; required ({term.dims})"
+        m.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
+        return None
+    dims = unify(term.dims or "", shape, state.dims)
+    if dims is None:
+        wanted = spec_text(term.dims or "", state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+    return dims
+
+
+def match_constant(m: Matcher, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
+    """The tensor as a number."""
+    value = m.number(tensor)
+    if value is None:
+        m.fail(term, state, lambda: f"'{tensor.name}' is not a constant number; required {term.value:g}")
+    elif not m.close(value, term.value, tensor):
+        m.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
+    else:
+        yield state
+
+
+def match_filled(m: Matcher, term: Filled, tensor: Tensor, state: State) -> Iterator[State]:
+    """The tensor as a constant whose elements all are one number."""
+    shape = m.shapes.shape(tensor)
+    dims = unify(term.dims, shape, state.dims) if shape is not None and is_constant(tensor) else None
+    if dims is None:
+        wanted = spec_text(term.dims, state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' is no constant of shape ({wanted})")
+        return
+    values = constant_value(m.graph, tensor)
+    odd = next((v for v in values.flat if not m.close(float(v), term.value, tensor)), None)
+    if odd is None:
+        yield state._replace(dims=dims)
+    else:
+        told = f"'{tensor.name}' has an element {odd:g}; required {term.value:g} everywhere"
+        m.fail(term, state, lambda: told)
+
+
+def match_absent(m: Matcher, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
+    """Never: what is there is not left out."""
+    m.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
+    return iter(())
