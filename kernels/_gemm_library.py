@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels._elementwise import element_launch, spread
 from onnxfuse.kernels._gemm import Candidate, Gemm
-from onnxfuse.kernels._types import ABSENT, STORAGE, streamed, width
+from onnxfuse.kernels._types import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, streamed, width
 from onnxfuse.provider import direct
 from onnxfuse.provider.native import NativeError
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Launch, Matmul, Matrix, Pointer, Scalar, TensorSpec
@@ -51,13 +51,20 @@ def _available() -> bool:
 def _has_epilogue(gemm: Gemm) -> bool:
     """Whether cuBLASLt computes it all, and rounds once.
 
-    In 16 bits it rounds a product before it applies GELU, or adds both a bias and a residual (13 % of the elements of
-    300x257x129 in float16 were off by more than half a unit in the last place; cuBLASLt 13.1 on an H200).
+    In 16 bits, where rows are no whole vectors, it applies a bias or GELU in a second kernel, to a product that is
+    rounded already (300x257x129 with bias and residual: 13 % of the elements off by more than half a unit in the last
+    place; cuBLASLt 13.1 on an H200). ReLU commutes with rounding, and a residual alone is added by the product.
     """
     if gemm.up or gemm.column_scale or (gemm.residual and gemm.activation != "none"):
         return False
-    rounds_between = gemm.activation == "gelu_tanh" or (gemm.bias and gemm.residual)
-    return gemm.activation in EPILOGUES and not (gemm.dtype != "float32" and rounds_between)
+    second_kernel = (gemm.bias or gemm.activation == "gelu_tanh") and not _whole_vectors(gemm)
+    return gemm.activation in EPILOGUES and not (gemm.dtype != "float32" and second_kernel)
+
+
+def _whole_vectors(gemm: Gemm) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    elements = VECTOR_BYTES // ITEM_BYTES[gemm.dtype]
+    return gemm.aligned and gemm.n % elements == 0 and gemm.k % elements == 0
 
 
 def _product(gemm: Gemm, w: Pointer, y: Pointer, dtype: str) -> Matmul:

@@ -37,8 +37,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def gemm(has: str = "", *, n: int = 6, dtype: str = "float32", activation: str = "none", **more: Any) -> Gemm:
     places = {name: Pointer("input", i) for i, name in enumerate(NAMES) if name in ("x", "w", *has.split())}
-    more = {"transposed": False, "aligned": True, "y": Pointer("output", 0), **more}
-    return Gemm(4, n, 5, dtype, activation=activation, **places, **more)
+    more = {"k": 5, "transposed": False, "aligned": True, "y": Pointer("output", 0), **more}
+    return Gemm(m=4, n=n, dtype=dtype, activation=activation, **places, **more)
 
 
 WHOLE = [("", "none"), ("bias", "none"), ("bias residual", "none"), ("bias", "relu"), ("", "gelu_tanh")]
@@ -58,11 +58,23 @@ def test_an_epilogue_that_cublaslt_has_is_one_step(gpu: Stage, has: str, activat
         assert step.workspace == (Pointer("scratch", 0) if candidate.scratch else None)
 
 
-def test_in_16_bits_what_cublaslt_rounds_twice_is_not_left_to_it(gpu: Stage) -> None:
-    for has, activation, steps in [("bias", "relu", 1), ("residual", "none", 1), ("bias residual", "none", 2),
-                                   ("bias", "gelu_tanh", 2)]:  # fmt: skip
-        found = _gemm_library.plans(gemm(has, dtype="bfloat16", activation=activation), DEVICE)
-        assert {len(candidate.steps) for candidate in found} == {steps}
+ROUNDED = [("bias", "relu"), ("bias residual", "none"), ("bias", "gelu_tanh"), ("", "gelu_tanh")]
+
+
+@pytest.mark.parametrize("has, activation", ROUNDED)
+def test_in_16_bits_what_cublaslt_rounds_twice_is_not_left_to_it(gpu: Stage, has: str, activation: str) -> None:
+    def steps(**more: Any) -> set[int]:
+        made = gemm(has, activation=activation, **{"n": 24, "k": 16, "dtype": "bfloat16", **more})
+        return {len(candidate.steps) for candidate in _gemm_library.plans(made, DEVICE)}
+
+    assert steps() == steps(dtype="float32", n=23) == {1}
+    assert steps(n=23) == steps(k=15) == steps(aligned=False) == {2}
+
+
+@pytest.mark.parametrize("has, activation", [("residual", "none"), ("", "relu"), ("", "none")])
+def test_what_needs_no_second_kernel_is_one_step_at_any_size(gpu: Stage, has: str, activation: str) -> None:
+    found = _gemm_library.plans(gemm(has, activation=activation, dtype="float16", aligned=False), DEVICE)
+    assert {len(candidate.steps) for candidate in found} == {1}
 
 
 @pytest.mark.parametrize("has, activation", SPLIT)

@@ -132,7 +132,7 @@ def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activatio
     exact = x @ (w.T if transposed else w) + c + bias
     np.testing.assert_array_equal(y[..., :n], np.maximum(exact, 0) if activation == "relu" else exact)
     np.testing.assert_array_equal(y[..., n:], -1)
-    assert gpu.last_product() == [68, int(transposed), 4 + 2 * (activation == "relu"), 7, 4, 4, 4, 4]
+    assert gpu.last_product() == [68, int(transposed), 4 + 2 * (activation == "relu"), 7, 4, 4, 4, 4, 4]
     with pytest.raises(NativeError, match="scratch memory must begin at a multiple of 256 bytes"):
         ready.run([each.ctypes.data for each in inputs], [y.ctypes.data], scratch + 1)
     with pytest.raises(NativeError, match="the plan needs 8448 bytes of scratch memory"):
@@ -144,8 +144,9 @@ def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activatio
 def test_alignment_counts_offsets_and_scratch(gpu: Stage) -> None:
     step = matrices(8, 8, 8, False)
     x, y = replaced(step.x, pointer=Pointer("input", 0, 8)), replaced(step.y, pointer=Pointer("scratch", 0, 128))
-    direct.algorithms(replaced(step, x=x, y=y), 0, 1)
-    assert gpu.last_product()[4:] == [16, 8, 128, 128], "of w, x, c and y"
+    for bias, alignment in ((Pointer("input", 1), 16), (Pointer("input", 1, 4), 4), (Pointer("scratch", 0), 0)):
+        direct.algorithms(replaced(step, x=x, y=y, bias=bias), 0, 1)
+        assert gpu.last_product()[4:] == [16, 8, 128, 128, alignment], "of w, x, c, y and the bias"
 
 
 def test_a_product_that_cublaslt_cannot_do_is_an_error_with_its_sizes(gpu: Stage) -> None:

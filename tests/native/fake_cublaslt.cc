@@ -42,7 +42,7 @@ constexpr uint64_t kMark = 0xA160;
 std::atomic<int64_t> handles{0}, products{0};
 std::atomic<int> missing{0};
 std::mutex mutex;
-Operation last_operation{};
+Operation last_operation{}, asked_operation{};
 Preference last_preference{};
 
 float widen_half(uint16_t bits) {
@@ -158,6 +158,7 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void* handle, const Operation* operati
   if (!handle || !fits(*operation, *a, *b, *c, *d)) return kInvalidValue;
   std::lock_guard<std::mutex> lock(mutex);
   last_preference = *preference;
+  asked_operation = *operation;
   if (missing) return kNotSupported;
   *found = 0;
   for (uint64_t i = 0; i < 5 && *found < most && i * 1024 <= preference->workspace; ++i) {
@@ -208,12 +209,14 @@ EXPORT int64_t fake_products() { return products; }
 EXPORT int64_t fake_handles() { return handles; }
 // Let the heuristic find nothing.
 EXPORT void fake_no_algorithm(int on) { missing = on; }
-// compute type, transpose, epilogue of the last product; reductions and the four alignments of the last question
+// compute type, transpose, epilogue of the last product; of the last question reductions, four alignments, and the
+// bias's address beyond the last multiple of 256
 EXPORT void fake_last_product(int* out) {
   std::lock_guard<std::mutex> lock(mutex);
   const int words[] = {last_operation.compute, last_operation.transpose, last_operation.epilogue,
                        static_cast<int>(last_preference.reductions), static_cast<int>(last_preference.alignment[0]),
                        static_cast<int>(last_preference.alignment[1]), static_cast<int>(last_preference.alignment[2]),
-                       static_cast<int>(last_preference.alignment[3])};
+                       static_cast<int>(last_preference.alignment[3]),
+                       static_cast<int>(reinterpret_cast<uintptr_t>(asked_operation.bias) % 256)};
   std::memcpy(out, words, sizeof words);
 }

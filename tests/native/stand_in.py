@@ -68,8 +68,8 @@ class Stage:
         return int(self.cublaslt.fake_products())
 
     def last_product(self) -> list[int]:
-        """Compute type, transpose, epilogue of the last product; reductions, four alignments of the last question."""
-        words = (ctypes.c_int * 8)()
+        """Compute type, transpose, epilogue of the last product; reductions, alignments, bias of the last question."""
+        words = (ctypes.c_int * 9)()
         self.cublaslt.fake_last_product(words)
         return list(words)
 

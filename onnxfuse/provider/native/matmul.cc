@@ -23,12 +23,15 @@ int epilogue_of(const Product& product) {
 }
 
 // What the address is known to be a multiple of.
+uint32_t alignment_of(const Product& product, const Address& address, DataType type) {
+  const uint64_t start = address.place == Place::kScratch ? kScratchAlignment
+                         : product.aligned                ? kAlignment
+                                                          : bytes_of(type);
+  return static_cast<uint32_t>(address.offset ? std::min(start, address.offset & -address.offset) : start);
+}
+
 uint32_t alignment_of(const Product& product, const Matrix& matrix) {
-  const uint64_t start = matrix.address.place == Place::kScratch ? kScratchAlignment
-                         : product.aligned                       ? kAlignment
-                                                                 : bytes_of(matrix.type);
-  const uint64_t offset = matrix.address.offset;
-  return static_cast<uint32_t>(offset ? std::min(start, offset & -offset) : start);
+  return alignment_of(product, matrix.address, matrix.type);
 }
 
 // Parts of a product are added up in fp32, which for 16-bit results excludes schemes that add up in the output.
@@ -59,8 +62,9 @@ Matmul::Matmul(const Product& product, int device)
   };
   set(kTransposeA, transpose);
   set(kEpilogue, epilogue);
-  // A run sets the bias's address; until then one that is as little aligned as it may be.
-  if (product.has_bias) set(kBiasPointer, kScratchAlignment + bytes_of(product.y.type));
+  // A run sets the bias's address; until then one that is aligned as it will be, which decides about algorithms:
+  // 4096x3072x768 with a bias in float16 takes 29.6 us on an H200, and 155.9 us where the bias has 2 bytes alignment.
+  if (product.has_bias) set(kBiasPointer, kScratchAlignment + alignment_of(product, product.bias, product.y.type));
   w_ = layout(product.w);
   x_ = layout(product.x);
   y_ = layout(product.y);
