@@ -49,7 +49,8 @@ def tune_file(
     if not any(node.domain == DOMAIN for node in original.graph.node):
         fused, _ = optimize(path, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
-    return tune(model, folder, feeds, provider, {"device_id": device_id}, original=before, progress=progress)
+    options = {"device_id": device_id} if device_id else {}
+    return tune(model, folder, feeds, provider, options, original=before, progress=progress)
 
 
 def tuning_tables(tuning: Tuning) -> Group:

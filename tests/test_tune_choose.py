@@ -29,6 +29,7 @@ HERE = {"gpu": "a"}
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    choose._measured_shapes.clear()
 
 
 def plan(number: int) -> Plan:
@@ -78,8 +79,10 @@ class Pretended:
         self.open -= 1
 
 
-def chosen(trial: Pretended, plans: Sequence[int], *, environment: Mapping[str, str] = HERE, node: str = "n") -> int:
-    taken = choose.choose([plan(each) for each in plans], INPUTS, DEVICE, trial, environment, node)
+def chosen(
+    trial: Pretended, plans: Sequence[int], *, environment: Mapping[str, str] = HERE, shapes: str = "2x3"
+) -> int:
+    taken = choose.choose([plan(each) for each in plans], INPUTS, DEVICE, trial, environment, "node", shapes)
     assert trial.open == 0
     return number(taken)
 
@@ -122,10 +125,18 @@ def test_a_choice_is_measured_once() -> None:
     assert (first.timed, later.timed) == ([[1, 2]], [])
 
 
-@pytest.mark.parametrize("other", [{"environment": {"gpu": "b"}}, {"node": "m"}, {"plans": [1, 2, 4]}])
-def test_another_gpu_node_or_set_of_candidates_is_measured_again(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{"environment": {"gpu": "b"}}, {"shapes": "4x3"}, {"plans": [1, 2, 4]}])
+def test_another_gpu_shape_or_set_of_candidates_is_measured_again(other: dict[str, Any]) -> None:
     chosen(Pretended({1: 5, 2: 3}), [1, 2])
     assert chosen(Pretended({1: 1, 2: 9, 4: 5}), **{"plans": [1, 2], **other}) == 1
+
+
+def test_only_so_many_shapes_of_a_node_are_measured() -> None:
+    trial = Pretended({1: 5, 2: 3})
+    found = [chosen(trial, [1, 2], shapes=str(length)) for length in range(choose.MOST_SHAPES + 3)]
+    assert found == [2] * choose.MOST_SHAPES + [1] * 3
+    assert chosen(trial, [1, 2], shapes="0") == 2  # which is on disk
+    assert len(trial.timed) == choose.MOST_SHAPES
 
 
 def test_one_candidate_needs_no_measurement() -> None:

@@ -128,9 +128,9 @@ def _planned(node: FusedNode, request: native.Request, device: Device) -> Planne
 
 
 def _fastest(plans: Sequence[Plan], node: FusedNode, request: native.Request, device: Device) -> Plan:
-    text = signature(node, request.inputs, device)
+    texts = signature(node, (), device), signature(node, request.inputs, device)
     environment = verdicts.environment(request.provider, device)
-    return choose.choose(plans, request.inputs, device, backends[request.provider].trial, environment, text)
+    return choose.choose(plans, request.inputs, device, backends[request.provider].trial, environment, *texts)
 
 
 def _gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device) -> choose.Trial:

@@ -225,7 +225,7 @@ def _works(target: _Target) -> bool:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        providers = [(target.provider, {"device_id": target.ordinal})]
+        providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
         session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
     except Exception:  # onnxruntime's errors have no common class
         return False

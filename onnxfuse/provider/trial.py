@@ -86,7 +86,6 @@ class GpuTrial:
             for plan in plans:
                 self._ready(plan)  # scratch memory stays where it is from here on
             graphs = [self._captured(plan, sets) for plan in plans]
-            self._cupy.cuda.runtime.deviceSynchronize()  # what the session has started, must not run beside
             for graph in graphs:
                 self._replay(graph)
             runs = max(LAUNCHES, len(sets))
