@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
-from stand_in import CPU, Stage, fails, model, node, session, stage
+from stand_in import CPU, HERE, Stage, built, compiled, fails, model, node, session, stage
 
 from onnxfuse.errors import UsageError
 from onnxfuse.provider import direct, planner
@@ -169,10 +171,10 @@ def test_a_missing_cublaslt_is_an_error_that_says_so(gpu: Stage, monkeypatch: py
 
 def test_tf32_is_what_each_session_was_told(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU provider refuses CUDA's options, so that the targets are told instead."""
-    target = provider_session._target
+    target = provider_session.find_target
     found = {}
     for tf32 in (True, False, True):
-        monkeypatch.setattr(provider_session, "_target", lambda *a, tf32=tf32: replaced(target(*a), tf32=tf32))
+        monkeypatch.setattr(provider_session, "find_target", lambda *a, tf32=tf32: replaced(target(*a), tf32=tf32))
         found[tf32] = found.get(tf32) or session(product_model())
     for _ in range(2):
         for tf32, run in found.items():
@@ -180,7 +182,7 @@ def test_tf32_is_what_each_session_was_told(gpu: Stage, monkeypatch: pytest.Monk
             assert gpu.last_product()[0] == (77 if tf32 else 68)
     options = ort.SessionOptions()
     session(product_model(), sess_options=options)
-    monkeypatch.setattr(provider_session, "_target", lambda *a: replaced(target(*a), tf32=False))
+    monkeypatch.setattr(provider_session, "find_target", lambda *a: replaced(target(*a), tf32=False))
     with pytest.raises(UsageError, match="use_tf32 = 1, here it is 0; make new SessionOptions"):
         session(product_model(), sess_options=options)
 
@@ -192,8 +194,49 @@ OPTIONS = [({}, True), ({"use_tf32": "0"}, False), ({"use_tf32": 0}, False), ({"
 @pytest.mark.parametrize("given, tf32", OPTIONS)
 def test_use_tf32_is_read_as_onnxruntime_reads_it(gpu: Stage, given: dict[str, Any], tf32: bool) -> None:
     for providers, options in (([(CPU, given)], None), ([CPU], [given])):
-        target = provider_session._target(ort.SessionOptions(), providers, options)
-        assert target == provider_session._Target(CPU, 0, tf32)
+        target = provider_session.find_target(ort.SessionOptions(), providers, options)
+        assert target == provider_session.Target(CPU, 0, tf32)
+
+
+# --- other libraries, each in a process of its own -------------------------------------------------------------------
+
+ALONE = """
+import sys
+from onnxfuse.provider import direct, native
+from onnxfuse.provider.compile import Function
+from onnxfuse.provider.plan import *
+native.library_path = lambda: {library!r}
+source = TensorMap(Pointer("input", 0), "float32", (32, 8), (128,), (32, 8))
+x = Matrix(Pointer("input", 0), "float32", 8, 8, 8)
+step = Launch(Kernel("k", "k"), (1, 1, 1), (1, 1, 1), (source,)) if {tensor_map} else Matmul(x, x, x, False)
+spec = TensorSpec((8, 32), "float32")
+functions = [Function(1, None)] if {tensor_map} else []
+try:
+    direct.ReadyPlan(Plan((spec,), (step,)), functions, [spec], 0)
+except native.NativeError as error:
+    print(error)
+"""
+
+
+def alone(libcuda: Path, libcublaslt: str, library: str, tensor_map: bool) -> str:
+    """What a process with these libraries says of a plan."""
+    environment = {**os.environ, "ONNXFUSE_LIBCUDA": str(libcuda), "ONNXFUSE_LIBCUBLASLT": libcublaslt}
+    script = ALONE.format(library=library, tensor_map=tensor_map)
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True).stdout
+
+
+def test_an_old_driver_has_no_tensor_maps(gpu: Stage) -> None:
+    old = built("old_cuda", lambda target: compiled(HERE / "fake_cuda.cc", target, "-DWITHOUT_TENSOR_MAPS"))
+    message = alone(old, "", gpu.library._name, tensor_map=True)
+    assert message == "the CUDA driver is too old for tensor maps; CUDA 12.0 or newer is required\n"
+
+
+def test_a_cublaslt_that_is_missing_or_too_old_is_named(gpu: Stage) -> None:
+    old = built("old_cublaslt", lambda target: compiled(HERE / "fake_cublaslt.cc", target, "-DVERSION=110500"))
+    message = alone(Path(gpu.cuda._name), str(old), gpu.library._name, tensor_map=False)
+    assert f"cuBLASLt 12 or 13 is required, found version 110500 ({old})" in message
+    message = alone(Path(gpu.cuda._name), "/none/libcublasLt.so", gpu.library._name, tensor_map=False)
+    assert "matrix products need cuBLASLt; install nvidia-cublas or a CUDA toolkit: cannot open cuBLASLt:" in message
 
 
 # --- malformed -------------------------------------------------------------------------------------------------------

@@ -109,7 +109,10 @@ int set(T& field, const void* value, size_t size) {
 
 }  // namespace
 
-EXPORT size_t cublasLtGetVersion() { return 12'09'03; }
+#ifndef VERSION
+#define VERSION 12'09'03
+#endif
+EXPORT size_t cublasLtGetVersion() { return VERSION; }
 EXPORT const char* cublasLtGetStatusName(int status) {
   return status == kInvalidValue ? "CUBLAS_STATUS_INVALID_VALUE" : nullptr;
 }

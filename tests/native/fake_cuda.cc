@@ -160,6 +160,7 @@ EXPORT int cuLaunchKernelEx(const void* configuration, void* function, void** ar
   const unsigned cluster = config.attributes[0].value.cluster.x;
   return run(function, {config.grid, config.block, config.shared, cluster, config.stream, nullptr}, arguments);
 }
+#ifndef WITHOUT_TENSOR_MAPS
 EXPORT int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
                                   const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                                   int interleave, int swizzle, int promotion, int fill) {
@@ -178,6 +179,7 @@ EXPORT int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* addr
   std::memcpy(map, &kept, sizeof kept);
   return 0;
 }
+#endif
 EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = capturing;
   return 0;

@@ -24,7 +24,8 @@ import onnxfuse.kernels
 from onnxfuse.provider import build_native, native, planner
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import Device, Kernel
-from onnxfuse.provider.session import InferenceSession, _library
+from onnxfuse.provider.session import InferenceSession
+from onnxfuse.provider.target import native_library
 
 HERE = Path(__file__).parent
 CPU = "CPUExecutionProvider"
@@ -90,7 +91,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
     cublaslt.fake_products.restype = cublaslt.fake_handles.restype = ctypes.c_int64
-    return Stage(cuda, cublaslt, _library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
+    return Stage(cuda, cublaslt, native_library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
 
 
 def device(ordinal: int) -> Device:
@@ -121,8 +122,8 @@ def built(name: str, build: Callable[[Path], Path]) -> Path:
     return target
 
 
-def compiled(source: Path, target: Path) -> Path:
-    command = [str(build_native.compiler()), *build_native.FLAGS, str(source), "-o", str(target)]
+def compiled(source: Path, target: Path, *flags: str) -> Path:
+    command = [str(build_native.compiler()), *build_native.FLAGS, *flags, str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
 
