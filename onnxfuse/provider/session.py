@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper
 
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
-from onnxfuse.provider import native, planner, verdicts
+from onnxfuse.provider import native, verdicts
 from onnxfuse.provider.model import (
     Call,
     attribute_kinds,
@@ -26,13 +24,11 @@ from onnxfuse.provider.model import (
     read_model,
     split,
 )
-from onnxfuse.provider.plan import Device
 from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, Tune, preferences
 from onnxfuse.provider.source import kernel_module
+from onnxfuse.provider.target import NoTarget, Providers, Target, find_target, native_library
 
 log: Final = logging.getLogger("onnxfuse")
-CUDA: Final = "CUDAExecutionProvider"
-Providers = Sequence[str | tuple[str, Mapping[str, Any]]]
 Prefer = Callable[[onnx.ModelProto, Sequence[Call], verdicts.Environment, str], Sequence[Preference | None]]
 
 
@@ -46,31 +42,8 @@ class Run:
     why: str
 
 
-@dataclass(frozen=True)
-class _Target:
-    provider: str
-    ordinal: int
-    tf32: bool = True
-    cuda_graph: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of the provider
-
-    @property
-    def device(self) -> Device:
-        return planner.device_of(self.provider, self.ordinal, self.tf32)
-
-    def settings(self, measure: bool) -> int:
-        return native.TF32 * self.tf32 | native.MEASURE * measure
-
-
-@dataclass(frozen=True)
-class _NoTarget:
-    why: str
-    asked: bool = True  # whether the session was meant to use the GPU
-
-
 _runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
 _registered: weakref.WeakKeyDictionary[Any, tuple[frozenset[str], int]] = weakref.WeakKeyDictionary()
-_working: Final[set[tuple[str, int]]] = set()
 _lock: Final = threading.Lock()
 
 
@@ -116,7 +89,7 @@ def open_session(
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     model = read_model(source)
     calls = read_calls(model)
-    target = _target(options, providers, provider_options)
+    target = find_target(options, providers, provider_options)
     reasons = _reasons(calls, target)
     preferred = _preferred(model, calls, reasons, target, prefer)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
@@ -152,7 +125,7 @@ def register(
     source = model if isinstance(model, bytes | onnx.ModelProto) else Path(model)
     proto = read_model(source)
     calls = read_calls(proto)
-    target = _target(session_options, providers, provider_options)
+    target = find_target(session_options, providers, provider_options)
     reasons = _reasons(calls, target)
     preferred = _preferred(proto, calls, reasons, target, None if tune == "never" else preferences)
     for i, call in enumerate(calls):
@@ -174,79 +147,12 @@ def explain_session(session: ort.InferenceSession) -> tuple[Run, ...]:
     raise UsageError("this session was made without onnxfuse; use onnxfuse.InferenceSession or onnxfuse.register")
 
 
-# --- where kernels run -----------------------------------------------------------------------------------------------
-
-
-def _target(
-    options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[Mapping[str, Any]] | None
-) -> _Target | _NoTarget:
-    """The provider whose nodes can be kernels, or why there is none."""
-    if providers is None and options.has_providers():
-        return _NoTarget("the providers were added to the session options; name them in `providers`")
-    available = ort.get_available_providers()
-    chosen = available if providers is None else providers
-    extra = provider_options or [{}] * len(chosen)
-    for item, more in zip(chosen, extra, strict=False):
-        name, given = (item, more) if isinstance(item, str) else item
-        if name in planner.backends:
-            if name not in available:
-                return _NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
-            flags = _flag(given.get("use_tf32", True)), _flag(given.get("enable_cuda_graph", False))
-            target = _Target(name, int(given.get("device_id", 0)), *flags, {**given, **more})
-            why = _unusable(target)
-            return _NoTarget(why) if why else target
-    return _NoTarget(f"the session does not use {CUDA}", asked=False)
-
-
-def _flag(value: Any) -> bool:
-    """A provider option that is yes or no, as onnxruntime reads its text."""
-    return str(value) not in ("0", "false", "False")
-
-
-def _unusable(target: _Target) -> str | None:
-    if why := planner.backends[target.provider].unavailable():
-        return why
-    try:
-        _library()
-    except native.NativeError as error:
-        return str(error)
-    if not _works(target):
-        return f"{target.provider} does not start; try onnxruntime.preload_dlls() first, and see its log"
-    return None
-
-
-def _works(target: _Target) -> bool:
-    """Whether the provider really starts: onnxruntime goes on without one whose libraries are missing."""
-    if target.provider != CUDA or (target.provider, target.ordinal) in _working:
-        return True
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
-    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
-        session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
-    except Exception:  # onnxruntime's errors have no common class
-        return False
-    if target.provider in session.get_providers():
-        _working.add((target.provider, target.ordinal))
-    return (target.provider, target.ordinal) in _working
-
-
-@functools.cache
-def _library() -> Any:
-    library = native.load()
-    native.connect(library, planner.answer, planner.drop)
-    return native.driver()
-
-
 # --- which nodes are kernels -----------------------------------------------------------------------------------------
 
 
-def _reasons(calls: Sequence[Call], target: _Target | _NoTarget) -> list[str | None]:
+def _reasons(calls: Sequence[Call], target: Target | NoTarget) -> list[str | None]:
     """Per node None where a kernel runs it, else why not.  Raises ModelError where its body cannot run either."""
-    reasons = [target.why if isinstance(target, _NoTarget) else _reason(call, target) for call in calls]
+    reasons = [target.why if isinstance(target, NoTarget) else _reason(call, target) for call in calls]
     for call, why in zip(calls, reasons, strict=True):
         if why and not call.has_body:
             raise ModelError(
@@ -260,7 +166,7 @@ def _reasons(calls: Sequence[Call], target: _Target | _NoTarget) -> list[str | N
     ]
 
 
-def _reason(call: Call, target: _Target) -> str | None:
+def _reason(call: Call, target: Target) -> str | None:
     node = call.node
     module = kernel_module(node.fusion)
     if module is None:
@@ -284,11 +190,11 @@ def _preferred(
     model: onnx.ModelProto,
     calls: Sequence[Call],
     reasons: list[str | None],
-    target: _Target | _NoTarget,
+    target: Target | NoTarget,
     prefer: Prefer | None,
 ) -> list[Preference | None]:
     """What `prefer` says of each node, and in `reasons` that its body runs where that is preferred."""
-    if isinstance(target, _NoTarget) or prefer is None or not any(why is None for why in reasons):
+    if isinstance(target, NoTarget) or prefer is None or not any(why is None for why in reasons):
         return [None] * len(calls)
     mode = GRAPH if target.cuda_graph else PLAIN
     found = list(prefer(model, calls, verdicts.environment(target.provider, target.device), mode))
@@ -313,8 +219,8 @@ def _tune_now(
     """Measure what was not measured yet."""
     from onnxfuse.provider.tune import tune_session  # which makes sessions itself
 
-    target = _target(options if options is not None else ort.SessionOptions(), providers, provider_options)
-    if isinstance(target, _Target):
+    target = find_target(options if options is not None else ort.SessionOptions(), providers, provider_options)
+    if isinstance(target, Target):
         tune_session(model, options, target.provider, target.options, shapes)
 
 
@@ -323,18 +229,18 @@ def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -
 
 
 def _register(
-    options: ort.SessionOptions, target: _Target | _NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
+    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
 ) -> None:
     """Register the functions that these nodes call as operators of the target's provider."""
     ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
     done = _registered.get(options)
     if done is not None:
         _refuse_clash(done, target, ops, bodies, measure)
-    if isinstance(target, _NoTarget) or not ops:
+    if isinstance(target, NoTarget) or not ops:
         return
     lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
     settings = target.settings(measure)
-    library = _library()
+    library = native_library()
     with _lock:
         library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
         if done is not None:
@@ -347,7 +253,7 @@ def _register(
 
 
 def _refuse_clash(
-    done: tuple[frozenset[str], int], target: _Target | _NoTarget, ops: Collection[str], bodies: set[str], measure: bool
+    done: tuple[frozenset[str], int], target: Target | NoTarget, ops: Collection[str], bodies: set[str], measure: bool
 ) -> None:
     """Raise UsageError where session options that have operators already cannot serve this model too."""
     here, settings = done
@@ -357,7 +263,7 @@ def _refuse_clash(
             f"another model was registered with these session options; they run {clash[0]} {what} must run; "
             "make new SessionOptions for each model"
         )
-    if isinstance(target, _NoTarget) or not ops:
+    if isinstance(target, NoTarget) or not ops:
         return
     now = target.settings(measure)
     for flag, name in (native.TF32, "use_tf32"), (native.MEASURE, "tune other than 'never'"):
@@ -372,12 +278,12 @@ def _report(
     calls: Sequence[Call],
     reasons: Sequence[str | None],
     preferred: Sequence[Preference | None],
-    target: _Target | _NoTarget,
+    target: Target | NoTarget,
 ) -> tuple[Run, ...]:
     """What `explain_session` says; logged per fusion."""
-    where = f"{target.provider}, device {target.ordinal}" if isinstance(target, _Target) else ""
+    where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
     kernels = [f"{where}; {each.why}" if each else where for each in preferred]
-    level = logging.WARNING if isinstance(target, _NoTarget) and target.asked else logging.INFO
+    level = logging.WARNING if isinstance(target, NoTarget) and target.asked else logging.INFO
     runs = tuple(
         Run(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)
         for call, why, kernel in zip(calls, reasons, kernels, strict=True)
