@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxfuse.dsl import Fusion
 from onnxfuse.graph import Graph, Node, op_of
+from onnxfuse.legality import refusal
 from onnxfuse.match import Match, Matcher, Miss, needed_ops
 from onnxfuse.rewrite import Functions, Fused, rewrite
 from onnxfuse.shapes import Shapes
@@ -76,24 +78,33 @@ def _sweep(
     misses: dict[tuple[str, str], Miss],
     progress: Callable[[int, int], None],
 ) -> list[Fused]:
-    fused: list[Fused] = []
-    waiting: list[Node] = []  # what has outputs side by side takes what nothing else wanted
-    for last, visited in (False, nodes), (True, waiting):
-        for i, node in enumerate(visited):
-            progress(i, len(visited))
-            if not node.outputs or op_of(node) not in by_root:
-                continue
-            matches, missed = _matches_at(node, by_root[op_of(node)])
-            if not last and matches and matches[0].siblings:
-                waiting.append(node)
-                continue
-            done = _fuse_first(graph, shapes, matches, missed, functions, misses)
-            if done:
-                fused.append(done)
-    if fused:
+    attempt = functools.partial(_fuse_first, graph, shapes, functions, misses)
+    fused: list[Fused | None] = []
+    later: dict[int, tuple[Node, Match | None]] = {}  # what has outputs side by side takes what nothing else wanted
+    for i, node in enumerate(nodes):
+        progress(i, len(nodes))
+        if not node.outputs or op_of(node) not in by_root or id(node) in later:
+            continue
+        matches, missed = _matches_at(node, by_root[op_of(node)])
+        if matches and matches[0].siblings:
+            later |= {id(other): (other, None) for other in matches[0].nodes} | {id(node): (node, matches[0])}
+        else:
+            fused.append(attempt(matches, missed))
+    for node, match in sorted(later.values(), key=lambda one: -graph.place.get(one[0], 0)):
+        if match is not None and _still_stands(graph, match):
+            fused.append(attempt([match], []))
+        if node.outputs and op_of(node) in by_root:
+            fused.append(attempt(*_matches_at(node, by_root[op_of(node)])))
+    done = [one for one in fused if one is not None]
+    if done:
         graph.remove_dead()
         graph.sort()
-    return fused
+    return done
+
+
+def _still_stands(graph: Graph, match: Match) -> bool:
+    """Whether nothing that was fused since a match was found has changed it."""
+    return all(n.outputs for n in match.nodes) and not refusal(graph, match.nodes, match.outputs, match.operands)
 
 
 def _matches_at(node: Node, matchers: Sequence[Matcher]) -> tuple[list[Match], list[Miss]]:
@@ -106,10 +117,10 @@ def _matches_at(node: Node, matchers: Sequence[Matcher]) -> tuple[list[Match], l
 def _fuse_first(
     graph: Graph,
     shapes: Shapes,
-    matches: Sequence[Match],
-    missed: Sequence[Miss],
     functions: Functions,
     misses: dict[tuple[str, str], Miss],
+    matches: Sequence[Match],
+    missed: Sequence[Miss],
 ) -> Fused | None:
     """Apply the first match whose body can be written."""
     refused = []
