@@ -104,7 +104,7 @@ def start(
     """
     import onnxruntime
 
-    _check_available(provider)
+    check_available(provider)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
@@ -141,7 +141,8 @@ def _started(
     return make(content, settings, providers)
 
 
-def _check_available(provider: Provider) -> None:
+def check_available(provider: Provider) -> None:
+    """Raise UsageError where this onnxruntime lacks the provider."""
     import onnxruntime
 
     available = onnxruntime.get_available_providers()

@@ -395,6 +395,31 @@ def test_a_provider_without_kernels_is_refused(path: Path) -> None:
     )
 
 
+def test_an_onnxruntime_without_cuda_is_refused(path: Path) -> None:
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has CUDA")
+    result = run("tune", path, "--provider", "cuda", "--shape", "x:4x3")
+    assert (result.exit_code, "this onnxruntime has no CUDAExecutionProvider" in result.stderr) == (2, True)
+
+
+def test_a_gpu_that_is_not_there_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    def only_one(ordinal: int) -> Any:
+        raise RuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], device=only_one))
+    result = run("tune", path, "--provider", "cpu", "--shape", "x:4x3", "--device-id", "7")
+    assert result.exit_code == 2
+    assert "there is no GPU 7: cudaErrorInvalidDevice: invalid device ordinal; give another" in result.stderr
+
+
+def test_a_machine_without_cupy_is_refused(gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    missing = dataclasses.replace(planner.backends[CPU], unavailable=lambda: "CuPy finds no GPU")
+    monkeypatch.setitem(planner.backends, CPU, missing)
+    result = run("tune", path, "--provider", "cpu", "--shape", "x:4x3")
+    assert result.exit_code == 2
+    assert "there is nothing to tune: CuPy finds no GPU" in " ".join(result.stderr.split())
+
+
 def test_a_model_without_fused_nodes_is_refused(gpu: Stage, tmp_path: Path) -> None:
     plain = onnx.parser.parse_model(f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Relu(x) }}")
     onnx.save(plain, tmp_path / "plain.onnx")

@@ -34,7 +34,7 @@ from onnxfuse.provider.preferences import (
 )
 from onnxfuse.provider.session import explain_session
 from onnxfuse.session import first_line
-from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, interleaved, runs_within, start
+from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, check_available, interleaved, runs_within, start
 
 log: Final = logging.getLogger("onnxfuse")
 SECONDS: Final = 2.0  # of runs of each variant of the whole model
@@ -172,15 +172,21 @@ def _work(
     options: Mapping[str, Any],
     progress: Progress,
 ) -> _Tuned:
-    if PROVIDERS[provider] not in planner.backends:
-        known = ", ".join(planner.backends)
-        raise UsageError(f"kernels run on {known}, not on {PROVIDERS[provider]}; there is nothing to tune")
+    name, ordinal = PROVIDERS[provider], int(options.get("device_id", 0))
+    check_available(provider)
+    if name not in planner.backends:
+        raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
+    if why := planner.backends[name].unavailable():
+        raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
     calls = read_calls(model)
     if not calls:
         raise UsageError("the model has no fused nodes; there is nothing to tune")
     tf32 = str(options.get("use_tf32", "1")) not in ("0", "false", "False")
-    device = planner.device_of(PROVIDERS[provider], int(options.get("device_id", 0)), tf32)
-    environment = verdicts.environment(PROVIDERS[provider], device)
+    try:
+        device = planner.device_of(name, ordinal, tf32)
+    except Exception as error:  # CuPy's own errors have no common class
+        raise UsageError(f"there is no GPU {ordinal}: {first_line(error)}; give another --device-id") from error
+    environment = verdicts.environment(name, device)
     return _Tuned(model, folder, feeds, provider, options, progress, calls, environment)
 
 
