@@ -66,11 +66,7 @@ def choose(
     known = verdicts.recall_case(environment, subject, sorted(named))
     if known and known.chosen in named:
         return named[known.chosen]
-    if _measured_shapes[node] >= MOST_SHAPES:
-        log.info("candidates are not timed, the first is taken: %d shapes of this node were measured", MOST_SHAPES)
-        return plans[0]
-    _measured_shapes[node] += 1
-    seconds = _measured(list(named.values()), inputs, device, make)
+    seconds = _measured(list(named.values()), inputs, device, make) if _may_measure(node) else {}
     if not seconds:
         return plans[0]
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -78,6 +74,14 @@ def choose(
     place, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
     log.debug("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
     return named[chosen]
+
+
+def _may_measure(node: str) -> bool:
+    _measured_shapes[node] += 1
+    if _measured_shapes[node] <= MOST_SHAPES:
+        return True
+    log.info("candidates are not timed, the first is taken: %d shapes of this node were measured", MOST_SHAPES)
+    return False
 
 
 def name_of(plan: Plan) -> str:
