@@ -143,6 +143,21 @@ def test_nodes_that_cannot_be_timed_alone_leave_the_whole_model(gpu: Stage, monk
     assert [kind for kind, _ in how(model(TWO))] == ["kernel", "kernel"]
 
 
+def test_kernels_that_do_not_run_are_not_chosen(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no tiling fits")
+
+    Clock(monkeypatch, {"shift": FAST}, {("body",): 40.0})
+    monkeypatch.setattr(gpu.kernels("shift"), "plan", fail)
+    found = tuned(model(SHIFT))
+    assert "no tiling fits" in found.ops[0].error
+    assert (found.whole[0].chosen, list(found.whole[0].seconds)) == ("bodies", ["bodies"])
+    assert "kernels (plain) cannot be chosen, it does not run: " in caplog.text
+    assert [kind for kind, _ in how(model(SHIFT))] == ["body"]
+
+
 def test_verdicts_that_cannot_be_kept_are_reported(gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
     (tmp_path / "cache").write_text("no folder")

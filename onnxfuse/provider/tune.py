@@ -234,28 +234,40 @@ def _timed_whole(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> W
 
 
 def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Iterator[tuple[str, Bound]]:
-    """All kernels, all bodies, and the mix of what is best node by node where that is neither."""
+    """All kernels, all bodies, and the mix of what is best node by node where that is neither; those that run.
+
+    Raises what onnxruntime raises where the bodies do not.
+    """
     alone = by_node(work.model, work.calls, work.environment)
     prefer: dict[str, Any] = {BODIES: None, KERNELS: all_kernels}
     if is_mixed(alone):
         prefer[mix_name(alone)] = lambda model, calls, environment, mode: alone
-    first: Bound | None = None
-    options = {**work.options, **({"enable_cuda_graph": 1} if mode == GRAPH else {})}
     models = [(name, work.model, each) for name, each in prefer.items()]
+    shapes = _output_shapes(work)
     for name, model, each in [*models, *([("original", original, None)] if original else [])]:
-        session = start(model, work.folder, work.provider, options=options, prefer=each)
-        shapes = _output_shapes(work) if mode == GRAPH and first is None else first.shapes() if first else None
-        bound = bind(session, work.feeds, work.provider, shapes, work.ordinal)
-        for _ in range(WARM_UP):
-            bound.run()
-        first = first or bound
-        yield name, bound
+        try:
+            yield name, _warm(work, model, mode, each, shapes)
+        except Exception as error:
+            if name == BODIES:
+                raise
+            log.warning("%s (%s) cannot be chosen, it does not run: %s", name, mode, first_line(error))
+
+
+def _warm(
+    work: _Tuned, model: onnx.ModelProto, mode: str, prefer: Any, shapes: Mapping[str, Sequence[int]] | None
+) -> Bound:
+    options = {**work.options, **({"enable_cuda_graph": 1} if mode == GRAPH else {})}
+    session = start(model, work.folder, work.provider, options=options, prefer=prefer)
+    bound = bind(session, work.feeds, work.provider, shapes, work.ordinal)
+    for _ in range(WARM_UP):
+        bound.run()
+    return bound
 
 
 def _output_shapes(work: _Tuned) -> dict[str, tuple[int, ...]]:
     """With CUDA graphs outputs must have their place before the first run."""
-    bound = bind(start(work.model, work.folder, work.provider, options=work.options), work.feeds, work.provider,
-                 None, work.ordinal)  # fmt: skip
+    session = start(work.model, work.folder, work.provider, options=work.options)
+    bound = bind(session, work.feeds, work.provider, None, work.ordinal)
     bound.run()
     return bound.shapes()
 
