@@ -12,10 +12,14 @@ MOST: Final = 8  # candidates: each is compiled and timed when a new shape comes
 
 
 def all_candidates(gemm: Gemm, device: Device) -> list[Candidate]:
-    """Ways to run a Gemm that has something to compute; at least one."""
+    """Ways to run a Gemm that has something to compute, as many as are worth timing."""
     small, hopper = _gemm_small.plans(gemm, device), _gemm_hopper.plans(gemm, device)
     library, mma = _gemm_library.plans(gemm, device), _gemm_mma.plans(gemm, device)
-    return [*small[:3], *hopper[:3], *library[:2], *mma[:2]][:MOST]
+    if small:
+        found = [*small[:4], *library[:2], *hopper[:2]]
+    else:
+        found = [*hopper[:4], *library[:3], *mma[: 1 if hopper else 3]]
+    return (found or mma)[:MOST]
 
 
 def plans(gemm: Gemm, y: TensorSpec, device: Device) -> list[Plan]:

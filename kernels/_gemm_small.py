@@ -77,7 +77,7 @@ def _tilings(gemm: Gemm, device: Device) -> list[Tiling]:
     found = []
     for bn in (64, 32):
         stage = (bm + parts(gemm) * bn) * 128
-        stages = max(2, min(8, (device.shared_per_block // 2 - RESERVED_BYTES) // stage))
+        stages = max(3, min(8, (device.shared_per_block // 2 - RESERVED_BYTES) // stage))
         tiling = Tiling(bm, bn, 128, stages, 2 if bm == 64 else 1, bn // 32)
         cluster = _cluster(tiling.tiles(gemm), -(-gemm.k * ITEM_BYTES[gemm.dtype] // 128), device)
         found.append(replace(tiling, cluster=cluster))
@@ -95,7 +95,7 @@ def _dots(gemm: Gemm, device: Device) -> Dots:
         while warps > 1 and 32 * vector * warps > gemm.k:
             warps //= 2
         return Dots(rows, 4 // warps, warps, 2, unroll=unroll)
-    cluster = _cluster(-(-gemm.n // (8 * vector)), -(-gemm.k // 256), device)
+    cluster = _cluster(-(-gemm.n // (8 * vector)) // 2, -(-gemm.k // 256), device)
     return Dots(rows, 1, 8, 8 if rows < 4 else 4, lanes=8, cluster=cluster)
 
 

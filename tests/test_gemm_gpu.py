@@ -204,17 +204,17 @@ def epilogues() -> Iterator[Case]:
         yield Case(200, 192, 128, "float16", "nk", extra, activation, gated=True)
 
 
-@pytest.mark.parametrize("case", grid(), ids=str)
+@pytest.mark.parametrize("case", list(grid()), ids=str)
 def test_sizes(gpu: Device, case: Case) -> None:
     check_all(case, gpu)
 
 
-@pytest.mark.parametrize("case", misaligned(), ids=str)
+@pytest.mark.parametrize("case", list(misaligned()), ids=str)
 def test_pointers_between_vectors(gpu: Device, case: Case) -> None:
     check_all(case, gpu)
 
 
-@pytest.mark.parametrize("case", epilogues(), ids=str)
+@pytest.mark.parametrize("case", list(epilogues()), ids=str)
 def test_epilogues(gpu: Device, case: Case) -> None:
     check_all(case, gpu)
 
