@@ -64,6 +64,13 @@ def test_what_cannot_be_written_contradicts_the_declaration(fusion: Fusion) -> N
 
 
 @by_name
+def test_no_other_fusion_takes_a_part_of_it(fusion: Fusion) -> None:
+    for spelling in spellings(fusion).written:
+        optimized, _ = optimize(build(spelling).model, verify=False)
+        assert [n.op_type for n in optimized.graph.node] == [fusion.name], spelling.id
+
+
+@by_name
 def test_bodies_for_onnxruntime_compute_the_same(fusion: Fusion) -> None:
     for spelling in spellings(fusion).written:
         if "-" in spelling.what or "," in spelling.what or spelling.what.startswith(("opset", "bfloat16")):
