@@ -48,7 +48,7 @@ class Attention:
     keys: int
     size: int
     value_size: int
-    dtype: str  # of q, k, v and out
+    dtype: str  # of q, k and v, and of out unless `out_dtype` says another
     aligned: bool  # all four begin at multiples of 16 bytes
     q: Heads
     k: Heads
@@ -63,3 +63,4 @@ class Attention:
     softcap: float = 0.0  # cap(s) = softcap * tanh(s / softcap); 0: no cap
     zero_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
+    out_dtype: str = ""

@@ -33,6 +33,8 @@ def plans(problem: Attention, device: Device) -> list[Candidate]:
     rows = problem.queries * (problem.heads // problem.kv_heads)
     if device.arch < TENSOR_CORES_FROM or rows > MOST_ROWS or max(problem.size, problem.value_size) > LARGEST_HEAD:
         return []
+    if product(problem, device) == "FP32" and max(problem.size, problem.value_size) > 128:
+        return []
     row_warps = 1 if rows <= 16 else 2 if rows <= 32 else 4
     wide = max(problem.size, problem.value_size) > 128 or product(problem, device) != "HALF"
     key_warps = max(1, 4 // row_warps)

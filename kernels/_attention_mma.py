@@ -19,6 +19,8 @@ LOWEST: Final = -1.6e38  # attention_mma.cuh's
 MASKS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
 MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
 MOST: Final = 4  # candidates
+REGISTERS: Final = 65536  # of a multiprocessor
+CROWDED: Final = 160  # registers of a thread below which queries are read again for each tile of keys
 STREAM_KEYS: Final = 1024  # where rows are few, more keys than these are split over blocks: _attention_decode.py
 
 
@@ -90,7 +92,8 @@ def defines(problem: Attention, tiling: Tiling, device: Device) -> Defines:
     """The kernel's constants, which do not depend on lengths: a growing cache needs no new kernel."""
     group = problem.heads // problem.kv_heads
     return {
-        "T": STORAGE[problem.dtype], "SIZE": problem.size, "VALUE_SIZE": problem.value_size, "GROUP": group,
+        "T": STORAGE[problem.dtype], "OUT_T": STORAGE[problem.out_dtype or problem.dtype],
+        "SIZE": problem.size, "VALUE_SIZE": problem.value_size, "GROUP": group,
         "PRODUCT": product(problem, device), "MT": tiling.tiles, "WARPS_M": tiling.row_warps,
         "WARPS_N": tiling.key_warps, "BLOCK_K": tiling.keys, "STAGES": tiling.stages,
         "Q_KEPT": int(_keeps_queries(problem, tiling, device)),
@@ -112,17 +115,24 @@ def _keeps_queries(problem: Attention, tiling: Tiling, device: Device) -> bool:
     """Whether registers have room for the queries besides what masks and biases need."""
     kind = product(problem, device)
     registers = 4 * tiling.tiles * (-(-problem.size // 16) if kind == "HALF" else -(-problem.size // 8))
-    return kind != "FP32" and registers <= (16 if problem.mask or problem.bias else 32)
+    crowded = REGISTERS // (tiling.threads * tiling.min_blocks) < CROWDED
+    return kind != "FP32" and not crowded and registers <= (16 if problem.mask or problem.bias else 32)
 
 
 def _scores_defines(name: str, scores: Scores | None, problem: Attention) -> Defines:
     if scores is None:
         return {f"{name}_T": "b8", f"{name}_ROWS": 0, f"{name}_PAIRS": 0}
     strides = (scores.batch, scores.head, scores.query)
-    group = problem.heads // problem.kv_heads
-    by_row = bool(scores.query and problem.queries > 1) or bool(scores.head and group > 1)
     pairs = scores.key == 1 and scores.aligned and not any(stride % 2 for stride in strides)
-    return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_ROWS": int(by_row), f"{name}_PAIRS": int(pairs)}
+    by_row = int(_by_row(problem, scores))
+    return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_ROWS": by_row, f"{name}_PAIRS": int(pairs)}
+
+
+def _by_row(problem: Attention, scores: Scores | None) -> bool:
+    """Whether rows of a block have scores of their own."""
+    if scores is None:
+        return False
+    return bool(scores.query and problem.queries > 1) or bool(scores.head and problem.heads > problem.kv_heads)
 
 
 def access(problem: Attention) -> int:
@@ -138,7 +148,7 @@ def access(problem: Attention) -> int:
 
 def out_access(problem: Attention) -> int:
     """Elements of an access to the result."""
-    item = ITEM_BYTES[problem.dtype]
+    item = ITEM_BYTES[problem.out_dtype or problem.dtype]
     if not problem.aligned:
         return 1
     extents = (problem.value_size, problem.out.batch, problem.out.head, problem.out.row)
@@ -209,16 +219,25 @@ def _ranked(problem: Attention, device: Device) -> list[Tiling]:
         enough = blocks >= device.multiprocessors
         return (tiling.rows > _up(rows, 16), not enough, -tiling.rows if enough else -blocks)
 
+    if problem.mask or problem.bias:  # their elements are in registers, too
+        tilings = [tiling for tiling in tilings if tiling.tiles == 1]
+    if _by_row(problem, problem.mask) or _by_row(problem, problem.bias):
+        tilings = [tiling for tiling in tilings if tiling.row_warps <= 4]
+    if problem.mask and problem.bias:
+        tilings = [replace(tiling, min_blocks=1) for tiling in tilings]
     return sorted((t for t in tilings if t.key_warps == 1 or problem.keys <= STREAM_KEYS or rows <= 64), key=rank)
 
 
 def _tilings(size: int, kind: str) -> Iterator[Tiling]:
+    if kind == "FP32" and size > 128:  # registers have no room for what warps that share keys need besides
+        yield from (Tiling(2, 1, 16), Tiling(1, 1, 16))
+        return
     if kind == "FP32":
-        keys = 32 if size <= 128 else 16
-        yield from (Tiling(4, 1, keys), Tiling(2, 2, keys), Tiling(1, 4, 2 * keys))
+        yield from (Tiling(4, 1, 32), Tiling(2, 2, 32), Tiling(1, 4, 64))
         return
     if size <= 64:
-        yield from (Tiling(4, 1, 32, 2), Tiling(4, 1, 64), Tiling(2, 2, 64), Tiling(1, 4, 128))
+        yield from (Tiling(4, 1, 64, min_blocks=3), Tiling(7, 1, 64, min_blocks=2), Tiling(4, 1, 64, 2))
+        yield from (Tiling(2, 2, 64), Tiling(1, 4, 128))
     elif size <= 128:
         yield from (Tiling(4, 1, 64), Tiling(2, 2, 64), Tiling(1, 4, 64))
     else:

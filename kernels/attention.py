@@ -66,7 +66,7 @@ def _refuse_dtypes(node: FusedNode, dtypes: dict[str, str], device: Device) -> s
     for name, dtype in found.items():
         if dtype not in STORAGE:
             return f"attention: {name} is {dtype}; the kernels take {', '.join(STORAGE)}"
-        if dtype != dtypes["q"]:
+        if dtype != dtypes["q"] and name in dtypes:
             return f"attention: {name} is {dtype}, q is {dtypes['q']}; required one dtype"
     kind = _mask_kind(node, dtypes.get("mask"))
     known = {"mask": ("bool",) if kind in ("boolean", "inverted") else tuple(STORAGE), "bias": tuple(STORAGE)}
@@ -98,7 +98,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
 def ways(problem: Attention, device: Device) -> list[Candidate]:
     """The candidates of all kernels, what is expected to be fastest first."""
     decode = _attention_decode.plans(problem, device)
-    hopper = _attention_hopper.plans(problem, device)
+    hopper = [] if problem.out_dtype else _attention_hopper.plans(problem, device)
     general = _attention_mma.plans(problem, device)
     rows = problem.queries * (problem.heads // problem.kv_heads)
     if rows <= FEW_ROWS and problem.keys >= MANY_KEYS:
@@ -140,7 +140,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         softcap=float(node.attributes.get("softcap", 0.0)) if operator else 0.0,
         # The operator's rows without a key are 0, and a product over no keys at all is.
         zero_rows=operator or node.attributes.get("fully_masked") == "zero" or k.length == 0,
-        tf32=device.tf32,
+        tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y
 

@@ -1,4 +1,4 @@
-// out = softmax(mask(cap(scale q k^T) + bias)) v for few queries and many keys: the keys of a head are split over blocks.
+// out = softmax(mask(cap(scale q k^T) + bias)) v for few queries and many keys, which are split over blocks.
 //
 // Keys and values are read once, whatever the number of query heads that share them: these are the rows of one tile.
 // The blocks of a head are a cluster whose results meet through distributed shared memory (CLUSTER > 1), or leave
@@ -66,7 +66,8 @@ __device__ __forceinline__ void write_cluster(const BlockShare& share, const Out
         for (int peer = 0; peer < PEERS; ++peer)
 #pragma unroll
             for (int e = 0; e < OUT_ACCESS; ++e)
-                y[e] = fmaf(peer_float(address_of(share.o + row * PITCH + column + e), peer), merge.factors[peer], y[e]);
+                y[e] = fmaf(
+                    peer_float(address_of(share.o + row * PITCH + column + e), peer), merge.factors[peer], y[e]);
 #pragma unroll
         for (float& value : y) value = finished(value, merge.sum);
         store<false, OUT_ACCESS>(out.at(row) + column, y);
@@ -113,7 +114,7 @@ constexpr int ABREAST = PIECES < COMBINE_THREADS ? PIECES : COMBINE_THREADS, LAN
 
 // The results of all splits of a row become one; a block for each row, whose threads share columns and splits.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) attention_combine(
-    T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, const float* partial,
+    OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, const float* partial,
     const float2* totals) {
     __shared__ float2 shares[MOST_SPLITS];
     __shared__ float lanes[LANES][ABREAST * OUT_ACCESS];
@@ -125,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) attention_combine(
     for (int split = 0; split < splits; ++split) top = fmaxf(top, shares[split].x);
     const float zero = top == NOTHING ? 0.0f : top;
     for (int split = 0; split < splits; ++split) sum = fmaf(shares[split].y, exp2_fast(shares[split].x - zero), sum);
-    T* to = out + head / kv_heads * out_batch + (head % kv_heads * GROUP + row % GROUP) * out_head + row / GROUP * out_row;
+    OUT_T* to = out + head / kv_heads * out_batch + (head % kv_heads * GROUP + row % GROUP) * out_head;
+    to += row / GROUP * out_row;
     const int lane = threadIdx.x / ABREAST, place = threadIdx.x % ABREAST;
     for (int column = place * OUT_ACCESS; column < VALUE_SIZE; column += ABREAST * OUT_ACCESS) {
         float y[OUT_ACCESS] = {};

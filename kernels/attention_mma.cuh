@@ -1,17 +1,19 @@
-// Flash attention with mma.sync: softmax online over tiles of keys (Dao 2023, arXiv:2307.08691), scores and sums in fp32.
+// Flash attention with mma.sync: softmax online over tiles of keys (Dao 2023, arXiv:2307.08691); scores, sums in fp32.
 //
 // A row is one query of one head. The GROUP query heads that share keys and values have their rows together, row
 // r being query r / GROUP of head r % GROUP, so that a tile of keys is loaded once for all of them. A block has
 // WARPS_M * MT * 16 rows; a warp has MT * 16 of them and one WARPS_N-th of the keys of every tile. Scores are in
 // units of log2(e), so that probabilities are powers of two.
 //
-// The host says (all compile-time):
-//   T, SIZE, VALUE_SIZE, GROUP     element type, elements of a head of q and k, of v; query heads per key head
+// The host says (all compile-time; lengths and strides are arguments):
+//   T, OUT_T                       element types of q, k and v, and of the result
+//   SIZE, VALUE_SIZE, GROUP        elements of a head of q and k, and of v; query heads that share a key head
 //   PRODUCT                        HALF: m16n8k16 of fp16 or bf16; TF32: m16n8k8; FP32: FFMA, for exactness and sm_75
-//   MT, WARPS_M, WARPS_N, BLOCK_K, STAGES, Q_KEPT   tiling; Q_KEPT: the queries stay in registers
+//   MT, WARPS_M, WARPS_N, BLOCK_K, STAGES, MIN_BLOCKS   tiling
+//   Q_KEPT                         queries stay in registers
 //   ACCESS                         bytes of an access to q, k and v: 16 unless rows or addresses are less aligned
-//   OUT_ACCESS                     elements of an access to out, where rows are written from shared memory
-//   MASK, MASK_T, MASK_ROWS, MASK_PAIRS   kind; storage; whether it differs between rows; whether two keys are one access
+//   OUT_ACCESS                     elements of an access to the result
+//   MASK, MASK_T, MASK_ROWS, MASK_PAIRS   kind; storage; whether rows differ; whether two keys are one access
 //   BIAS, BIAS_T, BIAS_ROWS, BIAS_PAIRS   likewise
 //   CAUSAL, SOFTCAP, ZERO_ROWS     as in _attention.py
 //   RAW                            scores are scaled where they are exponentiated: the scale is positive, and nothing
@@ -19,6 +21,9 @@
 #pragma once
 
 #include "attention_mma_scores.cuh"
+
+// Whether whole tiles have code of their own; the exact products of large heads have no registers for it.
+constexpr bool UNDIVIDED = PRODUCT != FP32 || PV_SIZE <= 128;
 
 template <bool PART>
 __device__ __forceinline__ void take_tile(Warp& warp, Scores& scores, u32 q_tile, u32 k_tile, int tile, int live) {
@@ -37,7 +42,8 @@ __device__ __forceinline__ void attend(Warp& warp, const Place& at, int begin, i
     if constexpr (SIZE < QK_SIZE) {
         clear_columns<K_ROW>(q_tile, ROWS, SIZE, QK_SIZE);
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) clear_columns<K_ROW>(stages + stage * STAGE, BLOCK_K, SIZE, QK_SIZE);
+        for (int stage = 0; stage < STAGES; ++stage)
+            clear_columns<K_ROW>(stages + stage * STAGE, BLOCK_K, SIZE, QK_SIZE);
     }
     tiles.load_queries(q_tile);
 #pragma unroll
@@ -50,7 +56,7 @@ __device__ __forceinline__ void attend(Warp& warp, const Place& at, int begin, i
         if (Q_KEPT && tile == begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
         const int live = scores.live(tile, warp);
-        if (PRODUCT != FP32 && live >= SIXTEENS)  // FFMA takes no harm from branches, but from twice the code
+        if (UNDIVIDED && live >= SIXTEENS)
             take_tile<false>(warp, scores, q_tile, tiles.stage(tile), tile, live);
         else if (live > 0)
             take_tile<true>(warp, scores, q_tile, tiles.stage(tile), tile, live);

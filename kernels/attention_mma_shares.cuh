@@ -9,7 +9,7 @@ constexpr int PIECES = VALUE_SIZE / OUT_ACCESS;
 
 // The result of one block.
 struct Out {
-    T* to;
+    OUT_T* to;
     i64 head, row;
     int first, count;  // rows
 
@@ -17,7 +17,9 @@ struct Out {
         : to(p.out + at.batch * p.out_batch + (i64)at.kv * GROUP * p.out_head), head(p.out_head), row(p.out_row),
           first(at.row), count(min(ROWS, p.queries * GROUP - at.row)) {}
 
-    __device__ __forceinline__ T* at(int r) const { return to + (first + r) % GROUP * head + (first + r) / GROUP * row; }
+    __device__ __forceinline__ OUT_T* at(int r) const {
+        return to + (first + r) % GROUP * head + (first + r) / GROUP * row;
+    }
 };
 
 __device__ __forceinline__ void write_warp(const Warp& warp, const Out& out) {
@@ -27,7 +29,7 @@ __device__ __forceinline__ void write_warp(const Warp& warp, const Out& out) {
         for (int half = 0; half < 2; ++half) {
             const int row = warp.row(mt, half);
             if (row >= out.count) continue;
-            T* to = out.at(row) + 2 * warp.quad;
+            OUT_T* to = out.at(row) + 2 * warp.quad;
 #pragma unroll
             for (int vt = 0; vt < PV_TILES; ++vt) {
                 const float y[2] = {finished(warp.o[mt][vt][2 * half], warp.sum[mt][half]),

@@ -82,7 +82,8 @@ __device__ __forceinline__ void copy(u32 to, const T* from, bool there) {
     constexpr int EACH = ACCESS / sizeof(T);
     if constexpr (ASYNC) {
         if constexpr (ACCESS == 16)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                         : "memory");
         else
             asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(ACCESS),
                          "r"(there ? ACCESS : 0) : "memory");
@@ -113,7 +114,7 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// COUNT rows of a tile; row r of `rows` is element r % EACH_GROUP, `inner` apart, of group r / EACH_GROUP, `outer` apart.
+// COUNT rows of a tile, from row `first` on: row r of `rows` lies at r / EACH_GROUP * outer + r % EACH_GROUP * inner.
 template <int COUNT, int ELEMENTS, int ROW_BYTES, int EACH_GROUP = 1>
 __device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, int rows, int first = 0, i64 inner = 0) {
     constexpr int EACH = ACCESS / sizeof(T), PER_ROW = ELEMENTS / EACH;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, in
     constexpr bool STEADY = EACH_GROUP == 1 && THREADS % PER_ROW == 0;  // a thread's pieces lie in one column
     const i64 step = THREADS / PER_ROW * outer;
     const T* next = from + (first + threadIdx.x / PER_ROW) * outer + threadIdx.x % PER_ROW * EACH;
-#pragma unroll(TURNS <= 8 ? TURNS : 4)
+#pragma unroll(PRODUCT == FP32 ? 2 : TURNS <= 8 ? TURNS : 4)
     for (int turn = 0; turn < TURNS; ++turn) {
         const int i = turn * THREADS + threadIdx.x, r = i / PER_ROW, piece = i % PER_ROW, row = first + r;
         if (TOTAL % THREADS && i >= TOTAL) break;
@@ -152,7 +153,7 @@ __device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int
 
 struct Problem {
     const T *q, *k, *v;
-    T* out;
+    OUT_T* out;
     const MASK_T* mask;
     const BIAS_T* bias;
     i64 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row;
@@ -162,11 +163,11 @@ struct Problem {
 };
 
 #define ATTENTION_PARAMETERS                                                                                         \
-    const T *q, const T *k, const T *v, T *out, const MASK_T *mask, const BIAS_T *bias, i64 q_batch, i64 q_head,     \
-        i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row, i64 out_batch,            \
-        i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch, i64 bias_head,     \
-        i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads, int row_tiles, int causal,  \
-        float scale, float masked, float cap
+    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, i64 q_batch,             \
+        i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,               \
+        i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,     \
+        i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads,              \
+        int row_tiles, int causal, float scale, float masked, float cap
 #define ATTENTION_ARGUMENTS                                                                                          \
     q, k, v, out, mask, bias, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,     \
         out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query, mask_key, bias_key, \
