@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_cases import Case, row_cases
 
-from kernels import Case, copies, difference, launcher, per_launch, row_cases, sets_of, versions
+from kernels import copies, difference, launcher, per_launch, sets_of, versions
 from onnxfuse.kernels._rows import Tiling
 from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import Launch

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._rows import USUAL_THREADS, row_launch, row_plan, tiling
-from onnxfuse.kernels._types import STORAGE, Defines, operand, product, require_size, required, spec, streamed, width
+from onnxfuse.kernels._rows import USUAL_THREADS, leaving, row_launch, row_plan, tiling
+from onnxfuse.kernels._types import (
+    ITEM_BYTES,
+    STORAGE,
+    Defines,
+    operand,
+    product,
+    require_size,
+    required,
+    spec,
+    streamed,
+    width,
+)
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 # Of a block that computes mean and variance, which is more work between barriers than a sum of squares: 8192x8192 fp16
@@ -25,9 +36,16 @@ def norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> 
         return Plan(outputs, ())
     whole = [inputs[place] for name in ("x", "residual") if (place := node.place(name)) is not None]
     most_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
-    tiles = tiling(rows, length, width([*whole, *outputs], length, weights=inputs), device, most_threads)
-    defines = {**_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed([*whole, *outputs])}
-    launch = row_launch(node.fusion, tiles, rows, defines, _arguments(node, len(outputs), adds, rows))
+    item_bytes = [ITEM_BYTES[tensor.dtype] for tensor in whole]
+    weights = [inputs[place] for name in ("scale", "bias") if (place := node.place(name)) is not None]
+    weight_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in weights)
+    wide = width([*whole, *outputs], length, weights=inputs)
+    tiles = tiling(rows, length, wide, device, item_bytes, weight_bytes, most_threads)
+    moved = [*whole, *outputs]
+    defines = {
+        **_types(node, inputs, outputs), "ROW": length, "STREAMED": leaving(moved), "SUM_STREAMED": streamed(moved),
+    }  # fmt: skip
+    launch = row_launch(node.fusion, tiles, rows, defines, _arguments(node, len(outputs), adds, rows), item_bytes)
     return row_plan(outputs, rows, length, launch)
 
 

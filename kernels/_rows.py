@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels._types import VECTOR_BYTES, Defines
+from onnxfuse.kernels._types import ITEM_BYTES, VECTOR_BYTES, Defines, size
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Plan, TensorSpec
 
 MAX_GRID: Final = 2**31 - 1
@@ -14,18 +14,46 @@ CLUSTER_ARCH: Final = 90
 MAX_CLUSTER: Final = 8  # the portable limit
 MAX_THREADS: Final = 1024
 
-# Values per thread, which live in fp32 registers beside their weights: 48 registers for 16, up to 80 for 32.
+# Values per thread live in fp32 registers beside their weights: 48 registers for 16 values, up to 80 for 32.
 USUAL_VALUES: Final = 16
 MOST_VALUES: Final = 32
 WARP_VALUES: Final = 32  # up to this a warp has the row to itself: no barrier
 EARLY_VALUES: Final = 16  # up to this there are registers for weights that are loaded along with the row
+WARP_EARLY_VALUES: Final = 24  # the same in a warp's row
 BLOCK_VALUES: Final = 20  # the most in a block of 1024 threads, which have 64 registers each
-RESIDENT_BYTES: Final = 48 << 10  # of rows that a multiprocessor shall hold, where registers limit it
 USUAL_THREADS: Final = 512  # of a block, before threads take more values
-CLUSTER_THREADS: Final = 256  # of a block that shares its row: several such blocks fit on a multiprocessor
-LONG_THREADS: Final = 512  # of a block whose rows do not fit into registers
-LONG_CHUNKS: Final = 8  # and vectors per thread and batch, of which each needs addresses of its own
+RESIDENT_BYTES: Final = 48 << 10  # of rows that a multiprocessor shall hold, where registers limit it
 WARP_BLOCK: Final = 128  # threads of a block whose rows are of a warp or less
+REGISTERS: Final = 65536  # of a multiprocessor
+MANY_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks on a multiprocessor, of a warp each
+MOST_BLOCKS: Final = 16  # on the others
+FEWEST_REGISTERS: Final = 64  # per thread, to which a kernel may be held: fewer would slow none down, but help none
+
+# Few rows: their latency is all that counts, so that many chunks are better than a wide block's barrier (33x1023 fp16,
+# layer_norm on an H200: 1.51 us with 128 threads, 1.65 with 512), and more blocks than threads without work
+# (64 rows of 40960, group_norm: 6.6 us in clusters of 8 with 128 threads, 13.3 in clusters of 4 with 1024).
+FEW_CHUNKS: Final = 8
+FEW_VALUES: Final = 40
+FEW_THREADS: Final = 128
+
+# Short rows that are small altogether: narrower vectors for more threads or more loads of a thread at once (4096x64
+# fp16, layer_norm: 1.87 us with vectors of 2, 2.04 with 8).
+SMALL_ELEMENTS: Final = 1 << 19
+SHORT_ROW: Final = 256
+SHORT_WIDTH: Final = 2
+SHORT_VALUES: Final = 8
+
+# Long rows are held in shared memory: 512x65536 fp16 takes 39 us on an H200, 43 in registers, because three blocks'
+# worth is on its way at once. With a residual there is twice as much to hold, and registers are faster.
+HELD_BLOCKS: Final = ((512, 2), (256, 3))  # threads, resident blocks: where one has the row, where several share it
+HELD_CHUNKS: Final = 4
+HELD_BYTES: Final = 64 << 10  # of a block, so that three are resident
+SPARE_BYTES: Final = 12 << 10  # of a block's shared memory, for partials
+SPREAD_THREADS: Final = 512  # of a block that shares its row with others in registers
+SPREAD_BLOCKS: Final = 2
+LEAVING_FROM_BYTES: Final = 8 << 20
+LONG_THREADS: Final = 512  # of a block whose rows are read twice
+LONG_CHUNKS: Final = 8  # and vectors per thread and batch, of which each needs addresses of its own
 
 
 @dataclass(frozen=True)
@@ -39,6 +67,7 @@ class Tiling:
     cluster: int = 1
     early: bool = False
     loop: bool = False
+    held: bool = False
     min_blocks: int = 1
 
     @property
@@ -52,57 +81,123 @@ class Tiling:
             "CLUSTER": self.cluster,
             "EARLY": int(self.early),
             "LOOP": int(self.loop),
+            "HELD": int(self.held),
             "MIN_BLOCKS": self.min_blocks,
         }
 
 
-def tiling(rows: int, length: int, width: int, device: Device, most_threads: int = USUAL_THREADS) -> Tiling:
+def tiling(
+    rows: int,
+    length: int,
+    width: int,
+    device: Device,
+    item_bytes: Sequence[int],
+    weight_bytes: int = 0,
+    most_threads: int = USUAL_THREADS,
+) -> Tiling:
     """A tiling for `rows` rows of `length` elements, loaded `width` at a time.
 
-    `most_threads` of a block, as long as these can hold the row.
+    An element takes `item_bytes` of each input, and `weight_bytes` of what all rows share; `most_threads` of a block,
+    as long as these can hold the row.
     """
-    packs = length // width
-    few = rows <= 2 * device.multiprocessors  # then a row's latency is all that counts
-    if length <= 32 * WARP_VALUES and not (few and packs > 32):
-        return _warp_rows(rows, packs, width, device)
-    threads, cluster = _few_rows(packs, width, device) if few else _many_rows(packs, width, device, most_threads)
-    chunks = _over(packs, threads * cluster)
-    if chunks * width > (BLOCK_VALUES if threads == MAX_THREADS else MOST_VALUES):
-        return Tiling(width, LONG_THREADS, min(LONG_CHUNKS, USUAL_VALUES // width), 1, cluster)
-    early = chunks * width <= EARLY_VALUES
-    resident = RESIDENT_BYTES // (threads * chunks * VECTOR_BYTES)
-    return Tiling(width, threads, chunks, 1, cluster, early, min_blocks=1 if early else max(1, resident))
+    few = rows <= 2 * device.multiprocessors
+    if length <= 32 * WARP_VALUES and not (few and length // width > 32):
+        tiles = _warp_rows(rows, length, width, few, len(item_bytes) > 1, device)
+        return replace(tiles, min_blocks=_one_wave(rows, tiles, device, item_bytes, weight_bytes))
+    if length <= USUAL_THREADS * USUAL_VALUES:
+        values = min(USUAL_VALUES, FEW_CHUNKS * width) if few else USUAL_VALUES
+        threads = min(USUAL_THREADS if few else most_threads, _power(length / values))
+        return _kept(length // width, width, threads)
+    if few:
+        tiles = _few_spread(length // width, width, device)
+    else:
+        tiles = _many_spread(length // width, width, item_bytes, device)
+        if tiles and tiles.cluster > 1 and len(item_bytes) == 1:
+            tiles = None
+    return tiles or _held(length, width, item_bytes, device)
 
 
-def _warp_rows(rows: int, packs: int, width: int, device: Device) -> Tiling:
+def _warp_rows(rows: int, length: int, width: int, few: bool, adds: bool, device: Device) -> Tiling:
     """A warp or less for a row; fewer rows in a block where there would be too few blocks."""
-    threads = min(32, _power(packs))
-    chunks = _over(packs, threads)
-    side_by_side = WARP_BLOCK // threads
-    while side_by_side * threads > 32 and _over(rows, side_by_side) < 2 * device.multiprocessors:
+    threads = min(32, _power(length // width))
+    if rows * length <= SMALL_ELEMENTS and few:
+        width = min(width, max(1, _power(length / 32 + 1) // 2))
+        threads = min(32, _power(length // width))
+    elif rows * length <= SMALL_ELEMENTS and length <= SHORT_ROW:
+        width = min(width, SHORT_WIDTH)
+        threads = min(threads, max(SHORT_VALUES, _power(length / SHORT_VALUES)))
+    chunks, side_by_side = _over(length // width, threads), WARP_BLOCK // threads
+    if adds and chunks * width > USUAL_VALUES and device.arch in MANY_BLOCKS:
+        side_by_side = 32 // threads
+    while not few and side_by_side * threads > 32 and _over(rows, side_by_side) < 2 * device.multiprocessors:
         side_by_side //= 2
-    return Tiling(width, threads, chunks, side_by_side, early=chunks * width <= EARLY_VALUES)
+    return Tiling(width, threads, chunks, side_by_side, early=chunks * width <= WARP_EARLY_VALUES)
 
 
-def _few_rows(packs: int, width: int, device: Device) -> tuple[int, int]:
-    """(threads, cluster): one value or vector per thread, then more, then more threads, then more blocks."""
-    if packs * width <= USUAL_THREADS * USUAL_VALUES:
-        return min(USUAL_THREADS, _power(packs)), 1
-    return _spread(packs, MAX_THREADS, USUAL_VALUES // width, device)
+def _one_wave(rows: int, tiles: Tiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
+    """Resident blocks that take all rows at once, as far as there are registers for inputs or values, and weights."""
+    words = max(4, sum(item_bytes)) + weight_bytes  # of a value, in bytes
+    registers = 16 + tiles.width * tiles.chunks * words // 4
+    wanted = _over(_over(rows, tiles.rows_per_block), device.multiprocessors)
+    fitting = REGISTERS // (max(FEWEST_REGISTERS, 8 * _over(registers, 8)) * tiles.threads * tiles.rows_per_block)
+    return max(1, min(wanted, fitting, 32 if device.arch in MANY_BLOCKS else MOST_BLOCKS))
 
 
-def _many_rows(packs: int, width: int, device: Device, most_threads: int) -> tuple[int, int]:
-    """(threads, cluster): few values per thread, then more threads, then more blocks, then more values."""
-    if packs * width <= USUAL_THREADS * USUAL_VALUES:
-        return min(most_threads, _power(packs * width / USUAL_VALUES)), 1
-    return _spread(packs, CLUSTER_THREADS, MOST_VALUES // width, device)
+def _kept(packs: int, width: int, threads: int) -> Tiling:
+    """A block that has the row in registers."""
+    chunks = _over(packs, threads)
+    early = chunks * width <= EARLY_VALUES
+    resident = max(1, RESIDENT_BYTES // (threads * chunks * VECTOR_BYTES))
+    return Tiling(width, threads, chunks, early=early, min_blocks=1 if early else resident)
 
 
-def _spread(packs: int, threads: int, chunks: int, device: Device) -> tuple[int, int]:
-    """(threads, cluster): as many blocks of `threads` as take `chunks` each; larger blocks if there are too few."""
-    most = MAX_CLUSTER if device.arch >= CLUSTER_ARCH else 1
-    cluster = min(most, _power(packs / (threads * chunks)))
-    return min(MAX_THREADS, _power(packs / (cluster * chunks))), cluster
+def _few_spread(packs: int, width: int, device: Device) -> Tiling | None:
+    """Many small blocks, then larger ones; None where their registers cannot hold the row."""
+    chunks = FEW_VALUES // width
+    cluster = _cluster(packs / (FEW_THREADS * chunks), device)
+    threads = _power(packs / (cluster * chunks))
+    if threads > USUAL_THREADS:
+        threads, chunks = MAX_THREADS, BLOCK_VALUES // width
+    return (
+        Tiling(width, threads, _over(packs, threads * cluster), 1, cluster)
+        if _fits(packs, threads, chunks, cluster)
+        else None
+    )
+
+
+def _many_spread(packs: int, width: int, item_bytes: Sequence[int], device: Device) -> Tiling | None:
+    """As many blocks as take few enough values; None where their registers cannot hold the row."""
+    chunks = (MOST_VALUES if max(item_bytes) <= 2 else USUAL_VALUES) // width
+    cluster = _cluster(packs / (SPREAD_THREADS * chunks), device)
+    if not _fits(packs, SPREAD_THREADS, chunks, cluster):
+        return None
+    return Tiling(width, SPREAD_THREADS, _over(packs, SPREAD_THREADS * cluster), 1, cluster, min_blocks=SPREAD_BLOCKS)
+
+
+def _held(length: int, width: int, item_bytes: Sequence[int], device: Device) -> Tiling:
+    """Blocks with the row in shared memory; where it does not fit, they read it twice."""
+    cluster = _cluster(length * sum(item_bytes) / HELD_BYTES, device)
+    threads, resident = HELD_BLOCKS[cluster > 1]
+    chunks = min(HELD_CHUNKS if device.arch >= CLUSTER_ARCH else 2, MOST_VALUES // width)
+    tiles = Tiling(width, threads, chunks, 1, cluster, held=True, min_blocks=resident)
+    if held_bytes(tiles, length, item_bytes) <= device.shared_per_block - SPARE_BYTES:
+        return tiles
+    return Tiling(width, LONG_THREADS, min(LONG_CHUNKS, USUAL_VALUES // width), 1, _cluster(MAX_CLUSTER, device))
+
+
+def held_bytes(tiles: Tiling, length: int, item_bytes: Sequence[int]) -> int:
+    """Shared memory of a block for its part of a row: whole words for each input's vectors."""
+    slots = tiles.chunks * tiles.threads * _over(length // tiles.width, tiles.threads * tiles.cluster * tiles.chunks)
+    return slots * sum(max(4, tiles.width * size) for size in item_bytes)
+
+
+def _fits(packs: int, threads: int, chunks: int, cluster: int) -> bool:
+    return packs <= threads * chunks * cluster
+
+
+def _cluster(blocks: float, device: Device) -> int:
+    """The blocks that share a row, where so many are wanted."""
+    return min(MAX_CLUSTER if device.arch >= CLUSTER_ARCH else 1, _power(blocks))
 
 
 def _power(number: float) -> int:
@@ -117,8 +212,10 @@ def _over(number: int, parts: int) -> int:
     return -(-number // parts)
 
 
-def row_launch(kernel: str, tiles: Tiling, rows: int, defines: Defines, arguments: Sequence[Argument]) -> Launch:
-    """The launch of a kernel of rows.cuh."""
+def row_launch(
+    kernel: str, tiles: Tiling, rows: int, defines: Defines, arguments: Sequence[Argument], item_bytes: Sequence[int]
+) -> Launch:
+    """The launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
     groups, most = _over(rows, tiles.rows_per_block), MAX_GRID // tiles.cluster
     tiles, blocks = replace(tiles, loop=tiles.loop or groups > most), min(groups, most)
     return Launch(
@@ -126,8 +223,17 @@ def row_launch(kernel: str, tiles: Tiling, rows: int, defines: Defines, argument
         (blocks * tiles.cluster, 1, 1),
         (tiles.threads, tiles.rows_per_block, 1),
         tuple(arguments),
+        shared=held_bytes(tiles, int(defines["ROW"]), item_bytes) if tiles.held else 0,
         cluster=tiles.cluster,
     )
+
+
+def leaving(tensors: Sequence[TensorSpec]) -> int:
+    """1 where results, which the next operator reads, gain by leaving L2 first.
+
+    4096x768 fp16, which fits: 0.2 us of 4.8 on an H200 where nothing else is in L2, and no loss where all is.
+    """
+    return int(sum(size(t) * ITEM_BYTES[t.dtype] for t in tensors) > LEAVING_FROM_BYTES)
 
 
 def row_plan(outputs: Sequence[TensorSpec], rows: int, length: int, launch: Launch) -> Plan:

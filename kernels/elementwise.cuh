@@ -1,17 +1,20 @@
 // Elementwise kernels: each thread loads CHUNKS vectors, far apart, before it computes the first.
 //
 //   WIDTH    elements of a vector access    CHUNKS  vectors per thread    THREADS  of a block
+//   WHOLE    1: every block has all its vectors
+//   REST     1: some elements are left over after the last whole vector; one more block does them, a thread each
 //   STREAMED 1: outputs leave the L2 cache first        INDEX  u32, or u64 where that cannot count all elements
 //
 // An elementwise op has, for vectors of W elements from element `at` on,
 //   Raw<W> fetch<W>(at)       the loads
 //   void finish<W>(at, raw)   the result and its store
-// What is left over after the last whole vector is done by the last block, an element per thread.
 #pragma once
 
 #define ELEMENT_KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 
-template <bool WHOLE, class Op>
+static_assert(REST == 0 || WIDTH <= THREADS, "one block does what is left over");
+
+template <class Op>
 __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vectors) {
     typename Op::template Raw<WIDTH> raw[CHUNKS];
 #pragma unroll
@@ -25,11 +28,10 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 template <class Op>
 __device__ __forceinline__ void each_element(const Op& op, INDEX count) {
     const INDEX vectors = count / WIDTH;
-    const INDEX block = INDEX(blockIdx.x) * (THREADS * CHUNKS);
-    if (block + THREADS * CHUNKS <= vectors) each_vector<true>(op, block + threadIdx.x, vectors);
-    else each_vector<false>(op, block + threadIdx.x, vectors);
-    if constexpr (WIDTH > 1) {
+    if (REST && blockIdx.x == gridDim.x - 1) {
         const INDEX at = vectors * WIDTH + threadIdx.x;
-        if (blockIdx.x == gridDim.x - 1 && at < count) op.template finish<1>(at, op.template fetch<1>(at));
+        if (at < count) op.template finish<1>(at, op.template fetch<1>(at));
+    } else {
+        each_vector(op, INDEX(blockIdx.x) * (THREADS * CHUNKS) + threadIdx.x, vectors);
     }
 }

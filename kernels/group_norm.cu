@@ -28,6 +28,9 @@ struct GroupNorm {
     __device__ __forceinline__ Raw fetch(long long row, int pack) const {
         return load_once<WIDTH>(x + row * ROW + pack * WIDTH);
     }
+    __device__ __forceinline__ void copy(Raw& raw, long long row, int pack) const {
+        copy_later<WIDTH>(raw, x + row * ROW + pack * WIDTH);
+    }
     __device__ __forceinline__ void open(const Raw& raw, long long, int, float (&values)[WIDTH], bool) const {
         unpack(raw, values);
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._rows import row_launch, row_plan, tiling
+from onnxfuse.kernels._rows import leaving, row_launch, row_plan, tiling
 from onnxfuse.kernels._types import (
+    ITEM_BYTES,
     STORAGE,
     operand,
     product,
@@ -14,7 +15,6 @@ from onnxfuse.kernels._types import (
     refuse_dtypes,
     require_size,
     required,
-    streamed,
     width,
 )
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
@@ -40,13 +40,15 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     rows, length = batch * groups, channels // groups * spatial
     if rows * length == 0:
         return Plan((y,), ())
-    tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device)
+    tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device, [ITEM_BYTES[x.dtype]])
     defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed([x, y]), "GROUPS": groups, "SPATIAL": spatial,
+        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y]), "GROUPS": groups, "SPATIAL": spatial,
         "CHANNELS": channels // groups, "ACTIVATION": node.attributes.get("activation", "none"), "PRECISE": 1,
     }  # fmt: skip
     epsilon = Scalar(float(node.attributes.get("epsilon", 1e-5)), "float32")
     pointers = [*(operand(node, name) for name in ("x", "scale", "bias")), Pointer("output", 0)]
-    launch = row_launch("group_norm", tiles, rows, defines, [*pointers, epsilon, Scalar(rows, "int64")])
+    launch = row_launch(
+        "group_norm", tiles, rows, defines, [*pointers, epsilon, Scalar(rows, "int64")], [ITEM_BYTES[x.dtype]]
+    )
     return row_plan([y], rows, length, launch)

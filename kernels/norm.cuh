@@ -1,20 +1,29 @@
 // A norm along rows with weights, with or without a residual in front.
 //
 //   X_T ... SUM_T   storage types; those of absent operands do not matter
+//   SUM_STREAMED    1: the sum leaves the L2 cache first, though it is read later than y
 //   RESIDUAL, BIAS  1 where the operand is there    SUM  1 where x + residual is an output
 #pragma once
 
 #include "statistics.cuh"
 
+template <bool ADDS>
+struct Read {
+    Pack<X_T, WIDTH> x;
+};
+
+template <>
+struct Read<true> {
+    Pack<X_T, WIDTH> x;
+    Pack<RESIDUAL_T, WIDTH> residual;
+};
+
 // y = (v - shift) * slope * scale + bias with v = x, or v = x + residual, which is also written where SUM is 1.
-template <class Statistic>
+template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;
     static constexpr bool WEIGHTS_VARY = false;
-    struct Raw {
-        Pack<X_T, WIDTH> x;
-        Pack<RESIDUAL_T, WIDTH> residual;
-    };
+    using Raw = Read<ADDS>;
     struct Weights {
         Pack<SCALE_T, WIDTH> scale;
         Pack<BIAS_T, WIDTH> bias;
@@ -35,20 +44,25 @@ struct Norm {
     __device__ __forceinline__ Raw fetch(long long row, int pack) const {
         Raw raw;
         raw.x = load_once<WIDTH>(x + at(row, pack));
-        if constexpr (RESIDUAL) raw.residual = load_once<WIDTH>(residual + at(row, pack));
+        if constexpr (ADDS) raw.residual = load_once<WIDTH>(residual + at(row, pack));
         return raw;
+    }
+
+    __device__ __forceinline__ void copy(Raw& raw, long long row, int pack) const {
+        copy_later<WIDTH>(raw.x, x + at(row, pack));
+        if constexpr (ADDS) copy_later<WIDTH>(raw.residual, residual + at(row, pack));
     }
 
     __device__ __forceinline__ void open(const Raw& raw, long long row, int pack, float (&values)[WIDTH], bool first) {
         unpack(raw.x, values);
-        if constexpr (RESIDUAL) {
+        if constexpr (ADDS) {
             float added[WIDTH];
             unpack(raw.residual, added);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) values[i] += added[i];
         }
         if constexpr (SUM)
-            if (first) store<STREAMED>(sum + at(row, pack), values);
+            if (first) store<SUM_STREAMED>(sum + at(row, pack), values);
     }
 
     __device__ __forceinline__ void weights(int k, long long, int pack) {

@@ -3,7 +3,8 @@
 // A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several) in each of CLUSTER
 // blocks. Each thread holds CHUNKS packs of WIDTH elements. What a row op computes per thread (a Partial of a few
 // floats) is merged over the lanes by shuffles, then over warps and blocks through shared memory with one barrier.
-// A row too long for the registers of its threads is processed in batches of what fits, and read a second time.
+// A row too long for the registers of its threads is processed in batches of what fits; it is held in shared memory in
+// between (HELD), or read a second time.
 //
 //   ROW             elements of a row                      WIDTH    elements of a vector access; divides ROW
 //   THREADS         per row and block                      CHUNKS   vectors per thread and batch
@@ -11,10 +12,13 @@
 //   LOOP            1: blocks take further rows, the next one being loaded while this one is computed
 //   STREAMED        1: outputs leave the L2 cache first
 //   EARLY           1: weights are loaded along with the row, which hides their latency and costs registers
+//   HELD            1: dynamic shared memory of BATCHES * CHUNKS * THREADS of Raw keeps the row, of which all of a
+//                   block is on its way at once, without registers
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
 //
 // A row op has
 //   Raw fetch(row, pack)                     the loads of one pack
+//   void copy(raw, row, pack)                the same, to shared memory: copy_later
 //   void open(raw, row, pack, values, first) conversion to fp32; first: not the second reading of a long row
 //   void weights(k, row, pack)               loads of what depends on the place in the row only
 //   Partial local(values, has)               of the packs k for which has(k)
@@ -28,7 +32,7 @@ constexpr int WARPS = THREADS / LANES;
 constexpr int PACKS = ROW / WIDTH;
 constexpr int STRIDE = THREADS * CLUSTER;
 constexpr int BATCHES = (PACKS + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS);
-constexpr bool KEPT = BATCHES == 1;
+constexpr bool KEPT = BATCHES == 1 && !HELD;
 constexpr bool FULL = KEPT && PACKS == STRIDE * CHUNKS;  // every thread has CHUNKS packs
 constexpr int SHARES = WARPS * CLUSTER;                  // partials of a row that meet in shared memory
 
@@ -112,6 +116,8 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&shares)[SH
     return partial;
 }
 
+extern __shared__ uint4 row_memory[];
+
 template <class Op>
 struct Rows {
     using Raw = typename Op::Raw;
@@ -136,6 +142,25 @@ struct Rows {
             if (has(row, batch, k)) raw[k] = op.fetch(row, place(thread, batch, k));
     }
 
+    // The thread's packs to its own places in shared memory, which no other thread reads.
+    __device__ __forceinline__ void hold(long long row) const {
+        Raw* held = reinterpret_cast<Raw*>(row_memory) + threadIdx.x;
+#pragma unroll 4
+        for (int i = 0; i < BATCHES * CHUNKS; ++i)
+            if (has(row, 0, i)) op.copy(held[i * THREADS], row, place(thread, 0, i));
+        arrived();
+    }
+
+    __device__ __forceinline__ void read(long long row, int batch, Raw (&raw)[CHUNKS]) const {
+        if constexpr (HELD) {
+            const Raw* held = reinterpret_cast<const Raw*>(row_memory) + threadIdx.x;
+#pragma unroll
+            for (int k = 0; k < CHUNKS; ++k) raw[k] = held[(batch * CHUNKS + k) * THREADS];
+        } else {
+            fetch(row, batch, raw);
+        }
+    }
+
     __device__ __forceinline__ void open(const Raw (&raw)[CHUNKS], long long row, int batch, bool first,
                                          float (&values)[CHUNKS][WIDTH]) const {
 #pragma unroll
@@ -155,12 +180,10 @@ struct Rows {
 
     template <bool WEIGHTS>
     __device__ __forceinline__ void close(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
+        if constexpr (WEIGHTS) weights(row, batch);  // all on their way before the first is used
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k) {
-            if (!has(row, batch, k)) continue;
-            if constexpr (WEIGHTS) op.weights(k, row, place(thread, batch, k));
-            op.close(row, k, place(thread, batch, k), values[k]);
-        }
+        for (int k = 0; k < CHUNKS; ++k)
+            if (has(row, batch, k)) op.close(row, k, place(thread, batch, k), values[k]);
     }
 };
 
@@ -172,16 +195,17 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     typename Op::Partial partial = Op::Partial::none();
+    if constexpr (HELD) rows.hold(row);
 #pragma unroll 1
     for (int batch = 0; batch < BATCHES; ++batch) {
-        rows.fetch(row, batch, raw);
+        rows.read(row, batch, raw);
         rows.open(raw, row, batch, true, values);
         partial = partial.merge(rows.local(row, batch, values));
     }
     rows.op.finish(merge_row(partial, shares));
 #pragma unroll 1
     for (int batch = 0; batch < BATCHES; ++batch) {
-        rows.fetch(row, batch, raw);
+        rows.read(row, batch, raw);
         rows.open(raw, row, batch, false, values);
         rows.template close<true>(row, batch, values);
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.kernels._rows import row_launch, row_plan, tiling
-from onnxfuse.kernels._types import STORAGE, operand, product, refuse_dtypes, required, streamed, width
+from onnxfuse.kernels._rows import leaving, row_launch, row_plan, tiling
+from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, operand, product, refuse_dtypes, required, width
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 
@@ -21,7 +21,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     length, rows = x.shape[-1], product(x.shape[:-1])
     if rows * length == 0:
         return Plan((y,), ())
-    defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed([x, y])}
+    defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y])}
     arguments = [operand(node, "x"), Pointer("output", 0), Scalar(rows, "int64")]
-    tiles = tiling(rows, length, width([x, y], length), device)
-    return row_plan([y], rows, length, row_launch("softmax", tiles, rows, defines, arguments))
+    tiles = tiling(rows, length, width([x, y], length), device, [ITEM_BYTES[x.dtype]])
+    return row_plan([y], rows, length, row_launch("softmax", tiles, rows, defines, arguments, [ITEM_BYTES[x.dtype]]))

@@ -180,3 +180,42 @@ __device__ __forceinline__ void store(T* to, const float (&values)[N]) {
     const Pack<T, N> packed = pack<T, N>(values);
     store_bytes<LEAVING, N * sizeof(T)>(reinterpret_cast<char*>(to), packed.words);
 }
+
+// ---- copies to shared memory -------------------------------------------------------------------------------------
+
+// Starts to copy N elements, which this thread may read once `arrived` has returned. No register is taken on the way
+// (sm_80 and later, from 4 bytes on).
+template <int BYTES>
+__device__ __forceinline__ void copy_bytes(char* to, const char* from) {
+#if __CUDA_ARCH__ >= 800
+    constexpr bool DIRECT = BYTES == 4 || BYTES == 8 || BYTES >= 16;
+#else
+    constexpr bool DIRECT = false;
+#endif
+    if constexpr (!DIRECT) {
+        unsigned words[(BYTES + 3) / 4];
+        load_bytes<true, BYTES>(from, words);
+#pragma unroll
+        for (int i = 0; i < (BYTES + 3) / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
+    } else if constexpr (BYTES > 16) {
+        copy_bytes<16>(to, from);
+        copy_bytes<BYTES - 16>(to + 16, from + 16);
+    } else {
+        const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+        if constexpr (BYTES == 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+        else
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(BYTES) : "memory");
+    }
+}
+
+template <int N, class T>
+__device__ __forceinline__ void copy_later(Pack<T, N>& to, const T* from) {
+    copy_bytes<N * sizeof(T)>(reinterpret_cast<char*>(to.words), reinterpret_cast<const char*>(from));
+}
+
+__device__ __forceinline__ void arrived() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}

@@ -27,9 +27,11 @@ DEVICES = [
 ROW_KERNELS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "group_norm")
 
 # One for each path of rows.cuh: part of a warp, a warp, a block with full and with partly empty threads, single
-# elements, few rows, blocks that share a row, a row that does not fit.
-ROWS = [(4096, 64), (4096, 768), (16384, 4096), (8192, 5000), (16384, 4097), (33, 1023), (512, 65536), (5, 100003)]
-LONG = (2, 1000000)
+# elements, few rows, rows in registers of a large block, in shared memory of one block and of several, and of odd
+# length there, few rows that blocks share in registers, a row that does not fit anywhere.
+ROWS = [(4096, 64), (4096, 768), (16384, 4096), (8192, 5000), (16384, 4097), (33, 1023), (128, 128), (4096, 16384),
+        (2048, 32768), (512, 65536), (600, 40001), (64, 40960), (5, 100003)]  # fmt: skip
+LONG = (2, 4000000)
 
 
 def node(fusion: str, operands: str, outputs: list[str], **attributes: object) -> FusedNode:
@@ -125,6 +127,8 @@ def test_threads_cover_rows_and_blocks_fit(device: Device, dtype: str) -> None:
             assert threads <= 1024
             assert step.cluster <= (8 if device.arch >= 90 else 1)
             assert step.grid[0] % step.cluster == 0
+            assert step.shared <= device.shared_per_block - 12 * 1024, "partials need some, too"
+            assert bool(step.shared) == bool(defines["HELD"])
             assert int(defines["ROW"]) % int(defines["WIDTH"]) == 0
             assert threads % 32 == 0, "a warp holds whole rows, and all its lanes take part in shuffles"
 

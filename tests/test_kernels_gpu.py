@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_runs import DTYPES, check, normal, rounded, run
+from kernel_runs import DTYPES, check, cupy, normal, rounded, run, upload
 
-from onnxfuse.provider.plan import Device
+from onnxfuse.provider import planner
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.gpu
 # several vectors; a block's; a cluster's; odd and a cluster's; nothing.
 ROWS = [(1, 1), (3, 5), (33, 1023), (7, 4097), (128, 128), (300, 768), (300, 4096), (1, 4096), (300, 1000),
         (2, 65536), (300, 16384), (5, 100003), (1, 300000), (0, 128)]  # fmt: skip
-LARGE = [(4096, 64), (2000, 8192), (600, 20000)]
+# Many rows: short ones in narrow vectors, a block's, and in shared memory of one block (in fp32 of two) and of several.
+LARGE = [(4096, 64), (2000, 8192), (600, 20000), (270, 40000)]
 PLACED = [*((shape, True) for shape in [*ROWS, *LARGE]), *((shape, False) for shape in ROWS[2:9:2])]
 
 
@@ -113,7 +115,7 @@ def test_softmax(device: Device, dtype: str, shape: tuple[int, int], aligned: bo
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("fusion", ["add_layer_norm", "add_layer_norm without bias", "add_rms_norm"])
-@pytest.mark.parametrize("shape", ROWS[1::2], ids=str)
+@pytest.mark.parametrize("shape", [*ROWS[1::2], (4096, 64), (2200, 768), (280, 20000), (1, 300000)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_norm(device: Device, dtype: str, shape: tuple[int, int], fusion: str, outputs: int) -> None:
     x, residual, scale, bias = (normal(s, dtype, i) for i, s in enumerate((shape, shape, shape[1:], shape[1:])))
@@ -160,6 +162,36 @@ def test_group_norm(device: Device, dtype: str, shape: tuple[int, ...], groups: 
     check(y, ACTIVATIONS[activation](expected, 0, 0).reshape(shape), slack=2.0)
 
 
+@pytest.mark.parametrize("fusion", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("shape", [(7, 4097), (300, 768), (300, 4096), (2, 65536), (2, 400000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm_misaligned(device: Device, dtype: str, shape: tuple[int, int], fusion: str) -> None:
+    x, residual, scale = normal(shape, dtype, 1), normal(shape, dtype, 2), normal(shape[1:], dtype, 3)
+    inputs = {"x": x, "residual": residual, "scale": scale}
+    y, total = run(fusion, inputs, [dtype] * 2, device, aligned=False, epsilon=1e-5)
+    expected, weight = x.astype(np.float64) + residual.astype(np.float64), scale.astype(np.float64)
+    check(y, rms_norm(expected, weight, 1e-5) if "rms" in fusion else layer_norm(expected, weight, 0.0, 1e-5))
+    check(total, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((2, 320, 64, 64), 32), ((2, 16, 9, 9), 4), ((1, 8, 300, 300), 1)], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_group_norm_misaligned(device: Device, dtype: str, shape: tuple[int, ...], groups: int) -> None:
+    x, scale, bias = normal(shape, dtype, 1), normal(shape[1:2], dtype, 2), normal(shape[1:2], dtype, 3)
+    inputs = {"x": x, "scale": scale, "bias": bias}
+    (y,) = run("group_norm", inputs, [dtype], device, aligned=False, groups=groups, epsilon=1e-5, activation="none")
+    rows = x.astype(np.float64).reshape(shape[0], groups, math.prod(shape[1:]) // groups)
+    norm = layer_norm(rows, np.ones(1), 0.0, 1e-5).reshape(*shape[:2], math.prod(shape[2:]))
+    check(y, (norm * scale.astype(float)[:, None] + bias.astype(float)[:, None]).reshape(shape), slack=2.0)
+
+
+# ---- extreme values ----------------------------------------------------------------------------------------------
+
+LENGTHS = [(5, 96), (5, 4096), (5, 65536), (5, 400000)]  # part of a warp, a block, a cluster, more than registers hold
+
+
 def test_offset_much_larger_than_the_spread_keeps_its_variance(device: Device) -> None:
     """E[x^2] - E[x]^2 in fp32 would be all error here."""
     x, scale, bias = normal((64, 4096), "float32", 1, 1.0, 4096.0), normal((4096,), "float32", 2), np.zeros(4096)
@@ -189,6 +221,98 @@ def test_softmax_of_masked_rows(device: Device, shape: tuple[int, int]) -> None:
     (y,) = run("softmax", {"x": x}, ["float32"], device)
     with np.errstate(invalid="ignore"):
         check(y, softmax(x.astype(np.float64)))
+
+
+@pytest.mark.parametrize("shape", LENGTHS, ids=str)
+@pytest.mark.parametrize("fusion", ["layer_norm", "rms_norm", "softmax", "add_layer_norm"])
+def test_a_row_of_nan_or_infinity_stays_alone(device: Device, fusion: str, shape: tuple[int, int]) -> None:
+    x, ones, none = normal(shape, "float32", 1), np.ones(shape[1:], np.float32), np.zeros(shape, np.float32)
+    x[1, shape[1] // 2], x[3, -1] = np.nan, np.inf
+    operands = {"layer_norm": ["x", "scale"], "rms_norm": ["x", "scale"], "softmax": ["x"]}
+    inputs = {"x": x, "residual": none, "scale": ones}
+    given = {name: inputs[name] for name in operands.get(fusion, ["x", "residual", "scale"])}
+    (y,) = run(fusion, given, ["float32"], device, **({} if fusion == "softmax" else {"epsilon": 1e-5}))
+    assert np.isnan(y[1]).all()
+    assert np.isnan(y[3, -1])  # inf - inf, or inf times 0
+    wide_x = x[::2].astype(np.float64)
+    formulas = {"softmax": lambda: softmax(wide_x), "rms_norm": lambda: rms_norm(wide_x, np.ones(1), 1e-5)}
+    expected = formulas.get(fusion, lambda: layer_norm(wide_x, np.ones(1), 0.0, 1e-5))()
+    check(y[::2], expected, slack=2.0)
+
+
+@pytest.mark.parametrize("shape", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_spread_give_the_bias(device: Device, dtype: str, shape: tuple[int, int]) -> None:
+    """Only epsilon keeps the root from being zero."""
+    scale, bias = normal(shape[1:], dtype, 1), normal(shape[1:], dtype, 2)
+    x = rounded(np.zeros(shape, np.float32), dtype)
+    x[1:] = 3.0
+    (y,) = run("layer_norm", {"x": x, "scale": scale, "bias": bias}, [dtype], device, epsilon=1e-12)
+    check(y, np.broadcast_to(bias.astype(np.float64), shape))
+    (y,) = run("rms_norm", {"x": x[:1], "scale": scale}, [dtype], device, epsilon=1e-12)
+    assert (y.astype(np.float32) == 0).all()
+
+
+@pytest.mark.parametrize("fusion", ["add_layer_norm", "add_rms_norm"])
+def test_a_sum_beyond_fp16_is_normalised_in_fp32(device: Device, fusion: str) -> None:
+    x = rounded(np.sign(normal((16, 4096), "float32", 1)) * 60000.0, "float16")
+    scale = normal((4096,), "float16", 2)
+    y, total = run(fusion, {"x": x, "residual": x, "scale": scale}, ["float16"] * 2, device, epsilon=1e-6)
+    expected, weight = 2 * x.astype(np.float64), scale.astype(np.float64)
+    check(y, rms_norm(expected, weight, 1e-6) if "rms" in fusion else layer_norm(expected, weight, 0.0, 1e-6))
+    assert np.isinf(total.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 16, 16), (2, 8, 256, 256)], ids=str)
+def test_group_norm_of_an_offset_much_larger_than_the_spread(device: Device, shape: tuple[int, ...]) -> None:
+    x, ones, zeros = (
+        normal(shape, "float32", 1, 1.0, 4096.0),
+        np.ones(shape[1], np.float32),
+        np.zeros(shape[1], np.float32),
+    )
+    (y,) = run("group_norm", {"x": x, "scale": ones, "bias": zeros}, ["float32"], device, groups=4, epsilon=1e-5)
+    rows = x.astype(np.float64).reshape(shape[0], 4, -1)
+    check(y, layer_norm(rows, np.ones(1), 0.0, 1e-5).reshape(shape), slack=400.0)
+
+
+# ---- streams -----------------------------------------------------------------------------------------------------
+
+DELAY = 'extern "C" __global__ void delay() { for (long long end = clock64() + 20000000; clock64() < end;) {} }'
+
+
+@pytest.mark.parametrize("fusion", ["layer_norm", "softmax", "activation", "group_norm", "rotary_embedding"])
+def test_another_stream(device: Device, fusion: str) -> None:
+    """What a stream's earlier work writes late is there: launched anywhere else, the kernel would read NaN."""
+    shape = (2, 16, 64, 64)
+    x, ones = normal(shape, "float32", 1), np.ones(64, np.float32)
+    table = np.ones((1, 64, 64), np.float32)
+    inputs = {
+        "layer_norm": {"x": x, "scale": ones}, "group_norm": {"x": x, "scale": ones[:16], "bias": ones[:16]},
+        "rotary_embedding": {"x": x, "cos": table, "sin": table},
+    }.get(fusion, {"x": x})  # fmt: skip
+    attributes = {"groups": 4, "epsilon": 1e-5, "activation": "silu"} if fusion in ("group_norm", "activation") else {}
+    (expected,) = run(fusion, inputs, ["float32"], device, **attributes)
+    plan = plan_of(fusion, inputs, ["float32"], device, **attributes)
+    read, given = [upload(value) for value in inputs.values()], upload(x)
+    read[0].fill(0xFF)
+    written = upload(np.zeros(plan.outputs[0].shape, np.float32))
+    ready = planner.ready(plan, [TensorSpec(value.shape, "float32") for value in inputs.values()])
+    delay, stream = cupy.RawKernel(DELAY, "delay"), cupy.cuda.Stream(non_blocking=True)
+    delay.compile()
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        delay((1,), (1,), ())
+        cupy.copyto(read[0], given)
+    ready.run([each.data.ptr for each in read], [written.data.ptr], stream=stream.ptr)
+    stream.synchronize()
+    np.testing.assert_array_equal(written.get().view(np.float32).reshape(expected.shape), expected)
+
+
+def plan_of(fusion: str, inputs: dict[str, np.ndarray], outputs: list[str], device: Device, **attributes: Any) -> Plan:
+    node = FusedNode(fusion, fusion, tuple(inputs), attributes, tuple(outputs))
+    specs = [TensorSpec(value.shape, value.dtype.name) for value in inputs.values()]
+    plan: Plan = importlib.import_module(f"onnxfuse.kernels.{fusion}").plan(node, specs, device)
+    return plan
 
 
 # ---- elements ----------------------------------------------------------------------------------------------------
