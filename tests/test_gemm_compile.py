@@ -48,18 +48,23 @@ def gated(m: int, n: int, k: int, dtype: str, layout: str, device: Device) -> Ge
 # Rows for every tiling; sizes that every width of access divides, an even one and an odd one.
 ROWS = (1, 8, 16, 64, 4096)
 SIZES = ((768, 3072), (1002, 1002), (1001, 1003))
+IN_FULL = (80, 90)  # of the others, what differs: how much shared memory and which instructions there are
 
 
 def products(device: Device) -> Iterator[Gemm]:
-    for m, (n, k), layout in itertools.product(ROWS, SIZES, ("kn", "nk")):
+    full = device.arch in IN_FULL
+    for m, (n, k), layout in itertools.product(ROWS, SIZES if full else SIZES[:1], ("kn", "nk")):
         yield linear(m, n, k, "float16", layout, device)
-    for m, dtype, layout in itertools.product(ROWS, ("float16", "float32"), ("kn", "nk")):
-        yield gated(m, 3072, 768, dtype, layout, device)
+    for m, dtype in itertools.product(ROWS[::2], ("float16", "float32")):
+        yield gated(m, 3072, 768, dtype, "kn", device)
+    if not full:
+        return
+    for m, dtype in itertools.product(ROWS, ("float16", "float32")):
+        yield gated(m, 3072, 768, dtype, "nk", device)
     for m, layout in itertools.product(ROWS, ("kn", "nk")):
         yield linear(m, 768, 768, "float32", layout, device)
-    if device.arch >= 80:
-        yield linear(4096, 768, 768, "bfloat16", "kn", device)
-        yield linear(16, 768, 768, "bfloat16", "nk", device, aligned=False)
+    yield linear(4096, 768, 768, "bfloat16", "kn", device)
+    yield linear(16, 768, 768, "bfloat16", "nk", device, aligned=False)
 
 
 def ways(gemm: Gemm, device: Device) -> list[Candidate]:
