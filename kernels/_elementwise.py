@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels._types import Defines, size, streamed, width
+from onnxfuse.kernels._types import Defines, leaving, size, width
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 
 # Parameters where the node does not give them: ONNX's defaults.
@@ -50,7 +50,7 @@ def spread(count: int, wide: int, streams: int, device: Device) -> Spread:
     while wide > 1 and count // wide < small and (wide > SMALL_WIDTH or count % wide):
         wide //= 2
     vectors = count // wide
-    if vectors < small:
+    if vectors < 4 * small:
         return Spread(wide, SMALL_THREADS, 1)
     resident = RESIDENT_THREADS * device.multiprocessors
     return Spread(wide, THREADS, 2 if resident < vectors <= 2 * resident else 1)  # all at once, if two make it so
@@ -78,7 +78,7 @@ def element_plan(
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
     wide = width([*read, output], weights=inputs)
     tiles = spread(count, wide, len(inputs), device)
-    return Plan((output,), (element_launch(node, tiles, output, streamed([*read, output]), defines, arguments),))
+    return Plan((output,), (element_launch(node, tiles, output, leaving([*read, output]), defines, arguments),))
 
 
 def element_launch(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._rows import USUAL_THREADS, leaving, row_launch, row_plan, tiling
+from onnxfuse.kernels._rows import USUAL_THREADS, row_launch, row_plan, tiling
 from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
     Defines,
+    leaving,
     operand,
     product,
     require_size,

@@ -16,6 +16,7 @@ ABSENT: Final = Scalar(0, "int64")  # the address of an operand that is not ther
 
 # Outputs that with their inputs exceed this do not stay in L2 for the next operator (50 MB on an H100 or H200).
 STREAMED_FROM_BYTES: Final = 48 << 20
+LEAVING_FROM_BYTES: Final = 8 << 20
 
 
 def refuse_dtypes(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
@@ -51,6 +52,14 @@ def width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[Tensor
 def streamed(tensors: Sequence[TensorSpec]) -> int:
     """1 where the tensors are too large to be kept in L2."""
     return int(sum(size(t) * ITEM_BYTES[t.dtype] for t in tensors) > STREAMED_FROM_BYTES)
+
+
+def leaving(tensors: Sequence[TensorSpec]) -> int:
+    """1 where results, which the next operator reads, gain by leaving L2 first.
+
+    4096x768 fp16, which fits: 0.2 us of 4.8 on an H200 where nothing else is in L2, and no loss where all is.
+    """
+    return int(sum(size(t) * ITEM_BYTES[t.dtype] for t in tensors) > LEAVING_FROM_BYTES)
 
 
 def size(tensor: TensorSpec) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._rows import leaving, row_launch, row_plan, tiling
+from onnxfuse.kernels._rows import row_launch, row_plan, tiling
 from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
+    leaving,
     operand,
     product,
     refuse_choice,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.kernels._rows import leaving, row_launch, row_plan, tiling
-from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, operand, product, refuse_dtypes, required, width
+from onnxfuse.kernels._rows import row_launch, row_plan, tiling
+from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, leaving, operand, product, refuse_dtypes, required, width
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 
