@@ -16,55 +16,76 @@ from typing import Any
 import torch
 from kernel_cases import Case, row_cases
 
-from kernels import copies, difference, launcher, per_launch, sets_of, versions
-from onnxfuse.kernels._rows import Tiling
+from kernels import chained, copies, difference, launcher, per_launch, sets_of, versions
+from onnxfuse.kernels._rows import Tiling, held_bytes
 from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import Launch
 
 SHAPES = ["16384x4096", "8192x8192", "4096x768", "512x65536"]
 FUSIONS = ["layer_norm", "add_rms_norm", "softmax", "bias_activation", "gated_activation"]
-VALUES = range(8, 33)  # per thread
-RESIDENT = (2, 4, 8)  # blocks per multiprocessor of a persistent grid
+VALUES = range(4, 41)  # per thread
+RESIDENT = (2, 4, 8, 16)  # blocks per multiprocessor of a persistent grid
+HELD_RESIDENT = (1, 768, 1024)  # threads per multiprocessor that must have registers
 
 
-def row_variants(step: Launch, rows: int) -> Iterator[Launch]:
-    """Threads, vectors per thread and blocks per row; in one wave after another or persistent; hints."""
+def row_variants(step: Launch, rows: int, item_bytes: list[int]) -> Iterator[Launch]:
+    """Threads, vectors per thread, blocks per row, rows per block; in registers, looping, in shared memory; hints."""
     row, width = int(step.kernel.defines["ROW"]), int(step.kernel.defines["WIDTH"])
-    for threads, cluster in itertools.product((32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
+    for threads, cluster in itertools.product((8, 16, 32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
         chunks = -(-row // (width * threads * cluster))
-        if chunks * width not in VALUES:
-            continue
-        side = 128 // threads if threads <= 32 else 1
-        usual = Tiling(width, threads, chunks, side, cluster, early=True)
-        capped = replace(usual, min_blocks=max(1, 1024 // (threads * side)))
-        for tiles, streamed in (usual, 1), (usual, 0), (replace(usual, early=False), 1), (capped, 1):
-            yield with_tiling(step, tiles, -(-rows // side), streamed)
-        for blocks in RESIDENT:
-            if blocks * threads * side <= 2048:
-                looped = replace(usual, loop=True, min_blocks=blocks)
-                grid = max(1, blocks * gpu(0).multiprocessors // cluster)
-                yield with_tiling(step, looped, min(grid, -(-rows // side)), 1)
+        for side in (1, 2, 4, 8) if threads <= 32 and cluster == 1 else (1,):
+            usual = Tiling(width, threads, chunks, side * max(1, 32 // threads), cluster, early=True)
+            if chunks * width in VALUES:
+                yield from kept_variants(step, usual, rows)
+        if threads >= 128:
+            for vectors, resident in itertools.product((1, 2, 4), HELD_RESIDENT):
+                blocks = max(1, resident // threads)
+                held = Tiling(width, threads, vectors, 1, cluster, held=True, min_blocks=blocks)
+                yield with_tiling(step, held, rows, 1, item_bytes)
 
 
-def with_tiling(step: Launch, tiles: Tiling, groups: int, streamed: int) -> Launch:
-    kernel = replace(step.kernel, defines={**step.kernel.defines, **tiles.defines, "STREAMED": streamed})
+def kept_variants(step: Launch, usual: Tiling, rows: int) -> Iterator[Launch]:
+    threads = usual.threads * usual.rows_per_block
+    capped = replace(usual, min_blocks=max(1, 1024 // threads))
+    for tiles in usual, capped, replace(usual, early=False), replace(capped, early=False):
+        for streamed in (0, 1):
+            yield with_tiling(step, tiles, rows, streamed)
+    for blocks in RESIDENT:
+        if blocks * threads <= 2048:
+            yield with_tiling(step, replace(usual, loop=True, min_blocks=blocks), rows, 1)
+
+
+def with_tiling(step: Launch, tiles: Tiling, rows: int, streamed: int, item_bytes: list[int] | None = None) -> Launch:
+    defines = {**step.kernel.defines, **tiles.defines, "STREAMED": streamed}
+    groups = -(-rows // tiles.rows_per_block)
+    if tiles.loop:
+        groups = min(groups, max(1, tiles.min_blocks * gpu(0).multiprocessors // tiles.cluster))
     grid, block = (groups * tiles.cluster, 1, 1), (tiles.threads, tiles.rows_per_block, 1)
-    return replace(step, kernel=kernel, grid=grid, block=block, cluster=tiles.cluster)
+    shared = held_bytes(tiles, int(defines["ROW"]), item_bytes or []) if tiles.held else 0
+    kernel = replace(step.kernel, defines=defines)
+    return replace(step, kernel=kernel, grid=grid, block=block, cluster=tiles.cluster, shared=shared)
 
 
 def element_variants(step: Launch, count: int) -> Iterator[Launch]:
-    vectors = count // int(step.kernel.defines["WIDTH"])
-    for threads, chunks, streamed in itertools.product((128, 256, 512, 1024), (1, 2, 4, 8), (0, 1)):
-        defines = {**step.kernel.defines, "THREADS": threads, "CHUNKS": chunks, "STREAMED": streamed}
-        grid = (max(1, -(-vectors // (threads * chunks))), 1, 1)
+    widest = int(step.kernel.defines["WIDTH"])
+    for width, threads, chunks, streamed in itertools.product((1, 2, 4, 8), (64, 128, 256, 512), (1, 2, 4), (0, 1)):
+        if width > widest or (width < 8 and count > 1 << 20):
+            continue
+        vectors, rest = count // width, int(count % width > 0)
+        defines = {
+            **step.kernel.defines, "WIDTH": width, "THREADS": threads, "CHUNKS": chunks, "STREAMED": streamed,
+            "REST": rest, "WHOLE": int(vectors % (threads * chunks) == 0),
+        }  # fmt: skip
+        grid = (-(-vectors // (threads * chunks)) + rest, 1, 1)
         yield replace(step, kernel=replace(step.kernel, defines=defines), grid=grid, block=(threads, 1, 1))
 
 
 def name(step: Launch) -> str:
     defines = step.kernel.defines
-    parts = [f"T{defines['THREADS']} V{defines['CHUNKS']} streamed{defines['STREAMED']}"]
+    parts = [f"W{defines['WIDTH']} T{defines['THREADS']} V{defines['CHUNKS']} streamed{defines['STREAMED']}"]
     if "CLUSTER" in defines:
-        parts.append(f"C{defines['CLUSTER']} early{defines['EARLY']} loop{defines['LOOP']} min{defines['MIN_BLOCKS']}")
+        names = ("ROWS_PER_BLOCK", "CLUSTER", "EARLY", "LOOP", "HELD", "MIN_BLOCKS")
+        parts += [f"{name.split('_')[0].lower()}{defines[name]}" for name in names]
     registers = compile_kernel(step.kernel, 0).keep.num_regs
     return " ".join([*parts, f"grid{step.grid[0]}", f"regs{registers}"])
 
@@ -75,8 +96,11 @@ def sweep(case: Case) -> list[dict[str, Any]]:
     read, written, moved = sets_of(case, plan)
     copy_us, _ = per_launch(copies(moved, len(read)), moved)
     rows = case.shape[0]
+    item_bytes = [tensor.element_size() for tensor in read[0] if tensor.shape == read[0][0].shape]
     variants = (
-        row_variants(step, rows) if "CLUSTER" in step.kernel.defines else element_variants(step, read[0][0].numel())
+        row_variants(step, rows, item_bytes)
+        if "CLUSTER" in step.kernel.defines
+        else element_variants(step, read[0][0].numel())
     )
     found = []
     for variant in [step, *variants]:
@@ -84,7 +108,9 @@ def sweep(case: Case) -> list[dict[str, Any]]:
             calls = [launcher(variant, *pair) for pair in zip(read, written, strict=True)]
             us, spread = per_launch(calls, moved)
             error = difference(case, read[0], written[0])
-            found.append({"name": name(variant), "us": us, "spread": spread, "error": error, "copy": copy_us / us})
+            chain_us, _ = per_launch(chained(variant, read[0], written[0]), moved)
+            row = {"name": name(variant), "us": us, "spread": spread, "error": error, "copy": copy_us / us}
+            found.append({**row, "chain_us": chain_us})
         except Exception as error:  # too many registers for a block of this size, for example
             found.append({"name": str(variant.kernel.defines), "failed": str(error)})
     return found
@@ -96,7 +122,8 @@ def report(case: Case, found: list[dict[str, Any]]) -> None:
     print(f"{case.fusion} {shape} {case.dtype}: {len(timed)} tilings, {len(found) - len(timed)} failed")
     for row in [found[0], *timed[:6]]:
         if "us" in row:
-            print(f"  {row['us']:8.2f} us {100 * row['copy']:4.0f}% {row['error']:.0e}  {row['name']}", flush=True)
+            times = f"{row['us']:8.2f} us {100 * row['copy']:4.0f}%, {row['chain_us']:.2f} in a chain"
+            print(f"  {times} {row['error']:.0e}  {row['name']}", flush=True)
 
 
 def main() -> None:
