@@ -1,4 +1,4 @@
-"""Activations that onnxruntime's CUDA provider runs as several nodes, or slowly."""
+"""Activations that exporters write in several nodes, alone."""
 
 from onnxfuse.dsl import choose, fusion, tensor
 from onnxfuse.patterns._activations import gelu, gelu_tanh, hard_swish, mish, quick_gelu, silu
@@ -6,7 +6,10 @@ from onnxfuse.patterns._activations import gelu, gelu_tanh, hard_swish, mish, qu
 
 @fusion(out="...", last=True)
 def activation(x=tensor("...")):
-    """y = activation(x), where exporters write it in several nodes, or onnxruntime does"""
+    """y = activation(x), in several nodes or in the one that an opset has for it
+
+    What every opset has as one operator, as Relu, Sigmoid and Tanh, stays as it is.
+    """
     return choose(
         "activation",
         gelu=gelu(x),
