@@ -124,10 +124,12 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     shape, strides = _out_shape(node, out)
     y = TensorSpec(shape, node.output_dtypes[0], tensors["q"].aligned)
     operator = node.attributes.get("form", "softmax") == "operator"
-    full = (q.batch, heads, q.length, k.length)
     mask = spec(node, inputs, "mask")
+    # The operator's mask may be shorter than the keys, of which the others then do not count.
+    keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape else k.length
+    full = (q.batch, heads, q.length, keys)
     problem = Attention(
-        q.batch, heads, kv_heads, q.length, k.length, q.size, v.size, tensors["q"].dtype,
+        q.batch, heads, kv_heads, q.length, keys, q.size, v.size, tensors["q"].dtype,
         all(tensor.aligned for tensor in tensors.values()),
         q.at(_pointer(node, "q")), k.at(_pointer(node, "k")), v.at(_pointer(node, "v")),
         Operand(*full[:1], q.length, heads, v.size, strides).at(Pointer("output", 0)),
@@ -139,7 +141,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         causal=0 if operator and node.attributes.get("is_causal", 0) else None,
         softcap=float(node.attributes.get("softcap", 0.0)) if operator else 0.0,
         # The operator's rows without a key are 0, and a product over no keys at all is.
-        zero_rows=operator or node.attributes.get("fully_masked") == "zero" or k.length == 0,
+        zero_rows=operator or node.attributes.get("fully_masked") == "zero" or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y

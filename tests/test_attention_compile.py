@@ -6,8 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+import attention_cases
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 
+from onnxfuse.build import Variant, function
+from onnxfuse.catalog import builtin
+from onnxfuse.graph import DOMAIN
 from onnxfuse.kernels import _attention_decode, _attention_mma, attention
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.provider.plan import Device, FusedNode, Launch, TensorSpec
@@ -237,3 +245,53 @@ def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], m
     node = FusedNode("attention", "layer/0", ("q", "k", "v", "mask")[: len(shapes)], attributes, (HALF,))
     with pytest.raises(ValueError, match=f"attention 'layer/0': .*{message}"):
         attention.plan(node, [TensorSpec(shape, HALF) for shape in shapes], H200)
+
+
+# ---- the formula of the GPU tests ----------------------------------------------------------------------------------
+
+SMALL = (1, 2, 5, 16, 33)
+
+
+def small(seed: int) -> attention_cases.Case:
+    """A generated case in float32, of lengths and sizes that the reference evaluator can take."""
+    found = attention_cases.generated(seed)
+    lengths = {"queries": SMALL[seed % 5], "keys": SMALL[seed // 5 % 5], "size": found.size % 24 + 1}
+    # In float64 scores survive an addition that they do not in float32.
+    masked = -30.0 if found.mask == "additive" and found.masked > -math.inf else found.masked
+    changes = {**lengths, "value_size": found.value_size % 24 + 1, "dtype": FULL, "mask_dtype": FULL, "masked": masked}
+    return dataclasses.replace(found, **changes)
+
+
+def body(chosen: attention_cases.Case, inputs: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """A model of one node that calls the fusion's stored body."""
+    fusion = next(each for each in builtin() if each.name == "attention")
+    node = chosen.node()
+    names = ("batch", "heads", "kv_heads", "queries", "keys", "size", "value_size")
+    dims = {**{name: getattr(chosen, name) for name in names}, "repeats": chosen.heads // chosen.kv_heads}
+    given = {"scale": node.attributes.get("scale"), "masked_score": chosen.masked}
+    if chosen.operator:
+        given |= {"is_causal": int(chosen.causal), "softcap": chosen.softcap}
+    elif given["scale"] is None:
+        given["scale"] = 1.0
+    choices = {name: value for name, value in node.attributes.items() if isinstance(value, str)}
+    dtypes = {name: TensorProto.BOOL if value.dtype == bool else TensorProto.FLOAT for name, value in inputs.items()}
+    rank = {"rows": 2, "seq_first_rows": 2, "bshd": 4, "bhsd": 4}.get(chosen.out_layout, 3)
+    variant = Variant(23, dtypes, (TensorProto.FLOAT,), rank, given, dims, choices)
+    values = [helper.make_tensor_value_info(name, dtypes[name], inputs[name].shape) for name in inputs]
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    call = helper.make_node("attention", list(inputs), ["y"], domain=DOMAIN)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    stored = function(fusion, variant, "attention", [])
+    graph = helper.make_graph([call], "g", values, [result])
+    return helper.make_model(graph, functions=[stored], opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows without a key are 0/0 in the evaluator
+@pytest.mark.parametrize("seed", range(60))
+def test_the_formula_is_what_the_body_computes(seed: int) -> None:
+    chosen = small(seed)
+    inputs = chosen.inputs()
+    (found,) = ReferenceEvaluator(body(chosen, inputs)).run(None, inputs)
+    expected, _ = attention_cases.formula(chosen, inputs)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
