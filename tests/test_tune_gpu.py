@@ -178,9 +178,11 @@ def test_another_threads_capture_goes_on() -> None:
         x += 1
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        x += 1
-        times = pool.submit(measure).result()
-        graph = stream.end_capture()
+        try:  # a capture that stays open would make every later test fail
+            x += 1
+            times = pool.submit(measure).result()
+        finally:
+            graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
     assert min(times) > 0

@@ -123,8 +123,8 @@ def tune_session(
     shapes: Mapping[str, Sequence[int]],
 ) -> None:
     """For tune="now": measure a session's model, unless that was done; what fails is logged.  Raises UsageError."""
-    name = next((name for name, long in PROVIDERS.items() if long == provider_name), None)
-    if name is None:
+    provider: Provider = "cuda" if provider_name == PROVIDERS["cuda"] else "cpu"
+    if PROVIDERS[provider] != provider_name:
         return
     path = None if isinstance(source, bytes | onnx.ModelProto) else Path(source)
     model = read_model(source if isinstance(source, bytes | onnx.ModelProto) else Path(source))
@@ -136,7 +136,7 @@ def tune_session(
             place = Path(session_options.get_session_config_entry(FOLDER))
     plain = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
     try:
-        work = _work(model, place or (path.parent if path else None), feeds, name, plain, _silent)  # type: ignore[arg-type]
+        work = _work(model, place or (path.parent if path else None), feeds, provider, plain, _silent)
         if not _is_known(work):
             tune(model, work.folder, feeds, work.provider, plain)
     except Exception as error:  # onnxruntime's errors have no common class; the session itself may be possible
