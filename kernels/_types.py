@@ -16,7 +16,7 @@ ABSENT: Final = Scalar(0, "int64")  # the address of an operand that is not ther
 
 # Outputs that with their inputs exceed this do not stay in L2 for the next operator (50 MB on an H100 or H200).
 STREAMED_FROM_BYTES: Final = 48 << 20
-LEAVING_FROM_BYTES: Final = 8 << 20
+LEAVING_FROM_BYTES: Final = 3 << 20
 
 
 def refuse_dtypes(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
