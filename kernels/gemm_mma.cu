@@ -27,7 +27,6 @@ constexpr int X_BYTES = BM * BK_BYTES, W_BYTES = BN * BK_BYTES, STAGE = X_BYTES 
 constexpr int PITCH = BN + 8;  // of the sums in shared memory: 8 banks from row to row
 
 static_assert(WM * WARPS_M * 16 == BM && WN * WARPS_N * 8 == BN && WN % 2 == 0, "tiles of 16 x 16");
-static_assert(STAGES >= 3 && STEPS % 2 == 0, "what is copied is read two barriers later");
 static_assert(BN % 32 == 0, "sums of four rows fall into different banks");
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ __device__ __forceinline__ int place(int row, int chunk) {
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const char* from, bool there) {
-    const int read = there ? BYTES : 0;  // the rest is zero; where nothing is read, any address will do
+    const int read = there ? BYTES : 0;  // the rest is zero
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read)
                      : "memory");
@@ -60,32 +59,28 @@ struct Tile {
     static constexpr bool FULL = ROWS * CHUNKS % THREADS == 0;
     unsigned held[COPY == 2 ? EACH : 1][4];
 
-    // Rows of a thread are STEP apart: offsets that the compiler knows, from one address.
-    static constexpr int STEP = THREADS / CHUNKS;
-    static_assert(THREADS % CHUNKS == 0, "a thread copies the same place of several rows");
-
     template <class Do>
     __device__ __forceinline__ static void each(Do action) {
-        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        const int at = place<ROW_BYTES, PAIRS>(row, chunk);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int there = STEP % 8 ? place<ROW_BYTES, PAIRS>(row + i * STEP, chunk) : at + i * STEP * ROW_BYTES;
-            if (FULL || row + i * STEP < ROWS) action(i, row + i * STEP, chunk, there);
+            const int index = threadIdx.x + i * THREADS;
+            if (FULL || index < ROWS * CHUNKS) action(i, index / CHUNKS, index % CHUNKS);
         }
     }
 
     // `rows` and `bytes` are left of the matrix from `from` on: what lies outside is zero.
     __device__ __forceinline__ void begin(unsigned to, const char* from, int rows, i64 bytes) {
-        const char* first = from + threadIdx.x / CHUNKS * LINE + threadIdx.x % CHUNKS * 16;
-        each([&](int i, int row, int chunk, int there) {
-            const char* source = first + i * STEP * LINE;
+        each([&](int i, int row, int chunk) {
+            const char* source = from + row * LINE + chunk * 16;
             if constexpr (COPY == 2) {
                 fetch(held[i], source, row < rows ? bytes - chunk * 16 : 0);
             } else {
+                const unsigned target = to + place<ROW_BYTES, PAIRS>(row, chunk);
 #pragma unroll
-                for (int at = 0; at < 16; at += COPY)
-                    copy_async<COPY>(to + there + at, source + at, row < rows && chunk * 16 + at < bytes);
+                for (int at = 0; at < 16; at += COPY) {
+                    const bool there = row < rows && chunk * 16 + at < bytes;
+                    copy_async<COPY>(target + at, there ? source + at : from, there);
+                }
             }
         });
     }
@@ -103,10 +98,9 @@ struct Tile {
 
     __device__ __forceinline__ void end(unsigned to) const {
         if constexpr (COPY == 2) {
-            each([&](int i, int, int, int there) {
-                const unsigned(&words)[4] = held[i];
-                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + there), "r"(words[0]),
-                             "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+            each([&](int i, int row, int chunk) {
+                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + place<ROW_BYTES, PAIRS>(row, chunk)),
+                             "r"(held[i][0]), "r"(held[i][1]), "r"(held[i][2]), "r"(held[i][3]) : "memory");
             });
         }
     }
@@ -224,11 +218,9 @@ struct Fragments {
     }
 };
 
-// Tiles `from` up to `to` along k. The barrier of a tile stands before the last multiplications of the one before it,
-// so that they hide the first loads from shared memory.
+// Tiles `from` up to `to` along k. Each thread's last barrier is before its last multiplications.
 __device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigned stages, int from, int to,
                                                float (&sums)[PARTS][WM][WN][4]) {
-    if (from >= to) return;
     Stage stage;
     constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;  // elements of many stages do not fit registers
 #pragma unroll AHEAD
@@ -239,30 +231,23 @@ __device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigne
         }
         asm volatile("cp.async.commit_group;");
     }
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncthreads();
-    Fragments fragments[2];
-    fragments[0].load(stages, 0);
     int reading = 0, writing = STAGES - 1;
 #pragma unroll 1
     for (int tile = from; tile < to; ++tile) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncthreads();
         const bool more = tile + STAGES - 1 < to;
         if (more) operands.begin(stage, stages + writing * STAGE, (tile + STAGES - 1) * BK);
         asm volatile("cp.async.commit_group;");
-        const int next = reading + 1 == STAGES ? 0 : reading + 1;
+        Fragments fragments[2];
+        fragments[0].load(stages + reading * STAGE, 0);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            if (step + 1 == STEPS) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-                __syncthreads();
-                fragments[0].load(stages + next * STAGE, 0);  // after the last tile: nothing that is used
-            } else {
-                fragments[(step + 1) % 2].load(stages + reading * STAGE, step + 1);
-            }
+            if (step + 1 < STEPS) fragments[(step + 1) % 2].load(stages + reading * STAGE, step + 1);
             fragments[step % 2].multiply_all(sums);
         }
         if (more) Operands::end(stage, stages + writing * STAGE);
-        reading = next;
+        reading = reading + 1 == STAGES ? 0 : reading + 1;
         writing = writing + 1 == STAGES ? 0 : writing + 1;
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
