@@ -15,7 +15,8 @@ PIECE: Final = 64  # rows and columns of y that are stored at once
 CONSUMERS: Final = 2
 THREADS: Final = 128 * (1 + CONSUMERS)
 FEWEST_STAGES: Final = 3
-MOST_STAGES: Final = 8
+MOST_STAGES: Final = 12
+MOST_CANDIDATES: Final = 6
 RESERVED_BYTES: Final = 1024  # for barriers
 
 
@@ -25,41 +26,40 @@ class Tiling:
 
     m: int
     n: int
-    pingpong: bool
+    pingpong: bool = False  # each consumer has tiles of its own
     cluster_m: int = 1
     cluster_n: int = 1
-    slots: int = 2
+    split: int = 1  # blocks that share a tile, each with a part of k
 
     @property
     def cluster(self) -> int:
         """Blocks in a cluster."""
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.split
 
     @property
     def name(self) -> str:
         """For reports."""
-        shape = f"{self.m}x{self.n}{'p' if self.pingpong else 'c'}{self.slots}"
-        return f"{shape}_{self.cluster_m}x{self.cluster_n}"
+        if self.split > 1:
+            return f"{self.m}x{self.n} k/{self.split}"
+        shape = f"{self.m}x{self.n}{' pingpong' if self.pingpong else ''}"
+        return f"{shape} {self.cluster_m}x{self.cluster_n}" if self.cluster > 1 else shape
 
 
 TILINGS: Final = (
-    Tiling(128, 256, False),
-    Tiling(128, 256, False, 2),
-    Tiling(128, 256, False, 1, 2),
-    Tiling(256, 128, False),
-    Tiling(256, 128, False, 2),
-    Tiling(256, 128, False, 1, 2),
-    Tiling(128, 192, False),
-    Tiling(128, 192, False, 2),
-    Tiling(128, 128, True),
-    Tiling(128, 128, True, 2),
-    Tiling(128, 128, True, 1, 2),
-    Tiling(64, 256, True),
-    Tiling(64, 256, True, 2),
-    Tiling(128, 128, False),
-    Tiling(64, 192, True),
-    Tiling(64, 128, True),
-    Tiling(64, 64, True),
+    Tiling(128, 128, pingpong=True),
+    Tiling(128, 256),
+    Tiling(256, 128),
+    Tiling(128, 192),
+    Tiling(128, 128),
+    Tiling(64, 256, pingpong=True),
+    Tiling(64, 192, pingpong=True),
+    Tiling(64, 128, pingpong=True),
+    Tiling(64, 64, pingpong=True),
+    Tiling(128, 64, split=2),
+    Tiling(128, 64, split=4),
+    Tiling(128, 64, split=8),
+    Tiling(128, 128, split=2),
+    Tiling(128, 128, split=4),
 )
 
 
@@ -80,12 +80,41 @@ def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to run it, what is expected to be fastest first; none where TMA cannot read the operands."""
     if refuse(gemm, device):
         return []
-    return [candidate(gemm, tiling, device) for tiling in TILINGS if fits(gemm, tiling, device)]
+    fitting = [tiling for tiling in TILINGS if fits(gemm, tiling, device)]
+    fitting.sort(key=lambda tiling: cycles(gemm, tiling, device))
+    return [candidate(gemm, tiling, device) for tiling in fitting[:MOST_CANDIDATES]]
+
+
+def cycles(gemm: Gemm, tiling: Tiling, device: Device) -> float:
+    """About how long it takes, launch apart: good enough to put the fastest two or three first.
+
+    Constants of an H200, from times of all tilings over M from 128 to 8192 and K from 768 to 8192.
+    """
+    multiply = tiling.m * tiling.n * K_STEP / 2048 / 0.8  # a fifth is lost to power and to the pipeline's ends
+    load = (tiling.m / tiling.cluster_n + tiling.n / tiling.cluster_m) * ROW_BYTES / 56  # bytes a cycle from L2
+    steps = -(-gemm.k // (K_STEP * tiling.split))
+    product = steps * max(multiply, load)
+    if tiling.split > 1:  # the blocks exchange their sums
+        return product + 1500 + tiling.m * tiling.n * 4 * (tiling.split - 1) / tiling.split / 16
+    finish = 500 + 8 * tiling.m * tiling.n / (128 if tiling.pingpong else 256)
+    rounds = -(-tiles(gemm, tiling) // (device.multiprocessors // tiling.cluster))
+    return rounds * product + (1 if tiling.pingpong else rounds) * finish
 
 
 def fits(gemm: Gemm, tiling: Tiling, device: Device) -> bool:
-    """Whether the tiling's columns can be those of two products, and its stages are enough to hide latency."""
+    """Whether the tiling's columns can be those of two products, its stages hide latency, and a split has its use."""
+    if tiling.split > 1:
+        # Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
+        room = device.multiprocessors if tiling.split == 2 else device.multiprocessors * 3 // 4
+        if tiles(gemm, tiling) * tiling.split > room or gemm.k <= (tiling.split - 1) * K_STEP:  # each needs some of k
+            return False
     return columns(gemm, tiling) % PIECE == 0 and stages(gemm, tiling, device) >= FEWEST_STAGES
+
+
+def tiles(gemm: Gemm, tiling: Tiling) -> int:
+    """How many tiles, or clusters of them, y has."""
+    rows, right = tiling.m * tiling.cluster_m, columns(gemm, tiling) * tiling.cluster_n
+    return -(-gemm.m // rows) * -(-gemm.n // right)
 
 
 def vectors(gemm: Gemm) -> int:
@@ -98,9 +127,18 @@ def columns(gemm: Gemm, tiling: Tiling) -> int:
     return tiling.n // 2 if gemm.up else tiling.n
 
 
+def slots(gemm: Gemm, tiling: Tiling) -> int:
+    """Pieces of y that a consumer has under way: all of a tile where the residual is to arrive while it multiplies."""
+    pieces = tiling.m * columns(gemm, tiling) // PIECE**2 // (1 if tiling.pingpong else CONSUMERS)
+    return max(2, pieces) if gemm.residual else 2
+
+
 def fixed_bytes(gemm: Gemm, tiling: Tiling) -> int:
     """Shared memory besides the ring of operand tiles."""
-    pieces = CONSUMERS * tiling.slots * PIECE * ROW_BYTES
+    if tiling.split > 1:
+        products = 2 if gemm.up else 1
+        return tiling.m * columns(gemm, tiling) * products * 4 * (tiling.split - 1) // tiling.split + RESERVED_BYTES
+    pieces = CONSUMERS * slots(gemm, tiling) * PIECE * ROW_BYTES
     return pieces + CONSUMERS * vectors(gemm) * columns(gemm, tiling) * 2 + RESERVED_BYTES
 
 
@@ -116,12 +154,11 @@ def stages(gemm: Gemm, tiling: Tiling, device: Device) -> int:
 
 def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
     """One launch of gemm_hopper.cu."""
-    rows, right = tiling.m * tiling.cluster_m, columns(gemm, tiling) * tiling.cluster_n
-    tiles = -(-gemm.m // rows) * -(-gemm.n // right)
-    blocks = min(tiles, device.multiprocessors // tiling.cluster) * tiling.cluster
+    blocks = min(tiles(gemm, tiling), device.multiprocessors // tiling.cluster) * tiling.cluster
     count = stages(gemm, tiling, device)
+    source = "gemm_hopper_split" if tiling.split > 1 else "gemm_hopper"
     launch = Launch(
-        Kernel("gemm_hopper", "gemm_hopper", defines(gemm, tiling, count), arch_specific=True),
+        Kernel(source, source, defines(gemm, tiling, count), arch_specific=True),
         (blocks, 1, 1),
         (THREADS, 1, 1),
         arguments(gemm, tiling),
@@ -136,8 +173,8 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
     return {
         "ELEMENT": STORAGE[gemm.dtype], "TRANSPOSED": int(gemm.transposed), "GATED": int(gemm.up is not None),
         "TILE_M": tiling.m, "TILE_N": columns(gemm, tiling), "PINGPONG": int(tiling.pingpong),
-        "STAGES": stages, "SLOTS": tiling.slots, "CLUSTER_M": tiling.cluster_m, "CLUSTER_N": tiling.cluster_n,
-        "ACTIVATION": gemm.activation, "PRECISE": 0,
+        "STAGES": stages, "SLOTS": slots(gemm, tiling), "CLUSTER_M": tiling.cluster_m, "CLUSTER_N": tiling.cluster_n,
+        "SPLIT": tiling.split, "ACTIVATION": gemm.activation, "PRECISE": 0,
         "BIAS": int(gemm.bias is not None), "UP_BIAS": int(gemm.up_bias is not None),
         "COLUMN_SCALE": int(gemm.column_scale is not None), "RESIDUAL": int(gemm.residual is not None),
     }  # fmt: skip
@@ -155,13 +192,16 @@ def arguments(gemm: Gemm, tiling: Tiling) -> tuple[Argument, ...]:
         tensor_map(gemm, gemm.x, (k, gemm.m), (K_STEP, tiling.m // tiling.cluster_n)),
         tensor_map(gemm, gemm.w, weight_sizes, weight_box),
         *([tensor_map(gemm, gemm.up, weight_sizes, weight_box)] if gemm.up else []),
-        tensor_map(gemm, gemm.y, (n, gemm.m), (PIECE, PIECE)),
-        *([tensor_map(gemm, gemm.residual, (n, gemm.m), (PIECE, PIECE))] if gemm.residual else []),
     ]
+    written: list[Argument]
+    if tiling.split > 1:
+        written = [gemm.y, gemm.residual or ABSENT]
+    else:
+        written = [tensor_map(gemm, each, (n, gemm.m), (PIECE, PIECE)) for each in (gemm.y, gemm.residual) if each]
     pointers = [gemm.bias or ABSENT, gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     sizes = [Scalar(value, "int32") for value in (gemm.m, n, k, band(gemm, tiling))]
-    return (*maps, *pointers, *scalars, *sizes)
+    return (*maps, *written, *pointers, *scalars, *sizes)
 
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:

@@ -28,8 +28,14 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
+// All threads of the cluster; what they wrote before is seen after.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same for time alone: it waits for no writes.
+__device__ __forceinline__ void cluster_barrier_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // Registers a thread of this warpgroup, a multiple of 8: what a producer gives up, consumers take.
@@ -75,6 +81,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again; }" ::"r"(barrier), "r"(parity)
                  : "memory");
+}
+
+// Stores to the shared memory of another block of the cluster, at the address that it has in this one.
+__device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
+    asm volatile("{ .reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5}; }" ::"r"(address), "r"(rank), "f"(values[0]),
+                 "f"(values[1]), "f"(values[2]), "f"(values[3]) : "memory");
 }
 
 // ---- bulk tensor copies: one thread issues them ------------------------------------------------------------------

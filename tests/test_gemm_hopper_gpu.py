@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -27,14 +27,19 @@ SIZES = [(1, 8, 8), (1, 4096, 64), (129, 264, 40), (300, 1032, 328), (1000, 200,
          (4096, 768, 768), (77, 96, 8192)]  # fmt: skip
 SMALL = (333, 328, 200)
 ALL = ("bias", "column_scale", "residual")
+# One of each kind: consumers that take turns, that share a tile, and blocks that share one.
+KINDS = tuple(next(t for t in _gemm_hopper.TILINGS if kind(t)) for kind in (
+    lambda t: t.pingpong, lambda t: not t.pingpong and t.split == 1, lambda t: t.split > 1))  # fmt: skip
 
 
-def candidates(case: Case) -> tuple[list[Candidate], TensorSpec, dict[str, np.ndarray]]:
+def candidates(
+    case: Case, tilings: Sequence[_gemm_hopper.Tiling] = _gemm_hopper.TILINGS
+) -> tuple[list[Candidate], TensorSpec, dict[str, np.ndarray]]:
     arrays, device = case.arrays(), gpu(0)
     if device.arch != 90:
         pytest.skip("needs a Hopper GPU")
     gemm, y = case.product(device, arrays)
-    fitting = [tiling for tiling in _gemm_hopper.TILINGS if _gemm_hopper.fits(gemm, tiling, device)]
+    fitting = [tiling for tiling in tilings if _gemm_hopper.fits(gemm, tiling, device)]
     return [_gemm_hopper.candidate(gemm, tiling, device) for tiling in fitting], y, arrays
 
 
@@ -52,6 +57,8 @@ def epilogues() -> Iterator[Case]:
     for extra in ((), ("bias",), ("up_bias",)):
         yield Case(*SMALL, "float16", "nk", extra, "gelu_tanh", gated=True)
         yield Case(*SMALL, "bfloat16", "kn", extra, "sigmoid", gated=True)
+    for activation in ACTIVATIONS:
+        yield Case(*SMALL, "float16", "kn", ("bias",), activation)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,11 +66,12 @@ def compiled() -> None:
     """CuPy's disk cache filled by many compilers at once: one at a time, these kernels take minutes."""
     compile_native()
     found: dict[tuple[str, ...], Kernel] = {}
-    for case in (*sizes(), *epilogues()):
-        for way in candidates(case)[0]:
+    everything = [(case, _gemm_hopper.TILINGS) for case in sizes()] + [(case, KINDS) for case in epilogues()]
+    for case, tilings in everything:
+        for way in candidates(case, tilings)[0]:
             for step in way.steps:
                 assert isinstance(step, Launch)
-                found[options(step.kernel)] = step.kernel
+                found[step.kernel.source, *options(step.kernel)] = step.kernel
 
     def fill(kernel: Kernel) -> None:
         flags = (*options(kernel), f"-arch={architecture(kernel, 90)}")
@@ -81,27 +89,28 @@ def check(name: str, values: np.ndarray, expected: np.ndarray, slack: np.ndarray
     assert not wrong.any(), f"{name}: {wrong.sum()} wrong, the first at {np.argwhere(wrong)[0]}"
 
 
-@pytest.mark.parametrize("case", [*sizes(), *epilogues()], ids=str)
-def test_matches_float64(case: Case) -> None:
-    ways, y, arrays = candidates(case)
+def check_all(case: Case, tilings: Sequence[_gemm_hopper.Tiling]) -> None:
+    ways, y, arrays = candidates(case, tilings)
     expected, slack = expect(case, arrays)
     assert ways
     for way in ways:
         check(way.name, run(way, y, arrays, aligned=True), expected, slack)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str) -> None:
-    case = Case(*SMALL, "float16", "kn", ("bias",), activation)
-    ways, y, arrays = candidates(case)
-    expected, slack = expect(case, arrays)
-    check(activation, run(ways[0], y, arrays, aligned=True), expected, slack)
+@pytest.mark.parametrize("case", list(sizes()), ids=str)
+def test_sizes(case: Case) -> None:
+    check_all(case, _gemm_hopper.TILINGS)
+
+
+@pytest.mark.parametrize("case", list(epilogues()), ids=str)
+def test_epilogues(case: Case) -> None:
+    check_all(case, KINDS)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_replayed_in_a_cuda_graph(gated: bool) -> None:
     case = Case(2100, 2104, 136, "float16", "kn", ("bias",) if gated else ALL, "silu", gated=gated)
-    ways, y, arrays = candidates(case)
+    ways, y, arrays = candidates(case, KINDS)
     for way in ways:
         read = [upload(value) for value in arrays.values()]
         written = upload(np.full(y.shape, np.nan, NUMPY[y.dtype]))

@@ -1,0 +1,164 @@
+// gemm_hopper.cu for products of few tiles and long k: the SPLIT blocks of a cluster share a tile, and each sums over a
+// part of k. Then each finishes a part of the columns, with the others' sums of them in its shared memory.
+//
+// Constants: those of gemm_hopper.cuh, without PINGPONG and with no other cluster. Every block has a step of k or more.
+#include "gemm_hopper.cuh"
+
+namespace {
+
+constexpr int THREADS = CONSUMERS * 128;
+constexpr int EIGHTS = ATOMS * TILE_N / 8;  // a thread's columns of y, in eights, of all atoms
+constexpr int OWN = EIGHTS / SPLIT;         // those that this block finishes
+constexpr int SUMS_AT = STAGES * STAGE_BYTES;
+constexpr int SUMS_BYTES = (SPLIT - 1) * OWN * (1 + GATED) * THREADS * 16;
+constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
+
+static_assert(SPLIT > 1 && CLUSTER == 1 && !PINGPONG && EIGHTS % SPLIT == 0);
+
+// The sums that other blocks have of the columns that this one finishes.
+struct Exchange {
+    float4* sums;  // shared memory: SPLIT - 1 blocks x OWN x products x THREADS
+    int thread;    // of THREADS
+    int rank;
+
+    __device__ __forceinline__ float4* place(int source, int eight, int product) const {
+        return sums + ((source * OWN + eight) * (1 + GATED) + product) * THREADS + thread;
+    }
+
+    __device__ __forceinline__ void send(int to, int eight, int product, const float* d) const {
+        const int source = rank < to ? rank : rank - 1;  // of the blocks that are not `to`
+        hopper::store_at(hopper::shared_address(place(source, eight, product)), to, {d[0], d[1], d[2], d[3]});
+    }
+
+    __device__ __forceinline__ void receive(int eight, int product, float* d) const {
+#pragma unroll
+        for (int source = 0; source < SPLIT - 1; ++source) {
+            const float4 more = *place(source, eight, product);
+            d[0] += more.x;
+            d[1] += more.y;
+            d[2] += more.z;
+            d[3] += more.w;
+        }
+    }
+};
+
+struct Operands {
+    const T *bias, *up_bias, *scale, *residual;
+    T* y;
+    float alpha, beta;
+    int m, n;
+};
+
+// A thread's part of eight columns: two neighbours in each of two rows, and what is added to them.
+struct Eight {
+    int row, column;
+    Added added;
+    u32 residual[2];
+
+    __device__ __forceinline__ bool inside(const Operands& of, int i) const {
+        return column < of.n && row + 8 * i < of.m;  // n is a multiple of 8
+    }
+    __device__ __forceinline__ size_t at(const Operands& of, int i) const {
+        return size_t(row + 8 * i) * of.n + column;
+    }
+
+    __device__ __forceinline__ void fetch(const Operands& of) {
+        const bool within = column < of.n;
+        if constexpr (BIAS) added.bias = within ? load_cached<2>(of.bias + column).words[0] : 0;
+        if constexpr (UP_BIAS) added.up_bias = within ? load_cached<2>(of.up_bias + column).words[0] : 0;
+        if constexpr (COLUMN_SCALE) added.scale = within ? load_cached<2>(of.scale + column).words[0] : 0;
+        if constexpr (RESIDUAL)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                residual[i] = inside(of, i) ? load_cached<2>(of.residual + at(of, i)).words[0] : 0;
+    }
+
+    __device__ __forceinline__ void finish(const float* d, const float* up, const Operands& of) const {
+        float results[4];
+        activate_four(d, up, added, of.alpha, of.beta, results);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (!inside(of, i)) continue;
+            float both[2] = {results[2 * i], results[2 * i + 1]};
+            if constexpr (RESIDUAL) {
+                float more[2];
+                widen(T(), residual[i], more);
+                both[0] += more[0];
+                both[1] += more[1];
+            }
+            store<false>(of.y + at(of, i), both);
+        }
+    }
+};
+
+__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int steps,
+                                        const Operands& of) {
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT;
+    const int above = consumer * GROUP_ROWS;
+    Ring<STAGES> ring;
+    float d[ATOMS][COLUMNS / 2];
+    multiply(d, ring, barriers, hopper::shared_address(memory), above, steps, consumer, false);
+    const Exchange exchange{reinterpret_cast<float4*>(memory + SUMS_AT), int(threadIdx.x) - 128, rank};
+    const int2 origin = tiles.origin(tiles.first());
+    Eight own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const int eight = rank * OWN + i;
+        own[i].row = origin.x + above + eight / (TILE_N / 8) * 64 + thread / 32 * 16 + thread % 32 / 4;
+        own[i].column = origin.y + eight % (TILE_N / 8) * 8 + thread % 4 * 2;
+        own[i].fetch(of);
+    }
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; ++eight) {
+        float* sums = &d[eight / (TILE_N / 8)][eight % (TILE_N / 8) * 4];
+        if (eight / OWN == rank) continue;
+        exchange.send(eight / OWN, eight % OWN, 0, sums);
+        if constexpr (GATED) exchange.send(eight / OWN, eight % OWN, 1, sums + TILE_N / 2);
+    }
+    hopper::cluster_barrier();
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; ++eight) {
+        float* sums = &d[eight / (TILE_N / 8)][eight % (TILE_N / 8) * 4];
+        if (eight / OWN != rank) continue;
+        exchange.receive(eight % OWN, 0, sums);
+        if constexpr (GATED) exchange.receive(eight % OWN, 1, sums + TILE_N / 2);
+        own[eight % OWN].finish(sums, sums + (GATED ? TILE_N / 2 : 0), of);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
+    gemm_hopper_split(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+#if GATED
+                      const __grid_constant__ TensorMap up,
+#endif
+                      T* y, const T* residual, const T* bias, const T* up_bias, const T* scale, float alpha,
+                      float beta, int m, int n, int k, int group) {
+#if !GATED
+    const TensorMap& up = w;
+#endif
+    extern __shared__ __align__(1024) char memory[];
+    const u32 shared = hopper::shared_address(memory);
+    const Barriers barriers{shared + BARRIERS_AT};
+    if (threadIdx.x == 0) {
+        hopper::prefetch(x);
+        hopper::prefetch(w);
+        if constexpr (GATED) hopper::prefetch(up);
+    }
+    init_barriers(barriers, 0);
+    __syncthreads();
+    hopper::cluster_barrier();  // the other blocks have started: their shared memory may be written
+    const Tiles tiles(m, n, group);
+    const int steps = (k + K_STEP - 1) / K_STEP, rank = blockIdx.x % SPLIT;
+    const int2 range{steps * rank / SPLIT, steps * (rank + 1) / SPLIT};
+    if (threadIdx.x < 128) {
+        hopper::give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(x, w, up, shared, barriers, tiles, range);
+        __syncwarp();
+        hopper::cluster_barrier();  // with the consumers
+    } else {
+        hopper::take_registers<CONSUMER_REGISTERS>();
+        consume(memory, barriers, tiles, range.y - range.x, {bias, up_bias, scale, residual, y, alpha, beta, m, n});
+    }
+}
