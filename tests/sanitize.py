@@ -8,6 +8,7 @@ Each array has an allocation of its own, so that memcheck sees what lies beyond 
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 
 HERE = Path(__file__).parent
 FOUND = 9  # what compute-sanitizer exits with where it has found something
+MOST_LINES = 60  # of what one process says
 PYTEST = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
 
 
@@ -47,6 +49,12 @@ def watched(tool: str, ids: list[str]) -> tuple[bool, str]:
     return run.returncode == 0 and clean is not None, text
 
 
+def telling(text: str) -> list[str]:
+    """What the tool and pytest say of errors, and how they end."""
+    lines = [line for line in text.splitlines() if line.startswith(("=========", "FAILED", "ERROR", "E  "))]
+    return [*lines[:MOST_LINES], *text.splitlines()[-3:]]
+
+
 def work(listing: str) -> int:
     """Run the listed tests in this process."""
     import cupy
@@ -66,6 +74,8 @@ def main() -> None:
         sys.exit(work(given.worker))
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    sys.path.insert(0, str(HERE))
+    importlib.import_module("kernel_runs").compile_native()  # once, before many processes want it
     ids, well = tests(given.tests), True
     for tool in given.tools.split(","):
         started = time.monotonic()
@@ -74,10 +84,10 @@ def main() -> None:
             results = list(pool.map(watched, [tool] * len(shares), shares))
         failed = [text for fine, text in results if not fine]
         well = well and not failed
-        took = time.monotonic() - started
-        print(f"{tool}: {len(ids)} tests in {len(shares)} processes, {took:.0f} s: {len(failed) or 'none'} failed")
         for text in failed:
-            print(text[-4000:])
+            print("\n".join(telling(text)))
+        took, where = time.monotonic() - started, f"{len(shares)} processes"
+        print(f"{tool}: {len(ids)} tests, {took:.0f} s; not clean: {len(failed)} of {where}", flush=True)
     sys.exit(not well)
 
 
