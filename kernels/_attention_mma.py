@@ -183,7 +183,7 @@ def _score_strides(scores: Scores | None) -> tuple[int, int, int]:
 
 def _score_units(problem: Attention) -> tuple[float, float, float]:
     """scale, masked, cap: what makes scores, in units of log2(e), of products."""
-    masked = problem.masked_score
+    masked = problem.masked_score if problem.mask_kind in ("boolean", "inverted") else 0.0
     masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))
     if problem.softcap:
         return problem.scale / problem.softcap, masked, problem.softcap * LOG2_E
@@ -224,7 +224,7 @@ def _ranked(problem: Attention, device: Device) -> list[Tiling]:
     if _by_row(problem, problem.mask) or _by_row(problem, problem.bias):
         tilings = [tiling for tiling in tilings if tiling.row_warps <= 4]
     if problem.mask and problem.bias:
-        tilings = [replace(tiling, min_blocks=1) for tiling in tilings]
+        tilings = [replace(t, min_blocks=1, keys=max(t.keys // 2, 16 * t.key_warps)) for t in tilings]
     return sorted((t for t in tilings if t.key_warps == 1 or problem.keys <= STREAM_KEYS or rows <= 64), key=rank)
 
 

@@ -5,6 +5,13 @@
 
 // ---- masks and biases --------------------------------------------------------------------------------------------
 
+// In units of log2(e). What is finite stays so; no fp16 can leave the range of fp32.
+template <class M>
+__device__ __forceinline__ float in_powers_of_two(M, float value) {
+    return value == NOTHING ? NOTHING : fmaxf(value * LOG2_E, LOWEST);
+}
+__device__ __forceinline__ float in_powers_of_two(f16, float value) { return value * LOG2_E; }
+
 // The scores of a warp that a mask or a bias belongs to, in the layout of an accumulator.
 template <class M, bool BY_ROW, bool PAIRS>
 struct Addend {
@@ -58,7 +65,7 @@ struct Addend {
         } else {
             unpack(pair, to);
 #pragma unroll
-            for (float& value : to) value = value == NOTHING ? NOTHING : fmaxf(value * LOG2_E, LOWEST);
+            for (float& value : to) value = in_powers_of_two(M(), value);
         }
     }
 };
