@@ -25,6 +25,8 @@ USUAL_THREADS: Final = 512  # of a block, before threads take more values
 RESIDENT_BYTES: Final = 48 << 10  # of rows that a multiprocessor shall hold, where registers limit it
 WARP_BLOCK: Final = 128  # threads of a block whose rows are of a warp or less
 REGISTERS: Final = 65536  # of a multiprocessor
+LOOP_REGISTERS: Final = 128  # per thread that holds a warp's row and loads the next one
+LOOP_WORDS: Final = 72  # of those, without what addresses and sums need: more spill
 MANY_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks on a multiprocessor, of a warp each
 MOST_BLOCKS: Final = 16  # on the others
 FEWEST_REGISTERS: Final = 64  # per thread, to which a kernel may be held: fewer would slow none down, but help none
@@ -68,6 +70,7 @@ class Tiling:
     loop: bool = False
     held: bool = False
     min_blocks: int = 1
+    most_blocks: int = MAX_GRID  # of a launch; with fewer than there are rows for, blocks take further ones in a loop
 
     @property
     def defines(self) -> Defines:
@@ -131,6 +134,22 @@ def _warp_rows(rows: int, length: int, width: int, few: bool, adds: bool, device
     while not few and side_by_side * threads > 32 and _over(rows, side_by_side) < 2 * device.multiprocessors:
         side_by_side //= 2
     return Tiling(width, threads, chunks, side_by_side, early=chunks * width <= WARP_EARLY_VALUES)
+
+
+def looping(tiles: Tiling, rows: int, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> Tiling | None:
+    """The same with resident blocks only, which load their next rows while they compute.
+
+    None where a row has a block, where all rows are resident, and where registers cannot hold it all.
+    """
+    threads = tiles.threads * tiles.rows_per_block
+    resident = REGISTERS // (LOOP_REGISTERS * threads)
+    most = resident * device.multiprocessors
+    words = tiles.width * tiles.chunks * (4 + sum(item_bytes) + weight_bytes) // 4  # values, the next row, weights
+    if tiles.threads > 32 or _over(rows, tiles.rows_per_block) <= most:
+        return None
+    if words > LOOP_WORDS or device.arch not in MANY_BLOCKS:
+        return None
+    return replace(tiles, early=True, min_blocks=resident, most_blocks=most)
 
 
 def _one_wave(rows: int, tiles: Tiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
@@ -215,7 +234,7 @@ def row_launch(
     kernel: str, tiles: Tiling, rows: int, defines: Defines, arguments: Sequence[Argument], item_bytes: Sequence[int]
 ) -> Launch:
     """The launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
-    groups, most = _over(rows, tiles.rows_per_block), MAX_GRID // tiles.cluster
+    groups, most = _over(rows, tiles.rows_per_block), min(tiles.most_blocks, MAX_GRID // tiles.cluster)
     tiles, blocks = replace(tiles, loop=tiles.loop or groups > most), min(groups, most)
     return Launch(
         Kernel(kernel, kernel, {**defines, **tiles.defines}),

@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("tests", nargs="*", default=[str(HERE / "test_kernels_gpu.py")])
+    parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("test_kernels*_gpu.py"))))
     given = parser.parse_args()
     if given.worker:
         sys.exit(work(given.worker))

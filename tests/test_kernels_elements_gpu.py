@@ -1,0 +1,112 @@
+"""Activations, gates, biases and rotary embedding against float64: all dtypes, odd and misaligned sizes, extremes."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from kernel_references import ACTIVATIONS, PARAMETERS, rotate_half, with_parameters
+from kernel_runs import DTYPES, check, normal, rounded, run
+
+from onnxfuse.provider.plan import Device
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return importlib.import_module("onnxfuse.provider.compile").gpu(0)
+
+
+# ---- elements ----------------------------------------------------------------------------------------------------
+
+SIZES = [(1, 1), (3, 5), (33, 1023), (128, 128), (4096, 64), (1031, 4099), (0, 128)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_over_its_range(device: Device, dtype: str, activation: str) -> None:
+    x = np.concatenate([np.linspace(-12, 12, 20011), np.linspace(-1e-3, 1e-3, 1001), [-6e4, -300, 300, 6e4, 0.0, -0.0]])
+    x = rounded(x.astype(np.float32), dtype)
+    (y,) = run("activation", {"x": x}, [dtype], device, **with_parameters(activation))
+    with np.errstate(over="ignore"):
+        check(y, ACTIVATIONS[activation](x.astype(np.float64), *PARAMETERS.get(activation, (0, 0))), tiny=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_infinity_and_nan(device: Device, activation: str) -> None:
+    x = np.array([np.nan, np.inf], dtype=np.float32)
+    (y,) = run("activation", {"x": x}, ["float32"], device, **with_parameters(activation))
+    assert np.isnan(y[0])
+    _, beta = PARAMETERS.get(activation, (0.0, 0.0))
+    bounded = {"sigmoid": 1.0, "tanh": 1.0, "hard_sigmoid": 1.0, "clip": beta}
+    assert y[1] == bounded.get(activation, np.inf)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_of_any_size(device: Device, dtype: str, shape: tuple[int, int], aligned: bool) -> None:
+    x, up, bias = normal(shape, dtype, 1, 2.0), normal(shape, dtype, 2), normal(shape[1:], dtype, 3)
+    silu = ACTIVATIONS["silu"]
+    (y,) = run("activation", {"x": x}, [dtype], device, aligned, activation="silu")
+    check(y, silu(x.astype(np.float64), 0, 0), tiny=True)
+    (y,) = run("gated_activation", {"gate": x, "up": up}, [dtype], device, aligned, activation="silu")
+    check(y, silu(x.astype(np.float64), 0, 0) * up.astype(np.float64), tiny=True)
+    (y,) = run("bias_activation", {"x": x, "bias": bias}, [dtype], device, aligned, activation="silu")
+    check(y, silu(x.astype(np.float64) + bias.astype(np.float64), 0, 0), tiny=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates(device: Device, dtype: str, activation: str) -> None:
+    gate, up = normal((77, 1024), dtype, 1, 3.0), normal((77, 1024), "float16", 2)
+    (y,) = run("gated_activation", {"gate": gate, "up": up}, [dtype], device, activation=activation)
+    check(y, ACTIVATIONS[activation](gate.astype(np.float64), 0, 0) * up.astype(np.float64), tiny=True)
+
+
+# ---- rotary embedding --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("table", ["bsd", "b1sd"])
+@pytest.mark.parametrize("layout", ["packed", "bshd", "bhsd"])
+@pytest.mark.parametrize(
+    ("batch", "tables", "heads", "seq", "size"),
+    [(2, 1, 3, 5, 6), (2, 2, 8, 33, 64), (1, 1, 32, 512, 128), (3, 1, 5, 7, 20), (0, 1, 4, 8, 64)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding(
+    device: Device, dtype: str, batch: int, tables: int, heads: int, seq: int, size: int, layout: str, table: str,
+    aligned: bool,
+) -> None:  # fmt: skip
+    x = normal((batch, heads, seq, size), dtype, 1)
+    cos, sin = (normal((tables, seq, size), dtype, seed) for seed in (2, 3))
+    turned = {"bhsd": x, "bshd": x.swapaxes(1, 2), "packed": x.swapaxes(1, 2).reshape(batch, seq, heads * size)}[layout]
+    shape = (tables, seq, size) if table == "bsd" else (tables, 1, seq, size)
+    inputs = {"x": np.ascontiguousarray(turned), "cos": cos.reshape(shape), "sin": sin.reshape(shape)}
+    (y,) = run("rotary_embedding", inputs, [dtype], device, aligned, layout=layout, table=table)
+    angles = (angle.astype(np.float64)[:, None] for angle in (cos, sin))
+    check(y, rotate_half(x.astype(np.float64), *angles))
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 32), (10, 6), (96, 48)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_operator(
+    device: Device, dtype: str, packed: bool, size: int, rotated: int, interleaved: int
+) -> None:
+    batch, heads, seq = 2, 6, 19
+    x = normal((batch, heads, seq, size), dtype, 1)
+    cos, sin = (normal((batch, seq, rotated // 2), dtype, seed) for seed in (2, 3))
+    given = np.ascontiguousarray(x.swapaxes(1, 2)).reshape(batch, seq, heads * size) if packed else x
+    options = {"form": "operator", "interleaved": interleaved, "num_heads": heads, "rotary_embedding_dim": rotated}
+    (y,) = run("rotary_embedding", {"x": given, "cos": cos, "sin": sin}, [dtype], device, **options)
+    expected, c, s = x.astype(np.float64), *(angle.astype(np.float64)[:, None] for angle in (cos, sin))
+    first = np.s_[..., 0:rotated:2] if interleaved else np.s_[..., : rotated // 2]
+    second = np.s_[..., 1:rotated:2] if interleaved else np.s_[..., rotated // 2 : rotated]
+    one, other = expected[first].copy(), expected[second].copy()
+    expected[first], expected[second] = one * c - other * s, one * s + other * c
+    check(y, expected.swapaxes(1, 2).reshape(batch, seq, heads * size) if packed else expected)
