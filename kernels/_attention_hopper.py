@@ -33,6 +33,7 @@ class Tiling:
     stages: int
     blocks: int = 1  # on a multiprocessor
     turns: bool = False  # warpgroups issue their products in turns
+    slowness: float = 1.0  # of a multiprocessor that is full of them, beside other tilings of the same head size
 
     def shared(self, size: int, value_size: int) -> int:
         """Bytes of shared memory."""
@@ -52,16 +53,38 @@ class Tiling:
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
 
 
-# By the wider of head and value size: the tilings to try, the likeliest first.
+# By the wider of head and value size. Slowness: on an H200, 2 x 16 heads of 8192 queries and keys, or 2048.
 TILINGS: Final = {
     64: (
-        *(Tiling(1, 64, 2, 3), Tiling(3, 128, 2, turns=True), Tiling(1, 48, 3, 3), Tiling(1, 128, 2, 2)),
-        *(Tiling(2, 128, 2, turns=True), Tiling(2, 64, 3)),
+        Tiling(1, 64, 2, 3),
+        Tiling(3, 128, 2, turns=True, slowness=0.91),
+        Tiling(1, 48, 3, 3),
+        Tiling(1, 128, 2, 2, slowness=1.05),
+        Tiling(2, 128, 2, turns=True, slowness=1.13),
+        Tiling(2, 64, 3, slowness=1.3),
     ),
-    128: (Tiling(2, 128, 2, turns=True), Tiling(1, 64, 2, 2), Tiling(2, 64, 3), Tiling(1, 32, 2, 2)),
-    192: (Tiling(2, 96, 2, turns=True), Tiling(1, 64, 2), Tiling(2, 64, 2), Tiling(1, 32, 2)),
-    256: (Tiling(2, 80, 2, turns=True), Tiling(1, 64, 2), Tiling(2, 48, 2), Tiling(2, 32, 2), Tiling(1, 32, 2)),
+    128: (
+        Tiling(2, 128, 2, turns=True),
+        Tiling(1, 64, 2, 2, slowness=1.02),
+        Tiling(2, 64, 3, slowness=1.2),
+        Tiling(1, 32, 2, 2, slowness=1.3),
+    ),
+    192: (
+        Tiling(2, 96, 2, turns=True),
+        Tiling(1, 64, 2, slowness=1.02),
+        Tiling(2, 64, 2, slowness=1.1),
+        Tiling(1, 32, 2, slowness=1.3),
+    ),
+    256: (
+        Tiling(2, 80, 2, turns=True),
+        Tiling(1, 64, 2, slowness=1.3),
+        Tiling(2, 48, 2, slowness=1.2),
+        Tiling(2, 32, 2, slowness=1.3),
+        Tiling(1, 32, 2, slowness=1.5),
+    ),
 }
+ENDS: Final = 100  # keys' worth of time that a block takes to begin and to end
+TILE_KEYS: Final = 8  # keys' worth of time that each tile takes besides its own
 OTHER_REGISTERS: Final = 28  # of a thread, besides scores, weights, results and what is added to scores
 
 
@@ -70,13 +93,29 @@ def plans(problem: Attention, device: Device) -> list[Candidate]:
     if device.arch != 90 or not _fits(problem):
         return []
     wider = max(problem.size, problem.value_size)
-    tilings = TILINGS[next(limit for limit in TILINGS if wider <= limit)]
-    return [
-        candidate(problem, tiling)
-        for tiling in tilings
+    # Under a mask, heads up to 64 are fastest in small blocks, and large ones have no registers left for it.
+    tilings = [
+        tiling
+        for tiling in TILINGS[next(limit for limit in TILINGS if wider <= limit)]
         if tiling.shared(problem.size, problem.value_size) * tiling.blocks <= device.shared_per_block
         and _registers(problem, tiling) <= tiling.registers
+        and (problem.mask is None or wider > 64 or tiling.groups * tiling.keys <= 128)
     ]
+    return [candidate(problem, tiling) for tiling in sorted(tilings, key=lambda each: _time(problem, each, device))]
+
+
+def _time(problem: Attention, tiling: Tiling, device: Device) -> float:
+    """What a multiprocessor needs, in the time that a warpgroup takes for a key: waves of blocks, and tiles of keys."""
+    blocks = math.ceil(problem.queries / (64 * tiling.groups)) * problem.heads * problem.batch
+    together = min(tiling.blocks, math.ceil(blocks / device.multiprocessors))
+    waves = blocks / (device.multiprocessors * together)
+    keys = problem.keys
+    if problem.causal is None:
+        waves = math.ceil(waves)
+    else:  # half of the keys, and half of what the diagonal crosses; short rows come last and fill up
+        keys = min(keys, (keys + 64 * tiling.groups + tiling.keys) // 2)
+    keys = math.ceil(keys / tiling.keys) * (tiling.keys + TILE_KEYS) + ENDS
+    return max(1, waves) * together * tiling.groups * keys * tiling.slowness
 
 
 def _registers(problem: Attention, tiling: Tiling) -> int:

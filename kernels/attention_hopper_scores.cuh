@@ -3,10 +3,7 @@
 // A thread holds scores of two rows, 8 apart: s[4 j], s[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of the
 // first row, s[4 j + 2], s[4 j + 3] the same of the second.
 #pragma once
-#include "attention_blocks.cuh"
-#include "hopper.cuh"
-
-constexpr int SCORES = KEYS_TILE / 2;  // of a thread
+#include "attention_hopper_shape.cuh"
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -61,6 +58,70 @@ __device__ __forceinline__ float capped(float s, float cap, float cap_reciprocal
     const float power = exp2_fast(2.0f * LOG2_E * s * cap_reciprocal);
     return cap - 2.0f * cap * reciprocal(1.0f + power);
 }
+
+// What masks, bias, cap, diagonal and last key make of a thread's scores.
+struct Terms {
+    int group, column, keys;  // column: in a tile
+    int limit[2], unlimited;  // how many keys each row sees, and how many all of the warpgroup
+    float scale, cap, cap_reciprocal, masked_score;
+    const char *mask, *bias;
+    long long mask_rows[2], bias_rows[2];
+    const u32* own_bits;
+
+    Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS> added_mask;
+    Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS> added_bias;
+    u32 bits[BIT_WORDS];
+
+    __device__ __forceinline__ bool masked(u32 info) const { return MASK && (info >> (KINDS + 2 * group) & 3) != 2; }
+
+    // The bits of a mask that is the same for all queries come with the keys, and are read before the products that let
+    // the keys go.
+    __device__ __forceinline__ void read_row(const u32* row_bits) {
+        if constexpr (ROW_MASK && BOOLEAN) {
+#pragma unroll
+            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = reread(row_bits[w]) >> column;
+        }
+    }
+
+    // Loads, beside the products, what else the tile's scores will need.
+    __device__ __forceinline__ void prepare(u32 info) {
+        const int tile = info & END, first = tile * KEYS_TILE + column;
+        if constexpr (BIAS) added_bias.load(bias, bias_rows, first, keys);
+        if (!masked(info)) return;
+        if constexpr (ADDITIVE) added_mask.load(mask, mask_rows, first, keys);
+        if constexpr (BOOLEAN && !ROW_MASK) {
+#pragma unroll
+            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = __ldg(own_bits + ((long long)tile * BIT_WORDS + w) * 128);
+        }
+    }
+
+    __device__ __forceinline__ bool counts(int i) const {
+        const int at = ROW_MASK ? i / 4 * 8 + i % 2 : i;
+        return bits[at / 32] >> at % 32 & 1;
+    }
+
+    __device__ __forceinline__ void apply(float (&s)[SCORES], u32 info) const {
+        const int first = (info & END) * KEYS_TILE + column;
+        if constexpr (!RAW) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i) s[i] = SOFTCAP ? capped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
+            if constexpr (BIAS) added_bias.add(s);
+        }
+        if (masked(info)) {
+            if constexpr (ADDITIVE) added_mask.add(s);
+            if constexpr (BOOLEAN) {
+#pragma unroll
+                for (int i = 0; i < SCORES; ++i)
+                    if (!counts(i)) s[i] = RAW ? minus_infinity() : masked_score;
+            }
+        }
+        if (first - column + KEYS_TILE > unlimited) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                if (first + i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = minus_infinity();
+        }
+    }
+};
 
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
