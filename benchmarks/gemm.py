@@ -5,8 +5,8 @@
 
 A time is the cost of one more product in a CUDA graph, over sets of operands that together exceed the L2 cache.  The
 bare product is cuBLASLt's, of the same sizes without an epilogue (of both weights side by side where it is gated), by
-the fastest of the algorithms that it proposes.  Where x has few rows the time is that of reading the weights: their
-bytes' share of what a large copy moves in that time is told.
+the fastest of the algorithms that it proposes.  Where x has few rows the time is that of reading the weights: told is
+the share of their bytes in what a large copy moves in that time, and in the results also the time of a copy of as many.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import statistics
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,13 @@ def copy_bytes_per_us() -> float:
     return 2 * COPY_BYTES / per_call([lambda: pair[1].copy_(pair[0])])
 
 
+def copy_us(moved: int) -> float:
+    """Of a device copy that reads and writes so many bytes together, from memory and not from L2."""
+    shape = (min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved))), 2, max(1, moved // 2))
+    pairs = torch.empty(shape, dtype=torch.uint8, device="cuda").random_(0, 255)
+    return per_call([functools.partial(pair[1].copy_, pair[0]) for pair in pairs])
+
+
 def measure(case: Case, peers: list[Callable[[Case, list[list[torch.Tensor]]], dict[str, float]]]) -> dict[str, Any]:
     gemm, y = case.product()
     sets = operand_sets(case)
@@ -188,6 +196,7 @@ def measure(case: Case, peers: list[Callable[[Case, list[list[torch.Tensor]]], d
     if case.m <= FEW_ROWS:
         weights = (2 if gemm.up else 1) * case.n * case.k * 2
         row["share_of_copy"] = weights / best["us"] / copy_bytes_per_us()
+        row["copy_us"] = copy_us(weights)
     return row
 
 
@@ -204,53 +213,57 @@ def inductor(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
     return {"inductor_us": per_call([lambda each=each: compiled(*each) for each in sets])}
 
 
-def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
-    """The same subgraph in onnxruntime with all its optimizations: one run in a CUDA graph, with its launch."""
-    ort, parser = importlib.import_module("onnxruntime"), importlib.import_module("onnx.parser")
-    kind = {"float16": "float16", "bfloat16": "bfloat16"}[case.dtype]
+def unfused(case: Case) -> bytes:
+    """The model that onnxruntime gets: one operator for each step of the formula."""
     shapes = {**case.shapes(), "y": (case.m, case.n)}
-    nodes, last = ["p = MatMul (x, w)"], "p"
+    nodes = ["p = MatMul (x, w)"]
 
     def then(name: str, op: str, inputs: str) -> str:
         nodes.append(f"{name} = {op} ({inputs})")
         return name
 
-    if "bias" in case.extra:
-        last = then("biased", "Add", f"{last}, bias")
+    last = then("biased", "Add", "p, bias") if "bias" in case.extra else "p"
     if case.activation == "gelu":
         last = then("activated", "Gelu", last)
     if case.activation == "silu":
-        then("gate", "Sigmoid", last)
-        last = then("activated", "Mul", f"{last}, gate")
+        then("sigmoid", "Sigmoid", last)
+        last = then("activated", "Mul", f"{last}, sigmoid")
     if "up" in case.extra:
         then("other", "MatMul", "x, up")
         last = then("gated", "Mul", f"{last}, other")
     if "residual" in case.extra:
         last = then("added", "Add", f"{last}, residual")
     then("y", "Identity", last)
-    inputs = ", ".join(f"{kind}[{','.join(map(str, shapes[name]))}] {name}" for name in case.shapes())
-    text = f'<ir_version: 9, opset_import: ["" : 20]> g ({inputs}) => ({kind}[{case.m},{case.n}] y) {{ '
-    model = parser.parse_model(text + "\n".join(nodes) + " }")
+    values = {name: f"{case.dtype}[{','.join(map(str, shape))}] {name}" for name, shape in shapes.items()}
+    inputs = ", ".join(values[name] for name in case.shapes())
+    text = f"g ({inputs}) => ({values['y']}) {{ " + " ".join(nodes) + " }"
+    parse = importlib.import_module("onnx.parser").parse_model
+    model: bytes = parse(f'<ir_version: 9, opset_import: ["" : 20]> {text}').SerializeToString()
+    return model
+
+
+def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
+    """With all its optimizations: one run in a CUDA graph, its launch included."""
+    ort, element = importlib.import_module("onnxruntime"), {"float16": 10, "bfloat16": 16}[case.dtype]
     ort.preload_dlls()
     provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
-    session = ort.InferenceSession(model.SerializeToString(), providers=[provider])
-    binding, out = session.io_binding(), torch.empty(shapes["y"], device="cuda", dtype=DTYPES[case.dtype])
-    element = importlib.import_module("onnx").TensorProto.FLOAT16 if kind == "float16" else 16
+    session = ort.InferenceSession(unfused(case), providers=[provider])
+    binding, out = session.io_binding(), torch.empty((case.m, case.n), device="cuda", dtype=DTYPES[case.dtype])
     for name, tensor in zip(case.shapes(), sets[0], strict=True):
         binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
     binding.bind_output("y", "cuda", 0, element, list(out.shape), out.data_ptr())
-    for _ in range(4):
+    torch.cuda.synchronize()
+    for _ in range(4):  # it captures in the third
         session.run_with_iobinding(binding)
-    times = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        session.run_with_iobinding(binding)
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end))
+    times = [run_us(functools.partial(session.run_with_iobinding, binding)) for _ in range(30)]
     return {"onnxruntime_us": statistics.median(times)}
+
+
+def run_us(run: Callable[[], Any]) -> float:
+    """Microseconds until the device has done what `run`, which waits for it, starts on a stream of its own."""
+    start = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - start)
 
 
 # ---- output ------------------------------------------------------------------------------------------------------

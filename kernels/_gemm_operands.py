@@ -67,8 +67,11 @@ def product_of(node: FusedNode, inputs: Sequence[TensorSpec], weight: str) -> Pr
         )
     if w.dtype != x.dtype:
         raise ValueError(f"{_who(node)}: {weight} of shape {list(w.shape)} is {w.dtype}; required {x.dtype}, as x")
+    m = product(x.shape[:-1])
+    if m * n and not k:
+        raise ValueError(f"{_who(node)}: x has shape {list(x.shape)}; required a last dimension of at least 1")
     y = TensorSpec((*x.shape[:-1], n), node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
-    return Product(product(x.shape[:-1]), n, k, y)
+    return Product(m, n, k, y)
 
 
 def pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer | None:

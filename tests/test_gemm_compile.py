@@ -129,6 +129,7 @@ def test_an_empty_batch_is_no_launch(shape: tuple[int, ...]) -> None:
         ("x w", [(4, 8), (7, 6)], r"'y': x of shape \[4, 8\] does not multiply with w of shape \[7, 6\].* required 7"),
         ("x w", [(), (7, 6)], r"'y': x of shape \[\] does not multiply with w of shape \[7, 6\]"),
         ("x w", [(4, 8), (2, 8, 6)], r"'y': w has shape \[2, 8, 6\]; required two dimensions, \(k, n\)"),
+        ("x w", [(4, 0), (0, 6)], r"'y': x has shape \[4, 0\]; required a last dimension of at least 1"),
         ("x w bias", [(4, 8), (8, 6), (8,)], r"'y': bias has shape \[8\]; required \[6\]"),
         ("x w residual", [(2, 4, 8), (8, 6), (4, 6)], r"'y': residual has shape \[4, 6\]; required \[2, 4, 6\]"),
         ("x w column_scale", [(4, 8), (8, 6), (1,)], r"'y': column_scale has shape \[1\]; required \[6\]"),
