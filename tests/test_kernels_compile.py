@@ -143,6 +143,21 @@ def test_threads_cover_rows_and_blocks_fit(device: Device, dtype: str) -> None:
             assert threads % 32 == 0, "a warp holds whole rows, and all its lanes take part in shuffles"
 
 
+@pytest.mark.parametrize("count", [1, 3, 7, 8, 4095, 4096, 33759, 67584, 262144, 3145728, 3145729, 67108864])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_blocks_cover_elements(device: Device, dtype: str, count: int) -> None:
+    (step,) = plan((node("activation", "x", [dtype], activation="silu"), tensors(dtype, (count,))), device).steps
+    width, threads, chunks, rest, whole = (
+        int(step.kernel.defines[name]) for name in ("WIDTH", "THREADS", "CHUNKS", "REST", "WHOLE")
+    )
+    vectors, blocks = count // width, step.grid[0] - rest
+    assert step.block == (threads, 1, 1)
+    assert bool(rest) == bool(count % width)
+    assert (blocks - 1) * threads * chunks < vectors <= blocks * threads * chunks or vectors == blocks == 0
+    assert bool(whole) == (vectors == blocks * threads * chunks)
+
+
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
 def test_nothing_to_compute_is_no_launch(shape: tuple[int, int]) -> None:
     hopper = next(device for device in DEVICES if device.arch == 90)
