@@ -49,8 +49,8 @@ class Tiling:
         return -(-gemm.m // self.bm) * -(-gemm.n // self.bn)
 
 
-# Up to 64 x 64 for each warp: the larger, the less often shared memory is read for a product. A gated product holds two sums for
-# each element of y.
+# Up to 64 x 64 for each warp: the larger, the less often shared memory is read for a product. A gated product holds
+# two sums for each element of y.
 SINGLE: Final = (
     Tiling(128, 128, 64, 3, 2, 2, min_blocks=2),
     Tiling(64, 128, 64, 4, 2, 2, min_blocks=2),
