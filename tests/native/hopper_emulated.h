@@ -1,0 +1,382 @@
+// Hopper's instructions, named as in hopper.cuh, run by threads of the CPU: a kernel's own source compiles with this.
+//
+// Copies and wgmmas happen as late or as early as the program allows: a store to memory when something waits for it, a
+// wgmma when something waits for it, a load at once. What reuses memory too soon, or reads it too early, gives wrong
+// results. Waits that never end, barriers with too many arrivals and work left undone end the process.
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+struct int2 { int x, y; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { int x; };
+static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
+
+// ---- types.cuh ---------------------------------------------------------------------------------------------------
+
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+constexpr float LOG2_E = 1.442695041f;
+
+static float widened(f16 value) {
+    _Float16 half;
+    memcpy(&half, &value, 2);
+    return float(half);
+}
+
+static float widened(bf16 value) {
+    const u32 bits = u32(value.bits) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+static unsigned short narrowed(f16, float value) {
+    const _Float16 half = _Float16(value);
+    unsigned short bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
+static unsigned short narrowed(bf16, float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+template <class T>
+void widen(T, u32 word, float* to) {
+    to[0] = widened(T{static_cast<unsigned short>(word)});
+    to[1] = widened(T{static_cast<unsigned short>(word >> 16)});
+}
+
+template <class T>
+u32 narrow(T type, const float* from) {
+    return narrowed(type, from[0]) | u32(narrowed(type, from[1])) << 16;
+}
+
+static float exp2_fast(float x) { return exp2f(x); }
+static float reciprocal(float x) { return 1 / x; }
+
+template <class T, int N>
+struct Pack { u32 words[N * sizeof(T) / 4]; };
+
+template <int N, class T>
+Pack<T, N> load_cached(const T* from) {
+    Pack<T, N> loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+template <bool LEAVING, int N, class T>
+void store(T* to, const float (&values)[N]) {
+    for (int i = 0; i < N; ++i) to[i].bits = narrowed(T(), values[i]);
+}
+
+// ---- blocks and their threads ------------------------------------------------------------------------------------
+
+// A matrix in memory, of 16-bit elements, and the box of it that a copy moves: innermost dimension first.
+struct Map {
+    char* start;
+    long sizes[2], stride;
+    int box[2];
+};
+struct TensorMap { const Map* map; };
+
+namespace emulated {
+
+struct Barrier {  // an mbarrier
+    u32 arrivals = 0, pending = 0, phase = 0;
+    long bytes = 0;
+};
+
+struct Meeting {  // of a number of threads
+    int arrived = 0;
+    u32 generation = 0;
+};
+
+struct Warp {
+    Meeting meeting;
+    u32 address[32];
+};
+
+struct Block {
+    char* memory;
+    std::map<u32, Barrier> barriers;
+    Meeting named[16], warpgroups[3];
+    Warp warps[12];
+};
+
+struct Stored {
+    const Map* map;
+    u32 from;
+    int c0, c1;
+};
+
+constexpr int THREADS = 384;
+constexpr std::chrono::seconds PATIENCE(60);
+
+static std::mutex lock;
+static std::condition_variable changed;
+static std::vector<Block*> cluster;
+static Meeting cluster_meeting;
+static thread_local int rank;
+static thread_local Block* here;
+static thread_local std::deque<std::vector<Stored>> stores;  // groups, the last still open
+static thread_local std::deque<std::vector<std::function<void()>>> products;
+
+static void fail(const char* what) {
+    fprintf(stderr, "%s: block %d, thread %d\n", what, blockIdx.x, threadIdx.x);
+    abort();
+}
+
+static void require(bool condition, const char* what) {
+    if (!condition) fail(what);
+}
+
+template <class Condition>
+void wait(std::unique_lock<std::mutex>& held, Condition condition) {
+    require(changed.wait_for(held, PATIENCE, condition), "waits for ever");
+}
+
+static void meet(Meeting& meeting, int threads, bool stay) {
+    std::unique_lock<std::mutex> held(lock);
+    const u32 generation = meeting.generation;
+    if (++meeting.arrived == threads) {
+        meeting.arrived = 0;
+        ++meeting.generation;
+        changed.notify_all();
+    } else if (stay) {
+        wait(held, [&] { return meeting.generation != generation; });
+    }
+}
+
+static void count(Block* block, u32 address, int arrivals, long bytes) {
+    std::unique_lock<std::mutex> held(lock);
+    Barrier& barrier = block->barriers[address];
+    require(barrier.arrivals > 0, "no barrier there");
+    require(barrier.pending >= u32(arrivals), "more arrivals than a phase has");
+    barrier.pending -= arrivals;
+    barrier.bytes += bytes;
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+        barrier.phase ^= 1;
+        barrier.pending = barrier.arrivals;
+        changed.notify_all();
+    }
+}
+
+static u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
+
+// Every element of a map's box: `move`(its bytes in memory, or null beyond the matrix; its place in shared memory).
+template <class Move>
+void each_element(const Map& map, u32 place, int c0, int c1, Move move) {
+    for (int row = 0; row < map.box[1]; ++row)
+        for (int column = 0; column < map.box[0]; ++column) {
+            const long x = c0 + column, y = c1 + row;
+            const bool inside = x >= 0 && y >= 0 && x < map.sizes[0] && y < map.sizes[1];
+            move(inside ? map.start + y * map.stride + 2 * x : nullptr, swizzled(place + row * 128 + column * 2));
+        }
+}
+
+static void perform(const Stored& stored) {
+    each_element(*stored.map, stored.from, stored.c0, stored.c1, [](char* element, u32 place) {
+        if (element) memcpy(element, here->memory + place, 2);
+    });
+}
+
+static void load_into(Block* block, const Map& map, u32 to, u32 barrier, int c0, int c1) {
+    require(to % 1024 == 0, "a load to an address that is no multiple of 1024");
+    each_element(map, to, c0, c1, [block](const char* element, u32 place) {
+        memset(block->memory + place, 0, 2);
+        if (element) memcpy(block->memory + place, element, 2);
+    });
+    count(block, barrier, 0, -2L * map.box[0] * map.box[1]);
+}
+
+// wgmma needs all four warps, so that none is ahead of another.
+static void meet_warpgroup() { meet(here->warpgroups[threadIdx.x / 128], 128, true); }
+
+// Leaves in `addresses` what each lane gave.
+static const u32* exchange(u32 address) {
+    Warp& warp = here->warps[threadIdx.x / 32];
+    warp.address[threadIdx.x % 32] = address;
+    meet(warp.meeting, 32, true);
+    return warp.address;
+}
+
+static void end_exchange() { meet(here->warps[threadIdx.x / 32].meeting, 32, true); }
+
+// Element `k` of row `row` (of m or n) of a wgmma operand.
+template <class T>
+float element(u64 descriptor, bool along_rows, int row, int k) {
+    const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+    const u32 stride = (descriptor >> 32 & 0x3fff) << 4;
+    require(descriptor >> 62 == 1, "a descriptor without the 128-byte swizzle");
+    const u32 at = along_rows ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
+                              : start + row / 8 * stride + row % 8 * 128 + k * 2;
+    T value;
+    memcpy(&value, here->memory + swizzled(at), 2);
+    return widened(value);
+}
+
+template <class Kernel>
+void run_block(int block, int place, int thread, Kernel kernel) {
+    rank = place;
+    here = cluster[place];
+    threadIdx.x = thread;
+    blockIdx.x = block;
+    kernel();
+    for (const auto& group : stores) require(group.empty(), "ends with stores that may not have read their memory");
+    for (const auto& group : products) require(group.empty(), "ends with products that nothing waited for");
+}
+
+// Clusters of `size` blocks, one after another.
+template <class Kernel>
+void launch(int grid, int size, int shared_bytes, Kernel kernel) {
+    gridDim.x = grid;
+    for (int first = 0; first < grid; first += size) {
+        cluster.clear();
+        cluster_meeting = Meeting();
+        std::vector<std::vector<char>> memories(size, std::vector<char>(shared_bytes, char(0xff)));  // NaN
+        std::vector<Block> blocks(size);
+        for (int i = 0; i < size; ++i) {
+            blocks[i].memory = memories[i].data();
+            cluster.push_back(&blocks[i]);
+        }
+        std::vector<std::thread> threads;
+        for (int i = 0; i < size * THREADS; ++i)
+            threads.emplace_back([=] { run_block(first + i / THREADS, i / THREADS, i % THREADS, kernel); });
+        for (auto& thread : threads) thread.join();
+        for (const Block& block : blocks)
+            for (const Meeting& named : block.named) require(named.arrived == 0, "leaves a barrier half full");
+    }
+}
+
+}  // namespace emulated
+
+inline int __shfl_sync(unsigned, int value, int) { return value; }  // of values that a warp's threads share
+inline void __syncwarp() {}
+inline void __syncthreads() { emulated::meet(emulated::here->named[0], emulated::THREADS, true); }
+
+// ---- hopper.cuh --------------------------------------------------------------------------------------------------
+
+namespace hopper {
+using namespace emulated;
+
+inline u32 shared_address(const void* pointer) { return u32(static_cast<const char*>(pointer) - here->memory); }
+inline void named_barrier(int barrier, int threads) { meet(here->named[barrier], threads, true); }
+inline void named_barrier_arrive(int barrier, int threads) { meet(here->named[barrier], threads, false); }
+inline u32 cluster_rank() { return rank; }
+inline void cluster_barrier() { meet(cluster_meeting, THREADS * int(cluster.size()), true); }
+template <int COUNT> void give_registers() {}
+template <int COUNT> void take_registers() {}
+
+inline void barrier_init(u32 barrier, u32 arrivals) {
+    std::unique_lock<std::mutex> held(lock);
+    require(barrier % 8 == 0 && here->barriers.count(barrier) == 0, "a barrier that cannot be there");
+    here->barriers[barrier].arrivals = here->barriers[barrier].pending = arrivals;
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(u32 barrier) { count(here, barrier, 1, 0); }
+inline void barrier_arrive_expect(u32 barrier, u32 bytes) { count(here, barrier, 1, bytes); }
+inline void barrier_arrive_at(u32 barrier, u32 block) { count(cluster[block], barrier, 1, 0); }
+inline void barrier_wait(u32 barrier, u32 parity) {
+    std::unique_lock<std::mutex> held(lock);
+    const Barrier& waited = here->barriers[barrier];
+    require(waited.arrivals > 0, "waits where no barrier is");
+    wait(held, [&] { return waited.phase != parity; });
+}
+
+inline void store_at(u32 address, u32 block, const float (&values)[4]) {
+    memcpy(cluster[block]->memory + address, values, 16);
+}
+
+inline void prefetch(const TensorMap&) {}
+inline void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
+    load_into(here, *map.map, to, barrier, c0, c1);
+}
+inline void load_multicast(const TensorMap& map, u32 to, u32 barrier, unsigned short blocks, int c0, int c1) {
+    for (size_t i = 0; i < cluster.size(); ++i)
+        if (blocks >> i & 1) load_into(cluster[i], *map.map, to, barrier, c0, c1);
+}
+
+inline void store(const TensorMap& map, u32 from, int c0, int c1) {
+    if (stores.empty()) stores.emplace_back();
+    stores.back().push_back({map.map, from, c0, c1});
+}
+inline void store_commit() { stores.emplace_back(); }
+inline void store_fence() {}
+template <int PENDING>
+void store_wait_read() {
+    for (; stores.size() > PENDING + 1; stores.pop_front())
+        for (const Stored& stored : stores.front()) perform(stored);
+}
+
+inline void store_matrices(u32 to, const u32 (&words)[4]) {
+    const u32* rows = exchange(to);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) memcpy(here->memory + rows[8 * i + lane / 4] + lane % 4 * 4, &words[i], 4);
+    end_exchange();
+}
+inline void load_matrices(u32 from, u32 (&words)[4]) {
+    const u32* rows = exchange(from);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) memcpy(&words[i], here->memory + rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+    end_exchange();
+}
+
+template <int SWIZZLE>
+u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
+    static_assert(SWIZZLE == 128);
+    return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
+}
+inline void wgmma_fence() { meet_warpgroup(); }
+inline void wgmma_commit() { products.emplace_back(); }
+template <int PENDING>
+void wgmma_wait() {
+    for (; products.size() > PENDING + 1; products.pop_front())
+        for (const auto& product : products.front()) product();
+    meet_warpgroup();
+}
+template <int COUNT> void settle(float (&)[COUNT]) {}
+
+template <bool ALONG_N, class T, int COUNT>
+void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
+    if (products.empty()) products.emplace_back();
+    float* sums = d;
+    products.back().push_back([=] {
+        const int thread = threadIdx.x % 128;
+        for (int i = 0; i < COUNT; ++i) {
+            const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+            const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            float sum = 0;
+            for (int k = 0; k < 16; ++k) sum += element<T>(a, false, row, k) * element<T>(b, ALONG_N, column, k);
+            sums[i] = accumulate ? sums[i] + sum : sum;
+        }
+    });
+}
+
+}  // namespace hopper

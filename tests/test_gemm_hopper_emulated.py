@@ -1,0 +1,131 @@
+"""The Hopper GEMM on a CPU: its own source and plans, the instructions emulated.
+
+It cannot show how fast it is, nor a missing fence; it does show wrong addresses, swizzles and phases, and what is
+reused or read too soon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnxfuse.kernels import _gemm_hopper
+from onnxfuse.kernels._gemm import Gemm
+from onnxfuse.kernels._gemm_hopper import Tiling
+from onnxfuse.provider.build_native import compiler
+from onnxfuse.provider.plan import Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+NATIVE = Path(__file__).parent / "native"
+KERNELS = Path(__file__).parent.parent / "kernels"
+H200 = Device("H200", 90, 132, 232448)
+NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+LINEAR = ("bias", "column_scale", "residual")
+GATED = ("bias", "up", "up_bias", "column_scale", "residual")
+
+
+class Map(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * 2), ("stride", ctypes.c_long)]
+    _fields_ += [("box", ctypes.c_int * 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product and how it is cut; `blocks` that take all tiles between them, or one for each where None."""
+
+    tiling: Tiling
+    m: int
+    n: int
+    k: int
+    dtype: str
+    transposed: bool
+    extra: tuple[str, ...]
+    blocks: int | None
+
+    def __str__(self) -> str:
+        return f"{self.tiling.name} {self.m}x{self.n}x{self.k} {self.dtype} {'nk' * self.transposed or 'kn'}"
+
+
+# Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal numbers of tiles.
+CASES = [
+    Case(Tiling(128, 128, pingpong=True), 200, 264, 456, "float16", False, LINEAR, 2),
+    Case(Tiling(128, 128, pingpong=True), 200, 264, 264, "bfloat16", True, GATED, 2),
+    Case(Tiling(64, 64, pingpong=True), 200, 264, 136, "float16", False, ("residual",), 3),
+    Case(Tiling(128, 256), 200, 520, 136, "float16", False, LINEAR, 2),
+    Case(Tiling(256, 128), 300, 264, 136, "bfloat16", True, (), 2),
+    Case(Tiling(128, 192), 200, 392, 264, "float16", True, LINEAR, 1),
+    Case(Tiling(128, 128, pingpong=True, cluster_m=2), 300, 264, 200, "float16", False, LINEAR, 2),
+    Case(Tiling(128, 128, pingpong=True, cluster_n=2), 200, 392, 200, "float16", True, (), 2),
+    Case(Tiling(128, 64, split=4), 100, 136, 456, "float16", False, LINEAR, None),
+    Case(Tiling(128, 128, split=2), 100, 136, 200, "bfloat16", True, GATED, None),
+]
+
+
+def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
+    found = compiler()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    texts = [(KERNELS / name).read_text() for name in ("activations.cuh", "gemm_hopper.cuh", f"{kernel.source}.cu")]
+    text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
+    memory = "extern __shared__ __align__(1024) char memory[];"
+    assert memory in text
+    text = text.replace(memory, "char* memory = emulated::here->memory;")
+    source = folder / "kernel.cc"
+    source.write_text(f'#include "hopper_emulated.h"\n{text}\n#include "gemm_hopper_emulated.h"\n')
+    defines = [f"-D{name}={value}" for name, value in kernel.defines.items()]
+    flags = ["-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-pthread", f"-I{NATIVE}", *defines]
+    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def operands(case: Case) -> dict[str, np.ndarray]:
+    weight = (case.n, case.k) if case.transposed else (case.k, case.n)
+    shapes = {"x": (case.m, case.k), "w": weight, "up": weight, "residual": (case.m, case.n)}
+    random = np.random.default_rng(1)
+    made = {}
+    for name in ("x", "w", *case.extra):
+        values = random.standard_normal(shapes.get(name, (case.n,)))
+        made[name] = (values * (case.k**-0.5 if name in ("w", "up") else 1)).astype(NUMPY[case.dtype])
+    return made
+
+
+def expect(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    wide = {name: value.astype(np.float64) for name, value in arrays.items()}
+    x, w = wide["x"], wide["w"].T if case.transposed else wide["w"]
+    y = np.maximum(x @ w + wide.get("bias", 0), 0)
+    if "up" in wide:
+        y = y * (x @ (wide["up"].T if case.transposed else wide["up"]) + wide["up_bias"])
+    return y * wide.get("column_scale", 1) + wide.get("residual", 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case: Case, tmp_path: Path) -> None:
+    arrays = operands(case)
+    named = {name: Pointer("input", i) for i, name in enumerate(arrays)}
+    sizes = (case.m, case.n, case.k, case.dtype, case.transposed, True)
+    gemm = Gemm(*sizes, y=Pointer("output", 0), activation="relu", **named)
+    (step,) = _gemm_hopper.candidate(gemm, case.tiling, H200).steps
+    assert isinstance(step, Launch)
+    y = np.full((case.m + 1, case.n), np.nan, NUMPY[case.dtype])
+    addresses = {pointer: arrays[name].ctypes.data for name, pointer in named.items()} | {gemm.y: y.ctypes.data}
+    maps = (Map * 5)()
+    for argument in step.arguments:
+        if isinstance(argument, TensorMap):
+            place = [gemm.x, gemm.w, gemm.up, gemm.y, gemm.residual].index(argument.pointer)
+            extents, box = (ctypes.c_long * 2)(*argument.sizes), (ctypes.c_int * 2)(*argument.box)
+            maps[place] = Map(addresses[argument.pointer], extents, argument.strides[0], box)
+    vectors = (gemm.y, gemm.residual, gemm.bias, gemm.up_bias, gemm.column_scale)
+    pointers = [ctypes.c_void_p(addresses[each] if each else None) for each in vectors]
+    numbers = [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == "int32"]
+    grid = case.blocks or step.grid[0]
+    library(step.kernel, tmp_path).run(maps, *pointers, *numbers, grid, step.cluster, step.shared)
+    expected = expect(case, arrays)
+    rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
+    np.testing.assert_allclose(y[: case.m].astype(np.float64), expected, rtol=1.02 * rounding, atol=2e-6)
+    assert np.isnan(y[case.m].astype(np.float64)).all(), "written beyond the end"
