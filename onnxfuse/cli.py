@@ -236,7 +236,7 @@ def tune_command(model: Path, shapes: tuple[str, ...], device_id: int, provider:
             model, shapes=shapes, inputs=inputs, provider=provider or default_provider(), device_id=device_id,
             progress=progress,
         )  # fmt: skip
-    out.print(tuning_tables(tuning))
+    out.print(tuning_tables(tuning), crop=False)
 
 
 @main.command("env")

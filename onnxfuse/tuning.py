@@ -11,6 +11,7 @@ import onnx
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from onnxfuse.files import load
 from onnxfuse.graph import DOMAIN
@@ -61,7 +62,7 @@ def tuning_tables(tuning: Tuning) -> Group:
     parts += [*map(escape, failed), _models(tuning.whole)]
     parts += [f"{each.mode}: not timed: {escape(each.reason)}" for each in tuning.whole if each.reason]
     where = f"Kept in {verdicts.cache_folder()}" if tuning.kept else "Not kept; see the log."
-    return Group(*parts, escape(where))
+    return Group(*parts, Text(where, overflow="ignore", no_wrap=True))  # a path that is broken cannot be copied
 
 
 def _nodes(tuning: Tuning) -> Table:
