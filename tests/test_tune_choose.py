@@ -30,6 +30,7 @@ HERE = {"gpu": "a"}
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     choose._measured_shapes.clear()
+    choose._unkept.clear()
 
 
 def plan(number: int) -> Plan:
@@ -139,6 +140,21 @@ def test_only_so_many_shapes_of_a_node_are_measured() -> None:
     assert len(trial.timed) == choose.MOST_SHAPES
 
 
+def test_that_enough_shapes_were_measured_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for length in range(choose.MOST_SHAPES + 3):
+        chosen(Pretended({1: 5, 2: 3}), [1, 2], shapes=str(length))
+    assert caplog.text.count("from now on the first candidate is taken: 16 shapes of one node were measured") == 1
+    assert caplog.text.count("2 candidates are timed, once on GPUs of this kind, for ") == choose.MOST_SHAPES
+
+
+def test_without_a_place_on_disk_a_choice_lasts_as_long_as_the_process(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    trial = Pretended({1: 5, 2: 3})
+    layers = [chosen(trial, [1, 2]) for _ in range(choose.MOST_SHAPES + 3)]
+    assert (layers, trial.timed) == ([2] * len(layers), [[1, 2]])
+
+
 def test_one_candidate_needs_no_measurement() -> None:
     trial = Pretended({})
     assert (chosen(trial, [7]), trial.timed) == (7, [])
@@ -234,6 +250,18 @@ def test_never_takes_the_first_candidate(monkeypatch: pytest.MonkeyPatch) -> Non
     gpu = stage(monkeypatch)
     offered(monkeypatch, gpu, trial := OnHost({1: 5, 3: 4}))
     assert grid_of_a_run(gpu, tune="never") == 1
+    assert trial.timed == []
+
+
+def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, trial := OnHost({1: 5, 3: 4}))
+
+    def empty(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        return [dataclasses.replace(plan(each), outputs=(inputs[0],)) for each in (1, 3)]
+
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", empty, raising=False)
+    assert session(model(SHIFT)).run(None, feed(0, 3))[0].shape == (0, 3)
     assert trial.timed == []
 
 

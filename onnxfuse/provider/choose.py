@@ -16,6 +16,7 @@ from onnxfuse.provider.verdicts import Environment
 log: Final = logging.getLogger("onnxfuse")
 MOST_SHAPES: Final = 16  # of one node that are measured in a process: a growing cache has a new one at every step
 _measured_shapes: Final[Counter[str]] = Counter()
+_unkept: Final[dict[tuple[str, ...], str]] = {}  # choices that could not be written to disk: equal layers share them
 
 
 class Trial(Protocol):
@@ -62,15 +63,21 @@ def choose(
     if len(plans) == 1 or make is None:
         return plans[0]
     named = {name_of(plan): plan for plan in plans}
-    subject = {"candidates of": signature}
-    known = verdicts.recall_case(environment, subject, sorted(named))
-    if known and known.chosen in named:
-        return named[known.chosen]
-    seconds = _measured(list(named.values()), inputs, device, make) if _may_measure(node) else {}
+    subject, case = {"candidates of": signature}, sorted(named)
+    key = (repr(environment), signature, *case)
+    known = verdicts.recall_case(environment, subject, case)
+    earlier = known.chosen if known else _unkept.get(key, "")
+    if earlier in named:
+        return named[earlier]
+    if not _may_measure(node):
+        return plans[0]
+    log.info("%d candidates are timed, once on GPUs of this kind, for %s", len(named), signature)
+    seconds = _measured(list(named.values()), inputs, device, make)
     if not seconds:
         return plans[0]
     chosen = min(seconds, key=lambda name: seconds[name])
-    verdicts.keep(environment, subject, sorted(named), chosen, seconds)
+    if not verdicts.keep(environment, subject, case, chosen, seconds):
+        _unkept[key] = chosen
     place, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
     log.debug("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
     return named[chosen]
@@ -78,10 +85,9 @@ def choose(
 
 def _may_measure(node: str) -> bool:
     _measured_shapes[node] += 1
-    if _measured_shapes[node] <= MOST_SHAPES:
-        return True
-    log.info("candidates are not timed, the first is taken: %d shapes of this node were measured", MOST_SHAPES)
-    return False
+    if _measured_shapes[node] == MOST_SHAPES + 1:  # said once, as a new shape may come at every step
+        log.info("from now on the first candidate is taken: %d shapes of one node were measured", MOST_SHAPES)
+    return _measured_shapes[node] <= MOST_SHAPES
 
 
 def name_of(plan: Plan) -> str:

@@ -89,8 +89,13 @@ def load(path: Path | None = None) -> ctypes.CDLL:
 def driver() -> ctypes.CDLL:
     """The library, with the CUDA driver open.  Raises NativeError."""
     library = load()
-    check(library.onnxfuse_open_driver(os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1").encode()))
+    check(library.onnxfuse_open_driver(libcuda().encode()))
     return library
+
+
+def libcuda() -> str:
+    """The CUDA driver's library: $ONNXFUSE_LIBCUDA, or what the system finds under its usual name."""
+    return os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1")
 
 
 def _declare(library: ctypes.CDLL) -> None:

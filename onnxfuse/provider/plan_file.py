@@ -86,7 +86,7 @@ def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
         key = (name, step.kernel.entry, ordinal)
         if key not in modules:
             modules[key] = _load(cubins[name], step.kernel.entry, ordinal)
-        return planner._ready(modules[key], step, ordinal)
+        return planner.configured(modules[key], step, ordinal)
 
     def find(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> Planned | None:
         found = plans.get(signature(node, inputs, device))

@@ -121,9 +121,11 @@ def _planned(node: FusedNode, request: native.Request, device: Device) -> Planne
     if module is None:
         raise KernelError(f"fusion {node.fusion} has no kernel")
     plans = choose.candidates(module, node, request.inputs, device)
-    plan = _fastest(plans, node, request, device) if request.measure and len(plans) > 1 else plans[0]
+    plan = plans[0]
     if all(0 in output.shape for output in plan.outputs):
         plan = dataclasses.replace(plan, steps=())
+    elif request.measure and len(plans) > 1:
+        plan = _fastest(plans, node, request, device)
     return Planned(node, request.inputs, device, plan, _functions(plan, request.provider, request.device))
 
 
@@ -139,10 +141,10 @@ def _gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Devi
 
 def _functions(plan: Plan, provider: str, ordinal: int) -> tuple[Function, ...]:
     compiled, launches = backends[provider].compile, (step for step in plan.steps if isinstance(step, Launch))
-    return tuple(_ready(compiled(step.kernel, ordinal), step, ordinal) for step in launches)
+    return tuple(configured(compiled(step.kernel, ordinal), step, ordinal) for step in launches)
 
 
-def _ready(function: Function, step: Launch, ordinal: int) -> Function:
+def configured(function: Function, step: Launch, ordinal: int) -> Function:
     """The function, allowed to use the shared memory and the cluster size of the step."""
     wanted = (max(step.shared, function.configured[0]), max(step.cluster, function.configured[1]))
     if wanted != function.configured:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from onnxfuse.provider.direct import ReadyPlan
+from onnxfuse.provider.native import libcuda
 from onnxfuse.provider.plan import Device, Plan, TensorSpec
 
 MOST_BYTES: Final = 4 * 2**30  # of scratch memory; less where half of what is free is less
@@ -246,7 +246,7 @@ def difference(xp: Any, right: Any, found: Any, tolerance: float) -> str | None:
 def relaxed() -> Iterator[None]:
     """Lets this thread allocate and synchronize while another one captures a CUDA graph, which goes on."""
     mode = ctypes.c_int(RELAXED)
-    exchange = ctypes.CDLL(os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1")).cuThreadExchangeStreamCaptureMode
+    exchange = ctypes.CDLL(libcuda()).cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))
     try:
         yield
