@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from kernels import versions
 from onnxfuse.kernels import _gemm_candidates, _gemm_library
 from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider import planner
 from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
@@ -87,9 +88,7 @@ class Case:
 
     def product(self) -> tuple[Gemm, TensorSpec]:
         node = FusedNode(self.fusion, "y", tuple(self.shapes()), {"activation": self.activation}, (self.dtype,))
-        host = importlib.import_module(f"onnxfuse.kernels.{self.fusion}")
-        gemm, y = host.product(node, [TensorSpec(shape, self.dtype) for shape in self.shapes().values()], gpu(0))
-        return gemm, y
+        return gemm_of(node, [TensorSpec(shape, self.dtype) for shape in self.shapes().values()], gpu(0))
 
     def formula(self, x: Any, w: Any, *others: Any) -> Any:
         given = dict(zip(self.extra, others, strict=True))

@@ -12,13 +12,15 @@ MOST: Final = 8  # candidates: each is compiled and timed when a new shape comes
 
 
 def all_candidates(gemm: Gemm, device: Device) -> list[Candidate]:
-    """Ways to run a Gemm that has something to compute, as many as are worth timing."""
+    """Ways to run a Gemm that has something to compute, as many as are worth timing.  Raises ValueError for none."""
     small, hopper = _gemm_small.plans(gemm, device), _gemm_hopper.plans(gemm, device)
     library, mma = _gemm_library.plans(gemm, device), _gemm_mma.plans(gemm, device)
     if small:
         found = [*small[:4], *library[:2], *hopper[:2]]
     else:
         found = [*hopper[:4], *library[:3], *mma[: 1 if hopper else 3]]
+    if not (found or mma):
+        raise ValueError(f"no kernel multiplies {gemm.m}x{gemm.k} with {gemm.k}x{gemm.n} {gemm.dtype} on {device.name}")
     return (found or mma)[:MOST]
 
 
@@ -26,7 +28,4 @@ def plans(gemm: Gemm, y: TensorSpec, device: Device) -> list[Plan]:
     """The candidates as plans of a node with that output.  Raises ValueError where there is no way."""
     if not gemm.m * gemm.n:
         return [Plan((y,), ())]
-    found = [Plan((y,), candidate.steps, candidate.scratch) for candidate in all_candidates(gemm, device)]
-    if not found:
-        raise ValueError(f"no kernel multiplies {gemm.m}x{gemm.k} with {gemm.k}x{gemm.n} {gemm.dtype} on {device.name}")
-    return found
+    return [Plan((y,), candidate.steps, candidate.scratch) for candidate in all_candidates(gemm, device)]

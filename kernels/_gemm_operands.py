@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._elementwise import ACTIVATIONS
+from onnxfuse.kernels._gemm import Gemm
 from onnxfuse.kernels._types import product, refuse_choice, refuse_dtypes, required, spec
 from onnxfuse.provider.plan import Device, FusedNode, Pointer, TensorSpec
 
@@ -74,7 +75,33 @@ def product_of(node: FusedNode, inputs: Sequence[TensorSpec], weight: str) -> Pr
     return Product(m, n, k, y)
 
 
-def pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer | None:
+def gemm_of(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device, number: str = "", output: int = 0
+) -> tuple[Gemm, TensorSpec]:
+    """The product that a node is, and y, its output of that place.  Raises ValueError where shapes do not fit.
+
+    `number` ends the names of the operands, where the node is several products.
+    """
+    sizes = product_of(node, inputs, f"w{number}")
+    if node.place("up") is not None and (up := product_of(node, inputs, "up")).n != sizes.n:
+        raise ValueError(f"{_who(node)}: up has {up.n} columns; required {sizes.n}, as w")
+    n, y = (sizes.n,), sizes.y
+    alpha, beta = _parameters(node)
+    gemm = Gemm(
+        sizes.m, sizes.n, sizes.k, y.dtype, transposed(node), y.aligned,
+        x=_at(node, "x"), w=_at(node, f"w{number}"), y=Pointer("output", output),
+        bias=_pointer(node, inputs, f"bias{number}", n),
+        up=_at(node, "up") if node.place("up") is not None else None,
+        up_bias=_pointer(node, inputs, "up_bias", n),
+        column_scale=_pointer(node, inputs, "column_scale", n),
+        residual=_pointer(node, inputs, "residual", y.shape),
+        activation=node.attributes.get("activation", "none"), alpha=alpha, beta=beta,
+        tf32=device.tf32,
+    )  # fmt: skip
+    return gemm, y
+
+
+def _pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer | None:
     """Where an optional operand of that shape is; None where it is absent.  Raises ValueError for another shape."""
     found = spec(node, inputs, name)
     if found is None:
@@ -86,7 +113,7 @@ def pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tup
     return Pointer("input", place)
 
 
-def at(node: FusedNode, name: str) -> Pointer:
+def _at(node: FusedNode, name: str) -> Pointer:
     """Where an operand is that is known to be there."""
     place = node.place(name)
     if place is None:
@@ -94,7 +121,7 @@ def at(node: FusedNode, name: str) -> Pointer:
     return Pointer("input", place)
 
 
-def parameters(node: FusedNode) -> tuple[float, float]:
+def _parameters(node: FusedNode) -> tuple[float, float]:
     """alpha and beta of the node's activation."""
     alpha, beta = ACTIVATIONS[node.attributes.get("activation", "none")]
     return float(node.attributes.get("alpha", alpha)), float(node.attributes.get("beta", beta))

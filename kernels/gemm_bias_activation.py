@@ -1,13 +1,12 @@
-"""A matrix product with bias, activation and residual on the GPU: the candidates for a node's shapes."""
+"""A matrix product with bias, activation, column scale and residual on the GPU: the candidates for a node's shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.kernels._gemm import Gemm
 from onnxfuse.kernels._gemm_candidates import plans
-from onnxfuse.kernels._gemm_operands import at, parameters, pointer, product_of, refuse, transposed
-from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+from onnxfuse.kernels._gemm_operands import gemm_of, refuse
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -15,26 +14,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     return refuse(node, input_dtypes, device)
 
 
-def product(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Gemm, TensorSpec]:
-    """The product that it is, and y.  Raises ValueError where shapes do not fit."""
-    sizes = product_of(node, inputs, "w")
-    n, y = (sizes.n,), sizes.y
-    alpha, beta = parameters(node)
-    what = Gemm(
-        sizes.m, sizes.n, sizes.k, y.dtype, transposed(node), y.aligned,
-        x=at(node, "x"), w=at(node, "w"), y=Pointer("output", 0),
-        bias=pointer(node, inputs, "bias", n),
-        column_scale=pointer(node, inputs, "column_scale", n),
-        residual=pointer(node, inputs, "residual", y.shape),
-        activation=node.attributes.get("activation", "none"), alpha=alpha, beta=beta,
-        tf32=device.tf32,
-    )  # fmt: skip
-    return what, y
-
-
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
-    return plans(*product(node, inputs, device), device)
+    return plans(*gemm_of(node, inputs, device), device)
 
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:

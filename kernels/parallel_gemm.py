@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_candidates import all_candidates
-from onnxfuse.kernels._gemm_operands import at, pointer, product_of, refuse
-from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+from onnxfuse.kernels._gemm_operands import gemm_of, refuse
+from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
 NUMBERS = ("", "_2", "_3")  # what the names of a product's operands and choices end with
 
@@ -21,17 +21,9 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
-    gemms, outputs = [], []
-    for place, one in enumerate(_products(node)):
-        sizes = product_of(one, inputs, f"w{NUMBERS[place]}")
-        bias = pointer(one, inputs, f"bias{NUMBERS[place]}", (sizes.n,))
-        outputs.append(sizes.y)
-        gemm = Gemm(
-            sizes.m, sizes.n, sizes.k, sizes.y.dtype, _is_transposed(one), sizes.y.aligned, x=at(node, "x"),
-            w=at(node, f"w{NUMBERS[place]}"), y=Pointer("output", place), bias=bias, tf32=device.tf32,
-        )  # fmt: skip
-        gemms.append(gemm)
-    return [Plan(tuple(outputs), way.steps, way.scratch) for way in _one_after_the_other(gemms, device)]
+    found = [gemm_of(one, inputs, device, NUMBERS[i], i) for i, one in enumerate(_products(node))]
+    gemms, outputs = zip(*found, strict=True)
+    return [Plan(outputs, way.steps, way.scratch) for way in _one_after_the_other(gemms, device)]
 
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -44,10 +36,6 @@ def _products(node: FusedNode) -> list[FusedNode]:
     numbers = [number for number in NUMBERS if node.place(f"w{number}") is not None]
     layouts = [node.attributes.get(f"weight_layout{number}", "kn") for number in numbers]
     return [replace(node, attributes={**node.attributes, "weight_layout": layout}) for layout in layouts]
-
-
-def _is_transposed(product: FusedNode) -> bool:
-    return bool(product.attributes["weight_layout"] == "nk")
 
 
 def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:

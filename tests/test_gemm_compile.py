@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from onnxfuse.kernels import _gemm_mma, _gemm_small, gated_gemm, gemm_bias_activation
+from onnxfuse.kernels import _gemm_mma, _gemm_small, gated_gemm, gemm_bias_activation, parallel_gemm
 from onnxfuse.kernels._gemm import Candidate, Gemm
-from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, TensorSpec
+from onnxfuse.kernels._gemm_operands import gemm_of
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorMap, TensorSpec
 
 DEVICES = {
     75: Device("T4", 75, 40, 65536),
@@ -36,13 +37,13 @@ def linear(m: int, n: int, k: int, dtype: str, layout: str, device: Device, alig
     fused = node(
         "gemm_bias_activation", "x w bias column_scale residual", dtype, weight_layout=layout, activation="gelu"
     )
-    return gemm_bias_activation.product(fused, given, device)[0]
+    return gemm_of(fused, given, device)[0]
 
 
 def gated(m: int, n: int, k: int, dtype: str, layout: str, device: Device) -> Gemm:
     weight = (k, n) if layout == "kn" else (n, k)
     fused = node("gated_gemm", "x w up bias up_bias", dtype, weight_layout=layout, activation="silu")
-    return gated_gemm.product(fused, tensors((m, k), weight, weight, (n,), (n,), dtype=dtype), device)[0]
+    return gemm_of(fused, tensors((m, k), weight, weight, (n,), (n,), dtype=dtype), device)[0]
 
 
 # Rows for every tiling; sizes that every width of access divides, an even one and an odd one.
@@ -111,7 +112,7 @@ def test_float32_is_rounded_to_tf32_only_where_the_session_allows_it(tf32: bool)
 
 def test_leading_dimensions_are_rows() -> None:
     fused = node("gemm_bias_activation", "x w bias")
-    gemm, y = gemm_bias_activation.product(fused, tensors((8, 512, 768), (768, 3072), (3072,)), DEVICES[90])
+    gemm, y = gemm_of(fused, tensors((8, 512, 768), (768, 3072), (3072,)), DEVICES[90])
     assert (gemm.m, gemm.n, gemm.k, y.shape) == (4096, 3072, 768, (8, 512, 3072))
 
 
@@ -144,6 +145,44 @@ def test_shapes_that_do_not_fit_are_named(operands: str, shapes: list[tuple[int,
 def test_gate_and_up_have_as_many_columns() -> None:
     with pytest.raises(ValueError, match=r"gated_gemm 'y': up has 7 columns; required 6, as w"):
         gated_gemm.plan(node("gated_gemm", "x w up"), tensors((4, 8), (8, 6), (8, 7)), DEVICES[90])
+
+
+def test_parallel_products_are_each_to_its_own_output_by_its_own_layout() -> None:
+    fused = FusedNode("parallel_gemm", "y", ("x", "w", "bias", "w_2", "w_3", "bias_3"), {"weight_layout_2": "nk"},
+                      ("float16",) * 3)  # fmt: skip
+    given = tensors((2, 64, 512), (512, 256), (256,), (128, 512), (512, 96), (96,))
+    plans = parallel_gemm.candidates(fused, given, DEVICES[90])
+    assert len(plans) > 1
+    for one in plans:
+        assert [y.shape for y in one.outputs] == [(2, 64, 256), (2, 64, 128), (2, 64, 96)]
+        assert outputs_of(one) == {0, 1, 2}
+    found = [gemm_of(one, given, DEVICES[90], number, i)[0] for i, (one, number) in enumerate(
+        zip(parallel_gemm._products(fused), parallel_gemm.NUMBERS, strict=True))]  # fmt: skip
+    assert [(g.n, g.k, g.transposed, g.bias is not None) for g in found] == [
+        (256, 512, False, True), (128, 512, True, False), (96, 512, False, True),
+    ]  # fmt: skip
+
+
+def test_parallel_products_of_an_empty_batch_are_no_launch() -> None:
+    fused = FusedNode("parallel_gemm", "y", ("x", "w", "w_2"), {}, ("float16",) * 2)
+    plan = parallel_gemm.plan(fused, tensors((0, 64), (64, 8), (64, 16)), DEVICES[90])
+    assert (plan.steps, [y.shape for y in plan.outputs]) == ((), [(0, 8), (0, 16)])
+
+
+def test_parallel_products_that_do_not_multiply_are_named() -> None:
+    fused = FusedNode("parallel_gemm", "y", ("x", "w", "w_2"), {}, ("float16",) * 2)
+    with pytest.raises(ValueError, match=r"parallel_gemm 'y': x of shape \[4, 8\] .* with w_2 of shape \[7, 6\]"):
+        parallel_gemm.plan(fused, tensors((4, 8), (8, 6), (7, 6)), DEVICES[90])
+
+
+def outputs_of(plan: Plan) -> set[int]:
+    """The outputs that a plan's steps point to."""
+    found = set()
+    for step in plan.steps:
+        assert isinstance(step, Launch)
+        pointers = [a.pointer if isinstance(a, TensorMap) else a for a in step.arguments]
+        found |= {p.index for p in pointers if isinstance(p, Pointer) and p.kind == "output"}
+    return found
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:

@@ -7,18 +7,20 @@ import itertools
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import kernel_runs
 import numpy as np
 import onnxruntime as ort
 import pytest
+from kernel_references import ACTIVATIONS, PARAMETERS
 from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, normal, result, rounded, upload
 from onnx import TensorProto, helper, numpy_helper
-from test_kernels_gpu import ACTIVATIONS, PARAMETERS
 
 import onnxfuse
 from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.provider.source import architecture, options, source_text
 
@@ -83,8 +85,7 @@ class Case:
         specs = [TensorSpec(value.shape, self.dtype, self.aligned) for value in arrays.values()]
         node = self.node(tuple(arrays))
         assert host.supports(node, [self.dtype] * len(specs), device) is None
-        gemm, y = host.product(node, specs, device)
-        return gemm, y
+        return gemm_of(node, specs, device)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,19 @@ def test_error_is_that_of_cublas(gpu: Device, size: tuple[int, int, int], dtype:
     assert library, "cuBLASLt is not among the candidates"
     for way in found:
         assert error(way) <= 1.1 * max(library), way.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 33, 256])
+def test_parallel_products(gpu: Device, dtype: str, m: int) -> None:
+    shapes = {"x": (m, 192), "w": (192, 256), "bias": (256,), "w_2": (128, 192), "w_3": (192, 96), "bias_3": (96,)}
+    arrays = {name: normal(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    exact = replace(gpu, tf32=False)
+    found = kernel_runs.run("parallel_gemm", arrays, [dtype] * 3, exact, weight_layout_2="nk")
+    x, w, bias, w_2, w_3, bias_3 = (value.astype(np.float64) for value in arrays.values())
+    for y, expected in zip(found, (x @ w + bias, x @ w_2.T, x @ w_3 + bias_3), strict=True):
+        error = np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected)
+        assert error < RELATIVE[dtype]
 
 
 # ---- in a session ------------------------------------------------------------------------------------------------

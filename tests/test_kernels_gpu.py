@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_references import ACTIVATIONS, layer_norm, rms_norm, softmax, wide
-from kernel_references import PARAMETERS as PARAMETERS  # for the tests of matrix products
 from kernel_runs import DTYPES, check, cupy, launch, normal, result, run, upload
 
 from onnxfuse.provider import planner
