@@ -297,6 +297,7 @@ def _op_times(
     session = bound.get(("fused", "plain"))
     how = explain_session(session.session) if session else ()
     try:
-        return op_times(fused, folder, feeds, run.provider, how, "cuda graph" in run.modes, run.progress), ""
+        graphs = "cuda graph" in run.modes
+        return op_times(fused, folder, feeds, run.provider, how, graphs, run.progress, tune=run.tune), ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured
         return [], first_line(error)

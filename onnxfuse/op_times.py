@@ -14,6 +14,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.files import size_of
 from onnxfuse.graph import DOMAIN
 from onnxfuse.protos import without
+from onnxfuse.provider.preferences import Tune
 from onnxfuse.session import first_line
 from onnxfuse.timing import WARM_UP, Bound, Provider, bind, bytes_of, copy_rate, interleaved, runs_within, start
 
@@ -41,6 +42,13 @@ class OpTime:
     error: str = ""
 
     @property
+    def faster(self) -> str | None:
+        """Kernel or body; None where one of them was not timed."""
+        if self.kernel is None or self.body is None:
+            return None
+        return "kernel" if self.kernel <= self.body else "body"
+
+    @property
     def seconds(self) -> float | None:
         """Of a node as the session runs it."""
         return self.kernel if self.how == "kernel" else self.body
@@ -64,6 +72,7 @@ class _Op:
     nodes: tuple[onnx.NodeProto, ...]
     values: Mapping[str, Any]
     options: Mapping[str, Any]
+    tune: Tune
 
 
 def op_times(
@@ -77,15 +86,18 @@ def op_times(
     *,
     options: Mapping[str, Any] | None = None,
     only_kernels: bool = False,
+    tune: Tune = "cached",
 ) -> list[OpTime]:
     """The fused nodes of the main graph, on the values that they meet in a run with `feeds`; slowest first.
 
     runs          what `explain_session` says of the session whose nodes they are
     options       of the provider
     only_kernels  leave out what runs as its body
+    tune          "never": of a kernel's candidates the first runs, unmeasured
     """
     how = {run.node: run for run in runs}
-    ops = _ops(model, folder, _values(model, folder, feeds, provider, options or {}), options or {})
+    values = _values(model, folder, feeds, provider, options or {})
+    ops = [_Op(model, folder, nodes, values, options or {}, tune) for nodes in _alike(model, values)]
     if only_kernels:
         ops = [op for op in ops if (run := how.get(name_of(op.nodes[0]))) and run.how == "kernel"]
     result = []
@@ -132,16 +144,15 @@ def _fused(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     return (node for node in model.graph.node if node.domain == DOMAIN)
 
 
-def _ops(
-    model: onnx.ModelProto, folder: Path | None, values: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[_Op]:
+def _alike(model: onnx.ModelProto, values: Mapping[str, Any]) -> list[tuple[onnx.NodeProto, ...]]:
+    """The fused nodes, those together that do the same on tensors of the same shapes."""
     weights = {t.name: t for t in model.graph.initializer}
     groups: dict[object, list[onnx.NodeProto]] = {}
     for node in _fused(model):
         shapes = tuple(_shape(name, weights, values) for name in node.input)
         attributes = sorted(a.SerializeToString() for a in node.attribute)
         groups.setdefault((node.op_type, shapes, tuple(attributes)), []).append(node)
-    return [_Op(model, folder, tuple(nodes), values, options) for nodes in groups.values()]
+    return list(map(tuple, groups.values()))
 
 
 def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Any]) -> str:
@@ -208,7 +219,8 @@ def _bound(op: _Op, copies: int, kernels: bool, provider: Provider, cuda_graph: 
 
     options = {**op.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
     model, feeds, shapes = _repeated(op, copies)
-    session = start(model, op.folder, provider, prefer=all_kernels if kernels else None, options=options)
+    prefer = all_kernels if kernels else None
+    session = start(model, op.folder, provider, tune=op.tune, prefer=prefer, options=options)
     for run in explain_session(session) if kernels else ():
         if run.how != "kernel":
             raise OnnxfuseError(f"alone it runs as its body: {run.why}")

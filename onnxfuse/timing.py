@@ -98,7 +98,7 @@ def start(
     """A session on this provider only (CUDA falls back on the CPU for what it lacks), with these provider options.
 
     kernels  let fused nodes run as kernels, as `tune` says (see onnxfuse.InferenceSession)
-    prefer   let them run as kernels where this says so
+    prefer   let them run as kernels where this says so; of `tune` it counts only whether candidates may be timed
 
     Raises OnnxfuseError where the provider does not start, and whatever onnxruntime raises.
     """
@@ -108,22 +108,22 @@ def start(
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
-    session = _started(model, folder, settings, providers, _maker(tune if kernels else None, prefer))
+    session = _started(model, folder, settings, providers, _maker(tune, kernels, prefer))
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise OnnxfuseError(f"{PROVIDERS[provider]} does not start; check the driver, and where CUDA and cuDNN are")
     return session
 
 
-def _maker(tune: Tune | None, prefer: Callable[..., Any] | None) -> Callable[..., Any]:
+def _maker(tune: Tune, kernels: bool, prefer: Callable[..., Any] | None) -> Callable[..., Any]:
     """What makes the session."""
     import onnxruntime
 
     from onnxfuse.provider.session import InferenceSession, open_session
 
     if prefer:
-        return functools.partial(open_session, prefer=prefer, measure=True)
+        return functools.partial(open_session, prefer=prefer, measure=tune != "never")
     made: Callable[..., Any] = onnxruntime.InferenceSession
-    return functools.partial(InferenceSession, tune=tune) if tune else made
+    return functools.partial(InferenceSession, tune=tune) if kernels else made
 
 
 def _started(

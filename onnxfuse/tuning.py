@@ -74,8 +74,7 @@ def _nodes(tuning: Tuning) -> Table:
     table.add_column("chosen", no_wrap=True)
     for op in tuning.ops:
         times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]
-        chosen = "-" if op.kernel is None or op.body is None else "kernel" if op.kernel <= op.body else "body"
-        table.add_row(escape(op.fusion), escape(shapes_text(op.shapes)), str(len(op.nodes)), *times, chosen)
+        table.add_row(escape(op.fusion), escape(shapes_text(op.shapes)), str(len(op.nodes)), *times, op.faster or "-")
     return table
 
 

@@ -185,7 +185,7 @@ def test_models_of_one_file_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_without_times_of_operators_the_models_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **more: object) -> None:
         raise MemoryError("no memory")
 
     monkeypatch.setattr("onnxfuse.bench.op_times", fail)

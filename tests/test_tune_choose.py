@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, session, stage
 
+from onnxfuse.bench import bench
 from onnxfuse.provider import choose, planner
 from onnxfuse.provider.choose import candidates, name_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
@@ -251,6 +252,18 @@ def test_never_takes_the_first_candidate(monkeypatch: pytest.MonkeyPatch) -> Non
     offered(monkeypatch, gpu, trial := OnHost({1: 5, 3: 4}))
     assert grid_of_a_run(gpu, tune="never") == 1
     assert trial.timed == []
+
+
+@pytest.mark.parametrize(("word", "timed"), [("never", []), ("cached", [[1, 3]])])
+def test_bench_times_candidates_unless_never(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: Any, timed: list[list[int]]
+) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
+    (tmp_path / "model.onnx").write_bytes(model(SHIFT))
+    result = bench(tmp_path / "model.onnx", shapes=["x:2x3"], runs=2, tune=word)
+    assert result.passed and result.ops[0].kernel is not None
+    assert trial.timed == timed
 
 
 def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
