@@ -61,7 +61,7 @@ def tuning_tables(tuning: Tuning) -> Group:
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
     parts += [*map(escape, failed), _models(tuning.whole)]
     parts += [f"{each.mode}: not timed: {escape(each.reason)}" for each in tuning.whole if each.reason]
-    where = f"Kept in {verdicts.cache_folder()}" if tuning.kept else "Not kept; see the log."
+    where = f"Kept in {verdicts.cache_folder()}" if tuning.kept else "Not kept; the lines above or the log say why."
     return Group(*parts, Text(where, overflow="ignore", no_wrap=True))  # a path that is broken cannot be copied
 
 

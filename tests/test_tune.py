@@ -158,6 +158,27 @@ def test_kernels_that_do_not_run_are_not_chosen(
     assert [kind for kind, _ in how(model(SHIFT))] == ["body"]
 
 
+def test_kernels_without_memory_beside_the_bodies_are_judged_node_by_node(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tune.start
+
+    def start(*arguments: Any, prefer: Any = None, **more: Any) -> Any:
+        session = made(*arguments, prefer=prefer, **more)
+        if prefer and loaded:
+            raise RuntimeError("Failed to allocate memory for requested buffer of size 4096")
+        loaded.extend([] if prefer else [session])
+        return session
+
+    loaded: list[Any] = []
+    Clock(monkeypatch, {"shift": FAST}, WHOLE)
+    monkeypatch.setattr(tune, "start", start)
+    (whole,) = tuned(model(SHIFT)).whole
+    assert (whole.chosen, whole.reason) == ("", "Failed to allocate memory for requested buffer of size 4096")
+    ((kind, why),) = how(model(SHIFT))
+    assert kind == "kernel" and "kernel: 3 us, body: 5 us" in why
+
+
 def test_verdicts_that_cannot_be_kept_are_reported(gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
     (tmp_path / "cache").write_text("no folder")

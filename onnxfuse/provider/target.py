@@ -60,11 +60,16 @@ def find_target(
         if name in planner.backends:
             if name not in available:
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
-            flags = _flag(given.get("use_tf32", True)), _flag(given.get("enable_cuda_graph", False))
+            flags = allows_tf32(given), _flag(given.get("enable_cuda_graph", False))
             target = Target(name, int(given.get("device_id", 0)), *flags, {**given, **more})
             why = _unusable(target)
             return NoTarget(why) if why else target
     return NoTarget(f"the session does not use {CUDA}", asked=False)
+
+
+def allows_tf32(options: Mapping[str, Any]) -> bool:
+    """Whether a provider with these options rounds the operands of float32 matrix products to TF32."""
+    return _flag(options.get("use_tf32", True))
 
 
 def _flag(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -33,10 +34,12 @@ from onnxfuse.provider.preferences import (
     node_subject,
 )
 from onnxfuse.provider.session import explain_session
+from onnxfuse.provider.target import allows_tf32
 from onnxfuse.session import first_line
 from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, check_available, interleaved, runs_within, start
 
 log: Final = logging.getLogger("onnxfuse")
+NO_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
 SECONDS: Final = 2.0  # of runs of each variant of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")
 FOLDER: Final = "session.model_external_initializers_file_folder_path"
@@ -102,17 +105,19 @@ def tune(
     options   of the provider: device_id, use_tf32, …
     original  the model before it was fused, timed beside it
 
-    Raises UsageError where nothing can be tuned, and what onnxruntime raises where the bodies do not run.
+    Raises UsageError where nothing can be tuned, and what onnxruntime raises where the model does not load.  What does
+    not run is left out: the result says why.
     """
     work = _work(model, folder, feeds, provider, options or {}, progress)
     session = start(model, folder, provider, options=work.options, prefer=all_kernels)
     runs = explain_session(session)
     del session
     rows, error = _timed_nodes(work, runs)
-    kept = [_keep_node(work, row) for row in rows]
+    bodies = body_digests(model)
+    kept = [_keep_node(work, row, bodies) for row in rows if row.faster]
     whole = [_timed_whole(work, mode, original) for mode in work.modes]
     kept += [_keep_whole(work, each) for each in whole if each.seconds]
-    return Tuning(tuple(rows), tuple(whole), described(feeds), all(kept), error)
+    return Tuning(tuple(rows), tuple(whole), described(feeds), bool(kept) and all(kept), error)
 
 
 def tune_session(
@@ -138,7 +143,9 @@ def tune_session(
     try:
         work = _work(model, place or (path.parent if path else None), feeds, provider, plain, _silent)
         if not _is_known(work):
-            tune(model, work.folder, feeds, work.provider, plain)
+            for each in tune(model, work.folder, feeds, work.provider, plain).whole:
+                if each.reason:
+                    log.info("the whole model was not timed (%s): %s", each.mode, each.reason)
     except Exception as error:  # onnxruntime's errors have no common class; the session itself may be possible
         log.warning("the model was not tuned: %s", first_line(error))
 
@@ -181,9 +188,8 @@ def _work(
     calls = read_calls(model)
     if not calls:
         raise UsageError("the model has no fused nodes; there is nothing to tune")
-    tf32 = str(options.get("use_tf32", "1")) not in ("0", "false", "False")
     try:
-        device = planner.device_of(name, ordinal, tf32)
+        device = planner.device_of(name, ordinal, allows_tf32(options))
     except Exception as error:  # CuPy's own errors have no common class
         raise UsageError(f"there is no GPU {ordinal}: {first_line(error)}; give another --device-id") from error
     environment = verdicts.environment(name, device)
@@ -206,14 +212,11 @@ def _timed_nodes(work: _Tuned, runs: Sequence[Any]) -> tuple[list[OpTime], str]:
         return [], first_line(error)
 
 
-def _keep_node(work: _Tuned, row: OpTime) -> bool:
-    if row.kernel is None or row.body is None:
-        return True  # it has an error, which the table shows
+def _keep_node(work: _Tuned, row: OpTime, bodies: Mapping[str, str]) -> bool:
     call = next(call for call in work.calls if call.node.name == row.nodes[0])
-    seconds = {"kernel": max(row.kernel, 1e-9), "body": max(row.body, 1e-9)}
-    chosen = "kernel" if row.kernel <= row.body else "body"
-    subject = node_subject(call, body_digests(work.model))
-    return verdicts.keep(work.environment, subject, {"shapes": list(row.shapes)}, chosen, seconds)
+    seconds = {name: max(value or 0.0, 1e-9) for name, value in (("kernel", row.kernel), ("body", row.body))}
+    case = {"shapes": list(row.shapes)}
+    return verdicts.keep(work.environment, node_subject(call, bodies), case, row.faster or "", seconds)
 
 
 # --- the whole model -------------------------------------------------------------------------------------------------
@@ -236,7 +239,8 @@ def _timed_whole(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> W
 def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Iterator[tuple[str, Bound]]:
     """All kernels, all bodies, and the mix of what is best node by node where that is neither; those that run.
 
-    Raises what onnxruntime raises where the bodies do not.
+    Raises what onnxruntime raises where the bodies do not run, or kernels lack memory beside the bodies: they may well
+    run alone, and the times of nodes decide then.
     """
     alone = by_node(work.model, work.calls, work.environment)
     prefer: dict[str, Any] = {BODIES: None, KERNELS: all_kernels}
@@ -248,7 +252,7 @@ def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Iter
         try:
             yield name, _warm(work, model, mode, each, shapes)
         except Exception as error:
-            if name == BODIES:
+            if name == BODIES or (name == KERNELS and NO_MEMORY.search(str(error))):
                 raise
             log.warning("%s (%s) cannot be chosen, it does not run: %s", name, mode, first_line(error))
 
@@ -283,5 +287,5 @@ def _keep_whole(work: _Tuned, whole: Whole) -> bool:
 
 
 def _is_known(work: _Tuned) -> bool:
-    subject = model_subject(work.model)
-    return all(verdicts.recall_case(work.environment, subject, _whole_case(work, mode)) for mode in work.modes[:1])
+    """Whether the whole model was timed at these shapes; plainly, since not every model can be captured."""
+    return verdicts.recall_case(work.environment, model_subject(work.model), _whole_case(work, PLAIN)) is not None
