@@ -30,7 +30,7 @@ HERE = {"gpu": "a"}
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    choose._measured_shapes.clear()
+    choose._spent.clear()
     choose._unkept.clear()
 
 
@@ -145,8 +145,15 @@ def test_that_enough_shapes_were_measured_is_said_once(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO)
     for length in range(choose.MOST_SHAPES + 3):
         chosen(Pretended({1: 5, 2: 3}), [1, 2], shapes=str(length))
-    assert caplog.text.count("from now on the first candidate is taken: 16 shapes of one node were measured") == 1
-    assert caplog.text.count("2 candidates are timed, once on GPUs of this kind, for ") == choose.MOST_SHAPES
+    assert caplog.text.count("a node was measured at 16 shapes in 0 s; at others its first candidate is taken") == 1
+    assert caplog.text.count("2 candidates are compiled and timed, once on GPUs of this kind") == choose.MOST_SHAPES
+
+
+def test_a_node_takes_so_many_seconds_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 1000, 35))  # seconds; the clock is read before and after each measurement
+    monkeypatch.setattr(choose.time, "monotonic", lambda: float(next(now)))
+    trial = Pretended({1: 5, 2: 3})
+    assert [chosen(trial, [1, 2], shapes=shapes) for shapes in ("1", "2", "3", "1")] == [2, 2, 1, 2]
 
 
 def test_without_a_place_on_disk_a_choice_lasts_as_long_as_the_process(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, Final, Protocol
 
@@ -15,8 +18,7 @@ from onnxfuse.provider.verdicts import Environment
 
 log: Final = logging.getLogger("onnxfuse")
 MOST_SHAPES: Final = 16  # of one node that are measured in a process: a growing cache has a new one at every step
-_measured_shapes: Final[Counter[str]] = Counter()
-_unkept: Final[dict[tuple[str, ...], str]] = {}  # choices that could not be written to disk: equal layers share them
+MOST_SECONDS: Final = 60.0  # in a process; once a node's candidates took so long to compile and time, no more are
 
 
 class Trial(Protocol):
@@ -38,6 +40,17 @@ class Trial(Protocol):
         """Give its memory back."""
 
 
+@dataclass
+class _Spent:
+    """What the measurement of a node has taken so far in this process."""
+
+    shapes: int = 0
+    seconds: float = 0.0
+    told: bool = False  # that there is no more of it
+
+
+_spent: Final[defaultdict[str, _Spent]] = defaultdict(_Spent)
+_unkept: Final[dict[tuple[str, ...], str]] = {}  # choices that could not be written to disk: equal layers share them
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial]
 
 
@@ -69,25 +82,28 @@ def choose(
     earlier = known.chosen if known else _unkept.get(key, "")
     if earlier in named:
         return named[earlier]
-    if not _may_measure(node):
-        return plans[0]
-    log.info("%d candidates are timed, once on GPUs of this kind, for %s", len(named), signature)
-    seconds = _measured(list(named.values()), inputs, device, make)
+    seconds = _within_limits(_spent[node], partial(_measured, list(named.values()), inputs, device, make))
     if not seconds:
         return plans[0]
     chosen = min(seconds, key=lambda name: seconds[name])
     if not verdicts.keep(environment, subject, case, chosen, seconds):
         _unkept[key] = chosen
     place, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
-    log.debug("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
+    log.info("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
     return named[chosen]
 
 
-def _may_measure(node: str) -> bool:
-    _measured_shapes[node] += 1
-    if _measured_shapes[node] == MOST_SHAPES + 1:  # said once, as a new shape may come at every step
-        log.info("from now on the first candidate is taken: %d shapes of one node were measured", MOST_SHAPES)
-    return _measured_shapes[node] <= MOST_SHAPES
+def _within_limits(spent: _Spent, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What `measure` finds; nothing where the node has had its share of this process."""
+    if spent.shapes < MOST_SHAPES and spent.seconds < MOST_SECONDS:
+        began = time.monotonic()
+        seconds = measure()
+        spent.shapes, spent.seconds = spent.shapes + 1, spent.seconds + time.monotonic() - began
+        return seconds
+    if not spent.told:  # once, as a new shape may come at every step
+        spent.told, said = True, "a node was measured at %d shapes in %.0f s; at others its first candidate is taken"
+        log.info(said, spent.shapes, spent.seconds)
+    return {}
 
 
 def name_of(plan: Plan) -> str:
@@ -100,6 +116,7 @@ def _measured(
 ) -> dict[str, float]:
     """Seconds by name of the plans that run and agree with the first one that runs; none where nothing is measured."""
     trial: Trial | None = None
+    log.info("%d candidates are compiled and timed, once on GPUs of this kind", len(plans))
     try:
         trial = make(inputs, plans, device)
         if why := trial.refuse():
