@@ -205,11 +205,11 @@ def test_another_gpu_or_setting_is_another_environment() -> None:
         environment("CPUExecutionProvider", DEVICE),
     ):
         assert other != one
-    assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "cuda", "onnxfuse",
-                        "onnxruntime", "kernels"}  # fmt: skip
+    assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "cuda", "libraries",
+                        "onnxfuse", "onnxruntime", "kernels"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "version"])
+@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "library_versions", "version"])
 def test_another_version_is_another_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = environment(CUDA, DEVICE)
     monkeypatch.setattr(verdicts, name, lambda *_: "other")

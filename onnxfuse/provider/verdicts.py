@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ log: Final = logging.getLogger("onnxfuse")
 FORMAT: Final = 1
 Environment = Mapping[str, str | int | bool]
 SOURCES: Final = {".py", ".cu", ".cuh"}  # of kernels
+LIBRARIES: Final = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 _told: Final[set[str]] = set()
 
@@ -147,6 +148,7 @@ def environment(provider: str, device: Device) -> Environment:
         "tf32": device.tf32,
         "driver": driver_version(),
         "cuda": cuda_version(),
+        "libraries": library_versions(),
         "onnxfuse": version("onnxfuse"),
         "onnxruntime": import_module("onnxruntime").__version__,
         "kernels": _sources(tuple(onnxfuse.kernels.__path__)),
@@ -174,6 +176,16 @@ def cuda_version() -> str:
         return f"{cuda.runtime.runtimeGetVersion()} nvrtc {'.'.join(map(str, cuda.nvrtc.getVersion()))}"
     except Exception:  # CuPy's own errors have no common class
         return ""
+
+
+@functools.cache
+def library_versions() -> str:
+    """Of cuBLAS and cuDNN, which bodies and plans call, where they are Python packages; empty where they are not."""
+    found = []
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 @functools.cache
