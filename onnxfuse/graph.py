@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 from onnx import external_data_helper
 from onnx_graphsurgeon.logger import G_LOGGER
+from onnx_graphsurgeon.util.misc import SynchronizedList
 
 from onnxfuse.errors import ModelError
 from onnxfuse.protos import subgraphs
@@ -123,13 +124,29 @@ class Graph:
 
     def reads(self, node: Node) -> set[str]:
         """Names of the tensors that a node reads, those that its subgraphs read included."""
-        names = {t.name for t in node.inputs if t.name}
-        if any(isinstance(value, gs.Graph) for value in node.attrs.values()):
+        names = {t.name for t in node.inputs}
+        names.discard("")
+        if node.attrs and any(isinstance(value, gs.Graph) for value in node.attrs.values()):
             names |= set(subgraph_names(self.protos[id(node)][1]))
         return names
 
     def sort(self) -> None:
         """Put the nodes in execution order (Kahn's algorithm), staying close to the present order."""
+        if not self._is_sorted():
+            self.gs.nodes = self._sorted()
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+
+    def _is_sorted(self) -> bool:
+        """Whether no node reads what a later one computes."""
+        later = {t.name for node in self.nodes for t in node.outputs}
+        later.discard("")
+        for node in self.nodes:
+            if not later.isdisjoint(self.reads(node)):
+                return False
+            later.difference_update([t.name for t in node.outputs])
+        return True
+
+    def _sorted(self) -> list[Node]:
         nodes = self.nodes
         maker = {t.name: i for i, n in enumerate(nodes) for t in n.outputs if t.name}
         waits, users = [], [list[int]() for _ in nodes]
@@ -150,8 +167,7 @@ class Graph:
         if len(order) != len(nodes):
             stuck = next(n.name or n.op for i, n in enumerate(nodes) if waits[i])
             raise ModelError(f"the graph has a cycle through node '{stuck}'; ONNX graphs must be acyclic")
-        self.gs.nodes = order
-        self.place = {node: i for i, node in enumerate(order)}
+        return order
 
 
 def _dim_param(text: str) -> str | None:
@@ -162,13 +178,32 @@ class LinkedNode(gs.Node):  # type: ignore[misc]
     """A node that equals itself only.
 
     graphsurgeon compares nodes by content, which its lists do on every removal: slow, and wrong among unnamed nodes.
+    Its constructor checks every assignment: 5.5 us a node, against 2.2 us here.
     """
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
-    def __hash__(self) -> int:
-        return id(self)
+    def __init__(
+        self, op: str, name: str, attrs: dict[str, Any], inputs: Iterable[Tensor], outputs: Iterable[Tensor],
+        domain: str | None = None,
+    ) -> None:  # fmt: skip
+        """The node, entered into the tensors that it reads and computes."""
+        fields = self.__dict__
+        fields["op"], fields["name"], fields["attrs"], fields["domain"] = op, name, attrs, domain
+        fields["inputs"] = SynchronizedList(self, "outputs", inputs)
+        fields["outputs"] = SynchronizedList(self, "inputs", outputs)
+
+
+class LinkedVariable(gs.Variable):  # type: ignore[misc]
+    """A computed tensor of which only the name is known; as graphsurgeon's, without its checks (4.1 against 0.9 us)."""
+
+    def __init__(self, name: str) -> None:
+        """A tensor that no node computes or reads yet."""
+        fields = self.__dict__
+        fields["name"], fields["dtype"], fields["shape"], fields["type"] = name, None, None, "tensor_type"
+        fields["inputs"] = SynchronizedList(self, "outputs", ())
+        fields["outputs"] = SynchronizedList(self, "inputs", ())
 
 
 def subgraph_names(node: onnx.NodeProto) -> Iterator[str]:
