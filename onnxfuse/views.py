@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,25 +44,36 @@ def compose_views(graph: Graph, shapes: Shapes) -> int:
 def _shorten(graph: Graph, shapes: Shapes, last: Node) -> bool:
     """Shorten the longest chain that ends in the node."""
     chain = _chain_to(last)
+    result = shapes.shape(last.outputs[0])
+    steps = [_step(shapes, node) for node in chain]
     for start in range(len(chain)):
         nodes = chain[start:]
         source, removed = nodes[0].inputs[0], _removed(graph, nodes)
-        shape, result = shapes.shape(source), shapes.shape(last.outputs[0])
+        shape = shapes.shape(source)
         if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
             continue
         if removed == 1 and shape != result:  # one node can only give way to none
             continue
-        layout = _layout(shapes, nodes)
-        if layout is None:
+        known = [step for step in steps[start:] if step is not None]
+        if len(known) < len(nodes):
             continue
-        limit = max((len(_perm(shapes, n)) for n in nodes if op_of(n) == "Transpose"), default=0)
-        for moves in _spellings(shape, layout, result):
+        limit = max((len(step.perm) for step in known if step.perm is not None), default=0)
+        for moves in _spellings(shape, tuple(known)):
             # a Transpose over more axes than before may be slower
             fits = len(moves) < removed and all(len(move.perm or ()) <= limit for move in moves)
             if fits and _build(graph, shapes, last, source, moves):
                 _drop_unread(graph, nodes)
                 return True
     return False
+
+
+def _step(shapes: Shapes, node: Node) -> Move | None:
+    """What a node of a chain does; None where the shape of its result is not known."""
+    shape = shapes.shape(node.outputs[0])
+    if shape is None:
+        return None
+    perm = node.attrs.get("perm") or range(len(shape))[::-1]
+    return Move(tuple(perm) if op_of(node) == "Transpose" else None, shape)
 
 
 def _chain_to(last: Node) -> list[Node]:
@@ -91,48 +103,42 @@ def _removed(graph: Graph, chain: list[Node]) -> int:
     return count
 
 
-def _layout(shapes: Shapes, chain: list[Node]) -> Layout | None:
+def _layout(source: Sequence[Size], chain: Sequence[Move]) -> Layout | None:
     """Where the elements of the chain's result lie in its source; None where the sizes do not tell."""
-    shape = shapes.shape(chain[0].inputs[0])
-    layout: Layout | None = None if shape is None else identity(shape)
-    for node in chain:
-        shape = shapes.shape(node.outputs[0])
-        if layout is None or shape is None:
+    layout: Layout | None = identity(source)
+    for move in chain:
+        if layout is None:
             return None
-        if op_of(node) == "Transpose":
-            layout = transpose(layout, _perm(shapes, node))
-        else:
-            layout = reshape(layout, shape)
+        layout = reshape(layout, move.shape) if move.perm is None else transpose(layout, move.perm)
     return None if layout is None else merged(layout)
 
 
-def _perm(shapes: Shapes, node: Node) -> Sequence[int]:
-    return node.attrs.get("perm") or range(shapes.rank(node.inputs[0]) or 0)[::-1]
-
-
-def _spellings(source: Sequence[Size], layout: Layout, result: Sequence[Size]) -> list[list[Move]]:
-    """Chains of moves from the source's shape to the layout, shortest first."""
-    source, result = tuple(source), tuple(result)
+@functools.lru_cache(maxsize=4096)  # the blocks of a model repeat their chains
+def _spellings(source: tuple[Size, ...], chain: tuple[Move, ...]) -> tuple[tuple[Move, ...], ...]:
+    """Chains of moves that do what the chain does, shortest first."""
+    layout, result = _layout(source, chain), chain[-1].shape
+    if layout is None:
+        return ()
     straight = reshape(identity(source), result)
     if straight is not None and merged(straight) == layout:
-        return [[]] if source == result else [[Move(None, result)]]
+        return ((),) if source == result else ((Move(None, result),),)
     runs = merged((tuple(atom for axis in layout for atom in axis),))[0]
-    spellings: list[list[Move]] = []
+    spellings: list[tuple[Move, ...]] = []
     if (perm := _whole_axes(source, layout)) is not None:
-        spellings.append([Move(perm, result)])
+        spellings.append((Move(perm, result),))
     ordered = _in_source_order(source, layout)
     if ordered is not None:
         before = tuple(product(a.size for a in layout[i]) for i in ordered)
-        spellings.append([Move(None, before), Move(_inverse(ordered), result)])
+        spellings.append((Move(None, before), Move(_inverse(ordered), result)))
     flat = tuple((run,) for run in runs)
     moved = _whole_axes(source, flat + tuple(() for size in source if size == 1))
     if moved is not None:
-        spellings.append([Move(moved, tuple(source[i] for i in moved)), Move(None, result)])
+        spellings.append((Move(moved, tuple(source[i] for i in moved)), Move(None, result)))
     ordered = _in_source_order(source, flat)
     if ordered is not None:
         before, after = tuple(runs[i].size for i in ordered), tuple(run.size for run in runs)
-        spellings.append([Move(None, before), Move(_inverse(ordered), after), Move(None, result)])
-    return spellings
+        spellings.append((Move(None, before), Move(_inverse(ordered), after), Move(None, result)))
+    return tuple(spellings)
 
 
 def _whole_axes(source: Sequence[Size], layout: Layout) -> tuple[int, ...] | None:
@@ -170,7 +176,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(list(order).index(i) for i in range(len(order)))
 
 
-def _build(graph: Graph, shapes: Shapes, last: Node, source: Tensor, moves: list[Move]) -> bool:
+def _build(graph: Graph, shapes: Shapes, last: Node, source: Tensor, moves: Sequence[Move]) -> bool:
     """Let the moves compute what the node computes; False, and nothing changed, where a target is not constant."""
     end = last.outputs[0]
     if not moves:
