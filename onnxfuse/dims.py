@@ -6,6 +6,7 @@ symbol that carries its operands; the same expression always gives the same one.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -106,7 +107,12 @@ def product(sizes: Iterable[Size]) -> Size:
 
 def is_known(size: Size) -> bool:
     """Whether no part of the size is an unknown (`?12`) symbol."""
-    return isinstance(size, int) or all(_is_known_atom(atom) for monomial, _ in size.terms for atom in monomial)
+    return isinstance(size, int) or _is_known(size)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every axis of every tensor, of the few sizes that a model has
+def _is_known(size: Dim) -> bool:
+    return all(_is_known_atom(atom) for monomial, _ in size.terms for atom in monomial)
 
 
 def _is_known_atom(atom: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -125,7 +126,7 @@ def _foldable_nodes(graph: Graph, shapes: Shapes) -> list[Node]:
     known: dict[int, int | None] = {}  # bytes of the tensors that will be known
     nodes = []
     for node in graph.nodes:
-        if not FOLDABLE.fullmatch(op_of(node)) or not node.inputs or any(map(graph.is_kept, node.outputs)):
+        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.is_kept, node.outputs)):
             continue
         if all(not t.name or id(t) in known or is_constant(t) for t in node.inputs):
             sizes = [_bytes(shapes, t) for t in node.outputs]
@@ -133,6 +134,11 @@ def _foldable_nodes(graph: Graph, shapes: Shapes) -> list[Node]:
                 nodes.append(node)
                 known.update(zip(map(id, node.outputs), sizes, strict=True))
     return nodes
+
+
+@functools.cache
+def _is_foldable(op: str) -> bool:
+    return FOLDABLE.fullmatch(op) is not None
 
 
 def _is_affordable(
