@@ -31,6 +31,8 @@ class Chain:
         self.values = [t for t in term.terms if not isinstance(t, Constant) and t is not self.scalar]
         self.values.sort(key=lambda value: not self._is_told_by_shape(value))
         self.has_number = self.constant is not None or self.scalar is not None
+        self.is_pair = len(self.values) == 2 and not self.has_number
+        self.choosy = min(filter(matcher.ending, self.values), key=lambda v: len(matcher.ending(v) or ()), default=None)
         self.ops = ("Mul", "Div") if self.product else ("Add", "Sub")
 
     def _is_told_by_shape(self, value: Term) -> bool:
@@ -44,12 +46,22 @@ class Chain:
         if not ways:
             kind = "a product (Mul or Div)" if self.product else "a sum (Add)"
             self.matcher.fail(self.term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {kind}")
-        for values, numbers, node in self._promising(ways):
+            return iter(())
+        ways = self._promising(ways)
+        # where most readings end: told without the search below
+        if self.is_pair and ways and not self._orders(ways[0][0]):
+            values, _, node = ways[0]
+            self.matcher.fail(self.term, state.with_nodes([node]), lambda: self._unfit(values))
+            return iter(())
+        return self._all(ways, state)
+
+    def _all(self, ways: Sequence[Way], state: State) -> Iterator[State]:
+        for values, numbers, node in ways:
             yield from self._grow(values, numbers, 0, state.with_nodes([node]))
 
     def _grow(self, values: list[Tensor], numbers: list[Number], start: int, state: State) -> Iterator[State]:
         if len(values) == len(self.values):
-            orders = [o for o in itertools.permutations(values) if all(map(self.matcher.fits, self.values, o))]
+            orders = self._orders(values)
             if not orders:
                 self.matcher.fail(self.term, state, lambda: self._unfit(values))
             for order in orders:
@@ -64,6 +76,13 @@ class Chain:
                 if len(inner) - 1 <= room:
                     grown = [*values[:i], *inner, *values[i + 1 :]]
                     yield from self._grow(grown, numbers + more, i, after.with_nodes([node]))
+
+    def _orders(self, values: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """The orders in which each value is made by an operator that the term at its place can end with."""
+        fits = self.matcher.fits
+        if self.choosy is not None and not any(fits(self.choosy, tensor) for tensor in values):
+            return ()
+        return [o for o in itertools.permutations(values) if all(map(fits, self.values, o))]
 
     def _unfit(self, values: Sequence[Tensor]) -> str:
         found = " and ".join(f"'{t.name}' ({origin(t)})" for t in values)

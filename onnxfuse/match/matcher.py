@@ -38,7 +38,7 @@ from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_
 from onnxfuse.match.chains import Chain, Way
 from onnxfuse.match.ending import complete, holds
 from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
-from onnxfuse.match.names import unify
+from onnxfuse.match.names import unify_first
 from onnxfuse.match.operators import match_operator
 from onnxfuse.match.siblings import computed_from, siblings
 from onnxfuse.match.state import FLOATS, Match, Miss, State
@@ -126,8 +126,7 @@ class Matcher:
     def _start(self, tensor: Tensor) -> State:
         """Names of the output's dimensions are bound first, so that operands are held against them."""
         shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
-        dims = unify(spec, shape, {}) if shape is not None and "(" not in spec else None
-        return State(dims=dims or {})
+        return State(dims=unify_first(spec, shape) if shape is not None and "(" not in spec else {})
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
@@ -182,13 +181,18 @@ class Matcher:
             yield after._replace(nodes=state.nodes).with_nodes(seen, keep=True)
 
     def _chain(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
-        if id(term) not in self._chains:
-            self._chains[id(term)] = Chain(self, term)
-        return self._chains[id(term)].match(tensor, state)
+        chain = self._chains.get(id(term))
+        if chain is None:
+            chain = self._chains[id(term)] = Chain(self, term)
+        return chain.match(tensor, state)
 
     def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
         for _, option in self._fitting(term, enumerate(term.options), tensor):
             yield from self._option(option, tensor, state)
+
+    def ending(self, term: Term) -> frozenset[str] | None:
+        """The operators that a term may end with; None where any may."""
+        return self._ops[id(term)]
 
     def fits(self, term: Term, tensor: Tensor) -> bool:
         """Whether the operator that computes the tensor can be the last one of the term: most cannot, and end here."""
@@ -220,7 +224,7 @@ class Matcher:
             if known is not None and known != label:
                 continue
             fits = False
-            chosen = state if known else state._replace(choices={**state.choices, name: label})
+            chosen = state if known else state.with_choice(name, label)
             for after in self._option(option, tensor, chosen):
                 fits = True
                 yield after

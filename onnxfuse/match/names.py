@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
 
+Token: TypeAlias = tuple[str, bool]
+
+
+@functools.cache
+def _parsed(spec: str) -> tuple[tuple[Token, ...], bool, tuple[Token, ...]]:
+    """The tokens before "...", whether it is there, and those after it; each a name and whether it may broadcast."""
+    before, dots, after = spec.partition("...")
+    head, tail = (tuple((t.rstrip("?"), t.endswith("?")) for t in part.split()) for part in (before, after))
+    return head, bool(dots), tail
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every fusion at every node, of the few shapes that a model has
+def unify_first(spec: str, shape: tuple[DimSize, ...]) -> Mapping[str, Any]:
+    """The names of `spec` bound to the sizes of `shape` where nothing is known before; none where they contradict."""
+    return unify(spec, shape, {}) or {}
+
 
 def unify(spec: str, shape: Sequence[DimSize], known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """`known` with the names of `spec` bound to the sizes of `shape`; None where they contradict."""
-    before, dots, after = spec.partition("...")
-    head, tail, dims = before.split(), after.split(), dict(known)
+    head, dots, tail = _parsed(spec)
+    dims = dict(known)
     if not dots:
-        return dims if _bind_from_right(head, list(shape), dims) else None
-    if len(shape) < len(head) + len(tail):
+        return dims if _bind_from_right(head, shape, dims) else None
+    end = len(shape) - len(tail)
+    if end < len(head):
         return None
-    middle = tuple(shape[len(head) : len(shape) - len(tail)])
-    fits = _bind_from_right(head, list(shape[: len(head)]), dims) and _bind_from_right(
-        tail, list(shape[len(shape) - len(tail) :]), dims
-    )
+    middle = tuple(shape[len(head) : end])
+    fits = _bind_from_right(head, shape[: len(head)], dims) and _bind_from_right(tail, shape[end:], dims)
     return dims if fits and dims.setdefault("...", middle) == middle else None
 
 
-def _bind_from_right(tokens: Sequence[str], sizes: list[DimSize], dims: dict[str, Any]) -> bool:
-    for token in reversed(tokens):
-        name, may_broadcast = token.rstrip("?"), token.endswith("?")
-        if not sizes:
+def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[DimSize], dims: dict[str, Any]) -> bool:
+    left = len(sizes)
+    for name, may_broadcast in reversed(tokens):
+        if not left:
             if not may_broadcast:
                 return False
             continue
-        found = sizes.pop()
+        left -= 1
+        found = sizes[left]
         if name.isdecimal():
             if found != int(name):
                 return False
-        elif not (may_broadcast and found == 1) and dims.setdefault(name, found) != found:
-            return False
-    return not sizes
+        elif not (may_broadcast and found == 1):
+            known = dims.setdefault(name, found)
+            if known is not found and known != found:
+                return False
+    return not left
 
 
 def fitted(pattern: str, source_rank: int, result_rank: int) -> layouts.Arrangement | None:
