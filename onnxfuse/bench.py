@@ -23,7 +23,7 @@ from onnxfuse.graph import DOMAIN
 from onnxfuse.inputs import Array
 from onnxfuse.op_times import OpTime, op_times
 from onnxfuse.optimize import optimize
-from onnxfuse.provider.preferences import Tune
+from onnxfuse.provider.preferences import GRAPH, PLAIN, Tune
 from onnxfuse.session import first_line
 from onnxfuse.timing import WARM_UP, Bound, Provider, Spread, bind, copy_rate, device, interleaved, runs_within, start
 from onnxfuse.widen import from_half, half_of, widened, widened_arrays
@@ -40,7 +40,7 @@ class Contender:
     """One model in one mode.  `agrees`: whether its outputs are those of the original; None where it did not run."""
 
     name: str
-    mode: str  # "plain" or "cuda graph"
+    mode: str  # PLAIN or GRAPH
     spread: Spread | None = None
     agrees: bool | None = None
     reason: str = ""  # why it does not agree, or did not run
@@ -71,7 +71,7 @@ class Bench:
     @property
     def passed(self) -> bool:
         """Whether every model ran and is right; that a model cannot be captured as a CUDA graph does not count."""
-        return all(each.agrees or (each.agrees is None and each.mode != "plain") for each in self.contenders)
+        return all(each.agrees or (each.agrees is None and each.mode != PLAIN) for each in self.contenders)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: schema, date, model, provider, device, versions, inputs, fused, models, ops, copy rate."""
@@ -137,7 +137,7 @@ def bench(
     choices = list(feeds_to_try(original, shapes, inputs or {}))
     fused, counts = _fused(path, original, progress)
     base = "bodies" if fused is original else "original"
-    modes = ("plain", "cuda graph") if cuda_graph and provider == "cuda" else ("plain",)
+    modes = (PLAIN, GRAPH) if cuda_graph and provider == "cuda" else (PLAIN,)
     run = _Run(provider, progress, modes, "cached" if tune == "now" else tune)
     feeds, first = run.first(original, folder, choices)
     if tune == "now":
@@ -161,7 +161,7 @@ def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
 
 
 def _in_order(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    return sorted(contenders, key=lambda each: (names.index(each.name), each.mode != "plain"))
+    return sorted(contenders, key=lambda each: (names.index(each.name), each.mode != PLAIN))
 
 
 def _fused(path: Path, model: onnx.ModelProto, progress: Progress) -> tuple[onnx.ModelProto, dict[str, int]]:
@@ -246,13 +246,13 @@ class _Run:
         first: Bound,
     ) -> tuple[dict[tuple[str, str], Bound], list[Contender]]:
         """Every model in every mode, warmed up; and those that do not run."""
-        bound, failed = {(base, "plain"): first}, list[Contender]()
+        bound, failed = {(base, PLAIN): first}, list[Contender]()
         names = [(name, mode, model, folder) for name, model, folder in models for mode in self.modes]
         for done, (name, mode, model, folder) in enumerate(names):
             self.progress("start", done, len(names))
             try:
                 if (name, mode) not in bound:
-                    options = {} if mode == "plain" else {"enable_cuda_graph": 1}
+                    options = {} if mode == PLAIN else {"enable_cuda_graph": 1}
                     how: dict[str, Any] = {"kernels": name != base, "tune": self.tune, "options": options}
                     session = start(model, folder, self.provider, **how)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
@@ -294,10 +294,10 @@ def _op_times(
     """The times, or why there are none."""
     from onnxfuse.provider.session import explain_session
 
-    session = bound.get(("fused", "plain"))
+    session = bound.get(("fused", PLAIN))
     how = explain_session(session.session) if session else ()
     try:
-        graphs = "cuda graph" in run.modes
+        graphs = GRAPH in run.modes
         return op_times(fused, folder, feeds, run.provider, how, graphs, run.progress, tune=run.tune), ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured
         return [], first_line(error)
