@@ -55,6 +55,16 @@ def test_a_later_verdict_replaces_an_earlier_one() -> None:
     assert [each.chosen for each in recall(HERE, NODE)] == ["kernel"]
 
 
+def test_a_verdict_is_for_all_whom_the_umask_lets_read(folder: Path) -> None:
+    """An image tuned by one user runs as another."""
+    before = os.umask(0o022)
+    try:
+        keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    finally:
+        os.umask(before)
+    assert written(folder).stat().st_mode & 0o777 == 0o644
+
+
 def test_nothing_is_found_where_nothing_was_kept() -> None:
     assert recall(HERE, NODE) == []
     assert recall_case(HERE, NODE, LARGE) is None

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,18 +53,16 @@ def keep(environment: Environment, subject: Any, case: Any, chosen: str, seconds
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record = {"format": FORMAT, "environment": environment, "subject": subject, "case": case, "chosen": chosen,
               "seconds": dict(seconds), "measured": now}  # fmt: skip
-    part: Path | None = None
+    part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which no other user may read
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", encoding="utf-8", delete=False) as file:
-            part = Path(file.name)
+        with part.open("x", encoding="utf-8") as file:
             json.dump(record, file, indent=1, sort_keys=True, default=repr)
         part.replace(folder / f"{_digest(case)}.json")
         return True
     except OSError as error:
-        if part:
-            with suppress(OSError):
-                part.unlink()
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         _tell(f"verdicts cannot be written to {folder}: {error.strerror}; set ONNXFUSE_CACHE_DIR to another folder")
         return False
 
