@@ -15,7 +15,9 @@ from onnx.defs import OpSchema
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import product
-from onnxfuse.dsl import (
+from onnxfuse.errors import PatternError
+from onnxfuse.graph import DOMAIN, Array, input_place, schema
+from onnxfuse.terms import (
     Absent,
     Apply,
     Capture,
@@ -33,11 +35,9 @@ from onnxfuse.dsl import (
     Stored,
     Sum,
     Term,
-    core,
+    bare,
     parts,
 )
-from onnxfuse.errors import PatternError
-from onnxfuse.graph import DOMAIN, Array, input_place, schema
 
 FLOATS: dict[int, int] = {TensorProto.FLOAT16: 16, TensorProto.BFLOAT16: 16, TensorProto.FLOAT: 32}  # bits
 BOOLEAN = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
@@ -158,7 +158,7 @@ class Builder:
             case Apply():
                 return self._apply(term)
             case _:
-                return self.value(core(term))
+                return self.value(bare(term))
 
     def expressible(self, term: Term) -> bool:
         """Whether the opset has the term's operators and the operands it needs are there."""
@@ -228,7 +228,7 @@ class Builder:
         return whole if isinstance(whole, Value) else self.constant(whole, TensorProto.FLOAT)
 
     def _number(self, term: Term) -> Number | None:
-        inner = core(term)
+        inner = bare(term)
         if isinstance(inner, Constant):
             return inner.value
         if isinstance(inner, Filled):
@@ -293,7 +293,7 @@ class Builder:
 
     def _scaled(self, term: Scaled) -> Value:
         scale = float(self.variant.values[term.scale.name])
-        inner = core(term.inner)
+        inner = bare(term.inner)
         if scale == 1:
             return self.value(inner)
         if isinstance(inner, Apply) and inner.op == "MatMul":
@@ -387,7 +387,7 @@ def _numpy_name(dtype: int) -> str:
 
 
 def _optional(term: Term) -> bool:
-    inner = core(term)
+    inner = bare(term)
     return isinstance(inner, Absent) or (isinstance(inner, Capture) and inner.optional)
 
 

@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-from onnxfuse.dsl import Fusion
 from onnxfuse.errors import PatternError, UsageError
+from onnxfuse.terms import Fusion
 
 ENTRY_POINTS = "onnxfuse.patterns"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onnxfuse.dsl import Capture, Choose, Fusion, walk
+from onnxfuse.terms import Capture, Choose, Fusion, walk
 
 
 def signature(fusion: Fusion) -> str:

@@ -7,246 +7,58 @@ whatever form its opset gives it.  The words below say the rest.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import CodeType
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from onnxfuse.errors import PatternError
+from onnxfuse.spans import Span, here
+from onnxfuse.terms import (
+    Apply,
+    Capture,
+    Choose,
+    Either,
+    Filled,
+    Fusion,
+    Given,
+    Guard,
+    Number,
+    Operand,
+    Precision,
+    Rearrange,
+    Scaled,
+    Shared,
+    Size,
+    Stored,
+    Term,
+    as_term,
+)
+
+__all__ = [
+    "Fusion",
+    "Term",
+    "attribute",
+    "choose",
+    "contrib",
+    "either",
+    "filled",
+    "fusion",
+    "given",
+    "narrow",
+    "op",
+    "rearrange",
+    "require",
+    "scalar",
+    "scaled",
+    "shared",
+    "size",
+    "stored",
+    "tensor",
+    "weight",
+    "wide",
+]
 
-Number: TypeAlias = int | float
-
-
-@dataclass(frozen=True)
-class Span:
-    """A place in a pattern's source: 1-based line, 0-based columns."""
-
-    file: str
-    line: int
-    column: int
-    end_column: int
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).parent.name}/{Path(self.file).name}:{self.line}"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Term:
-    """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
-
-    span: Span
-
-    def __add__(self, other: Operand) -> Term:
-        return Sum(terms=_flat(Sum, self, other), span=_here())
-
-    def __radd__(self, other: Operand) -> Term:
-        return Sum(terms=_flat(Sum, other, self), span=_here())
-
-    def __mul__(self, other: Operand) -> Term:
-        return Product(terms=_flat(Product, self, other), span=_here())
-
-    def __rmul__(self, other: Operand) -> Term:
-        return Product(terms=_flat(Product, other, self), span=_here())
-
-    def __sub__(self, other: Operand) -> Term:
-        return Apply(op="Sub", inputs=(self, _term(other)), span=_here())
-
-    def __neg__(self) -> Term:
-        return Apply(op="Neg", inputs=(self,), span=_here())
-
-    def __truediv__(self, other: Operand) -> Term:
-        span, divisor = _here(), _term(other)
-        if isinstance(divisor, Constant):
-            return Product(terms=(self, Constant(value=1 / divisor.value, span=span)), span=span)
-        reciprocal = _reciprocal(divisor, span)
-        options = (
-            Apply(op="Div", inputs=(self, divisor), span=span),
-            Product(terms=_flat(Product, self, reciprocal), span=span),
-        )
-        return Either(options=options, span=span)
-
-    def __rtruediv__(self, other: Operand) -> Term:
-        if other != 1:
-            return Apply(op="Div", inputs=(_term(other), self), span=_here())
-        return _reciprocal(self, _here())
-
-    def __pow__(self, exponent: int) -> Term:
-        span = _here()
-        power = Apply(op="Pow", inputs=(self, Constant(value=exponent, span=span)), span=span)
-        return Either(options=(power, Product(terms=(self,) * exponent, span=span)), span=span)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Capture(Term):
-    """A parameter of the fused operator."""
-
-    kind: Literal["tensor", "weight", "scalar", "attribute"]
-    name: str = ""
-    dims: str | None = None
-    optional: bool = False
-    default: Any = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Constant(Term):
-    """A number that the model must hold as a constant of one element."""
-
-    value: Number
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Filled(Term):
-    """A constant of the model whose elements all are one number."""
-
-    value: Number
-    dims: str
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Absent(Term):
-    """No value: the place of an operator's optional input that is left out."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Apply(Term):
-    """An operator; `Name` of the ONNX domain or `domain::Name`."""
-
-    op: str
-    inputs: tuple[Term, ...]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sum(Term):
-    """Values added, in any order and grouping."""
-
-    terms: tuple[Term, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Product(Term):
-    """Values multiplied, in any order and grouping."""
-
-    terms: tuple[Term, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Either(Term):
-    """Spellings of one value."""
-
-    options: tuple[Term, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Choose(Term):
-    """Variants of the fused operator: which one was found becomes the attribute `name` of the fused node."""
-
-    name: str
-    options: Mapping[str, Term]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Rearrange(Term):
-    """Axes split, merged, permuted and repeated, in einops' notation."""
-
-    inner: Term
-    pattern: str
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Scaled(Term):
-    """A value times a scalar, wherever in the (bi)linear expression the factors stand."""
-
-    inner: Term
-    scale: Capture
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Shared(Term):
-    """A value that may have readers outside; its nodes stay for them."""
-
-    inner: Term
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Precision(Term):
-    """A value that the body computes in float32 (`like` None) or casts to `like`'s dtype; matching passes through."""
-
-    inner: Term
-    like: Term | None = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Given(Term):
-    """A value under a condition on what was captured."""
-
-    inner: Term
-    guard: Guard
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Stored(Term):
-    """A value that is matched as `inner`, and stored as `ort` in files for onnxruntime (`--fallback ort`)."""
-
-    inner: Term
-    ort: Term
-
-
-@dataclass(frozen=True)
-class Size:
-    """A number computed from named dimensions, for use as an operator's attribute."""
-
-    text: str
-    compute: Callable[[Mapping[str, Any]], Any]
-
-    def __floordiv__(self, other: int) -> Size:
-        return Size(f"{self.text} // {other}", lambda dims: self.compute(dims) // other)
-
-    def __mul__(self, other: int) -> Size:
-        return Size(f"{self.text} * {other}", lambda dims: self.compute(dims) * other)
-
-
-@dataclass(frozen=True)
-class Guard:
-    """A condition on what was captured; its sentence is the message when it does not hold."""
-
-    sentence: str
-    holds: Callable[..., bool]
-    span: Span
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The dimensions, scalars, choices and operands that the condition asks for."""
-        return tuple(inspect.signature(self.holds).parameters)
-
-
-@dataclass(frozen=True, eq=False)
-class Fusion:
-    """A declared fusion: the fused operator's parameters, and the terms of its outputs."""
-
-    name: str
-    doc: str
-    captures: tuple[Capture, ...]
-    outputs: tuple[Term, ...]
-    out: tuple[str, ...]
-    guards: tuple[Guard, ...]
-    casts: bool
-    source: str
-    span: Span
-    example: Mapping[str, Any] = field(default_factory=dict)
-    last: bool = False
-
-    @property
-    def operands(self) -> tuple[Capture, ...]:
-        """The captures that are tensors: the fused node's inputs, in order."""
-        return tuple(c for c in self.captures if c.kind in ("tensor", "weight"))
-
-
-Operand: TypeAlias = Term | Number
 _guards: list[list[Guard]] = []
 
 
@@ -259,22 +71,22 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Any:
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
     leading axes (the same throughout), `name?` for that size, 1, or an axis that is not there, and a number for itself.
     """
-    return Capture(kind="tensor", dims=dims, optional=optional, span=_here())
+    return Capture(kind="tensor", dims=dims, optional=optional, span=here())
 
 
 def weight(dims: str | None = None, *, optional: bool = False) -> Any:
     """An input of the fused operator that is a constant of the model."""
-    return Capture(kind="weight", dims=dims, optional=optional, span=_here())
+    return Capture(kind="weight", dims=dims, optional=optional, span=here())
 
 
 def scalar(*, default: Number | None = None, optional: bool = False) -> Any:
     """A number: a constant of one element, or an operator's attribute; becomes an attribute of the fused node."""
-    return Capture(kind="scalar", default=default, optional=optional or default is not None, span=_here())
+    return Capture(kind="scalar", default=default, optional=optional or default is not None, span=here())
 
 
 def attribute(*, default: Any = None) -> Any:
     """An operator's attribute of whatever value, handed through to the fused node."""
-    return Capture(kind="attribute", default=default, optional=True, span=_here())
+    return Capture(kind="attribute", default=default, optional=True, span=here())
 
 
 # --- words for values --------------------------------------------------------------------------------------------
@@ -289,7 +101,7 @@ class _Operators:
     def __getattr__(self, name: str) -> Callable[..., Term]:
         def apply(*inputs: Operand | None, **attributes: Any) -> Term:
             return Apply(
-                op=self._prefix + name, inputs=tuple(map(_term, inputs)), attributes=attributes, span=_here()
+                op=self._prefix + name, inputs=tuple(map(as_term, inputs)), attributes=attributes, span=here()
             )
 
         return apply
@@ -301,12 +113,12 @@ contrib = _Operators("com.microsoft")
 
 def either(*options: Term) -> Term:
     """Spellings of one value; the first that an opset can express is the one that is stored."""
-    return Either(options=options, span=_here())
+    return Either(options=options, span=here())
 
 
 def choose(name: str, **options: Term) -> Term:
     """Variants of the fused operator, tried in order; the one found is recorded as attribute `name`."""
-    return Choose(name=name, options=options, span=_here())
+    return Choose(name=name, options=options, span=here())
 
 
 def rearrange(value: Term, pattern: str) -> Term:
@@ -314,45 +126,45 @@ def rearrange(value: Term, pattern: str) -> Term:
 
     Matches any chain of Reshape, Transpose, Squeeze, Unsqueeze, Flatten and Expand that does the same.
     """
-    return Rearrange(inner=value, pattern=pattern, span=_here())
+    return Rearrange(inner=value, pattern=pattern, span=here())
 
 
 def scaled(value: Term, scale: Term) -> Term:
     """`value * scale`, where factors may stand on either side of the MatMul and of rearrangements inside."""
     if not isinstance(scale, Capture) or scale.kind != "scalar":
-        raise PatternError(f"{_here()}: scaled() needs a scalar parameter as its second argument")
-    return Scaled(inner=value, scale=scale, span=_here())
+        raise PatternError(f"{here()}: scaled() needs a scalar parameter as its second argument")
+    return Scaled(inner=value, scale=scale, span=here())
 
 
 def shared(value: Term) -> Term:
     """A value that others may read too; its nodes stay for them."""
-    return Shared(inner=value, span=_here())
+    return Shared(inner=value, span=here())
 
 
 def wide(value: Term) -> Term:
     """`value` in float32, whatever its dtype is."""
-    return Precision(inner=value, span=_here())
+    return Precision(inner=value, span=here())
 
 
 def narrow(value: Term, like: Term) -> Term:
     """`value` in the dtype of `like`."""
-    return Precision(inner=value, like=like, span=_here())
+    return Precision(inner=value, like=like, span=here())
 
 
 def given(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
     """`value`, as a spelling or variant that counts only where `holds(...)` is true; see `require`."""
-    span = _here()
+    span = here()
     return Given(inner=value, guard=Guard(sentence, holds, span), span=span)
 
 
 def stored(value: Term, *, ort: Term) -> Term:
     """`value`, written as `ort` (which may use com.microsoft operators) where the file is for onnxruntime only."""
-    return Stored(inner=value, ort=ort, span=_here())
+    return Stored(inner=value, ort=ort, span=here())
 
 
 def filled(value: Number, dims: str) -> Any:
     """A constant with these dimensions (named as in `tensor`) whose elements all are `value`."""
-    return Filled(value=value, dims=dims, span=_here())
+    return Filled(value=value, dims=dims, span=here())
 
 
 def size(name: str) -> Any:
@@ -371,8 +183,8 @@ def require(sentence: str, holds: Callable[..., bool]) -> None:
     `sentence` says what is required and may show them as {name}.
     """
     if not _guards:
-        raise PatternError(f"{_here()}: require() stands outside a fusion's body")
-    _guards[-1].append(Guard(sentence, holds, _here()))
+        raise PatternError(f"{here()}: require() stands outside a fusion's body")
+    _guards[-1].append(Guard(sentence, holds, here()))
 
 
 def fusion(
@@ -413,75 +225,6 @@ def fusion(
     return declare
 
 
-# --- reading terms -----------------------------------------------------------------------------------------------
-
-
-def parts(term: Term) -> tuple[Term, ...]:
-    """The terms that a term is directly made of."""
-    match term:
-        case Apply(inputs=inputs):
-            return inputs
-        case Sum(terms=terms) | Product(terms=terms):
-            return terms
-        case Either(options=options):
-            return options
-        case Choose(options=options):
-            return tuple(options.values())
-        case Scaled(inner=inner, scale=scale):
-            return inner, scale
-        case Rearrange(inner=inner) | Shared(inner=inner) | Precision(inner=inner) | Given(inner=inner):
-            return (inner,)
-        case Stored(inner=inner):
-            return (inner,)
-        case _:
-            return ()
-
-
-def walk(*roots: Term) -> Iterator[Term]:
-    """Every term below the roots, each once, parents first."""
-    seen: set[int] = set()
-    work = list(reversed(roots))
-    while work:
-        term = work.pop()
-        if id(term) not in seen:
-            seen.add(id(term))
-            yield term
-            work.extend(reversed(parts(term)))
-
-
-def core(term: Term) -> Term:
-    """The term without the words that matching passes through."""
-    while isinstance(term, Shared | Precision | Given | Stored):
-        term = term.inner
-    return term
-
-
-# --- making terms ------------------------------------------------------------------------------------------------
-
-
-def _term(value: Operand | None) -> Term:
-    if isinstance(value, Term):
-        return value
-    if isinstance(value, int | float):
-        return Constant(value=value, span=_here())
-    if value is None:
-        return Absent(span=_here())
-    raise PatternError(f"{_here()}: a pattern is made of terms and numbers, not {type(value).__name__}")
-
-
-def _flat(kind: type[Sum] | type[Product], *values: Operand) -> tuple[Term, ...]:
-    terms: list[Term] = []
-    for value in values:
-        terms.extend(value.terms if isinstance(value, kind) else (_term(value),))
-    return tuple(terms)
-
-
-def _reciprocal(value: Term, span: Span) -> Term:
-    one = Constant(value=1, span=span)
-    options = (Apply(op="Reciprocal", inputs=(value,), span=span), Apply(op="Div", inputs=(one, value), span=span))
-    return Either(options=options, span=span)
-
-
 def _named(name: str, capture: Any, span: Span) -> Capture:
     if not isinstance(capture, Capture):
         raise PatternError(f"{span}: parameter '{name}' needs a default: tensor(), weight(), scalar() or attribute()")
@@ -493,19 +236,3 @@ def _known(example: Mapping[str, Any], captures: tuple[Capture, ...], span: Span
     if unknown:
         raise PatternError(f"{span}: example= names '{unknown[0]}', which is no parameter")
     return example
-
-
-def _here() -> Span:
-    """The source place of the pattern's expression that is being evaluated."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    return _position(frame.f_code, frame.f_lasti)
-
-
-def _position(code: CodeType, instruction: int) -> Span:
-    for i, (line, end_line, column, end_column) in enumerate(code.co_positions()):
-        if i == instruction // 2:
-            one_line = line == end_line and column is not None and end_column is not None
-            return Span(code.co_filename, line or 0, column or 0, (end_column or 0) if one_line else -1)
-    return Span(code.co_filename, code.co_firstlineno, 0, -1)

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxfuse.dsl import Fusion
 from onnxfuse.graph import Graph, Node, op_of
 from onnxfuse.legality import refusal
 from onnxfuse.match import Match, Matcher, Miss, needed_ops
 from onnxfuse.rewrite import Functions, Fused, rewrite
 from onnxfuse.shapes import Shapes
+from onnxfuse.terms import Fusion
 
 NEAR = 0.3  # a miss is worth reporting when this share of the nodes of the pattern agreed
 

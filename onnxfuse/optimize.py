@@ -15,7 +15,6 @@ import onnx
 
 from onnxfuse import catalog
 from onnxfuse.batch_norm import fold_batch_norm
-from onnxfuse.dsl import Fusion
 from onnxfuse.errors import UsageError, VerificationError
 from onnxfuse.files import load
 from onnxfuse.fold import Folded, fold_constants, fold_shapes
@@ -25,6 +24,7 @@ from onnxfuse.graph_protos import read_graph, write_model
 from onnxfuse.normalize import normalize
 from onnxfuse.report import Dropped, Report, Traffic, traffic
 from onnxfuse.shapes import Shapes, infer_shapes
+from onnxfuse.terms import Fusion
 from onnxfuse.verify import Verification, compare, first_difference
 
 ROUNDS = 4

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnxfuse.build import Variant, function, is_static
-from onnxfuse.dsl import Fusion
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import DOMAIN, Graph, Tensor
 from onnxfuse.legality import used
 from onnxfuse.match import Match, Miss, node_name
 from onnxfuse.shapes import Shapes
+from onnxfuse.terms import Fusion
 
 
 @dataclass(frozen=True)

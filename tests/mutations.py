@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from runtimes import run
 from spellings import Unfused
 
-from onnxfuse.dsl import Fusion
 from onnxfuse.graph import schema
+from onnxfuse.terms import Fusion
 
 AXES = {"axis", "axes", "perm"}
 MOVES = {"Expand", "Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}

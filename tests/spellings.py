@@ -19,7 +19,14 @@ from onnxfuse import layout
 from onnxfuse.build import Builder, Variant, body
 from onnxfuse.dims import Dim, evaluate, symbol
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import (
+from onnxfuse.errors import PatternError
+from onnxfuse.graph import schema
+from onnxfuse.graph_protos import read_graph
+from onnxfuse.match import count
+from onnxfuse.match.names import unify
+from onnxfuse.match.siblings import may_be_absent, siblings
+from onnxfuse.shapes import infer_shapes
+from onnxfuse.terms import (
     Apply,
     Capture,
     Choose,
@@ -31,17 +38,10 @@ from onnxfuse.dsl import (
     Rearrange,
     Size,
     Term,
-    core,
+    bare,
     parts,
     walk,
 )
-from onnxfuse.errors import PatternError
-from onnxfuse.graph import schema
-from onnxfuse.graph_protos import read_graph
-from onnxfuse.match import count
-from onnxfuse.match.names import unify
-from onnxfuse.match.siblings import may_be_absent, siblings
-from onnxfuse.shapes import infer_shapes
 
 NEWEST, OLDEST = 24, 9
 LEADING = {"batch": 2, "seq": 3, "extra": 4}  # the axes that "..." stands for: as many of the first ones as asked for
@@ -163,7 +163,7 @@ def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
         kept = thin.index(False) if spelling.short and False in thin else 0
         return [() if is_thin else (name,) for name, is_thin in zip(names, thin, strict=True)][kept:]
     for term in reached(spelling):
-        if isinstance(term, Rearrange) and core(term.inner) is operand:
+        if isinstance(term, Rearrange) and bare(term.inner) is operand:
             return list(layout.parse_arrangement(term.pattern, spelling.leading).source)
     return None
 
@@ -174,7 +174,7 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
         if not isinstance(term, Apply) or (found := schema(term.op, spelling.opset)) is None:
             continue
         for place, item in enumerate(term.inputs):
-            if core(item) is operand and place < len(found.inputs):
+            if bare(item) is operand and place < len(found.inputs):
                 types = set(found.inputs[place].types)
                 if types == {"tensor(bool)"}:
                     return TensorProto.BOOL
@@ -554,7 +554,7 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
 
 def _without(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
     """Each optional parameter left out, in the first variant that can do without it."""
-    inputs = {id(part) for term in reached(spelling) for part in map(core, parts(term))}
+    inputs = {id(part) for term in reached(spelling) for part in map(bare, parts(term))}
     for capture in captures(spelling):
         if not capture.optional or capture.kind == "attribute" or (capture.kind == "scalar" and id(capture) in inputs):
             continue

@@ -38,10 +38,11 @@ from onnxfuse import (
     weight,
 )
 from onnxfuse.build import Variant
-from onnxfuse.dsl import Apply, Either, Product, Span, Sum, Term, walk
 from onnxfuse.fuse import Fusing
 from onnxfuse.graph import DOMAIN
 from onnxfuse.optimize import Clock, Run
+from onnxfuse.spans import Span
+from onnxfuse.terms import Apply, Either, Product, Sum, Term, walk
 
 NUMBERS = {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0}
 INPUTS = {name: np.random.default_rng(len(name)).standard_normal((3, 8)).astype(np.float32) for name in "abcd"}

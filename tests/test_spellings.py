@@ -15,9 +15,9 @@ from spellings import Spelling, Unfused, build, every_label, every_option, spell
 
 from onnxfuse import Fusion, Report, catalog, optimize
 from onnxfuse.build import body
-from onnxfuse.dsl import walk
 from onnxfuse.graph import DOMAIN, default
 from onnxfuse.match.siblings import siblings
+from onnxfuse.terms import walk
 
 FUSIONS = catalog.builtin()
 ALL = [spelling for fusion in FUSIONS for spelling in spellings(fusion).written]

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from onnxfuse.dsl import Capture, Constant, Product, Sum, Term, core
 from onnxfuse.graph import Node, Tensor, op_of, producer
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin
+from onnxfuse.terms import Capture, Constant, Product, Sum, Term, bare
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -37,7 +37,7 @@ class Chain:
 
     def _is_told_by_shape(self, value: Term) -> bool:
         """Whether a value is an operand whose dimensions are known from the start: its shape rules most out."""
-        leaf, out = core(value), self.matcher.fusion.out[0]
+        leaf, out = bare(value), self.matcher.fusion.out[0]
         return isinstance(leaf, Capture) and leaf.dims is not None and set(leaf.dims.split()) <= set(out.split())
 
     def match(self, tensor: Tensor, state: State) -> Iterator[State]:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from onnx import helper
 
-from onnxfuse.dsl import Guard, Term, core
 from onnxfuse.graph import Node, Tensor, op_of
 from onnxfuse.legality import refusal
 from onnxfuse.match.siblings import may_be_absent
 from onnxfuse.match.state import FLOATS, Match, State
 from onnxfuse.match.words import node_name
+from onnxfuse.terms import Guard, Term, bare
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -30,7 +30,7 @@ def complete(m: Matcher, state: State) -> Match | None:
     state = state._replace(values=values)
     if not all(holds(m, guard, state, m.fusion.outputs[0]) for guard in m.fusion.guards):
         return None
-    others = [state.terms.get(id(core(term))) for term in m.fusion.outputs[1:]]
+    others = [state.terms.get(id(bare(term))) for term in m.fusion.outputs[1:]]
     while others and others[-1] is None and may_be_absent(m.fusion, len(others)):
         others.pop()
     if any(t is None for t in others):

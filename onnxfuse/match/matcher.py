@@ -10,7 +10,20 @@ from typing import Any
 
 from onnx import TensorProto
 
-from onnxfuse.dsl import (
+from onnxfuse.errors import PatternError
+from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.match.chains import Chain, Way
+from onnxfuse.match.ending import complete, holds
+from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
+from onnxfuse.match.names import unify_first
+from onnxfuse.match.operators import match_operator
+from onnxfuse.match.siblings import computed_from, siblings
+from onnxfuse.match.state import FLOATS, Match, Miss, State
+from onnxfuse.match.views import Source, match_rearrange, match_scaled
+from onnxfuse.match.words import count, node_name, origin, root_ops
+from onnxfuse.shapes import Shapes
+from onnxfuse.spans import Span
+from onnxfuse.terms import (
     Absent,
     Apply,
     Capture,
@@ -25,26 +38,13 @@ from onnxfuse.dsl import (
     Rearrange,
     Scaled,
     Shared,
-    Span,
     Stored,
     Sum,
     Term,
-    core,
+    bare,
     parts,
     walk,
 )
-from onnxfuse.errors import PatternError
-from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
-from onnxfuse.match.chains import Chain, Way
-from onnxfuse.match.ending import complete, holds
-from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
-from onnxfuse.match.names import unify_first
-from onnxfuse.match.operators import match_operator
-from onnxfuse.match.siblings import computed_from, siblings
-from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import Source, match_rearrange, match_scaled
-from onnxfuse.match.words import count, node_name, origin, root_ops
-from onnxfuse.shapes import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
@@ -64,8 +64,8 @@ def passed(term: Term) -> Term:
 def _repeated(fusion: Fusion) -> set[int]:
     """The terms that stand in several places, or are outputs: only they must be the same value again."""
     terms = [term for term in walk(*fusion.outputs) if type(term) not in PASSED]
-    times = Counter(id(core(part)) for term in terms for part in parts(term))
-    return {term for term, count in times.items() if count > 1} | {id(core(term)) for term in fusion.outputs}
+    times = Counter(id(bare(part)) for term in terms for part in parts(term))
+    return {term for term, count in times.items() if count > 1} | {id(bare(term)) for term in fusion.outputs}
 
 
 class Matcher:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxfuse.dsl import Absent, Apply, Capture, Size, core
 from onnxfuse.graph import Node, Tensor, attribute, default, op_of, producer, schema
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin, short
+from onnxfuse.terms import Absent, Apply, Capture, Size, bare
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -55,7 +55,7 @@ def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: S
     if present:
         for after in m.match(wanted, tensors[i], state):
             yield from _inputs(m, term, tensors, i + 1, after)
-    elif (isinstance(inner := core(wanted), Capture) and inner.optional) or isinstance(inner, Absent):
+    elif (isinstance(inner := bare(wanted), Capture) and inner.optional) or isinstance(inner, Absent):
         yield from _inputs(m, term, tensors, i + 1, state)
     else:
         m.fail(wanted, state, lambda: f"{term.op} has no input {i}; required one")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.dsl import Apply, Capture, Fusion, Product, Rearrange, Sum, Term, core, walk
 from onnxfuse.graph import Tensor, op_of
 from onnxfuse.match.words import VIEWS
+from onnxfuse.terms import Apply, Capture, Fusion, Product, Rearrange, Sum, Term, bare, walk
 
 DEEPEST = 4  # nodes from a shared operand to an output: flatten, multiply, unflatten, add
 MOST = 64  # readers looked at
@@ -20,7 +20,7 @@ def siblings(fusion: Fusion) -> tuple[Sibling, ...]:
     shared = {term.name for term in walk(fusion.outputs[0]) if isinstance(term, Capture) and term.kind == "tensor"}
     found = []
     for term in fusion.outputs[1:]:
-        if id(core(term)) not in inside:
+        if id(bare(term)) not in inside:
             below = list(walk(term))
             anchors = tuple(t.name for t in below if isinstance(t, Capture) and t.name in shared)
             found.append((term, anchors, _ops(below)))

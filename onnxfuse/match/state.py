@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from onnx import TensorProto
 
-from onnxfuse.dsl import Fusion, Span
 from onnxfuse.graph import Node, Tensor
+from onnxfuse.spans import Span
+from onnxfuse.terms import Fusion
 
 FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "float32",

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import Capture, Rearrange, Scaled, core
 from onnxfuse.graph import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.names import fitted
 from onnxfuse.match.state import State
 from onnxfuse.match.words import VIEWS, shape_text
+from onnxfuse.terms import Capture, Rearrange, Scaled, bare
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -21,9 +21,9 @@ Source: TypeAlias = tuple[Tensor, list[Node], float]  # what is viewed, the node
 
 def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
     """Every way to read a tensor as a rearrangement; the farthest source first."""
-    keep = isinstance(core(term.inner), Capture)
+    keep = isinstance(bare(term.inner), Capture)
     found = False
-    inner = core(term.inner)
+    inner = bare(term.inner)
     if isinstance(inner, Capture) and inner.kind == "weight" and not is_constant(_sources(m, tensor, False)[-1][0]):
         m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
         return

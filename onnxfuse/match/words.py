@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxfuse.dims import Size as DimSize
-from onnxfuse.dsl import (
+from onnxfuse.graph import Tensor, is_constant, op_of, producer
+from onnxfuse.terms import (
     Absent,
     Apply,
     Capture,
@@ -22,7 +23,6 @@ from onnxfuse.dsl import (
     Term,
     parts,
 )
-from onnxfuse.graph import Tensor, is_constant, op_of, producer
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"}
 
