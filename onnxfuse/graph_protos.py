@@ -26,7 +26,7 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     tensors = _tensors(graph)
     nodes = [_linked(proto, tensors, opset, model) for proto in graph.node]
     inputs = {i.name for i in graph.input}
-    given = [tensors[name] for name in inputs if not is_constant(tensors[name])]
+    given = [tensors[i.name] for i in graph.input if not is_constant(tensors[i.name])]
     linked = gs.Graph(nodes, given, [tensors[o.name] for o in graph.output], graph.name)
     overridable = {t.name for t in graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
     for name in overridable:
