@@ -18,7 +18,7 @@ import onnx
 from onnxfuse.difference import difference
 from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError
 from onnxfuse.files import load
-from onnxfuse.given_shapes import feeds_to_try
+from onnxfuse.given_shapes import described, feeds_to_try
 from onnxfuse.graph import DOMAIN
 from onnxfuse.inputs import Array
 from onnxfuse.op_times import OpTime, op_times
@@ -148,8 +148,7 @@ def bench(
     bound, failed = run.start([(base, original, folder), ("fused", fused, folder), *others], base, feeds, first)
     contenders = _in_order([*run.timed(bound, expected, runs), *failed], [base, "fused", *_named(against)])
     rows, why = _op_times(fused, folder, feeds, run, bound) if ops and counts else ([], "")
-    described = {name: f"{'x'.join(map(str, value.shape))} {value.dtype}" for name, value in feeds.items()}
-    return Bench(str(path), provider, device(provider), described, counts,
+    return Bench(str(path), provider, device(provider), described(feeds), counts,
                  tuple(with_speed_ups(contenders, base)), tuple(rows), copy_rate(provider, 2**29), why)  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import onnx
@@ -27,6 +28,23 @@ def feeds_to_try(
     fixed = [replace(each, dims=asked.get(each.name, each.dims)) for each in wanted]
     roles = roles_of(model)
     return (generate(fixed, sizes, roles, given) for sizes in sizes_to_try(wanted, {**empty, **given}))
+
+
+def feeds_of_known_sizes(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], how: str
+) -> dict[str, Array]:
+    """Inputs of these shapes.  Raises UsageError where they leave a dynamic dim open; `how` says how to give it."""
+    first, *others = islice(feeds_to_try(model, shapes, given), 2)
+    for other in others:
+        for name, value in first.items():
+            if value.shape != other[name].shape:
+                raise UsageError(f"input '{name}' has dynamic dims; tuning needs their sizes: give {how}")
+    return first
+
+
+def described(feeds: Mapping[str, Array]) -> dict[str, str]:
+    """Shape and dtype by name: "8x512 int64"."""
+    return {name: f"{'x'.join(map(str, value.shape)) or '()'} {value.dtype}" for name, value in feeds.items()}
 
 
 def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxfuse.files import load
+from onnxfuse.given_shapes import feeds_of_known_sizes
 from onnxfuse.graph import DOMAIN
 from onnxfuse.inputs import Array
 from onnxfuse.optimize import optimize
@@ -41,7 +42,7 @@ def tune_file(
 
     Raises UsageError where a dynamic dim has no size or nothing can be tuned.
     """
-    from onnxfuse.provider.tune import feeds_of_known_sizes, tune  # needs onnxruntime
+    from onnxfuse.provider.tune import tune  # needs onnxruntime
 
     progress("load", 0, 0)
     original, folder = load(Path(path))

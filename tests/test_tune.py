@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,25 +159,23 @@ def test_kernels_that_do_not_run_are_not_chosen(
     assert [kind for kind, _ in how(model(SHIFT))] == ["body"]
 
 
-def test_kernels_without_memory_beside_the_bodies_are_judged_node_by_node(
+def test_variants_that_do_not_fit_beside_each_other_are_timed_one_after_the_other(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tune.start
+    loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def start(*arguments: Any, prefer: Any = None, **more: Any) -> Any:
-        session = made(*arguments, prefer=prefer, **more)
-        if prefer and loaded:
+    def start(*arguments: Any, **more: Any) -> Any:
+        if loaded:
             raise RuntimeError("Failed to allocate memory for requested buffer of size 4096")
-        loaded.extend([] if prefer else [session])
-        return session
+        loaded.add(result := made(*arguments, **more))
+        return result
 
-    loaded: list[Any] = []
-    Clock(monkeypatch, {"shift": FAST}, WHOLE)
+    Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
     monkeypatch.setattr(tune, "start", start)
-    (whole,) = tuned(model(SHIFT)).whole
-    assert (whole.chosen, whole.reason) == ("", "Failed to allocate memory for requested buffer of size 4096")
-    ((kind, why),) = how(model(SHIFT))
-    assert kind == "kernel" and "kernel: 3 us, body: 5 us" in why
+    (whole,) = tuned(model(TWO)).whole
+    assert list(whole.seconds.values()) == [pytest.approx(each) for each in (50e-6, 40e-6, 30e-6)]
+    assert whole.chosen.startswith("mix ") and whole.reason == ""
 
 
 def test_verdicts_that_cannot_be_kept_are_reported(gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

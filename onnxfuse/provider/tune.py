@@ -6,16 +6,16 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import onnx
 
 from onnxfuse.errors import UsageError
-from onnxfuse.given_shapes import feeds_to_try
+from onnxfuse.given_shapes import described, feeds_of_known_sizes
 from onnxfuse.inputs import Array
 from onnxfuse.op_times import OpTime, op_times
 from onnxfuse.provider import planner, verdicts
@@ -39,6 +39,7 @@ from onnxfuse.session import first_line
 from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, check_available, interleaved, runs_within, start
 
 log: Final = logging.getLogger("onnxfuse")
+# As CUDA, onnxruntime's allocator and its gpu_mem_limit say it.
 NO_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
 SECONDS: Final = 2.0  # of runs of each variant of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")
@@ -150,23 +151,6 @@ def tune_session(
         log.warning("the model was not tuned: %s", first_line(error))
 
 
-def feeds_of_known_sizes(
-    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], how: str
-) -> dict[str, Array]:
-    """Inputs of these shapes.  Raises UsageError where they leave a dynamic dim open; `how` says how to give it."""
-    first, *others = islice(feeds_to_try(model, shapes, given), 2)
-    for other in others:
-        for name, value in first.items():
-            if value.shape != other[name].shape:
-                raise UsageError(f"input '{name}' has dynamic dims; tuning needs their sizes: give {how}")
-    return first
-
-
-def described(feeds: Mapping[str, Array]) -> dict[str, str]:
-    """Shape and dtype by name."""
-    return {name: f"{'x'.join(map(str, value.shape)) or '()'} {value.dtype}" for name, value in feeds.items()}
-
-
 def _silent(stage: str, done: int, of: int) -> None:
     pass
 
@@ -223,38 +207,57 @@ def _keep_node(work: _Tuned, row: OpTime, bodies: Mapping[str, str]) -> bool:
 
 
 def _timed_whole(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Whole:
-    """All variants in turns, in one mode."""
+    """All variants in turns, in one mode; one after the other where memory does not hold them all."""
     work.progress(f"time the model ({mode})", 0, 0)
     try:
-        bound = dict(_variants(work, mode, original))
+        variants = _variants(work, mode, original)
+        seconds = _in_turns(variants, mode)
+        if seconds is None:
+            log.info("memory does not hold all variants of the model (%s); they are timed one after the other", mode)
+            each = [_in_turns({name: make}, mode) or {} for name, make in variants.items()]
+            seconds = {name: value for one in each for name, value in one.items()}
     except Exception as error:  # a model with nodes on the CPU cannot be captured
         return Whole(mode, {}, "", first_line(error))
-    count = min(runs_within(SECONDS, each.run) for each in bound.values())
-    spreads = interleaved([each.run for each in bound.values()], count)
-    seconds = {name: each.median for name, each in zip(bound, spreads, strict=True)}
     chosen = min((name for name in seconds if name != "original"), key=lambda name: seconds[name])
     return Whole(mode, seconds, chosen)
 
 
-def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> Iterator[tuple[str, Bound]]:
-    """All kernels, all bodies, and the mix of what is best node by node where that is neither; those that run.
+def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> dict[str, Callable[[], Bound]]:
+    """What loads all bodies, all kernels, and the mix of what is best node by node where that is neither.
 
-    Raises what onnxruntime raises where the bodies do not run, or kernels lack memory beside the bodies: they may well
-    run alone, and the times of nodes decide then.
+    Raises what onnxruntime raises where the bodies do not run.
     """
     alone = by_node(work.model, work.calls, work.environment)
     prefer: dict[str, Any] = {BODIES: None, KERNELS: all_kernels}
     if is_mixed(alone):
         prefer[mix_name(alone)] = lambda model, calls, environment, mode: alone
-    models = [(name, work.model, each) for name, each in prefer.items()]
     shapes = _output_shapes(work)
-    for name, model, each in [*models, *([("original", original, None)] if original else [])]:
+    result: dict[str, Callable[[], Bound]] = {
+        name: partial(_warm, work, work.model, mode, each, shapes) for name, each in prefer.items()
+    }
+    return result | ({"original": partial(_warm, work, original, mode, None, shapes)} if original else {})
+
+
+def _in_turns(variants: Mapping[str, Callable[[], Bound]], mode: str) -> dict[str, float] | None:
+    """Seconds of a run of those that run; None where several do not fit into memory beside each other.
+
+    Raises what onnxruntime raises where the bodies do not run.
+    """
+    bound: dict[str, Bound] = {}
+    for name, make in variants.items():
         try:
-            yield name, _warm(work, model, mode, each, shapes)
+            bound[name] = make()
         except Exception as error:
-            if name == BODIES or (name == KERNELS and NO_MEMORY.search(str(error))):
+            if bound and NO_MEMORY.search(str(error)):
+                return None
+            if name == BODIES:
                 raise
             log.warning("%s (%s) cannot be chosen, it does not run: %s", name, mode, first_line(error))
+    if not bound:
+        return {}
+    count = min(runs_within(SECONDS, each.run) for each in bound.values())
+    spreads = interleaved([each.run for each in bound.values()], count)
+    return {name: each.median for name, each in zip(bound, spreads, strict=True)}
 
 
 def _warm(
