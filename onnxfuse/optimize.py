@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -137,17 +138,18 @@ class Run:
 
     def apply(self, fusions: Sequence[Fusion], weights: bool = True) -> Fusible:
         """Everything between reading and verifying.  `weights`: fold BatchNormalization and scales into weights."""
-        with _without_collector(), self.clock.stage("normalize"):
-            graph = read_graph(self.original, self.folder)
-            graph.sort()
-            shapes = infer_shapes(graph)
-            before = traffic(graph, shapes)
-            folded = prepare(graph, shapes, weights)
-        with _without_collector(), self.clock.stage("fuse"):
-            progress = self.clock.tell
-            fusing = fuse(graph, shapes, fusions, ort=self.ort, progress=lambda done, of: progress("fuse", done, of))
-        with self.clock.stage("write"):
-            model = write_model(graph)
+        with _without_collector():
+            with self.clock.stage("normalize"):
+                graph = read_graph(self.original, self.folder)
+                graph.sort()
+                shapes = infer_shapes(graph)
+                before = traffic(graph, shapes)
+                folded = prepare(graph, shapes, weights)
+            with self.clock.stage("fuse"):
+                told = functools.partial(self.clock.tell, "fuse")
+                fusing = fuse(graph, shapes, fusions, ort=self.ort, progress=told)
+            with self.clock.stage("write"):
+                model = write_model(graph)
         return Fusible(graph, model, before, traffic(graph, shapes), tuple(folded), fusing)
 
     def verify(self, optimized: onnx.ModelProto) -> Verification:
