@@ -110,7 +110,8 @@ bool Driver::is_capturing(Stream stream) const {
 void Driver::launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
                     void** arguments) const {
   if (cluster == 1) {
-    check(cuLaunchKernel(function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments, nullptr),
+    check(cuLaunchKernel(function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments,
+                         nullptr),
           "cuLaunchKernel");
     return;
   }

@@ -185,11 +185,11 @@ const FusedKernel::Entry* FusedKernel::find(const Key& key) {
 
 const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
   if (Driver::get().is_capturing(stream)) {
-    throw std::runtime_error("these shapes are new while a CUDA graph is captured; run them once without capture first");
+    throw std::runtime_error(
+        "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
-  const PlanRequest request{id_,        provider_.c_str(), op_.c_str(),        node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(),        key.size(), device_,
-                            settings_};
+  const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
+                            attributes_.size(), key.data(), key.size(), device_, settings_};
   const std::string answer = ask_for_plan(request);
   const Current current(Driver::get(), Driver::get().context_of(device_));
   Plan plan = read_plan(answer, types_of(key), output_dtypes_, device_);

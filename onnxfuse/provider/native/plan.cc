@@ -46,7 +46,9 @@ int64_t TensorType::bytes() const {
   int64_t total = known->bytes;
   for (const int64_t size : shape) {
     if (size == 0) return 0;
-    if (size < 0 || total > kMaxBytes / size) throw std::runtime_error("the tensor " + describe(*this) + " is too large");
+    if (size < 0 || total > kMaxBytes / size) {
+      throw std::runtime_error("the tensor " + describe(*this) + " is too large");
+    }
     total *= size;
   }
   return total;
