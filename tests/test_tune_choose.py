@@ -111,9 +111,21 @@ def test_a_candidate_that_does_not_run_is_left_out(caplog: pytest.LogCaptureFixt
     assert "candidate 1 of 3 is left out: it does not run: RuntimeError: CUDA_ERROR_ILLEGAL" in caplog.text
 
 
-def test_where_the_first_does_not_run_nothing_is_measured(caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen(Pretended({1: 5, 2: 1}, broken=[1]), [1, 2]) == 1
+def test_a_first_candidate_that_does_not_run_is_left_out_too(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, broken=[1]), [1, 2]) == 2
+    assert "candidate 0 of 2 is left out: it does not run: RuntimeError: CUDA_ERROR_ILLEGAL" in caplog.text
+
+
+def test_where_none_runs_the_first_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, broken=[1, 2]), [1, 2]) == 1
     assert "candidates cannot be timed, the first is taken: RuntimeError" in caplog.text
+
+
+def test_what_most_compute_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    trial = Pretended({1: 1, 2: 5, 3: 4}, wrong=[1])
+    assert chosen(trial, [1, 2, 3]) == 3
+    assert trial.timed == [[2, 3]]
+    assert "candidate 0 of 3 is left out: differs in 3 of 3 elements, at 0 it is 2.0 where 1.0 is right" in caplog.text
 
 
 def test_without_room_the_first_is_taken_and_nothing_is_kept() -> None:

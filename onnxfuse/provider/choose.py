@@ -133,16 +133,26 @@ def _measured(
 
 
 def _agreeing(plans: Sequence[Plan], trial: Trial) -> list[Plan]:
-    """The plans that run and compute what the first of them does.  Raises what the first plan raises."""
-    expected = trial.outputs(plans[0])
-    good = [plans[0]]
-    for place, plan in enumerate(plans[1:], 1):
+    """The plans that run and compute what most of them do, in doubt what the first does.  Raises what all raise."""
+    groups: list[tuple[Any, list[int]]] = []  # outputs, and the places of the plans that compute them
+    failed: dict[int, Exception] = {}
+    for place, plan in enumerate(plans):
         try:
-            why = trial.differ(expected, trial.outputs(plan))
+            found = trial.outputs(plan)
         except Exception as error:  # a candidate that does not run is no candidate
-            why = f"it does not run: {type(error).__name__}: {error}"
-        if why:
-            log.warning("candidate %d of %d is left out: %s", place, len(plans), why)
+            failed[place] = error
+            continue
+        same = next((places for expected, places in groups if trial.differ(expected, found) is None), None)
+        if same is None:
+            groups.append((found, [place]))
         else:
-            good.append(plan)
-    return good
+            same.append(place)
+    if not groups:
+        raise failed[0]
+    right, good = max(groups, key=lambda group: len(group[1]))
+    told = {place: f"it does not run: {type(error).__name__}: {error}" for place, error in failed.items()}
+    others = [(found, places) for found, places in groups if places is not good]
+    told |= {place: trial.differ(right, found) or "" for found, places in others for place in places}
+    for place, why in sorted(told.items()):
+        log.warning("candidate %d of %d is left out: %s", place, len(plans), why)
+    return [plans[place] for place in good]
