@@ -16,7 +16,6 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 from onnx import external_data_helper
 from onnx_graphsurgeon.logger import G_LOGGER
-from onnx_graphsurgeon.util.misc import SynchronizedList
 
 from onnxfuse.errors import ModelError
 from onnxfuse.protos import subgraphs
@@ -178,32 +177,10 @@ class LinkedNode(gs.Node):  # type: ignore[misc]
     """A node that equals itself only.
 
     graphsurgeon compares nodes by content, which its lists do on every removal: slow, and wrong among unnamed nodes.
-    Its constructor checks every assignment: 5.5 us a node, against 2.2 us here.
     """
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    def __init__(
-        self, op: str, name: str, attrs: dict[str, Any], inputs: Iterable[Tensor], outputs: Iterable[Tensor],
-        domain: str | None = None,
-    ) -> None:  # fmt: skip
-        """The node, entered into the tensors that it reads and computes."""
-        fields = self.__dict__
-        fields["op"], fields["name"], fields["attrs"], fields["domain"] = op, name, attrs, domain
-        fields["inputs"] = SynchronizedList(self, "outputs", inputs)
-        fields["outputs"] = SynchronizedList(self, "inputs", outputs)
-
-
-class LinkedVariable(gs.Variable):  # type: ignore[misc]
-    """A computed tensor of which only the name is known; as graphsurgeon's, without its checks (4.1 against 0.9 us)."""
-
-    def __init__(self, name: str) -> None:
-        """A tensor that no node computes or reads yet."""
-        fields = self.__dict__
-        fields["name"], fields["dtype"], fields["shape"], fields["type"] = name, None, None, "tensor_type"
-        fields["inputs"] = SynchronizedList(self, "outputs", ())
-        fields["outputs"] = SynchronizedList(self, "inputs", ())
 
 
 def subgraph_names(node: onnx.NodeProto) -> Iterator[str]:

@@ -13,73 +13,36 @@ import onnx
 import onnx.numpy_helper
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
-from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
 
-from onnxfuse.graph import DOMAIN, Graph, LinkedNode, LinkedVariable, Node, Tensor, is_constant, subgraph_names
-from onnxfuse.protos import graphs, subgraphs, without
+from onnxfuse.graph import DOMAIN, Graph, LinkedNode, Node, subgraph_names
+from onnxfuse.protos import graphs, without
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     """Link a model's main graph.  `folder` is where its external data lies; initializers stay unread until needed."""
     graph = model.graph
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-    tensors = _tensors(graph)
-    nodes = [_linked(proto, tensors, opset, model) for proto in graph.node]
+    imported = gs.import_onnx(model)
     inputs = {i.name for i in graph.input}
-    given = [tensors[i.name] for i in graph.input if not is_constant(tensors[i.name])]
-    linked = gs.Graph(nodes, given, [tensors[o.name] for o in graph.output], graph.name)
     overridable = {t.name for t in graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
-    for name in overridable:
-        tensors[name].to_variable(tensors[name].dtype, tensors[name].shape)
-    holders = [proto for proto in graph.node if proto.attribute and any(True for _ in subgraphs(proto))]
-    pinned = overridable | {name for proto in holders for name in subgraph_names(proto)}
-    names = {n.name for n in graph.node} | pinned | tensors.keys()
-    for part in graphs(*(inner for proto in holders for inner in subgraphs(proto))):  # no name may stand for two values
+    pinned = overridable | {name for n in graph.node for name in subgraph_names(n)}
+    names = {n.name for n in graph.node} | pinned | inputs | {t.name for t in graph.initializer}
+    for part in graphs(graph):  # names in subgraphs too: none may stand for two values
         names |= {t.name for t in (*part.input, *part.initializer)}
         names |= {name for n in part.node for name in (*n.input, *n.output)}
-    for part in linked.subgraphs(recursive=True) if holders else ():
+    result = Graph(
+        imported, model, folder, opset, frozenset(pinned), frozenset(o.name for o in graph.output),
+        list(model.functions), names,
+    )
+    for tensor in imported.tensors().values():
+        if tensor.name in overridable:
+            tensor.to_variable(tensor.dtype, tensor.shape)
+    for part in (imported, *imported.subgraphs(recursive=True)):
         for node in part.nodes:
             node.__class__ = LinkedNode
-    protos = {id(node): (node, proto) for node, proto in zip(nodes, graph.node, strict=True)}
-    outputs = frozenset(o.name for o in graph.output)
-    return Graph(linked, model, folder, opset, frozenset(pinned), outputs, list(model.functions), names, protos)
-
-
-def _tensors(graph: onnx.GraphProto) -> dict[str, Tensor]:
-    """The tensors that the model records, by name."""
-    tensors: dict[str, Tensor] = {}
-    for tensor in graph.initializer:
-        tensors.setdefault(tensor.name, OnnxImporter.import_tensor(tensor))
-    for sparse in graph.sparse_initializer:
-        tensors.setdefault(sparse.values.name, OnnxImporter.import_tensor(sparse))
-    for info in graph.value_info:
-        found = OnnxImporter.import_tensor(info)
-        known = tensors.setdefault(info.name, found)
-        if known is not found and not is_constant(known):
-            known.dtype, known.shape = known.dtype or found.dtype, known.shape or found.shape
-    for info in (*graph.input, *graph.output):
-        if info.name not in tensors:
-            tensors[info.name] = OnnxImporter.import_tensor(info)
-    return tensors
-
-
-def _linked(proto: onnx.NodeProto, tensors: dict[str, Tensor], opset: int, model: onnx.ModelProto) -> Node:
-    """The node of a proto; tensors that are not recorded are added.  (graphsurgeon's importer takes twice the time.)"""
-
-    def tensor(name: str) -> Tensor:
-        if not name:
-            return LinkedVariable("")
-        found = tensors.get(name)
-        if found is None:
-            found = tensors[name] = LinkedVariable(name)
-        return found
-
-    attributes = {}
-    if proto.attribute:
-        attributes = OnnxImporter.import_attributes(proto.attribute, {}, tensors, opset, model.opset_import)
-    domain = proto.domain if proto.HasField("domain") else None
-    inputs, outputs = [tensor(name) for name in proto.input], [tensor(name) for name in proto.output]
-    return LinkedNode(proto.op_type, proto.name, attributes, inputs, outputs, domain)
+    for node, proto in zip(imported.nodes, graph.node, strict=True):
+        result.protos[id(node)] = (node, proto)
+    return result
 
 
 def write_model(graph: Graph) -> onnx.ModelProto:
