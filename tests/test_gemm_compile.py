@@ -147,6 +147,11 @@ def test_gate_and_up_have_as_many_columns() -> None:
         gated_gemm.plan(node("gated_gemm", "x w up"), tensors((4, 8), (8, 6), (8, 7)), DEVICES[90])
 
 
+def test_a_gated_product_without_its_second_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match="gated_gemm: operand up is missing; present are x, w"):
+        gated_gemm.plan(node("gated_gemm", "x w"), tensors((4, 8), (8, 6)), DEVICES[90])
+
+
 def test_parallel_products_are_each_to_its_own_output_by_its_own_layout() -> None:
     fused = FusedNode("parallel_gemm", "y", ("x", "w", "bias", "w_2", "w_3", "bias_3"), {"weight_layout_2": "nk"},
                       ("float16",) * 3)  # fmt: skip
