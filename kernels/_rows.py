@@ -108,7 +108,7 @@ def tiling(
         return replace(tiles, min_blocks=_one_wave(rows, tiles, device, item_bytes, weight_bytes))
     if length <= USUAL_THREADS * USUAL_VALUES:
         values = min(USUAL_VALUES, FEW_CHUNKS * width) if few else USUAL_VALUES
-        threads = min(USUAL_THREADS if few else most_threads, _power(length / values))
+        threads = min(USUAL_THREADS if few else most_threads, max(32, _power(length / values)))
         return _kept(length // width, width, threads)
     if few:
         tiles = _few_spread(length // width, width, device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
-from onnxfuse.provider.plan import Device, FusedNode, Kernel, Plan, TensorSpec
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -127,20 +128,53 @@ def test_compiles_for_the_architecture_itself(source: str) -> None:
     assert compile_cubin(dataclasses.replace(kernel, arch_specific=True), 90).code
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+THREADS_PER_MULTIPROCESSOR = {75: 1024, 86: 1536, 89: 1536, 120: 1536}  # elsewhere 2048
+STATIC_BYTES = 2 * 32 * 8 * 3 * 4  # at most: two sets of partials, of 32 warps in 8 blocks, three numbers each
+
+
+def any_rows(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
+    """Every row kernel at every size where its tiling might change."""
+    lengths = sorted({2**i + more for i in range(20) for more in (-1, 0, 24)} | {20000, 40000, 100003, 4000000})
+    for rows, length in itertools.product((1, 131, 264, 265, 600, 1056, 2112, 9001, 2**31 + 5), lengths):
+        for aligned in (True, False):
+            x, d = (rows, length), (length,)
+            for fusion, operands, outputs in (
+                ("layer_norm", "x scale bias", 1), ("rms_norm", "x scale", 1), ("softmax", "x", 1),
+                ("add_layer_norm", "x residual scale bias", 2), ("add_rms_norm", "x residual scale", 1),
+            ):  # fmt: skip
+                shapes = [x if name in ("x", "residual") else d for name in operands.split()]
+                yield node(fusion, operands, [dtype] * outputs), tensors(dtype, *shapes, aligned=aligned)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_threads_cover_rows_and_blocks_fit(device: Device, dtype: str) -> None:
-    for case in row_cases(dtype):
+def test_every_candidate_is_a_launch_that_the_device_takes(device: Device, dtype: str) -> None:
+    for case in itertools.chain(row_cases(dtype), any_rows(dtype)):
         for step in [step for each in candidates(case, device) for step in each.steps]:
-            defines = step.kernel.defines
-            threads = step.block[0] * step.block[1]
-            assert threads <= 1024
-            assert step.cluster <= (8 if device.arch >= 90 else 1)
-            assert step.grid[0] % step.cluster == 0
-            assert step.shared <= device.shared_per_block - 12 * 1024, "partials need some, too"
-            assert bool(step.shared) == bool(defines["HELD"])
-            assert int(defines["ROW"]) % int(defines["WIDTH"]) == 0
-            assert threads % 32 == 0, "a warp holds whole rows, and all its lanes take part in shuffles"
+            assert isinstance(step, Launch)
+            check_row_launch(step, device)
+
+
+def check_row_launch(step: Launch, device: Device) -> None:
+    row, width, threads, chunks, side, cluster, held, loop, blocks = (
+        int(step.kernel.defines[name])
+        for name in ("ROW", "WIDTH", "THREADS", "CHUNKS", "ROWS_PER_BLOCK", "CLUSTER", "HELD", "LOOP", "MIN_BLOCKS")
+    )
+    rows = step.arguments[-1].value
+    all_threads = threads * side
+    assert step.block == (threads, side, 1)
+    assert all_threads <= 1024
+    assert all_threads % 32 == 0, "a warp holds whole rows, and all its lanes take part in shuffles"
+    assert blocks * all_threads <= THREADS_PER_MULTIPROCESSOR.get(device.arch, 2048)
+    assert cluster == step.cluster <= (8 if device.arch >= 90 else 1)
+    assert step.grid[0] % cluster == 0
+    assert 0 < step.grid[0] <= 2**31 - 1
+    assert step.shared + STATIC_BYTES <= device.shared_per_block
+    assert row % width == 0
+    batch = threads * cluster * chunks * width
+    assert bool(step.shared) == bool(held)
+    assert not held or step.shared * cluster >= row * 2
+    assert loop or held or batch < row or step.grid[0] // cluster * side >= rows, "all rows have a block"
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 8, 4095, 4096, 33759, 67584, 262144, 3145728, 3145729, 67108864])

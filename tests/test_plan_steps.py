@@ -23,7 +23,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.provider import direct, planner
 from onnxfuse.provider import session as provider_session
 from onnxfuse.provider.native import NativeError
-from onnxfuse.provider.plan import Launch, Matmul, Matrix, Plan, Pointer, TensorSpec
+from onnxfuse.provider.plan import Kernel, Launch, Matmul, Matrix, Plan, Pointer, TensorSpec
 
 
 @pytest.fixture
@@ -141,6 +141,14 @@ def test_a_plan_runs_without_onnxruntime(gpu: Stage, transposed: bool, activatio
         ready.run([each.ctypes.data for each in inputs], [y.ctypes.data])
     with pytest.raises(NativeError, match="the plan has 4 inputs and 1 outputs, found 0 and 1 addresses"):
         ready.run([], [y.ctypes.data])
+
+
+def test_shared_memory_is_asked_for_beside_what_kernels_have_statically(gpu: Stage) -> None:
+    """The driver grants 48 KB unasked, of both kinds together; the stand-in's kernels have 1 KB of static memory."""
+    for shared in (100, 47 * 1024, 47 * 1024 + 1, 48 * 1024, 100 * 1024):
+        step = Launch(Kernel("none", "noop"), (1, 1, 1), (32, 1, 1), (), shared)
+        planner.ready(Plan((TensorSpec((1,), "float32"),), (step,)), (), provider=CPU).run([], [0])
+        assert gpu.last()[6] == shared
 
 
 def test_alignment_counts_offsets_and_scratch(gpu: Stage) -> None:

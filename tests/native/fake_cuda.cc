@@ -2,6 +2,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -24,7 +25,9 @@ struct Launched {
   void* context;
 };
 
+constexpr unsigned kStaticShared = 1024;  // bytes of every kernel
 std::mutex mutex;
+std::map<void*, unsigned> dynamic_limits;  // of the kernels that were allowed more than is left of 48 KB
 Launched last{};
 std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
@@ -100,9 +103,11 @@ const Entry entries[] = {{"noop", noop}, {"shift", shift}, {"copy", copy},
 int run(void* function, const Launched& launch, void** arguments) {
   if (const int code = fail_with.exchange(0)) return code;
   if (contexts.empty()) return 201;
-  ++launches;
   {
     std::lock_guard<std::mutex> lock(mutex);
+    const auto limit = dynamic_limits.find(function);
+    if (launch.shared > (limit == dynamic_limits.end() ? 48 * 1024 - kStaticShared : limit->second)) return 1;
+    ++launches;
     last = launch;
     last.context = contexts.back();
   }
@@ -203,8 +208,9 @@ EXPORT int cuModuleGetFunction(void** function, void*, const char* name) {
   }
   return 500;
 }
-EXPORT int cuFuncSetAttribute(void*, int attribute, int setting) {
-  if (attribute == 8) shared_limit = setting;
+EXPORT int cuFuncSetAttribute(void* function, int attribute, int setting) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (attribute == 8) dynamic_limits[function] = shared_limit = setting;
   return 0;
 }
 EXPORT int cuGetErrorName(int code, const char** name) {

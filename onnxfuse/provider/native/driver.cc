@@ -40,7 +40,6 @@ static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchConfig, stream) ==
 constexpr int kClusterDimension = 4;
 constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNonPortableCluster = 14;  // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-constexpr uint32_t kDefaultShared = 48 * 1024;
 
 }  // namespace
 
@@ -133,7 +132,7 @@ Function Driver::load(const void* image, const char* entry, void** module) const
 }
 
 void Driver::configure(Function function, uint32_t shared, bool large_cluster) const {
-  if (shared > kDefaultShared) {
+  if (shared) {  // static and dynamic memory share the 48 KB that need no attribute: less than 48 KB may need it
     check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
   }
   if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");
