@@ -194,7 +194,9 @@ def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags:
 def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argument, bits: Argument) -> Launch:
     rows = math.ceil(problem.queries / (64 * tiling.groups))
     additive = problem.mask_kind == "additive"
-    masked_score = max(NEGLIGIBLE if additive else problem.masked_score, LOWEST)
+    masked_score = NEGLIGIBLE if additive else problem.masked_score
+    if math.isfinite(masked_score):  # -inf stays: a row of nothing else has no weights
+        masked_score = max(masked_score, LOWEST)
     integers = (
         *(problem.queries, problem.keys, problem.heads, problem.heads // problem.kv_heads, problem.batch),
         *(problem.causal or 0, _together(problem)),

@@ -157,6 +157,18 @@ def test_rows_without_a_key(device: Device, dtype: str, kind: str, masked: float
         check(dataclasses.replace(case, scale=0.125, amplitude=0.1), device)
 
 
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("kind", ["boolean", "inverted", "additive"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_without_a_key_beside_other_terms(device: Device, dtype: str, kind: str, zero: bool) -> None:
+    """A bias or a cap leaves scores in natural units, where -inf must still be -inf."""
+    for queries, keys, axes in (70, 130, (0, 0, 1, 1)), (300, 40, (0, 1, 1, 0)), (300, 700, (1, 0, 1, 1)):
+        case = Case(1, 2, 1, queries, keys, dtype=dtype, mask=kind, mask_axes=axes, mask_dtype=dtype, zero=zero)
+        check(dataclasses.replace(case, scale=0.125, bias_axes=(0, 1, 1, 1)), device)
+        if kind != "inverted":
+            check(dataclasses.replace(case, operator=True, softcap=5.0), device)
+
+
 def test_adding_the_lowest_float_to_a_row_averages_it(device: Device) -> None:
     """Sums with it are all that float: the row is the mean of the values, not 0 and not NaN."""
     case = Case(queries=20, keys=50, mask="additive", mask_dtype="float32", dtype="float32", masked=LOWEST)
