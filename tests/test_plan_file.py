@@ -117,7 +117,7 @@ def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 2\), this is .*; make it again"),
+        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 3\), this is .*; make it again"),
         ({"format": 99}, r"\(format 99\)"),
         ({"plans": 3}, r"no plan file, or corrupted: TypeError"),
         ({"device": None}, r"no plan file, or corrupted: TypeError"),

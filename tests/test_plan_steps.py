@@ -239,6 +239,41 @@ def test_an_old_driver_has_no_tensor_maps(gpu: Stage) -> None:
     assert message == "the CUDA driver is too old for tensor maps; CUDA 12.0 or newer is required\n"
 
 
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_a_launch_may_start_before_the_one_in_front_of_it_ends(gpu: Stage, cluster: int) -> None:
+    for early in (True, False):
+        planner.ready(noop(cluster, early), (), provider=CPU).run([], [0])
+        assert (gpu.last()[7], gpu.cuda.fake_last_early()) == (cluster, early)
+
+
+EARLY = """
+import ctypes
+from onnxfuse.provider import native, planner
+from onnxfuse.provider.plan import *
+from onnxfuse.provider.compile import Function
+native.library_path = lambda: {library!r}
+library = native.driver()
+function = Function(*reversed(native.load_function(library, 0, b"fake:cubin", "noop")))
+{plan}
+planner.ReadyPlan(plan, [function], (), 0).run([], [0])
+print(ctypes.CDLL(native.libcuda()).fake_last_early())
+"""
+
+
+@pytest.mark.parametrize("flags, early", [((), 1), (("-DWITHOUT_TENSOR_MAPS",), 0)])
+def test_an_old_driver_starts_launches_one_after_the_other(gpu: Stage, flags: tuple[str, ...], early: int) -> None:
+    libcuda = built(f"cuda_{early}", lambda target: compiled(HERE / "fake_cuda.cc", target, *flags))
+    script = EARLY.format(library=gpu.library._name, plan=f"plan = {noop(1, True)!r}")
+    environment = {**os.environ, "ONNXFUSE_LIBCUDA": str(libcuda)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{early}\n", "")
+
+
+def noop(cluster: int, early: bool) -> Plan:
+    step = Launch(Kernel("none", "noop"), (cluster, 1, 1), (32, 1, 1), (), cluster=cluster, early=early)
+    return Plan((TensorSpec((1,), "float32"),), (step,))
+
+
 def test_a_cublaslt_that_is_missing_or_too_old_is_named(gpu: Stage) -> None:
     old = built("old_cublaslt", lambda target: compiled(HERE / "fake_cublaslt.cc", target, "-DVERSION=110500"))
     message = alone(Path(gpu.cuda._name), str(old), gpu.library._name, tensor_map=False)

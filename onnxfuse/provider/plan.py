@@ -99,6 +99,7 @@ class Launch:
     arguments: tuple[Argument, ...]
     shared: int = 0  # bytes of dynamic shared memory
     cluster: int = 1  # blocks in a cluster, along x
+    early: bool = False  # may start while the kernel before it ends: its code begins with wait_for_predecessor()
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from onnxfuse.provider.plan import (
 )
 from onnxfuse.provider.planner import Planned, backends, signature
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 INDEX: Final = "plans.json"
 
 
@@ -183,6 +183,7 @@ def _read_step(step: Mapping[str, Any]) -> Launch | Matmul:
         tuple(map(_read_argument, step["arguments"])),
         int(step["shared"]),
         int(step["cluster"]),
+        bool(step["early"]),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from onnxfuse.provider.dtypes import NUMBERS, dtype_name
 from onnxfuse.provider.plan import Argument, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
 
-MARK: Final = 0x6F6E66780002  # kPlanMark in native/plan.h
+MARK: Final = 0x6F6E66780003  # kPlanMark in native/plan.h
 PLACES: Final = {"input": 0, "output": 1, "scratch": 2}
 SCALAR: Final = 3
 TENSOR_MAP: Final = 4
@@ -45,7 +45,7 @@ def _packed(words: Sequence[int]) -> bytes:
 
 
 def _launch(step: Launch) -> list[int]:
-    words = [*step.grid, *step.block, step.shared, step.cluster, len(step.arguments)]
+    words = [*step.grid, *step.block, step.shared, step.cluster, int(step.early), len(step.arguments)]
     for argument in step.arguments:
         words += _argument(argument)
     return words

@@ -21,10 +21,16 @@ struct Entry {
 struct Launched {
   Dim grid, block;
   unsigned shared, cluster;
+  bool early;
   void* stream;
   void* context;
 };
 
+#ifdef WITHOUT_TENSOR_MAPS
+constexpr int kVersion = 11080;
+#else
+constexpr int kVersion = 13000;
+#endif
 constexpr unsigned kStaticShared = 1024;  // bytes of every kernel
 std::mutex mutex;
 std::map<void*, unsigned> dynamic_limits;  // of the kernels that were allowed more than is left of 48 KB
@@ -121,6 +127,7 @@ struct Attribute {
   union {
     char bytes[64];
     Dim cluster;
+    int flag;
   } value;
 };
 struct Config {
@@ -134,6 +141,10 @@ struct Config {
 }  // namespace
 
 EXPORT int cuInit(unsigned) { return 0; }
+EXPORT int cuDriverGetVersion(int* version) {
+  *version = kVersion;
+  return 0;
+}
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal < 2 ? 0 : 101;
@@ -157,13 +168,18 @@ EXPORT int cuCtxPopCurrent_v2(void** context) {
 }
 EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void* stream, void** arguments, void**) {
-  return run(function, {{gx, gy, gz}, {bx, by, bz}, shared, 1, stream, nullptr}, arguments);
+  return run(function, {{gx, gy, gz}, {bx, by, bz}, shared, 1, false, stream, nullptr}, arguments);
 }
 EXPORT int cuLaunchKernelEx(const void* configuration, void* function, void** arguments, void**) {
   const auto& config = *static_cast<const Config*>(configuration);
-  if (config.count != 1 || config.attributes[0].id != 4) return 1;
-  const unsigned cluster = config.attributes[0].value.cluster.x;
-  return run(function, {config.grid, config.block, config.shared, cluster, config.stream, nullptr}, arguments);
+  Launched launch{config.grid, config.block, config.shared, 1, false, config.stream, nullptr};
+  for (unsigned i = 0; i < config.count; ++i) {
+    const Attribute& attribute = config.attributes[i];
+    if (attribute.id == 4) launch.cluster = attribute.value.cluster.x;
+    else if (attribute.id == 6 && kVersion >= 12030) launch.early = attribute.value.flag == 1;
+    else return 1;
+  }
+  return run(function, launch, arguments);
 }
 #ifndef WITHOUT_TENSOR_MAPS
 EXPORT int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
@@ -228,6 +244,7 @@ EXPORT int cuGetErrorString(int, const char** text) {
 
 // Of the thread's last tensor map: type, rank, interleave, swizzle, promotion, fill.
 EXPORT void fake_last_map(unsigned* out) { std::memcpy(out, &last_map.type, 6 * sizeof *out); }
+EXPORT int fake_last_early() { return last.early; }
 EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }

@@ -27,6 +27,7 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     Dim cluster;
+    int flag;
   } value;
 };
 struct LaunchConfig {
@@ -38,6 +39,8 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchConfig, stream) == 32 && sizeof(LaunchConfig) == 56);
 constexpr int kClusterDimension = 4;
+constexpr int kProgrammaticSerialization = 6;
+constexpr int kEarlyStarts = 12030;  // the first CUDA whose graphs can hold them
 constexpr int kMaxDynamicShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNonPortableCluster = 14;  // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
@@ -53,6 +56,7 @@ void Driver::open(const std::string& path) {
   auto* driver = new Driver();  // lives as long as the process
   driver->path = path;
   find(library, "cuInit", driver->cuInit);
+  find(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
   find(library, "cuDeviceGet", driver->cuDeviceGet);
   find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
   find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
@@ -69,6 +73,7 @@ void Driver::open(const std::string& path) {
   find(library, "cuGetErrorName", driver->cuGetErrorName);
   find(library, "cuGetErrorString", driver->cuGetErrorString);
   driver->check(driver->cuInit(0), "cuInit");
+  driver->check(driver->cuDriverGetVersion(&driver->version), "cuDriverGetVersion");
   opened.store(driver);
 }
 
@@ -106,19 +111,26 @@ bool Driver::is_capturing(Stream stream) const {
   return status != 0;
 }
 
-void Driver::launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
-                    void** arguments) const {
-  if (cluster == 1) {
+void Driver::launch(const Start& start, Stream stream, void** arguments) const {
+  const auto& [function, grid, block, shared, cluster, wants_early] = start;
+  const bool early = wants_early && version >= kEarlyStarts;
+  if (cluster == 1 && !early) {
     check(cuLaunchKernel(function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments,
                          nullptr),
           "cuLaunchKernel");
     return;
   }
   if (!cuLaunchKernelEx) throw std::runtime_error("the CUDA driver is too old for thread block clusters");
-  LaunchAttribute attribute{};
-  attribute.id = kClusterDimension;
-  attribute.value.cluster = {cluster, 1, 1};
-  LaunchConfig config{grid, block, shared, stream, &attribute, 1};
+  LaunchAttribute attributes[2]{};
+  LaunchConfig config{grid, block, shared, stream, attributes, 0};
+  if (cluster != 1) {
+    attributes[config.count].id = kClusterDimension;
+    attributes[config.count++].value.cluster = {cluster, 1, 1};
+  }
+  if (early) {
+    attributes[config.count].id = kProgrammaticSerialization;
+    attributes[config.count++].value.flag = 1;
+  }
   check(cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 

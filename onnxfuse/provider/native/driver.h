@@ -15,6 +15,13 @@ struct Dim {
   uint32_t x, y, z;
 };
 
+struct Start {
+  Function function;
+  Dim grid, block;
+  uint32_t shared, cluster;
+  bool early;  // before the kernel in front of it ends, for which its own code waits
+};
+
 struct Driver {
   // Open libcuda; later calls with the same path do nothing.  Throws std::runtime_error.
   static void open(const std::string& path);
@@ -24,8 +31,7 @@ struct Driver {
   // The device's primary context, which onnxruntime and CuPy use too.
   Context context_of(int device) const;
   bool is_capturing(Stream stream) const;
-  void launch(Function function, Dim grid, Dim block, uint32_t shared, uint32_t cluster, Stream stream,
-              void** arguments) const;
+  void launch(const Start& start, Stream stream, void** arguments) const;
   // Load a cubin and find its entry; `module` receives what unload wants.
   Function load(const void* image, const char* entry, void** module) const;
   void configure(Function function, uint32_t shared, bool large_cluster) const;
@@ -34,7 +40,9 @@ struct Driver {
   void check(int code, const char* what) const;
 
   std::string path;
+  int version;  // 13000 is CUDA 13.0
   int (*cuInit)(unsigned);
+  int (*cuDriverGetVersion)(int*);
   int (*cuDeviceGet)(int*, int);
   int (*cuDevicePrimaryCtxRetain)(Context*, int);
   int (*cuCtxGetCurrent)(Context*);

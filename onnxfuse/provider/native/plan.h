@@ -13,7 +13,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0002;  // "onfx", format 2
+constexpr int64_t kPlanMark = 0x6f6e6678'0003;  // "onfx", format 3
 constexpr size_t kMaxArguments = 64;
 constexpr size_t kMaxTensorMaps = 8;  // of a launch: 128 bytes each of the 4096 that a kernel's parameters may take
 constexpr int64_t kMaxRank = 64;
@@ -45,9 +45,7 @@ struct TensorMapArgument {
 };
 
 struct Launch {
-  Function function;
-  Dim grid, block;
-  uint32_t shared, cluster;
+  Start start;
   std::vector<uint64_t> values;  // scalars in place, zero where something else goes
   std::vector<PointerArgument> pointers;
   std::vector<TensorMapArgument> maps;

@@ -22,7 +22,7 @@ void start(const Driver& driver, const Launch& step, const Memory& memory, Strea
     encode(driver, map.map, memory(map.map.address), maps[i]);
     arguments[map.argument] = &maps[i];
   }
-  driver.launch(step.function, step.grid, step.block, step.shared, step.cluster, stream, arguments);
+  driver.launch(step.start, stream, arguments);
 }
 
 }  // namespace

@@ -124,14 +124,16 @@ void read_argument(Reader& reader, const Extents& extents, Launch& launch) {
 Launch read_launch(Reader& reader, const Extents& extents) {
   constexpr int64_t kGridX = std::numeric_limits<int32_t>::max();
   Launch launch;
-  launch.function = reinterpret_cast<Function>(reader.bits("a function"));
-  if (!launch.function) malformed("a step has no function");
-  launch.grid = read_dim(reader, "a grid size", kGridX, 65535, 65535);
-  launch.block = read_dim(reader, "a block size", 1024, 1024, 64);
-  if (uint64_t{launch.block.x} * launch.block.y * launch.block.z > 1024) malformed("a block has over 1024 threads");
-  launch.shared = static_cast<uint32_t>(reader.next("shared memory", 0, 1 << 20));
-  launch.cluster = static_cast<uint32_t>(reader.next("a cluster size", 1, 16));
-  if (launch.grid.x % launch.cluster != 0) malformed("the grid's width is no multiple of the cluster's");
+  Start& start = launch.start;
+  start.function = reinterpret_cast<Function>(reader.bits("a function"));
+  if (!start.function) malformed("a step has no function");
+  start.grid = read_dim(reader, "a grid size", kGridX, 65535, 65535);
+  start.block = read_dim(reader, "a block size", 1024, 1024, 64);
+  if (uint64_t{start.block.x} * start.block.y * start.block.z > 1024) malformed("a block has over 1024 threads");
+  start.shared = static_cast<uint32_t>(reader.next("shared memory", 0, 1 << 20));
+  start.cluster = static_cast<uint32_t>(reader.next("a cluster size", 1, 16));
+  if (start.grid.x % start.cluster != 0) malformed("the grid's width is no multiple of the cluster's");
+  start.early = reader.flag("whether a launch may start early");
   const size_t arguments = reader.count("the number of arguments", kMaxArguments);
   for (size_t i = 0; i < arguments; ++i) read_argument(reader, extents, launch);
   return launch;
