@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,12 @@ RELATIVE = {"float32": 4e-6, "float16": 5.2e-4, "bfloat16": 4.0e-3}
 ABSOLUTE = {"float32": 5e-7, "float16": 1e-5, "bfloat16": 1e-5}
 # Of the result of an activation, whatever the others are; fp16 has no smaller number than 6e-8.
 TINY = {"float32": 3e-7, "float16": 6e-8, "bfloat16": 3e-7}
+
+
+def small_gpu() -> Device:
+    """The GPU, planned for as if it had two multiprocessors, so that five rows are many: tests need no larger ones."""
+    gpu: Device = importlib.import_module("onnxfuse.provider.compile").gpu(0)
+    return dataclasses.replace(gpu, multiprocessors=2)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

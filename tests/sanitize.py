@@ -1,6 +1,8 @@
 """The kernel tests under compute-sanitizer: every one of them, in several processes side by side.
 
     python tests/sanitize.py [--tools memcheck,racecheck] [--processes 12] [tests/test_kernels_gpu.py::test_softmax ...]
+    python tests/sanitize.py --tools racecheck --seconds 60 --left left.txt    # what did not run is listed in left.txt,
+    python tests/sanitize.py --tools racecheck @left.txt                       # and runs here
 
 Each array has an allocation of its own, so that memcheck sees what lies beyond its end.
 """
@@ -36,17 +38,20 @@ def tests(chosen: list[str]) -> list[str]:
     return found
 
 
-def watched(tool: str, ids: list[str]) -> tuple[bool, str]:
-    """Run these tests under the tool: whether all was well, and what it printed."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listing:
-        listing.write("\n".join(ids))
-        listing.flush()
+def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], str]:
+    """Run these tests under the tool: whether all was well, which ones did not begin, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        listing, begun = Path(folder, "tests"), Path(folder, "begun")
+        listing.write_text("\n".join(ids), encoding="utf-8")
+        Path(folder, "until").write_text(str(until), encoding="utf-8")
+        begun.touch()
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
-        worker = [sys.executable, __file__, "--worker", listing.name]
+        worker = [sys.executable, __file__, "--worker", folder]
         run = subprocess.run([*command, *worker], capture_output=True, text=True, check=False)
+        ran = set(begun.read_text(encoding="utf-8").splitlines())
     text = run.stdout + run.stderr
     clean = re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", text)
-    return run.returncode == 0 and clean is not None, text
+    return run.returncode == 0 and clean is not None, [name for name in ids if name not in ran], text
 
 
 def telling(text: str) -> list[str]:
@@ -55,21 +60,49 @@ def telling(text: str) -> list[str]:
     return [*lines[:MOST_LINES], *text.splitlines()[-3:]]
 
 
-def work(listing: str) -> int:
+class Until:
+    """A pytest plugin: notes which tests begin, and begins none after a while."""
+
+    def __init__(self, begun: Path, until: float) -> None:
+        self._begun, self._until = begun, until
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        with self._begun.open("a", encoding="utf-8") as notes:
+            notes.write(f"{nodeid}\n")
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if time.time() > self._until:
+            item.session.shouldstop = "time is up"
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.shouldstop and not session.testsfailed:
+            session.exitstatus = pytest.ExitCode.OK
+
+
+def work(folder: Path) -> int:
     """Run the listed tests in this process."""
     import cupy
 
     cupy.cuda.set_allocator(None)
-    return int(pytest.main([*PYTEST, "-o", "addopts=", *Path(listing).read_text(encoding="utf-8").splitlines()]))
+    ids, until = (Path(folder, name).read_text(encoding="utf-8").splitlines() for name in ("tests", "until"))
+    return int(pytest.main([*PYTEST, "-o", "addopts=", *ids], plugins=[Until(folder / "begun", float(until[0]))]))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1e9, help="of a tool, after which no test begins")
+    parser.add_argument("--left", type=Path, help="where to list the tests that did not begin under the last tool")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("test_kernels*_gpu.py"))))
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", default="memcheck,racecheck")
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("test_kernels*_gpu.py"))))
-    given = parser.parse_args()
+    given = parse()
     if given.worker:
         sys.exit(work(given.worker))
     if not shutil.which("compute-sanitizer"):
@@ -78,16 +111,24 @@ def main() -> None:
     importlib.import_module("kernel_runs").compile_native()  # once, before many processes want it
     ids, well = tests(given.tests), True
     for tool in given.tools.split(","):
-        started = time.monotonic()
+        started, until = time.monotonic(), time.time() + given.seconds
         shares = [ids[i :: given.processes] for i in range(min(given.processes, len(ids)))]
         with ThreadPoolExecutor(len(shares)) as pool:
-            results = list(pool.map(watched, [tool] * len(shares), shares))
-        failed = [text for fine, text in results if not fine]
+            results = list(pool.map(watched, [tool] * len(shares), shares, [until] * len(shares)))
+        failed, left = (
+            [text for fine, _, text in results if not fine],
+            [name for _, each, _ in results for name in each],
+        )
         well = well and not failed
         for text in failed:
             print("\n".join(telling(text)))
-        took, where = time.monotonic() - started, f"{len(shares)} processes"
-        print(f"{tool}: {len(ids)} tests, {took:.0f} s; not clean: {len(failed)} of {where}", flush=True)
+        took, ran = time.monotonic() - started, len(ids) - len(left)
+        of = f"{len(shares)} processes"
+        print(f"{tool}: {ran} of {len(ids)} tests, {took:.0f} s; not clean: {len(failed)} of {of}", flush=True)
+        if given.left and left:
+            given.left.write_text("\n".join(left), encoding="utf-8")
+        elif given.left:
+            given.left.unlink(missing_ok=True)
     sys.exit(not well)
 
 

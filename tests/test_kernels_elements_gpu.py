@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 from kernel_references import ACTIVATIONS, PARAMETERS, rotate_half, with_parameters
-from kernel_runs import DTYPES, check, normal, rounded, run
+from kernel_runs import DTYPES, check, normal, rounded, run, small_gpu
 
 from onnxfuse.provider.plan import Device
 
@@ -16,12 +14,14 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.provider.compile").gpu(0)
+    return small_gpu()
 
 
 # ---- elements ----------------------------------------------------------------------------------------------------
 
-SIZES = [(1, 1), (3, 5), (33, 1023), (128, 128), (4096, 64), (1031, 4099), (0, 128)]
+# A single element; one vector and a rest; narrow vectors; two vectors of a thread and a rest; one, without a rest;
+# many, with a rest; nothing.
+SIZES = [(1, 1), (3, 5), (8, 100), (33, 1023), (128, 128), (31, 4099), (0, 128)]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
