@@ -121,8 +121,10 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     return pretended
 
 
-def spec(dtype: str = "float32", shape: tuple[int, ...] = (8, 8), aligned: bool = True) -> TensorSpec:
-    return TensorSpec(shape, dtype, aligned)
+def spec(
+    dtype: str = "float32", shape: tuple[int, ...] = (8, 8), aligned: bool = True, constant: bool = False
+) -> TensorSpec:
+    return TensorSpec(shape, dtype, aligned, constant)
 
 
 def plan(output: TensorSpec, number: int = 0) -> Plan:
@@ -157,11 +159,19 @@ def test_every_input_has_values_of_its_own(cupy: Pretended) -> None:
     def note(inputs: Sequence[int], outputs: Sequence[int]) -> None:
         seen.extend(ctypes.string_at(each, 256) for each in inputs)
 
-    made = GpuTrial([spec(), spec()], [plan(spec())], DEVICE, lambda _: cupy.ready(note))
+    made = GpuTrial([spec(constant=True)] * 2, [plan(spec())], DEVICE, lambda _: cupy.ready(note))
     made.outputs(plan(spec()))
     for inputs, outputs in made._memory(3)[1:]:
         note([each.ptr for each in inputs], [each.ptr for each in outputs])
     assert len(seen) == len(set(seen)) == 6
+
+
+def test_runs_have_constants_of_their_own_and_share_what_is_computed(cupy: Pretended) -> None:
+    """As the nodes of a chain: the memory of an activation is written and read again, each layer has its weights."""
+    made = GpuTrial([spec(), spec(constant=True)], [plan(spec())], DEVICE, lambda _: cupy.ready(print))
+    sets = [([each.ptr for each in inputs], [each.ptr for each in outputs]) for inputs, outputs in made._memory(3)]
+    assert len({inputs[0] for inputs, _ in sets}) == len({outputs[0] for _, outputs in sets}) == 1
+    assert len({inputs[1] for inputs, _ in sets}) == 3
 
 
 def test_integers_are_zero_and_masks_are_mixed(cupy: Pretended) -> None:
@@ -203,20 +213,23 @@ def test_runs_are_timed_in_turns(cupy: Pretended) -> None:
 
 
 def test_sets_exceed_the_cache_twice_within_the_limits(cupy: Pretended) -> None:
-    def count(rows: int) -> int:
-        return GpuTrial([spec(shape=(rows, 8))], [plan(spec(shape=(rows, 8)))], DEVICE, lambda _: None)._count()
+    def count(rows: int, constant: bool = True) -> int:
+        x, w = spec(), spec(shape=(rows, 8), constant=constant)
+        return GpuTrial([x, w], [plan(spec())], DEVICE, lambda _: None)._count()
 
-    assert count(1) == -(-2 * CACHE // (2 * (32 + 256))) + 1
+    assert count(1) == -(-2 * CACHE // (32 + 256)) + 1
     assert count(1000) == 2 and LAUNCHES > 2
-    cupy.attributes["L2CacheSize"] = 1 << 40
-    assert count(1) == MOST_SETS
-    cupy.free = 2 * 10 * 2 * (32 + 256)
-    assert count(1) == 9  # half of what is free, less the scratch memory
+    assert count(1000, constant=False) == 1
+    cupy.attributes["L2CacheSize"] = MOST_SETS * (32 + 256)
+    assert count(1) == 1  # so many of them would not fill the cache
+    cupy.attributes["L2CacheSize"] = CACHE
+    cupy.free = 2 * (2 * 512 + 256 + 10 * (32 + 256))
+    assert count(1) == 10  # half of what is free, less what is computed and the scratch memory
 
 
 def test_what_needs_too_much_memory_is_refused(cupy: Pretended) -> None:
     cupy.free = 1 << 20
-    made = GpuTrial([spec(shape=(1 << 18,))], [plan(spec())], DEVICE, lambda _: cupy.ready(print))
-    needed = 2 * ((1 << 20) + 256 + 512) + 256
+    made = GpuTrial([spec(shape=(1 << 18,), constant=True)], [plan(spec())], DEVICE, lambda _: cupy.ready(print))
+    needed = 2 * ((1 << 20) + 256) + 512 + 256
     assert made.refuse() == f"they need {needed} bytes of scratch memory, at most 524288 are taken"
     assert cupy.allocated == 0

@@ -15,7 +15,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.provider.plan import TensorSpec
 from onnxfuse.provider.wire import Attribute, read_attributes, read_inputs
 
-ABI: Final = 3
+ABI: Final = 4
 TF32: Final = 1  # settings of a session, added up
 MEASURE: Final = 2
 PACKAGE: Final = Path(__file__).parent

@@ -14,6 +14,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     aligned: bool = True  # the data begins at a multiple of 16 bytes; where an output does not, every input says no
+    constant: bool = False  # an input whose values the model holds: every node finds its own in memory
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,10 @@ def _read_matmul(fields: Mapping[str, Any]) -> Matmul:
 
 
 def _specs(records: Any) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(tuple(map(int, r["shape"])), str(r["dtype"]), bool(r["aligned"])) for r in records)
+    return tuple(
+        TensorSpec(tuple(map(int, r["shape"])), str(r["dtype"]), bool(r["aligned"]), bool(r["constant"]))
+        for r in records
+    )
 
 
 def _triple(values: Any) -> tuple[int, int, int]:

@@ -156,6 +156,6 @@ def configured(function: Function, step: Launch, ordinal: int) -> Function:
 
 def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:
     """A text that is equal for nodes, shapes and settings that share a plan, on GPUs of one kind."""
-    tensors = [(spec.dtype, spec.shape, spec.aligned) for spec in inputs]
+    tensors = [(spec.dtype, spec.shape, spec.aligned, spec.constant) for spec in inputs]
     what = [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, device.tf32]
     return json.dumps(what, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Plans of one node timed on a GPU: random inputs, memory that is not in the L2 cache, CUDA graphs, turns."""
+"""Plans of one node timed on a GPU: random inputs, constants that are not in the L2 cache, CUDA graphs, turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxfuse.provider.native import libcuda
 from onnxfuse.provider.plan import Device, Plan, TensorSpec
 
 MOST_BYTES: Final = 4 * 2**30  # of scratch memory; less where half of what is free is less
-MOST_SETS: Final = 64  # of inputs and outputs
+MOST_SETS: Final = 256  # of constants
 LAUNCHES: Final = 8  # at least, in a CUDA graph: starting one takes about 10 us
 WARM_UP: Final = 2  # replays
 ROUNDS: Final = (5, 20)
@@ -43,7 +43,11 @@ class GpuTrial:
         """`ready` compiles a plan for the device."""
         self._cupy: Any = importlib.import_module("cupy")
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
-        self._set_bytes = sum(size_of(spec) + 256 for spec in (*self._inputs, *self._outputs))
+        constants = [spec for spec in self._inputs if spec.constant]
+        computed = [*(spec for spec in self._inputs if not spec.constant), *self._outputs]
+        self._constant_bytes, self._computed_bytes = (
+            sum(size_of(spec) + 256 for spec in specs) for specs in (constants, computed)
+        )
         self._scratch_bytes = 256 + max(sum(size + 256 for size in plan.scratch) for plan in plans)
         self._plans: dict[str, ReadyPlan] = {}
         self._sets: list[Pair] = []
@@ -55,7 +59,7 @@ class GpuTrial:
 
     def refuse(self) -> str | None:
         """Why nothing can be measured here."""
-        needed, limit = 2 * self._set_bytes + self._scratch_bytes, self._limit()
+        needed, limit = self._computed_bytes + 2 * self._constant_bytes + self._scratch_bytes, self._limit()
         return f"they need {needed} bytes of scratch memory, at most {limit} are taken" if needed > limit else None
 
     def outputs(self, plan: Plan) -> list[Any]:
@@ -125,7 +129,7 @@ class GpuTrial:
         return self._plans[key]
 
     def _captured(self, plan: Plan, sets: Sequence[Pair]) -> Any:
-        """A CUDA graph of LAUNCHES runs or more, each on the next set."""
+        """A CUDA graph of LAUNCHES runs or more, each with the next constants."""
         self._start(plan, sets[0])  # what a first run allocates or loads
         self._stream.synchronize()
         self._stream.begin_capture(RELAXED)
@@ -152,18 +156,31 @@ class GpuTrial:
             return min(MOST_BYTES, int(self._cupy.cuda.runtime.memGetInfo()[0]) // 2)
 
     def _count(self) -> int:
-        """Sets that together are twice the L2 cache: each run finds its inputs in memory, as weights are."""
+        """Sets of constants that together are twice the L2 cache; one where constants are too small to matter."""
+        if not self._constant_bytes:
+            return 1
         with self._on_device():
             cache = int(self._cupy.cuda.Device().attributes["L2CacheSize"])
-        wanted = 1 + -(-2 * cache // self._set_bytes)
-        room = (self._limit() - self._scratch_bytes) // self._set_bytes
-        return max(1, min(wanted, room, MOST_SETS))
+        wanted = 1 + -(-2 * cache // self._constant_bytes)
+        room = (self._limit() - self._computed_bytes - self._scratch_bytes) // self._constant_bytes
+        return max(1, min(wanted, room)) if wanted <= MOST_SETS else 1
 
     def _memory(self, count: int) -> list[Pair]:
-        while len(self._sets) < count:
-            first = len(self._sets) * len(self._inputs)
-            inputs = [self._filled(spec, number) for number, spec in enumerate(self._inputs, first)]
+        """Sets that differ in the constants: each run finds its own in memory, as each layer of a model does.
+
+        All runs read and write the same other memory, as the nodes of a chain pass it on: what fits into the L2 cache
+        is found there.
+        """
+        if not self._sets:
+            inputs = [self._filled(spec, number) for number, spec in enumerate(self._inputs)]
             self._sets.append((inputs, [self._place(spec) for spec in self._outputs]))
+        first, outputs = self._sets[0]
+        while len(self._sets) < count:
+            number = len(self._sets) * len(self._inputs)
+            inputs = [
+                self._filled(spec, number + i) if spec.constant else first[i] for i, spec in enumerate(self._inputs)
+            ]
+            self._sets.append((inputs, outputs))
         return self._sets[:count]
 
     def _place(self, spec: TensorSpec) -> Any:

@@ -17,6 +17,8 @@ LAUNCH: Final = 0
 MATMUL: Final = 1
 EPILOGUES: Final = {"none": 0, "relu": 1, "gelu_tanh": 2}
 ALGORITHM_WORDS: Final = 8
+ALIGNED: Final = 1  # flags of an input
+CONSTANT: Final = 2
 
 Attribute = int | float | str | list[int] | list[float]
 
@@ -99,16 +101,21 @@ def _matrix(matrix: Matrix) -> tuple[int, ...]:
 
 def input_words(inputs: Sequence[TensorSpec]) -> list[int]:
     """The words that identify a plan; `read_inputs` reads them."""
-    return [word for i in inputs for word in (NUMBERS[i.dtype], int(i.aligned), len(i.shape), *i.shape)]
+    return [word for i in inputs for word in (NUMBERS[i.dtype], _flags(i), len(i.shape), *i.shape)]
+
+
+def _flags(spec: TensorSpec) -> int:
+    return ALIGNED * spec.aligned | CONSTANT * spec.constant
 
 
 def read_inputs(words: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """The inputs of a node, from the words that identify a plan: per input dtype, aligned, rank, dimensions."""
+    """The inputs of a node, from the words that identify a plan: per input dtype, flags, rank, dimensions."""
     inputs, at = [], 0
     while at < len(words):
-        dtype, aligned, rank = words[at : at + 3]
+        dtype, flags, rank = words[at : at + 3]
         at += 3 + rank
-        inputs.append(TensorSpec(tuple(words[at - rank : at]), dtype_name(dtype), bool(aligned)))
+        shape = tuple(words[at - rank : at])
+        inputs.append(TensorSpec(shape, dtype_name(dtype), bool(flags & ALIGNED), bool(flags & CONSTANT)))
     return tuple(inputs)
 
 

@@ -15,6 +15,22 @@ std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
 constexpr uintptr_t kAlignment = 16;
 
+// Which inputs the model holds the values of.  Plans are made and timed for that; nothing else depends on it, so that
+// what onnxruntime cannot tell counts as computed.  The values themselves may lie on the GPU: they are not looked at.
+std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
+  size_t count = 0;
+  check(ort, ort.KernelInfo_GetInputCount(info, &count));
+  std::vector<bool> constants(count);
+  for (size_t i = 0; i < count; ++i) {
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    OrtStatus* status = ort.KernelInfoGetConstantInput_tensor(info, i, &is_constant, &value);
+    constants[i] = !status && is_constant;
+    if (status) ort.ReleaseStatus(status);
+  }
+  return constants;
+}
+
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
 
 // The tensors of one run.
@@ -22,7 +38,7 @@ struct Tensors {
   Key key;
   std::vector<void*> inputs, outputs;
 
-  void read_inputs(const Ort& ort, const OrtKernelContext* context) {
+  void read_inputs(const Ort& ort, const OrtKernelContext* context, const std::vector<bool>& constants) {
     size_t count = 0;
     check(ort, ort.KernelContext_GetInputCount(context, &count));
     for (size_t i = 0; i < count; ++i) {
@@ -32,7 +48,7 @@ struct Tensors {
       void* pointer = nullptr;
       check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
       inputs.push_back(pointer);
-      add(ort, value, aligned(pointer));
+      add(ort, value, kAligned * aligned(pointer) | kConstant * (i < constants.size() && constants[i]));
     }
   }
 
@@ -53,13 +69,13 @@ struct Tensors {
   }
 
  private:
-  void add(const Ort& ort, const OrtValue* value, bool is_aligned) {
+  void add(const Ort& ort, const OrtValue* value, int64_t flags) {
     int dtype = 0;
     size_t rank = 0;
     if (ort.GetTensorElementTypeAndShapeDataReference) {
       const int64_t* shape = nullptr;
       check(ort, ort.GetTensorElementTypeAndShapeDataReference(value, &dtype, &shape, &rank));
-      key.insert(key.end(), {dtype, is_aligned, static_cast<int64_t>(rank)});
+      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
       key.insert(key.end(), shape, shape + rank);
       return;
     }
@@ -68,7 +84,7 @@ struct Tensors {
     OrtStatus* status = ort.GetTensorElementType(info, &dtype);
     if (!status) status = ort.GetDimensionsCount(info, &rank);
     if (!status) {
-      key.insert(key.end(), {dtype, is_aligned, static_cast<int64_t>(rank)});
+      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
       key.resize(key.size() + rank);
       status = ort.GetDimensions(info, key.data() + key.size() - rank, rank);
     }
@@ -100,7 +116,7 @@ class Borrowed {
 
 // The same inputs, all called unaligned: the plan for outputs that are not aligned.
 Key without_alignment(Key key) {
-  for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] = 0;
+  for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
   return key;
 }
 
@@ -142,6 +158,7 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
   check(ort, ort.KernelInfo_GetNodeName(info, node_.data(), &size));
   node_.resize(std::strlen(node_.c_str()));
   attributes_ = read_attributes(ort, info, names);
+  constants_ = constants_of(ort, info);
   size_t outputs = 0;
   if (OrtStatus* status = ort.KernelInfoGetAttributeArray_int64(info, "output_types", nullptr, &outputs)) {
     ort.ReleaseStatus(status);
@@ -203,7 +220,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
   Borrowed borrowed;
   Tensors& tensors = borrowed.tensors;
   try {
-    tensors.read_inputs(ort_, context);
+    tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     const Entry* entry = find(tensors.key);

@@ -60,6 +60,7 @@ class FusedKernel {
   const int settings_;
   std::string node_, attributes_;
   std::vector<int64_t> output_dtypes_;
+  std::vector<bool> constants_;  // of the inputs: whether the model holds their values
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;

@@ -196,7 +196,7 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 3; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 4; }
 
 // Say what the thread's next RegisterCustomOps registers; operators that are there already learn new attributes now.
 // `settings`: flags of the session, which requests for plans repeat.

@@ -55,7 +55,10 @@ enum AttributeType { kAttributeInts = 2 };
   X(KernelInfoGetAttributeArray_float, 162, OrtStatus*, (const OrtKernelInfo*, const char*, float*, size_t*))      \
   X(KernelInfoGetAttributeArray_int64, 163, OrtStatus*, (const OrtKernelInfo*, const char*, int64_t*, size_t*))    \
   X(KernelContext_GetGPUComputeStream, 193, OrtStatus*, (const OrtKernelContext*, void**))                         \
+  X(KernelInfo_GetInputCount, 230, OrtStatus*, (const OrtKernelInfo*, size_t*))                                    \
   X(KernelInfo_GetNodeName, 244, OrtStatus*, (const OrtKernelInfo*, char*, size_t*))                               \
+  X(KernelInfoGetConstantInput_tensor, 249, OrtStatus*,                                                            \
+    (const OrtKernelInfo*, size_t, int* is_constant, const OrtValue**))                                            \
   X(ShapeInferContext_GetInputCount, 267, OrtStatus*, (const OrtShapeInferContext*, size_t*))                       \
   X(ShapeInferContext_GetInputTypeShape, 268, OrtStatus*,                                                          \
     (const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**))                                            \

@@ -70,7 +70,7 @@ std::vector<TensorType> types_of(const Key& key) {
   for (size_t at = 0; at + 2 < key.size();) {
     TensorType type;
     type.dtype = static_cast<int>(key[at]);
-    type.aligned = key[at + 1] != 0;
+    type.aligned = (key[at + 1] & kAligned) != 0;
     const auto rank = static_cast<size_t>(key[at + 2]);
     at += 3;
     type.shape.assign(key.begin() + static_cast<ptrdiff_t>(at), key.begin() + static_cast<ptrdiff_t>(at + rank));

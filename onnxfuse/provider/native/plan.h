@@ -21,7 +21,7 @@ constexpr int64_t kMaxRank = 64;
 struct TensorType {
   int dtype = 0;
   std::vector<int64_t> shape;
-  bool aligned = true;    // to 16 bytes
+  bool aligned = true;    // to 16 bytes; what else a key says of a tensor is for Python
   int64_t bytes() const;  // throws where that overflows
 };
 
@@ -30,8 +30,9 @@ std::string dtype_name(int dtype);
 // "float32[2,3]"
 std::string describe(const TensorType& tensor);
 
-// The inputs of a node, as words: per input dtype, aligned, rank, dims.  Shapes are looked up by these words.
+// The inputs of a node, as words: per input dtype, flags, rank, dims.  Shapes are looked up by these words.
 using Key = std::vector<int64_t>;
+constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input
 std::vector<TensorType> types_of(const Key& key);
 
 struct PointerArgument {
