@@ -56,12 +56,18 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(median, q1, q3, min(seconds), len(seconds))
 
 
-def interleaved(runs: Sequence[Callable[[], None]], count: int) -> list[Spread]:
-    """Time each of them `count` times in turns, so that clocks that change and noise meet all of them alike."""
+def interleaved(
+    runs: Sequence[Callable[[], None]], count: int, before: Callable[[], None] = lambda: None
+) -> list[Spread]:
+    """Time each of them `count` times in turns, so that clocks that change and noise meet all of them alike.
+
+    `before` precedes every run, untimed.
+    """
     seconds: list[list[float]] = [[] for _ in runs]
     for turn in range(count):
         for step in range(len(runs)):
             which = (turn + step) % len(runs)
+            before()
             start = time.perf_counter()
             runs[which]()
             seconds[which].append(time.perf_counter() - start)
@@ -197,11 +203,14 @@ def bind(
     provider: Provider,
     shapes: Mapping[str, Sequence[int]] | None = None,
     ordinal: int = 0,
+    places: Mapping[str, str] | None = None,
 ) -> Bound:
     """Give a session its inputs, arrays or OrtValues, each copied once to where its readers are.
 
     Outputs of known shape are allocated here, the others by the first run; later runs write to the same place.
+    Outputs for which `places` has the same name share their memory; so each of them holds what was written last.
     """
+    shared: dict[str, Any] = {}
     binding = session.io_binding()
     for each in session.get_inputs():
         if each.name not in feeds:
@@ -210,8 +219,10 @@ def bind(
         binding.bind_ortvalue_input(each.name, _to_ort(value) if isinstance(value, np.ndarray) else value)
     for each in session.get_outputs():
         if shapes and each.name in shapes and each.type.startswith("tensor("):
-            place = _empty(shapes[each.name], each.type, provider, ordinal)
-            binding.bind_ortvalue_output(each.name, place)
+            name = (places or {}).get(each.name, each.name)
+            if name not in shared:
+                shared[name] = _empty(shapes[each.name], each.type, provider, ordinal)
+            binding.bind_ortvalue_output(each.name, shared[name])
         else:
             binding.bind_output(each.name, provider, ordinal)
     return Bound(session, binding, provider)
@@ -242,6 +253,29 @@ def bytes_of(value: Any) -> int:
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
+
+
+def cache_eviction(provider: Provider, ordinal: int = 0) -> Callable[[], None]:
+    """What fills a GPU's L2 cache with other memory, and waits for it; nothing on the CPU or without CuPy."""
+    with contextlib.suppress(ImportError):
+        if provider == "cuda":
+            return _cuda_eviction(ordinal)
+    return lambda: None
+
+
+def _cuda_eviction(ordinal: int) -> Callable[[], None]:
+    import cupy
+
+    with cupy.cuda.Device(ordinal) as device:
+        size = 2 * device.attributes["L2CacheSize"]
+        words = cupy.ndarray((size // 4,), cupy.uint32, cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0))
+
+    def read() -> None:
+        with cupy.cuda.Device(ordinal) as device:
+            words.max()  # read, since what was written would have to go to memory while others are timed
+            device.synchronize()
+
+    return read
 
 
 def copy_rate(provider: Provider, moved: int) -> float | None:

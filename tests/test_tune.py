@@ -65,7 +65,7 @@ class Clock:
         monkeypatch.setattr(op_times, "interleaved", self.of_nodes)
         monkeypatch.setattr(tune, "interleaved", self.of_models)
 
-    def of_nodes(self, runs: Sequence[Callable[[], None]], count: int) -> list[Spread]:
+    def of_nodes(self, runs: Sequence[Callable[[], None]], count: int, before: Callable[[], None]) -> list[Spread]:
         result = []
         for bound in (run.__self__ for run in runs):  # type: ignore[attr-defined]
             outputs = [each.name for each in bound.session.get_outputs()]
