@@ -28,6 +28,8 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 template <class Op>
 __device__ __forceinline__ void each_element(const Op& op, INDEX count) {
     const INDEX vectors = count / WIDTH;
+    release_successor();
+    wait_for_predecessor();
     if (REST && blockIdx.x == gridDim.x - 1) {
         const INDEX at = vectors * WIDTH + threadIdx.x;
         if (at < count) op.template finish<1>(at, op.template fetch<1>(at));

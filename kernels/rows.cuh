@@ -12,6 +12,7 @@
 //   LOOP            1: blocks take further rows, the next one being loaded while this one is computed
 //   STREAMED        1: outputs leave the L2 cache first
 //   EARLY           1: weights are loaded along with the row, which hides their latency and costs registers
+//   WEIGHTS_CONSTANT  1: nothing before this kernel writes them, so that they are loaded before all else
 //   HELD            1: dynamic shared memory of BATCHES * CHUNKS * THREADS of Raw keeps the row, of which all of a
 //                   block is on its way at once, without registers
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
@@ -26,6 +27,10 @@
 //   void finish(partial)                     of the whole row
 //   void close(row, k, pack, values)         the result; the values are as local left them if KEPT
 #pragma once
+
+#ifndef WEIGHTS_CONSTANT
+#define WEIGHTS_CONSTANT 0
+#endif
 
 constexpr int LANES = THREADS < 32 ? THREADS : 32;
 constexpr int WARPS = THREADS / LANES;
@@ -218,8 +223,10 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
     constexpr bool SAME = !Op::WEIGHTS_VARY;  // the weights of all rows
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
+    if constexpr (EARLY && SAME && WEIGHTS_CONSTANT) rows.weights(first + threadIdx.y, 0);
+    wait_for_predecessor();
     rows.fetch(first + threadIdx.y, 0, raw);
-    if constexpr (EARLY && SAME) rows.weights(first + threadIdx.y, 0);
+    if constexpr (EARLY && SAME && !WEIGHTS_CONSTANT) rows.weights(first + threadIdx.y, 0);
     if constexpr (CLUSTER > 1) row_wait();  // the peers have started: their shared memory is there
     int parity = 0;
     while (true) {
@@ -239,6 +246,7 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
 template <class Op>
 __device__ __forceinline__ void each_row(Op op, long long count) {
     __shared__ float shares[2][SHARES][Op::Partial::VALUES];
+    release_successor();
     row_arrive();
     const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count};
     const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
@@ -246,6 +254,7 @@ __device__ __forceinline__ void each_row(Op op, long long count) {
     if constexpr (KEPT) {
         kept_rows(rows, first, step, shares);
     } else {
+        wait_for_predecessor();
         if constexpr (CLUSTER > 1) row_wait();
         int parity = 0;
         for (long long row = first; row < count; row += step, parity ^= 1) long_row(rows, row, shares[parity]);

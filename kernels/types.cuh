@@ -27,6 +27,23 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
 
 constexpr float LOG2_E = 1.442695041f;
 
+// ---- one kernel after the other ----------------------------------------------------------------------------------
+
+// In a launch that may start early (Launch.early): returns when the kernels before it have ended and what they wrote is
+// there. Until then it may touch nothing but constants. Elsewhere it returns at once.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start, if it is launched so, once all blocks have said this or ended.
+__device__ __forceinline__ void release_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ---- one 32-bit word <-> the one or two floats in it -------------------------------------------------------------
 
 __device__ __forceinline__ void widen(f32, unsigned word, float* to) { to[0] = __uint_as_float(word); }
@@ -107,14 +124,14 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
-// Inputs never change while a kernel runs, so loads go through the read-only path; volatile keeps them as early as the
-// source says, where the compiler would move them to their first use. ONCE: nobody in this kernel reads
-// the data again, so that it need not push weights out of L1.
+// Volatile keeps loads as early as the source says, where the compiler would move them to their first use. They are not
+// of the read-only kind (.nc): in a launch that starts early, the kernel before it may still write what they read. ONCE:
+// nobody in this kernel reads the data again, so that it need not push weights out of L1.
 #define LOAD(size, places, ...)                                                                                     \
     if constexpr (ONCE)                                                                                             \
-        asm volatile("ld.global.nc.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));               \
+        asm volatile("ld.global.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));                   \
     else                                                                                                            \
-        asm volatile("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from))
+        asm volatile("ld.global." size " " places ";" : __VA_ARGS__ : "l"(from))
 
 template <bool ONCE, int BYTES>
 __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
