@@ -70,13 +70,17 @@ def element_plan(
     defines: Defines,
     arguments: Sequence[Argument],
     device: Device,
+    extents: Sequence[int] = (),
 ) -> Plan:
-    """A launch over all elements of `output`; those inputs that have its shape are read once."""
+    """A launch over all elements of `output`; those inputs that have its shape are read once.
+
+    `extents` are what the places of a vector's elements must be multiples of besides.
+    """
     count = size(output)
     if not count:
         return Plan((output,), ())
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
-    wide = width([*read, output], weights=inputs)
+    wide = width([*read, output], *extents, weights=inputs)
     tiles = spread(count, wide, len(inputs), device)
     return Plan((output,), (element_launch(node, tiles, output, leaving([*read, output]), defines, arguments),))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels import _attention_decode, _attention_hopper, _attention_mma
 from onnxfuse.kernels._attention import Attention, Heads, Scores
 from onnxfuse.kernels._attention_mma import LARGEST_HEAD
 from onnxfuse.kernels._gemm import Candidate
-from onnxfuse.kernels._types import STORAGE, refuse_choice, required, spec
+from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, refuse_choice, required, spec
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "seq_first", "bshd", "bhsd")
@@ -40,11 +40,12 @@ class Operand:
     heads: int
     size: int
     strides: tuple[int, int, int]  # of batch, length, heads
+    offset: int = 0  # elements in front of the first one
 
-    def at(self, pointer: Pointer) -> Heads:
-        """Where it lies."""
+    def at(self, pointer: Pointer, item_bytes: int) -> Heads:
+        """Where it lies in what `pointer` points to."""
         batch, row, head = self.strides
-        return Heads(pointer, batch, head, row)
+        return Heads(replace(pointer, offset=self.offset * item_bytes), batch, head, row)
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -127,12 +128,13 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     mask = spec(node, inputs, "mask")
     # The operator's mask may be shorter than the keys, of which the others then do not count.
     keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape else k.length
+    item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.size, v.size, tensors["q"].dtype,
         all(tensor.aligned for tensor in tensors.values()),
-        q.at(_pointer(node, "q")), k.at(_pointer(node, "k")), v.at(_pointer(node, "v")),
-        Operand(*full[:1], q.length, heads, v.size, strides).at(Pointer("output", 0)),
+        q.at(_pointer(node, "q"), item), k.at(_pointer(node, "k"), item), v.at(_pointer(node, "v"), item),
+        Operand(*full[:1], q.length, heads, v.size, strides).at(Pointer("output", 0), out_item),
         scale=float(node.attributes.get("scale", 1 / math.sqrt(max(1, q.size)) if operator else 1.0)),
         mask_kind=_mask_kind(node, mask.dtype if mask else None),  # type: ignore[arg-type]
         mask=_scores(node, "mask", mask, full),
@@ -183,7 +185,7 @@ def _layout(node: FusedNode, name: str) -> str:
 
 
 def _operand(node: FusedNode, name: str, tensor: TensorSpec, heads: int) -> Operand:
-    layout, shape = _layout(node, name), tensor.shape
+    layout, shape, offset = _layout(node, name), tensor.shape, 0
     rank = 4 if layout in ("bshd", "bhsd") else 3
     if len(shape) != rank:
         raise ValueError(f"{_name(node)}: {name} has shape {list(shape)}; required rank {rank} in layout {layout}")
@@ -194,13 +196,24 @@ def _operand(node: FusedNode, name: str, tensor: TensorSpec, heads: int) -> Oper
         batch, length, found, size = shape
         strides = (length * found * size, found * size, size)
     else:
-        batch, length, hidden = shape if layout == "packed" else (shape[1], shape[0], shape[2])
-        found, size = heads, hidden // max(1, heads)
-        found = heads if found * size == hidden else -1
-        strides = (length * hidden, hidden, size) if layout == "packed" else (hidden, batch * hidden, size)
+        batch, length, width = shape if layout == "packed" else (shape[1], shape[0], shape[2])
+        size, offset, pitch = _part(node, name, width, heads)
+        inside = offset >= 0 and 0 < size <= pitch and offset + (heads - 1) * pitch + size <= width
+        found = heads if inside else -1
+        strides = (length * width, width, pitch) if layout == "packed" else (width, batch * width, pitch)
     if found != heads:
         raise ValueError(f"{_name(node)}: {name} has shape {list(shape)} in layout {layout}; required {heads} heads")
-    return Operand(batch, length, heads, size, strides)
+    return Operand(batch, length, heads, size, strides, offset)
+
+
+def _part(node: FusedNode, name: str, width: int, heads: int) -> tuple[int, int, int]:
+    """The size of a head, the elements in front of the first one and from one to the next, in rows of `width`."""
+    offset = node.attributes.get(f"{name}_offset")
+    if offset is None:
+        size = width // max(1, heads)
+        return (size if heads * size == width else -1), 0, size
+    size = int(node.attributes["value_size" if name == "v" else "size"])
+    return size, int(offset), int(node.attributes.get(f"{name}_pitch", size))
 
 
 def _check(node: FusedNode, tensors: dict[str, TensorSpec], q: Operand, k: Operand, v: Operand) -> None:

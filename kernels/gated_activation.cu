@@ -1,9 +1,19 @@
 // y = activation(gate) * up: SwiGLU, GEGLU and their kind.
 //
 // Moves each element of gate, up and y once: 6 bytes an element in fp16. Computed in fp32, rounded once.
+//
+//   ROW                            elements of a row of y
+//   GATE_ROW, UP_ROW               of rows of which the operand is a part; where they are ROW it is all of them
+//   GATE_OFFSET, UP_OFFSET         elements of such a row in front of the part
 #include "types.cuh"
 #include "activations.cuh"
 #include "elementwise.cuh"
+
+template <int WHOLE_ROW, int OFFSET>
+__device__ __forceinline__ INDEX place(INDEX at) {
+    if constexpr (WHOLE_ROW == ROW) return at;
+    return at / ROW * WHOLE_ROW + at % ROW + OFFSET;
+}
 
 struct GatedActivation {
     template <int W>
@@ -18,7 +28,7 @@ struct GatedActivation {
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
-        return {load_once<W>(gate + at), load_once<W>(up + at)};
+        return {load_once<W>(gate + place<GATE_ROW, GATE_OFFSET>(at)), load_once<W>(up + place<UP_ROW, UP_OFFSET>(at))};
     }
 
     template <int W>

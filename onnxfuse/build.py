@@ -6,15 +6,14 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.defs import OpSchema
 
-from onnxfuse import layout as layouts
-from onnxfuse.dims import product
+from onnxfuse.build_moves import rearranged, targets
 from onnxfuse.errors import PatternError
 from onnxfuse.graph import DOMAIN, Array, input_place, schema
 from onnxfuse.terms import (
@@ -79,8 +78,6 @@ class Variant:
         return bool(guard.holds(**{name: known.get(name) for name in guard.names}))
 
 
-KEPT: Final = "as it is"
-Target: TypeAlias = list[int] | str | None  # of a Reshape; None where two sizes are unknown
 Pick = Callable[[Either, Sequence[Term]], Term]
 
 
@@ -148,7 +145,7 @@ class Builder:
             case Precision(inner=inner, like=Term() as like):
                 return self.cast(self.value(inner), self.value(like).dtype)
             case Rearrange():
-                return self._rearrange(term)
+                return rearranged(self, term)
             case Scaled():
                 return self._scaled(term)
             case Sum(terms=terms):
@@ -174,7 +171,7 @@ class Builder:
             case Choose(name=name, options=options):
                 return self.expressible(options[self.variant.choices[name]])
             case Rearrange(inner=inner):
-                return self.expressible(inner) and all(self._targets(term))
+                return self.expressible(inner) and all(targets(self, term))
             case Stored(inner=inner):
                 return self.expressible(inner)
             case Apply(op=op, inputs=inputs, attributes=attributes):
@@ -232,7 +229,7 @@ class Builder:
         if isinstance(inner, Constant):
             return inner.value
         if isinstance(inner, Filled):
-            return np.full([self._size(name) for name in inner.dims.split()], inner.value)
+            return np.full([self.size(name) for name in inner.dims.split()], inner.value)
         if isinstance(inner, Capture) and inner.kind == "scalar":
             return float(self.variant.values[inner.name])
         return None
@@ -304,77 +301,10 @@ class Builder:
         value = self.value(inner)
         return self.node("Mul", [value, self.constant(scale, value.dtype)], value.dtype)
 
-    # --- rearrange -----------------------------------------------------------------------------------------------
+    # --- sizes -----------------------------------------------------------------------------------------------------
 
-    def _rearrange(self, term: Rearrange) -> Value:
-        """Reshape to the split axes, Transpose, Expand to repeated axes, Reshape to the merged ones."""
-        value = self.value(term.inner)
-        arrangement, split = self._arrangement(term)
-        first, last = self._targets(term)
-        value = self._reshape(value, first, term)
-        order = [name for names in arrangement.result for name in names]
-        kept = [name for name in order if name in split]
-        if kept != split:
-            value = self.node("Transpose", [value], value.dtype, perm=[split.index(name) for name in kept])
-        repeated = self._repeated(order, split)
-        if repeated:
-            value = self._repeat(value, order, repeated)
-        return self._reshape(value, last, term)
-
-    def _arrangement(self, term: Rearrange) -> tuple[layouts.Arrangement, list[str]]:
-        """The pattern for the variant's rank, and the names on its left."""
-        arrangement = layouts.parse_arrangement(term.pattern, len(self.variant.dims.get("...", ())))
-        return arrangement, [name for names in arrangement.source for name in names]
-
-    def _repeated(self, order: Sequence[str], split: Sequence[str]) -> list[int]:
-        return [i for i, name in enumerate(order) if name not in split and self._size(name) != 1]
-
-    def _targets(self, term: Rearrange) -> tuple[Target, Target]:
-        """The shapes of the Reshapes that split and that merge axes."""
-        arrangement, split = self._arrangement(term)
-        order = [name for names in arrangement.result for name in names]
-        repeated = self._repeated(order, split)
-        if split == [name for name in order if name in split] and not repeated:  # nothing moves: one Reshape does it
-            return KEPT, self._target(arrangement.result, arrangement.source)
-        present = [name for i, name in enumerate(order) if name in split or i in repeated]
-        return (
-            self._target([(n,) for n in split], arrangement.source),
-            self._target(arrangement.result, [(n,) for n in present]),
-        )
-
-    def _repeat(self, value: Value, order: Sequence[str], repeated: Sequence[int]) -> Value:
-        axes = self.constant(list(repeated), TensorProto.INT64)
-        if self.variant.opset >= 13:
-            value = self.node("Unsqueeze", [value, axes], value.dtype)
-        else:
-            self.nodes.pop()
-            value = self.node("Unsqueeze", [value], value.dtype, axes=list(repeated))
-        shape = [self._size(name) if i in repeated else 1 for i, name in enumerate(order)]
-        return self.node("Expand", [value, self.constant(shape, TensorProto.INT64)], value.dtype)
-
-    def _target(self, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Target:
-        """The shape that makes axes of the names `wanted` from axes of the names `present`."""
-        wanted, present = (
-            [tuple(n for n in names if self._size(n) != 1) for names in axes] for axes in (wanted, present)
-        )
-        if wanted == present:
-            return KEPT
-        target: list[int] = []
-        for i, names in enumerate(wanted):
-            size: Any = product([self._size(name) for name in names])
-            known = is_static(size) and size != 0
-            same = i < len(present) and tuple(present[i]) == tuple(names)
-            target.append(size if known else 0 if same else -1)
-        return target if target.count(-1) <= 1 else None
-
-    def _reshape(self, value: Value, target: Target, term: Rearrange) -> Value:
-        if target is None:
-            raise PatternError(f"{term.span}: a Reshape with two unknown sizes cannot be written")
-        if target is KEPT:
-            return value
-        return self.node("Reshape", [value, self.constant(target, TensorProto.INT64)], value.dtype)
-
-    def _size(self, name: str) -> Any:
+    def size(self, name: str) -> Any:
+        """The size of a named dimension, "...0" the first that "..." stands for; a number for itself."""
         if name.isdecimal():
             return int(name)
         if name.startswith("..."):

@@ -25,6 +25,7 @@ from onnxfuse.terms import (
     Guard,
     Number,
     Operand,
+    Part,
     Precision,
     Rearrange,
     Scaled,
@@ -47,6 +48,7 @@ __all__ = [
     "given",
     "narrow",
     "op",
+    "part",
     "rearrange",
     "require",
     "scalar",
@@ -127,6 +129,16 @@ def rearrange(value: Term, pattern: str) -> Term:
     Matches any chain of Reshape, Transpose, Squeeze, Unsqueeze, Flatten and Expand that does the same.
     """
     return Rearrange(inner=value, pattern=pattern, span=here())
+
+
+def part(value: Term, name: str) -> Term:
+    """Inside rearrange(): `value`, or a part of it that Slices, Splits or Gathers take from its last axis.
+
+    Of a last axis "(a b)" each of the `a` runs of `b` elements may be one of several that lie there side by side.
+    Where something is left out, the attribute `<name>_offset` says how many elements of the axis come before the first
+    one, and `<name>_pitch` how many lie from the beginning of one run to that of the next, where it is not `b`.
+    """
+    return Part(inner=value, name=name, span=here())
 
 
 def scaled(value: Term, scale: Term) -> Term:

@@ -73,6 +73,23 @@ def expand(layout: Layout, shape: Sequence[Size]) -> Layout:
     )
 
 
+def select(layout: Layout, axis: int, start: int, size: int) -> tuple[Layout, dict[int, int]] | None:
+    """The layout of `size` elements of an axis from `start` on, and by how much they begin later on each source axis.
+
+    None where they are no part of a single run, or the run's size is symbolic.
+    """
+    if not layout[axis]:
+        return (layout, {}) if (start, size) == (0, 1) else None
+    outer, *inner = _merge(layout[axis])
+    block = product([atom.size for atom in inner])
+    if outer.axis is None or not isinstance(block, int) or not isinstance(outer.stride, int):
+        return None
+    if start % block or size % block:
+        return None
+    kept = (Atom(outer.axis, outer.stride, size // block),) if size != block else ()
+    return (*layout[:axis], (*kept, *inner), *layout[axis + 1 :]), {outer.axis: start // block * outer.stride}
+
+
 def merged(layout: Layout) -> Layout:
     """The same layout with neighbouring runs joined: the normal form that layouts are compared in."""
     return tuple(_merge(axis) for axis in layout)
@@ -137,14 +154,18 @@ def solve(
     return sizes
 
 
-def arranged(arrangement: Arrangement, sizes: Mapping[str, Size]) -> Layout:
-    """The layout that an arrangement describes, in normal form."""
+def arranged(arrangement: Arrangement, sizes: Mapping[str, Size], pitch: Size | None = None) -> Layout:
+    """The layout that an arrangement describes, in normal form.
+
+    `pitch` is how far apart the runs of the last source axis's last name lie; side by side where it is None.
+    """
     places: dict[str, Atom] = {}
     for i, names in enumerate(arrangement.source):
         stride: Size = 1
         for name in reversed(names):
             places[name] = Atom(i, stride, sizes[name])
-            stride = stride * sizes[name]
+            apart = pitch is not None and name == arrangement.source[-1][-1]
+            stride = pitch if apart and pitch is not None else stride * sizes[name]
     return merged(
         tuple(
             tuple(places.get(n, Atom(None, 0, sizes[n])) for n in names if sizes[n] != 1)

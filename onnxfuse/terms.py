@@ -138,6 +138,14 @@ class Rearrange(Term):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Part(Term):
+    """Inside a Rearrange: its source, or a run of elements on the source's last axis."""
+
+    inner: Term
+    name: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scaled(Term):
     """A value times a scalar, wherever in the (bi)linear expression the factors stand."""
 
@@ -247,7 +255,7 @@ def parts(term: Term) -> tuple[Term, ...]:
             return inner, scale
         case Rearrange(inner=inner) | Shared(inner=inner) | Precision(inner=inner) | Given(inner=inner):
             return (inner,)
-        case Stored(inner=inner):
+        case Stored(inner=inner) | Part(inner=inner):
             return (inner,)
         case _:
             return ()
@@ -267,7 +275,7 @@ def walk(*roots: Term) -> Iterator[Term]:
 
 def bare(term: Term) -> Term:
     """The term without the words that matching passes through."""
-    while isinstance(term, Shared | Precision | Given | Stored):
+    while isinstance(term, Shared | Precision | Given | Stored | Part):
         term = term.inner
     return term
 

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from onnxfuse.dsl import Term, choose, contrib, either, filled, given, narrow, op, rearrange, size
+from onnxfuse.dsl import Term, choose, contrib, either, filled, given, narrow, op, part, rearrange, size
 
 LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 INFINITY = float("inf")
 
 
 def by_layout(choice: str, x: Term, length: str, heads: str, size: str, result: str) -> Term:
-    """The layouts in which queries, keys and values come; none of them needs a copy."""
+    """The layouts in which queries, keys and values come, be they parts of one product; none of them needs a copy."""
+    among = part(x, choice.partition("_")[0])
     return choose(
         choice,
-        packed=rearrange(x, f"batch {length} ({heads} {size}) -> {result}"),
-        seq_first=rearrange(x, f"{length} batch ({heads} {size}) -> {result}"),
+        packed=rearrange(among, f"batch {length} ({heads} {size}) -> {result}"),
+        seq_first=rearrange(among, f"{length} batch ({heads} {size}) -> {result}"),
         bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
         bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
     )
@@ -42,12 +43,23 @@ PACKED = "batch queries (heads value_size)"
 
 
 def multi_head_attention(
-    q: Term, k: Term, v: Term, mask: Any, bias: Any, scale: Any, masked_score: Any, is_causal: Any
+    q: Term,
+    k: Term,
+    v: Term,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    masked_score: Any,
+    is_causal: Any,
+    layouts: tuple[str, str] = ("k_layout", "v_layout"),
 ) -> Term:
-    """The fused attention as MultiHeadAttention, in the cases in which it computes the same."""
+    """The fused attention as MultiHeadAttention, in the cases in which it computes the same.
+
+    `layouts` names the choices that say how `k` and `v` lie.
+    """
     queries = by_layout("q_layout", q, "queries", "heads", "size", "batch queries (heads size)")
-    keys = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch keys (kv_heads repeats size)")
-    values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch keys (kv_heads repeats value_size)")
+    keys = by_layout(layouts[0], k, "keys", "kv_heads", "size", "batch keys (kv_heads repeats size)")
+    values = by_layout(layouts[1], v, "keys", "kv_heads", "value_size", "batch keys (kv_heads repeats value_size)")
 
     def attended(*more: Any, **attributes: Any) -> Term:
         return contrib.MultiHeadAttention(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onnxfuse.dsl import fusion, require, tensor
+from onnxfuse.dsl import fusion, part, rearrange, require, tensor
 from onnxfuse.graph import is_constant
 from onnxfuse.patterns._activations import gate as activated
 
@@ -13,9 +13,13 @@ def is_multiple(gate: Any, up: Any) -> bool:
     return any(t is up for node in makers for t in node.inputs) and any(map(is_constant, makers[0].inputs))
 
 
-@fusion(out="...")
-def gated_activation(gate=tensor("..."), up=tensor("...")):
-    """y = activation(gate) * up (Shazeer 2020, arXiv:2002.05202)"""
-    require("gate and up are two values, not {gate} twice", lambda gate, up: gate is not up)
+@fusion(out="... d")
+def gated_activation(gate=tensor(), up=tensor()):
+    """y = activation(gate) * up (Shazeer 2020, arXiv:2002.05202); either may be a part of each row of its operand"""
+    require(
+        "gate and up are two values, not {gate} twice",
+        lambda gate, up, gate_offset, up_offset: gate is not up or gate_offset != up_offset,
+    )
     require("gate is no multiple of {up}, as in x * sigmoid(1.702 x)", lambda gate, up: not is_multiple(gate, up))
-    return activated(gate) * up
+    gates, values = (rearrange(part(x, name), "... d -> ... d") for name, x in (("gate", gate), ("up", up)))
+    return activated(gates) * values

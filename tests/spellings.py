@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from onnxfuse.terms import (
     Fusion,
     Given,
     Guard,
+    Part,
     Rearrange,
     Size,
     Term,
@@ -69,6 +71,7 @@ class Spelling:
     values: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     leading: int = 2
+    parts: Mapping[str, str] = field(default_factory=dict)  # of an operand, by name: one "run" of it, or "runs"
     thin: frozenset[str] = frozenset()  # `name?` axes that have size one
     short: bool = False  # leave leading thin axes out
     dtype: int = TensorProto.FLOAT
@@ -188,6 +191,12 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
 
 def _names(spelling: Spelling) -> list[str]:
     """The named dimensions of the variant."""
+    words = [word for spec in _specs(spelling) for word in re.findall(r"[A-Za-z_]\w*", spec)]
+    return list(dict.fromkeys(words))
+
+
+def _specs(spelling: Spelling) -> list[str]:
+    """What names the variant's dimensions."""
     specs = [c.dims for c in operands(spelling) if c.dims]
     for term in reached(spelling):
         if isinstance(term, Rearrange):
@@ -195,8 +204,7 @@ def _names(spelling: Spelling) -> list[str]:
         if isinstance(term, Filled):
             specs.append(term.dims)
         specs += [value.text for value in _flat(getattr(term, "attributes", {})) if isinstance(value, Size)]
-    words = [word for spec in specs for word in re.findall(r"[A-Za-z_]\w*", spec)]
-    return list(dict.fromkeys(words))
+    return specs
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -224,7 +232,7 @@ def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     names.sort(key=lambda name: not any(name in g.names for g in guards))  # what is constrained is chosen first
     pool = list(POOL)
     shuffled = random.Random(spelling.fusion.name)
-    has_dots = any("..." in (c.dims or "") for c in operands(spelling))
+    has_dots = any("..." in spec for spec in _specs(spelling))
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
     asked = [(set(g.names), g) for g in guards]
 
@@ -306,7 +314,9 @@ def build(spelling: Spelling) -> Unfused:
     numbers = find_sizes(spelling, known)
     dims = _open(spelling, numbers) if spelling.dynamic else numbers
     sizes = {name: _shape(spelling, name, axes, dims) for name, axes in shapes.items()}
-    variant = _variant(spelling, dims)
+    parts = {name: _part(spelling, term, dims) for name, term in _parted(spelling).items()}
+    sizes |= {name: (*sizes[name][:-1], part["width"]) for name, part in parts.items()}
+    variant = _variant(spelling, dims, parts)
     for guard in spelling.fusion.guards:
         if not _holds(variant, guard):
             raise Unwritable("guard", guard.sentence)
@@ -351,11 +361,35 @@ def _shape(
     return tuple(layout.product([{**dims, **leading}[name] for name in names]) for names in axes)
 
 
-def _variant(spelling: Spelling, dims: Mapping[str, Any]) -> Variant:
+def _parted(spelling: Spelling) -> dict[str, Rearrange]:
+    """The operands of which the model uses parts, and the terms that say so."""
+    found = [t for t in reached(spelling) if isinstance(t, Rearrange) and isinstance(t.inner, Part)]
+    return {bare(term.inner).name: term for term in found if term.inner.name in spelling.parts}
+
+
+def _part(spelling: Spelling, term: Rearrange, dims: Mapping[str, Any]) -> dict[str, int]:
+    """Where the part lies on the operand's last axis: `offset`, `pitch` where it is in runs, and the axis's `width`."""
+    *outer, inner = (dims[name] for name in layout.parse_arrangement(term.pattern, spelling.leading).source[-1])
+    count = layout.product(outer)
+    if spelling.parts[term.inner.name] == "run":
+        return {"offset": 5, "width": 5 + count * inner + 3}
+    return {"offset": inner + 3 + 2, "pitch": inner + 3, "width": (count + 2) * (inner + 3)}
+
+
+def _variant(
+    spelling: Spelling, dims: Mapping[str, Any], parts: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
     rank = _rank(replace(spelling, leading=len(dims.get("...", ()))))
     out = (spelling.dtype,) * len(outputs(spelling))
-    return Variant(spelling.opset, dtypes, out, rank, _values(spelling), dims, chosen(spelling))
+    named = {operand: term.inner.name for operand, term in _parted(spelling).items()}
+    places = {
+        f"{named[operand]}_{word}": number
+        for operand, part in parts.items()
+        for word, number in part.items()
+        if word != "width"
+    }
+    return Variant(spelling.opset, dtypes, out, rank, {**_values(spelling), **places}, dims, chosen(spelling))
 
 
 def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
@@ -547,9 +581,22 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
     for spelling in (base, *single):
         yield from _without(spelling, seen)
         yield from _with_values(spelling, seen)
-    if any("..." in (c.dims or "") for c in fusion.operands) and all(_axes(base, c) for c in operands(base)):
+    if any("..." in spec for spec in _specs(base)) and all(_axes(base, c) for c in operands(base)):
         yield from (replace(base, what=f"{rank}-leading-axes", leading=rank) for rank in (0, 1, 3))
     yield from _with_sizes(base)
+    yield from _with_parts((base, *single))
+
+
+def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
+    """An operand that is a part of what the model computes, in one run and in several; then all that may be."""
+    for spelling in spellings:
+        found = [t for t in reached(spelling) if isinstance(t, Rearrange) and isinstance(t.inner, Part)]
+        names = {t.inner.name: layout.parse_arrangement(t.pattern, 2).source[-1] for t in found}
+        for name, last in names.items():
+            for kind in ("run", "runs") if len(last) > 1 else ("run",):
+                yield replace(spelling, what=f"{spelling.what}-{kind}-of-{name}", parts={name: kind})
+        if len(names) > 1:
+            yield replace(spelling, what=f"{spelling.what}-all-parts", parts=dict.fromkeys(names, "run"))
 
 
 def _without(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:

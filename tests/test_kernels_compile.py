@@ -73,6 +73,10 @@ def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
     for activation in importlib.import_module("onnxfuse.kernels.gated_activation").ACTIVATIONS:
         x = (16384, 4096)
         yield node("gated_activation", "gate up", [dtype], activation=activation), tensors(dtype, x, x)
+    halves = {"activation": "silu", "d": 1024, "gate_offset": 0, "up_offset": 1024}
+    for width in 2048, 2051:
+        product = tensors(dtype, (512, width), (512, width))
+        yield node("gated_activation", "gate up", [dtype], **halves), product
     table = (1, 512, 128)
     for layout, x in ("packed", (2, 512, 1024)), ("bshd", (2, 512, 8, 128)), ("bhsd", (2, 8, 512, 128)):
         yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)

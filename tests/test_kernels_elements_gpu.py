@@ -66,6 +66,38 @@ def test_gates(device: Device, dtype: str, activation: str) -> None:
     check(y, ACTIVATIONS[activation](gate.astype(np.float64), 0, 0) * up.astype(np.float64), tiny=True)
 
 
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize(
+    ("shape", "width", "places"),
+    [
+        ((77, 1024), 2048, (0, 1024)),  # the halves of a product, either first
+        ((3, 5, 1024), 2048, (1024, 0)),
+        ((77, 1024), 2056, (8, 1032)),
+        ((33, 1023), 2049, (1, 1024)),  # nothing is a multiple of a vector
+        ((7, 6), 20, (3, 11)),
+        ((1, 1), 5, (4, 0)),
+        ((0, 64), 128, (0, 64)),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_that_are_parts_of_a_product(
+    device: Device, dtype: str, shape: tuple[int, ...], width: int, places: tuple[int, int], aligned: bool
+) -> None:
+    both = normal((*shape[:-1], width), dtype, 1, 3.0)
+    attributes = {"activation": "silu", "d": shape[-1], "gate_offset": places[0], "up_offset": places[1]}
+    (y,) = run("gated_activation", {"gate": both, "up": both}, [dtype], device, aligned, **attributes)
+    gate, up = (both[..., place : place + shape[-1]].astype(np.float64) for place in places)
+    check(y, ACTIVATIONS["silu"](gate, 0, 0) * up, tiny=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_that_is_a_part_of_a_product_beside_a_whole_value(device: Device, dtype: str) -> None:
+    both, up = normal((77, 1500), dtype, 1, 3.0), normal((77, 1000), dtype, 2)
+    inputs = {"gate": both, "up": up}
+    (y,) = run("gated_activation", inputs, [dtype], device, activation="relu", d=1000, gate_offset=500)
+    check(y, ACTIVATIONS["relu"](both[:, 500:].astype(np.float64), 0, 0) * up.astype(np.float64), tiny=True)
+
+
 # ---- rotary embedding --------------------------------------------------------------------------------------------
 
 

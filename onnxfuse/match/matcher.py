@@ -33,6 +33,7 @@ from onnxfuse.terms import (
     Filled,
     Fusion,
     Given,
+    Part,
     Precision,
     Product,
     Rearrange,
@@ -49,14 +50,14 @@ from onnxfuse.terms import (
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
 LEAVES = {Absent, Capture, Constant, Filled}
-PASSED = {Precision, Stored, Given, Shared}  # words that matching looks under
+PASSED = {Part, Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
 
 
 def passed(term: Term) -> Term:
     """The term without the words that say nothing to matching."""
-    while isinstance(term, Precision | Stored):
+    while isinstance(term, Part | Precision | Stored):
         term = term.inner
     return term
 
@@ -66,6 +67,16 @@ def _repeated(fusion: Fusion) -> set[int]:
     terms = [term for term in walk(*fusion.outputs) if type(term) not in PASSED]
     times = Counter(id(bare(part)) for term in terms for part in parts(term))
     return {term for term, count in times.items() if count > 1} | {id(bare(term)) for term in fusion.outputs}
+
+
+def _scalable(terms: Sequence[Term]) -> Iterator[Term]:
+    """The terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
+    work = [part for term in terms if isinstance(term, Scaled) for part in parts(bare(term.inner))]
+    while work:
+        term = work.pop()
+        if not isinstance(term, Apply):
+            yield term
+            work.extend(parts(term))
 
 
 class Matcher:
@@ -90,10 +101,13 @@ class Matcher:
         self._options: dict[tuple[int, str], list[tuple[Any, Term]]] = {}
         self._chains: dict[int, Chain] = {}
         self.splits: dict[tuple[int, bool], Sequence[Way]] = {}  # of the tensors met since `at` was called
-        self.sources: dict[tuple[int, bool], Sequence[Source]] = {}
+        self.sources: dict[tuple[int, bool, bool], Sequence[Source]] = {}
         self.casts = fusion.casts
         terms = list(walk(*fusion.outputs))
         self._ops = {id(term): root_ops(term) for term in terms}
+        for term in _scalable(terms):
+            ops = self._ops[id(term)]
+            self._ops[id(term)] = None if ops is None else ops | {"Mul", "Div"}
         self._passed = {id(term): passed(term) for term in terms}
         self._repeated = _repeated(fusion)
         self.siblings = siblings(fusion)
@@ -189,6 +203,10 @@ class Matcher:
     def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
         for _, option in self._fitting(term, enumerate(term.options), tensor):
             yield from self._option(option, tensor, state)
+
+    def is_output(self, term: Term) -> bool:
+        """Whether a term is an output of the fusion."""
+        return any(bare(output) is bare(term) for output in self.fusion.outputs)
 
     def ending(self, term: Term) -> frozenset[str] | None:
         """The operators that a term may end with; None where any may."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
 
 COMMUTATIVE = {"Add", "Mul", "Min", "Max", "And", "Or", "Equal"}
+LINEAR = {"MatMul"}  # in each of its inputs
 
 
 def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
@@ -32,14 +33,16 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
     if wide is not None:
         m.fail(term, state, lambda: f"'{wide.name}' has {len(wide.shape)} axes, more than what it meets")
         return
-    state = state.with_nodes([node])
+    state, factor = state.with_nodes([node]), state.factor
+    if term.op not in LINEAR:  # factors inside are not those of the whole
+        state = state._replace(factor=None)
     inputs = [t for i, t in enumerate(node.inputs) if _formal(m, term.op, i) not in term.attributes]
     orders = [inputs]
     if term.op in COMMUTATIVE and len(inputs) == 2:
         orders.append(inputs[::-1])
     for order in orders:
         for after in _inputs(m, term, order, 0, state):
-            yield from _attributes(m, term, node, after)
+            yield from _attributes(m, term, node, after._replace(factor=after.factor if term.op in LINEAR else factor))
 
 
 def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from onnxfuse import layout as layouts
 from onnxfuse.dims import Size as DimSize
 from onnxfuse.graph import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.names import fitted
+from onnxfuse.match.parts import CUTS, moved, part_of
 from onnxfuse.match.state import State
 from onnxfuse.match.words import VIEWS, shape_text
-from onnxfuse.terms import Capture, Rearrange, Scaled, bare
+from onnxfuse.terms import Capture, Part, Rearrange, Scaled, bare
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -21,20 +22,22 @@ Source: TypeAlias = tuple[Tensor, list[Node], float]  # what is viewed, the node
 
 def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
     """Every way to read a tensor as a rearrangement; the farthest source first."""
-    keep = isinstance(bare(term.inner), Capture)
+    keep = isinstance(bare(term.inner), Capture) or m.is_output(term.inner)  # what is viewed will be there
+    part = term.inner.name if isinstance(term.inner, Part) else None
     found = False
     inner = bare(term.inner)
-    if isinstance(inner, Capture) and inner.kind == "weight" and not is_constant(_sources(m, tensor, False)[-1][0]):
+    farthest = _sources(m, tensor, False, False)[-1][0]
+    if isinstance(inner, Capture) and inner.kind == "weight" and not is_constant(farthest):
         m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
         return
-    for source, nodes, factor in reversed(_sources(m, tensor, state.factor is not None)):
+    for source, nodes, factor in reversed(_sources(m, tensor, state.factor is not None, part is not None)):
         if not m.fits(term.inner, source):  # the cheaper question first
             continue
-        dims = _arrangement(m, term.pattern, source, nodes, tensor, state)
-        if dims is None:
+        after = _arrangement(m, term.pattern, source, nodes, tensor, part, state)
+        if after is None:
             continue
         found = True
-        after = state._replace(dims=dims, factor=None if state.factor is None else state.factor * factor)
+        after = after._replace(factor=None if state.factor is None else state.factor * factor)
         fits = False
         for inside in m.match(term.inner, source, after.with_nodes(nodes, keep=keep)):
             fits = True
@@ -46,16 +49,16 @@ def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -
         m.fail(term, state, lambda: f"'{tensor.name}' ({shape_text(shape)}) is not made by {term.pattern}")
 
 
-def _sources(m: Matcher, tensor: Tensor, scaling: bool) -> Sequence[Source]:
+def _sources(m: Matcher, tensor: Tensor, scaling: bool, cutting: bool) -> Sequence[Source]:
     """The tensor itself and what it is a view of, nearest first; once for each tensor while matching at one place."""
-    key = id(tensor), scaling
+    key = id(tensor), scaling, cutting
     known = m.sources.get(key)
     if known is None:
-        known = m.sources[key] = list(_follow(m, tensor, scaling))
+        known = m.sources[key] = list(_follow(m, tensor, scaling, cutting))
     return known
 
 
-def _follow(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[Source]:
+def _follow(m: Matcher, tensor: Tensor, scaling: bool, cutting: bool) -> Iterator[Source]:
     nodes: list[Node] = []
     factor = 1.0
     while True:
@@ -63,7 +66,7 @@ def _follow(m: Matcher, tensor: Tensor, scaling: bool) -> Iterator[Source]:
         node = producer(tensor)
         if node is None:
             return
-        if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)):
+        if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)) or (cutting and op_of(node) in CUTS):
             tensor = node.inputs[0]
         elif scaling and (step := _scale_step(m, node)) is not None:
             tensor, factor = step[0], factor * step[1]
@@ -102,8 +105,9 @@ def _scale_step(m: Matcher, node: Node) -> tuple[Tensor, float] | None:
 
 
 def _arrangement(
-    m: Matcher, pattern: str, source: Tensor, nodes: Sequence[Node], tensor: Tensor, state: State
-) -> Mapping[str, Any] | None:
+    m: Matcher, pattern: str, source: Tensor, nodes: Sequence[Node], tensor: Tensor, part: str | None, state: State
+) -> State | None:
+    """The state with the sizes, and the `part`, that make the tensor the arrangement of its source."""
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     if start is None or end is None:
         return None
@@ -112,6 +116,15 @@ def _arrangement(
         return None
     known = {name: size for name, size in state.dims.items() if name != "..."}
     leading = {f"...{i}": size for i, size in enumerate(state.dims.get("...", ()))}
+    if part is not None and any(op_of(node) in CUTS for node in nodes):
+        taken = part_of(m, arrangement, source, nodes, tensor, {**known, **leading})
+        if taken is None:
+            return None
+        part_sizes, offset, pitch = taken
+        numbers = {f"{part}_offset": offset, **({} if pitch is None else {f"{part}_pitch": pitch})}
+        if any(state.values.get(name, number) != number for name, number in numbers.items()):
+            return None
+        return _with_sizes(pattern, arrangement, part_sizes, state._replace(values={**state.values, **numbers}))
     sizes = layouts.solve(arrangement, start, end, {**known, **leading})
     if sizes is None:
         return None
@@ -119,30 +132,26 @@ def _arrangement(
         found = _layout(m, start, nodes)
         if found is None or layouts.arranged(arrangement, sizes) != layouts.merged(found):
             return None
+    return _with_sizes(pattern, arrangement, sizes, state)
+
+
+def _with_sizes(
+    pattern: str, arrangement: layouts.Arrangement, sizes: Mapping[str, DimSize], state: State
+) -> State | None:
     extra = sum(name.startswith("...") for axis in arrangement.source for name in axis)
     dims = {name: size for name, size in sizes.items() if not name.startswith("...")}
     if "..." in pattern:
         dims_leading = tuple(sizes[f"...{i}"] for i in range(extra))
         if state.dims.get("...", dims_leading) != dims_leading:
             return None
-        return {**dims, "...": dims_leading}
-    return {**dims, **({"...": state.dims["..."]} if "..." in state.dims else {})}
+        return state._replace(dims={**dims, "...": dims_leading})
+    return state._replace(dims={**dims, **({"...": state.dims["..."]} if "..." in state.dims else {})})
 
 
 def _layout(m: Matcher, shape: Sequence[DimSize], nodes: Sequence[Node]) -> layouts.Layout | None:
     found: layouts.Layout | None = layouts.identity(shape)
     for node in nodes:
-        after = m.shapes.shape(node.outputs[0])
-        if found is None or after is None:
-            return None
-        match op_of(node):
-            case "Transpose":
-                perm = node.attrs.get("perm") or range(len(after))[::-1]
-                found = layouts.transpose(found, perm)
-            case "Expand":
-                found = layouts.expand(found, after)
-            case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
-                found = layouts.reshape(found, after)
+        found = moved(m, found, node)
     return found
 
 

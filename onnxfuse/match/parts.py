@@ -1,0 +1,135 @@
+"""What chains of views, Slices, Splits and Gathers take of a tensor, and whether a pattern's part is that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from onnxfuse import layout as layouts
+from onnxfuse.dims import Size, product
+from onnxfuse.graph import Node, Tensor, op_of
+from onnxfuse.shape_rules import Undecided, axis_of, value_in
+from onnxfuse.shape_views import slices, split_sizes
+
+if TYPE_CHECKING:
+    from onnxfuse.match.matcher import Matcher
+
+CUTS = {"Slice", "Split", "Gather"}
+Cut = dict[int, tuple[int, int]]  # by axis: the first element that is taken, and how many
+
+
+def moved(m: Matcher, layout: layouts.Layout | None, node: Node) -> layouts.Layout | None:
+    """The layout after a view; None where sizes do not tell it."""
+    after = m.shapes.shape(node.outputs[0])
+    if layout is None or after is None:
+        return None
+    match op_of(node):
+        case "Transpose":
+            return layouts.transpose(layout, node.attrs.get("perm") or range(len(after))[::-1])
+        case "Expand":
+            return layouts.expand(layout, after)
+        case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
+            return layouts.reshape(layout, after)
+    return layout
+
+
+def part_of(
+    m: Matcher,
+    arrangement: layouts.Arrangement,
+    source: Tensor,
+    chain: Sequence[Node],
+    tensor: Tensor,
+    known: Mapping[str, Size],
+) -> tuple[dict[str, Size], int, int | None] | None:
+    """(sizes, offset, pitch) with which the tensor is an arrangement of a part of the source; None where it is none.
+
+    See `part` in dsl.py; the pitch is None where the runs lie side by side.
+    """
+    start, end = m.shapes.shape(source), m.shapes.shape(tensor)
+    assert start is not None and end is not None
+    axis, found = len(start) - 1, _place(m, start, chain, tensor)
+    if axis < 0 or found is None or any(begin for place, begin in found[1].items() if place != axis):
+        return None
+    layout, offset = layouts.merged(found[0]), found[1].get(axis, 0)
+    taken = [atom for atoms in layout for atom in atoms if atom.axis == axis]
+    sizes = layouts.solve(arrangement, (*start[:-1], product([atom.size for atom in taken])), end, known)
+    last = arrangement.source[-1]
+    if sizes is None or not last:
+        return None
+    whole, run, count = start[-1], sizes[last[-1]], product([sizes[name] for name in last[:-1]])
+    if not (isinstance(whole, int) and isinstance(run, int) and isinstance(count, int)):
+        return None
+    if layouts.arranged(arrangement, sizes) == layout:
+        return sizes, offset, None
+    for pitch in (atom.stride for atom in taken if isinstance(atom.stride, int)):
+        if _fits(whole, offset, count, run, pitch) and layouts.arranged(arrangement, sizes, pitch) == layout:
+            return sizes, offset, pitch
+    return None
+
+
+def _fits(whole: int, offset: int, count: int, run: int, pitch: int) -> bool:
+    """Whether so many runs lie within an axis that is made of blocks of `pitch` elements, one in a block."""
+    block, begin = divmod(offset, pitch)
+    return whole % pitch == 0 and block + count <= whole // pitch and begin + run <= pitch
+
+
+def _place(
+    m: Matcher, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
+) -> tuple[layouts.Layout, dict[int, int]] | None:
+    """Where the chain's result lies in a source of that shape, and how far from its beginning on each axis."""
+    layout: layouts.Layout | None = layouts.identity(shape)
+    begins: dict[int, int] = {}
+    for node, after in zip(chain, (*chain[1:], None), strict=True):
+        if op_of(node) not in CUTS:
+            layout = moved(m, layout, node)
+            continue
+        made = tensor if after is None else next(t for t in node.outputs if any(t is read for read in after.inputs))
+        try:
+            taken = _taken(m, node, made)
+        except Undecided:
+            return None
+        for axis, (first, count) in taken.items():
+            selected = None if layout is None else layouts.select(layout, axis, first, count)
+            if selected is None:
+                return None
+            layout = selected[0]
+            begins |= {axis: begins.get(axis, 0) + more for axis, more in selected[1].items()}
+        if layout is not None and op_of(node) == "Gather" and m.shapes.rank(node.inputs[1]) == 0:
+            (axis,) = taken
+            layout = (*layout[:axis], *layout[axis + 1 :])
+    return None if layout is None else (layout, begins)
+
+
+def _taken(m: Matcher, node: Node, made: Tensor) -> Cut:
+    """What a node takes of its first input for the output `made`.  Raises Undecided where that is not one run."""
+    shape = m.shapes.shape(node.inputs[0])
+    if shape is None:
+        raise Undecided
+    match op_of(node):
+        case "Slice":
+            return {
+                axis: _run(shape[axis], start, end, step)
+                for axis, (start, end, step) in slices(m.shapes, node, shape).items()
+            }
+        case "Split":
+            axis = axis_of(node.attrs.get("axis", 0), len(shape))
+            sizes = split_sizes(m.shapes, node, shape[axis])
+            place = next(i for i, output in enumerate(node.outputs) if output is made)
+            counts = [size for size in sizes[: place + 1] if isinstance(size, int) and size]
+            if len(counts) <= place:
+                raise Undecided
+            return {axis: (sum(counts[:-1]), counts[-1])}
+    axis, index = axis_of(node.attrs.get("axis", 0), len(shape)), value_in(m.shapes, node, 1)
+    whole = shape[axis]
+    if index.size != 1 or not isinstance(whole, int):
+        raise Undecided
+    return {axis: (int(index.reshape(())) % whole, 1)}
+
+
+def _run(size: Size, start: object, end: object, step: object) -> tuple[int, int]:
+    if not isinstance(size, int) or not isinstance(start, int) or not isinstance(end, int) or step != 1:
+        raise Undecided
+    run = range(size)[start:end]
+    if not run:
+        raise Undecided
+    return run.start, len(run)
