@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,36 +18,45 @@ pytestmark = [
     ),
 ]
 
-# Compiles the layer_norm of (33, 768) and checks what it computes; the last line says how long compiling took.
+# A session whose kernel has two candidates, which are compiled, compared and timed; it must compute what is right.
 PROGRAM = """
-import logging, resource, signal, sys, time
-import numpy as np
-logging.basicConfig(level=logging.WARNING, format="%(message)s")
+import dataclasses, logging, resource, signal, sys
+import onnxruntime
 sys.path.insert(0, {tests!r})
-import cupy, kernel_runs
-from onnxfuse.provider import compile as gpu_compile
+import onnxfuse.kernels
+from test_provider_gpu import CUDA, close, feed, model
+onnxfuse.kernels.__path__.append({tests!r} + "/native/gpu_kernels")
+from onnxfuse.kernels import row_center
+ways = lambda node: [dataclasses.replace(node, attributes={{"steps": steps}}) for steps in (2, 1)]
+row_center.candidates = lambda node, *rest: [row_center.plan(way, *rest) for way in ways(node)]
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+onnxruntime.preload_dlls()
 if {full}:  # no file may grow: what a full disk does to whoever writes
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-x, scale = kernel_runs.normal((33, 768), "float32", 1), kernel_runs.normal((768,), "float32", 2)
-(y,) = kernel_runs.run("rms_norm", {{"x": x, "scale": scale}}, ["float32"], gpu_compile.gpu(0), epsilon=1e-5)
-exact = x.astype(np.float64)
-exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * scale
-kernel_runs.check(y, exact)
+session = onnxfuse.InferenceSession(model(), providers=[CUDA])
+close(session.run(None, feed(512))[0], feed(512))
 print("right")
 """
 
 
 def run(cache: Path, full: bool = False) -> str:
-    """What a process that uses this cache folder says; it must compute the right result."""
+    """What a process that uses this cache folder logs; it must compute the right result."""
     program = PROGRAM.format(tests=str(Path(__file__).parent), full=full)
-    environment = {**os.environ, "CUPY_CACHE_DIR": str(cache)}
+    verdicts = cache.parent / "verdicts"
+    shutil.rmtree(verdicts, ignore_errors=True)  # so that candidates are compiled and timed again
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(cache), "ONNXFUSE_CACHE_DIR": str(verdicts)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.endswith("right\n"), done.stdout
+    assert "is the fastest" in done.stderr, done.stderr
     return done.stderr
 
 
@@ -55,26 +65,28 @@ def cubins(cache: Path) -> list[Path]:
 
 
 def test_processes_share_compiled_kernels(tmp_path: Path) -> None:
-    run(tmp_path)
-    files = {path: path.stat().st_mtime_ns for path in cubins(tmp_path)}
+    run(tmp_path / "cupy")
+    files = {path: path.stat().st_mtime_ns for path in cubins(tmp_path / "cupy")}
     assert files
-    run(tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in cubins(tmp_path)} == files
+    run(tmp_path / "cupy")
+    assert {path: path.stat().st_mtime_ns for path in cubins(tmp_path / "cupy")} == files
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_a_corrupted_kernel_is_compiled_again(tmp_path: Path, damage: str) -> None:
-    run(tmp_path)
-    for path in cubins(tmp_path):
+    run(tmp_path / "cupy")
+    for path in cubins(tmp_path / "cupy"):
         data = bytearray(path.read_bytes())
         if damage == "flipped":
             data[len(data) // 2] ^= 0xFF
         path.write_bytes({"truncated": data[: len(data) // 2], "empty": b""}.get(damage, bytes(data)))
-    run(tmp_path)
+    run(tmp_path / "cupy")
 
 
 def test_a_full_disk_costs_the_cache_only(tmp_path: Path) -> None:
-    assert "kernels are not cached on disk" in run(tmp_path, full=True)
+    """A session whose kernels are kept in memory, and its choice of candidates too."""
+    said = run(tmp_path / "cupy", full=True)
+    assert "kernels are not cached on disk" in said and "verdicts cannot be written" in said
 
 
 def test_a_folder_that_cannot_be_made_costs_the_cache_only(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -233,3 +234,21 @@ def test_what_needs_too_much_memory_is_refused(cupy: Pretended) -> None:
     needed = 2 * ((1 << 20) + 256) + 512 + 256
     assert made.refuse() == f"they need {needed} bytes of scratch memory, at most 524288 are taken"
     assert cupy.allocated == 0
+
+
+def test_a_disk_that_fails_costs_the_cache_only(
+    cupy: Pretended, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CuPy compiles what compares the outputs, too; it is told to keep its kernels in memory."""
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+
+    def isfinite(values: Any) -> Any:
+        if os.environ["CUPY_CACHE_IN_MEMORY"] == "0":
+            raise OSError(28, "No space left on device")
+        return np.isfinite(values)
+
+    monkeypatch.setattr(cupy, "isfinite", isfinite, raising=False)
+    made = GpuTrial([spec()], [plan(spec())], DEVICE, lambda _: cupy.ready(copies(256)))
+    (y,) = made.outputs(plan(spec()))
+    assert made.differ([y], [y.copy()]) is None
+    assert "kernels are not cached on disk from now on: [Errno 28] No space left on device" in caplog.text

@@ -9,14 +9,16 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from onnxfuse.provider.cubin import compile_cubin
 from onnxfuse.provider.plan import Device, Kernel
 from onnxfuse.provider.source import KernelError, architecture, options, source_text
 
 log: Final = logging.getLogger("onnxfuse")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -80,20 +82,21 @@ def _compile(kernel: Kernel, text: str, flags: tuple[str, ...], ordinal: int) ->
     with cupy.cuda.Device(ordinal):
         raw = cupy.RawKernel(text, kernel.entry, options=flags)
         try:
-            return Function(_handle(raw), raw)
+            return Function(despite_disk(lambda: int(raw.kernel.ptr)), raw)
         except cupy.cuda.compiler.CompileException as error:
             raise KernelError(f"{kernel.source}.cu does not compile: {error}") from error
         except cupy.cuda.driver.CUDADriverError as error:
             raise KernelError(f"{kernel.source}.cu: entry {kernel.entry} cannot be loaded: {error}") from error
 
 
-def _handle(raw: Any) -> int:
+def despite_disk(call: Callable[[], T]) -> T:
+    """What `call` returns, which compiles through CuPy: once more without CuPy's cache where the disk has failed."""
     try:
-        return int(raw.kernel.ptr)
+        return call()
     except OSError as error:
         log.warning("kernels are not cached on disk from now on: %s", error)
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        return int(raw.kernel.ptr)
+        return call()
 
 
 def cubin(kernel: Kernel, device: Device) -> bytes:
