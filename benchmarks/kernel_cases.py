@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from onnxfuse.provider import choose
 from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import FusedNode, Plan, TensorSpec
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+WEIGHTS = ("scale", "bias", "cos", "sin")
 LARGE = [(16384, 4096), (8192, 8192)]
 SMALL = [(4096, 768), (512, 65536), (1, 4096), (33, 1023), (128, 128), (4096, 64)]
 
@@ -38,10 +40,12 @@ class Case:
         return FusedNode(self.fusion, self.fusion, tuple(self.inputs), self.attributes, (self.dtype,) * self.outputs)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(shape, self.dtype) for shape in self.inputs.values())
+        return tuple(TensorSpec(shape, self.dtype, constant=name in WEIGHTS) for name, shape in self.inputs.items())
 
-    def plan(self) -> Plan:
-        return importlib.import_module(f"onnxfuse.kernels.{self.fusion}").plan(self.node(), self.specs(), gpu(0))
+    def plans(self) -> list[Plan]:
+        """All ways to run it, the one that is expected to be fastest first."""
+        host = importlib.import_module(f"onnxfuse.kernels.{self.fusion}")
+        return choose.candidates(host, self.node(), self.specs(), gpu(0))
 
     def tensors(self) -> list[torch.Tensor]:
         return [random(name, shape, DTYPES[self.dtype]) for name, shape in self.inputs.items()]

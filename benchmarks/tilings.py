@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from kernel_cases import Case, row_cases
 
-from kernels import chained, copies, difference, launcher, per_launch, sets_of, versions
+from kernels import chained, copies, difference, per_launch, rotated, sets_of, versions
 from onnxfuse.kernels._rows import Tiling, held_bytes
 from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import Launch
@@ -91,8 +91,9 @@ def name(step: Launch) -> str:
 
 
 def sweep(case: Case) -> list[dict[str, Any]]:
-    plan = case.plan()
+    plan = case.plans()[0]
     (step,) = plan.steps
+    assert isinstance(step, Launch)
     read, written, moved = sets_of(case, plan)
     copy_us, _ = per_launch(copies(moved, len(read)), moved)
     rows = case.shape[0]
@@ -105,10 +106,10 @@ def sweep(case: Case) -> list[dict[str, Any]]:
     found = []
     for variant in [step, *variants]:
         try:
-            calls = [launcher(variant, *pair) for pair in zip(read, written, strict=True)]
-            us, spread = per_launch(calls, moved)
-            error = difference(case, read[0], written[0])
-            chain_us, _ = per_launch(chained(variant, read[0], written[0]), moved)
+            tried = replace(plan, steps=(variant,))
+            us, spread = per_launch(rotated(tried, read, written), moved)
+            error = difference(case, tried, read[0], written[0])
+            chain_us, _ = per_launch(chained(tried, read[0], written[0]), moved)
             row = {"name": name(variant), "us": us, "spread": spread, "error": error, "copy": copy_us / us}
             found.append({**row, "chain_us": chain_us})
         except Exception as error:  # too many registers for a block of this size, for example
