@@ -26,6 +26,7 @@ from onnxfuse.normalize import normalize
 from onnxfuse.report import Dropped, Report, Traffic, traffic
 from onnxfuse.shapes import Shapes, infer_shapes
 from onnxfuse.terms import Fusion
+from onnxfuse.thin import thin_masks
 from onnxfuse.verify import Verification, compare, first_difference
 
 ROUNDS = 4
@@ -181,7 +182,7 @@ def prepare(graph: Graph, shapes: Shapes, weights: bool = True) -> list[Folded]:
     folded: list[Folded] = []
     for _ in range(ROUNDS):
         new = [*fold_constants(graph, shapes), *fold_shapes(graph, shapes)]
-        changes = normalize(graph, shapes)
+        changes = normalize(graph, shapes) + thin_masks(graph, shapes)
         if weights:
             new += fold_batch_norm(graph, shapes)
         folded += new

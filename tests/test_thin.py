@@ -1,0 +1,176 @@
+"""Masks no larger than what they say: each model before, its operators after, the same values; and what must stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from test_fold import apply, ops, parse, run
+
+from onnxfuse.dims import symbol
+from onnxfuse.fold import fold_constants, fold_shapes
+from onnxfuse.graph import Graph
+from onnxfuse.graph_protos import read_graph
+from onnxfuse.normalize import normalize
+from onnxfuse.places import Entry, Index, Places, along
+from onnxfuse.shapes import Shapes, infer_shapes
+from onnxfuse.thin import thin_masks
+
+CONSTANTS = {
+    "zero": np.array(0), "one": np.array(1), "minus": np.array(-1), "i0": np.array([0]), "i1": np.array([1]),
+    "true": np.array(True), "first": np.array([1, 2, 3]), "queries": np.array([0, 1, 3]), "keys": np.array([0, 1, 2]),
+    "column": np.array([-1]), "none": np.array(0.0, np.float32), "lowest": np.array(-np.inf, np.float32),
+    "ones": np.ones((1, 1, 1, 1), bool), "mixed": np.array([[[[True, False, True, True, True]]]]),
+}  # fmt: skip
+# The scores s (2 heads) of B sequences of N tokens, the padding p, and the ranges of their axes.
+HEADER = "(float[B,2,N,N] s, bool[B,N] p) => (y)"
+RANGES = """
+shape = Shape(p) batch = Gather(shape, zero) length = Gather(shape, one)
+b0 = Range(zero, batch, one) b = Unsqueeze(b0, first)
+n = Range(zero, length, one) q = Unsqueeze(n, queries) k = Unsqueeze(n, keys)
+"""
+# What transformers' masks look like, through torch's two exporters.
+BY_GATHER_ND = """
+wide = Max(b, k) all = Shape(wide) be = Expand(b, all) ke = Expand(k, all)
+bc = Unsqueeze(be, column) kc = Unsqueeze(ke, column) at = Concat<axis=-1>(bc, kc) padding = GatherND(p, at)
+"""
+BY_GATHER = """
+row = Gather(shape, i1) begin = Mul(b, row) place = Add(k, begin)
+flat = Flatten<axis=2>(p) found = Gather(flat, place) padding = Squeeze(found, column)
+"""
+ADDED = " m = Where(keep, none, lowest) y = Add(s, m)"
+
+
+def until_settled(graph: Graph, shapes: Shapes) -> int:
+    """The steps that the pipeline takes before it fuses; how many masks became thinner."""
+    total = 0
+    for _ in range(4):
+        fold_constants(graph, shapes)
+        fold_shapes(graph, shapes)
+        normalize(graph, shapes)
+        total += thin_masks(graph, shapes)
+    return total
+
+
+def thinned(nodes: str, header: str = HEADER) -> onnx.ModelProto:
+    """The model afterwards, which gives the same values at two sizes."""
+    used = {name: value for name, value in CONSTANTS.items() if name in nodes}
+    before = parse(f"{header} {{ {nodes} }}", **used)
+    after, _ = apply(before, until_settled)
+    random = np.random.default_rng(0)
+    for batch, length in (3, 5), (1, 1):
+        feeds = {"s": random.standard_normal((batch, 2, length, length)).astype(np.float32)}
+        feeds["p"] = random.random((batch, length)) < 0.6
+        feeds = {name: value for name, value in feeds.items() if name in (i.name for i in before.graph.input)}
+        for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
+            np.testing.assert_array_equal(expected, found)
+    return after
+
+
+@pytest.mark.parametrize("gathered", [BY_GATHER_ND, BY_GATHER])
+def test_a_padding_mask_is_a_reshape_of_what_it_was_gathered_from(gathered: str) -> None:
+    assert ops(thinned(f"{RANGES}{gathered} keep = Identity(padding) {ADDED}")) == "Reshape Where Add"
+
+
+@pytest.mark.parametrize("gathered", [BY_GATHER_ND, BY_GATHER])
+def test_a_condition_that_always_holds_makes_a_mask_no_larger(gathered: str) -> None:
+    always = "since = GreaterOrEqual(q, zero) seen = And(true, since) keep = And(seen, padding)"
+    assert ops(thinned(f"{RANGES}{gathered}{always}{ADDED}")) == "Reshape Where Add"
+
+
+def test_causality_stays_beside_the_padding() -> None:
+    causal = "before = LessOrEqual(k, q) seen = And(true, before) keep = And(seen, padding)"
+    left = ops(thinned(f"{RANGES}{BY_GATHER_ND}{causal}{ADDED}")).split()
+    assert left[-5:] == ["LessOrEqual", "Reshape", "And", "Where", "Add"]
+    assert not {"GatherND", "Expand", "Max", "Concat"} & set(left)
+
+
+def test_a_mask_that_is_true_everywhere_is_none() -> None:
+    nodes = "shape = Shape(s) keep = Expand(ones, shape) m = Where(keep, none, lowest) a = Add(s, m) y = Abs(a)"
+    assert ops(thinned(nodes)) == "Abs"
+
+
+def test_a_condition_that_is_true_everywhere_takes_its_branch() -> None:
+    assert ops(thinned("shape = Shape(s) keep = Expand(ones, shape) m = Where(keep, s, lowest) y = Abs(m)")) == "Abs"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kept"),
+    [
+        (f"{RANGES} since = GreaterOrEqual(q, one) m = Where(since, none, lowest) y = Add(s, m)", "GreaterOrEqual"),
+        (f"{RANGES} since = Greater(q, zero) m = Where(since, none, lowest) y = Add(s, m)", "Greater"),
+        (f"{RANGES} same = Equal(q, k) m = Where(same, none, lowest) y = Add(s, m)", "Equal"),
+    ],
+)  # fmt: skip
+def test_what_differs_from_place_to_place_stays(nodes: str, kept: str) -> None:
+    assert kept in ops(thinned(nodes)).split()
+
+
+def test_a_transposed_gather_stays() -> None:
+    """Entries (k, b) are no Reshape of (b, k)."""
+    nodes = f"""{RANGES} wide = Max(b, k) all = Shape(wide) be = Expand(b, all) ke = Expand(k, all)
+    bc = Unsqueeze(be, column) kc = Unsqueeze(ke, column) at = Concat<axis=-1>(kc, bc)
+    pt = Transpose<perm=[1,0]>(p) keep = GatherND(pt, at) {ADDED}"""
+    assert "GatherND" in ops(thinned(nodes)).split()
+
+
+def test_a_gather_of_the_keys_before_stays() -> None:
+    """The first of them is -1, the last key."""
+    before = BY_GATHER_ND.replace("Expand(k,", "Expand(j,")
+    nodes = f"{RANGES} j = Sub(k, one) {before} keep = Identity(padding) {ADDED}"
+    assert "GatherND" in ops(thinned(nodes)).split()
+
+
+def test_an_output_of_the_graph_keeps_its_size() -> None:
+    nodes = f"""{RANGES}{BY_GATHER_ND} since = GreaterOrEqual(q, zero) keep = And(since, padding) {ADDED}
+    z = Identity(keep)"""
+    after = thinned(nodes, "(float[B,2,N,N] s, bool[B,N] p) => (y, z)")
+    assert "And" in ops(after).split()
+
+
+def test_a_second_pass_finds_nothing_left() -> None:
+    always = "since = GreaterOrEqual(q, zero) keep = And(since, padding)"
+    after = thinned(f"{RANGES}{BY_GATHER_ND}{always}{ADDED}")
+    graph = read_graph(after)
+    assert until_settled(graph, infer_shapes(graph)) == 0
+
+
+# --- what is told of a place -----------------------------------------------------------------------------------------
+
+
+def told(nodes: str, name: str) -> object:
+    used = {key: value for key, value in CONSTANTS.items() if key in nodes}
+    graph = read_graph(parse(f"{HEADER} {{ {nodes} y = Identity(s) }}", **used))
+    graph.sort()
+    return Places(graph, infer_shapes(graph)).values.get(name)
+
+
+BATCH, LENGTH = symbol("B"), symbol("N")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("v = Unsqueeze(n, keys)", along(-1, LENGTH)),
+        ("v = Unsqueeze(n, queries)", along(-2, LENGTH)),
+        ("r = Unsqueeze(n, keys) v = Transpose<perm=[0,1,3,2]>(r)", along(-2, LENGTH)),
+        ("v = Add(n, one)", Index(((-1, LENGTH, 1),), 1)),
+        ("v = Sub(q, k)", Index(((-2, LENGTH, 1), (-1, LENGTH, -1)))),
+        ("v = Sub(n, n)", Index()),
+        ("v = Less(n, zero)", False),
+        ("v = Less(n, length)", True),
+        ("v = LessOrEqual(n, zero)", None),
+        ("a = Less(n, zero) v = Not(a)", True),
+        ("a = Less(n, zero) c = Equal(n, zero) v = And(a, c)", False),
+        ("a = Less(n, length) c = Equal(n, zero) v = Or(a, c)", True),
+        ("v = Less(k, b)", None),
+    ],
+)  # fmt: skip
+def test_places(nodes: str, expected: object) -> None:
+    assert told(f"{RANGES} {nodes}", "v") == expected
+
+
+def test_entries_are_told_with_their_indices() -> None:
+    found = told(RANGES + BY_GATHER, "padding")
+    assert isinstance(found, Entry)
+    assert (found.name, found.indices) == ("p", (along(-4, BATCH), along(-1, LENGTH)))
