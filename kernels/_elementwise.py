@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels._types import Defines, leaving, size, width
+from onnxfuse.kernels._types import EARLY_ARCH, Defines, leaving, size, width
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 
 # Parameters where the node does not give them: ONNX's defaults.
@@ -82,7 +82,7 @@ def element_plan(
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
     wide = width([*read, output], *extents, weights=inputs)
     tiles = spread(count, wide, len(inputs), device)
-    return Plan((output,), (element_launch(node, tiles, output, leaving([*read, output]), defines, arguments),))
+    return Plan((output,), (element_launch(node, tiles, output, leaving([*read, output]), defines, arguments, device),))
 
 
 def element_launch(
@@ -92,6 +92,7 @@ def element_launch(
     stream: int,
     defines: Defines,
     arguments: Sequence[Argument],
+    device: Device,
 ) -> Launch:
     """The launch of a kernel of elementwise.cuh."""
     count = size(output)
@@ -105,4 +106,5 @@ def element_launch(
     }  # fmt: skip
     blocks = -(-vectors // block) + rest
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
-    return Launch(kernel, (blocks, 1, 1), (tiles.threads, 1, 1), (*arguments, Scalar(count, "int64")))
+    threads, early = (tiles.threads, 1, 1), device.arch >= EARLY_ARCH
+    return Launch(kernel, (blocks, 1, 1), threads, (*arguments, Scalar(count, "int64")), early=early)

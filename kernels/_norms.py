@@ -10,6 +10,7 @@ from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
     Defines,
+    constant,
     leaving,
     operand,
     product,
@@ -46,10 +47,11 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     moved, item_bytes = [*whole, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in whole]
     defines = {
         **_types(node, inputs, outputs), "ROW": length, "STREAMED": leaving(moved), "SUM_STREAMED": streamed(moved),
+        "WEIGHTS_CONSTANT": constant(_present(node, inputs, "scale", "bias")),
     }  # fmt: skip
     arguments = _arguments(node, len(outputs), len(whole) > 1, rows)
     return [
-        Plan(outputs, (row_launch(node.fusion, tiles, rows, defines, arguments, item_bytes),))
+        Plan(outputs, (row_launch(node.fusion, tiles, rows, defines, arguments, item_bytes, device),))
         for tiles in _tilings(node, inputs, rows, width(moved, length, weights=inputs), item_bytes, device)
     ]
 

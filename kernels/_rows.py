@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels._types import VECTOR_BYTES, Defines
+from onnxfuse.kernels._types import EARLY_ARCH, VECTOR_BYTES, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Plan, TensorSpec
 
 MAX_GRID: Final = 2**31 - 1
@@ -231,7 +231,13 @@ def _over(number: int, parts: int) -> int:
 
 
 def row_launch(
-    kernel: str, tiles: Tiling, rows: int, defines: Defines, arguments: Sequence[Argument], item_bytes: Sequence[int]
+    kernel: str,
+    tiles: Tiling,
+    rows: int,
+    defines: Defines,
+    arguments: Sequence[Argument],
+    item_bytes: Sequence[int],
+    device: Device,
 ) -> Launch:
     """The launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
     groups, most = _over(rows, tiles.rows_per_block), min(tiles.most_blocks, MAX_GRID // tiles.cluster)
@@ -243,6 +249,7 @@ def row_launch(
         tuple(arguments),
         shared=held_bytes(tiles, int(defines["ROW"]), item_bytes) if tiles.held else 0,
         cluster=tiles.cluster,
+        early=device.arch >= EARLY_ARCH,
     )
 
 

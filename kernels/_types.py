@@ -12,6 +12,7 @@ Defines: TypeAlias = dict[str, int | float | str]  # compile-time constants of a
 STORAGE: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}  # types.cuh's names
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES: Final = 16  # the widest access that every architecture has
+EARLY_ARCH: Final = 90  # from which a launch may start before the one in front of it ends
 ABSENT: Final = Scalar(0, "int64")  # the address of an operand that is not there
 
 # Outputs that with their inputs exceed this do not stay in L2 for the next operator (50 MB on an H100 or H200).
@@ -60,6 +61,11 @@ def leaving(tensors: Sequence[TensorSpec]) -> int:
     4096x768 fp16, which fits: 0.2 us of 4.8 on an H200 where nothing else is in L2, and no loss where all is.
     """
     return int(sum(size(t) * ITEM_BYTES[t.dtype] for t in tensors) > LEAVING_FROM_BYTES)
+
+
+def constant(tensors: Sequence[TensorSpec]) -> int:
+    """1 where the model holds all of them, so that no kernel writes them."""
+    return int(all(tensor.constant for tensor in tensors))
 
 
 def size(tensor: TensorSpec) -> int:

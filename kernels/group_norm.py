@@ -9,6 +9,7 @@ from onnxfuse.kernels._rows import row_launch, row_plan, tiling
 from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
+    constant,
     leaving,
     operand,
     product,
@@ -41,15 +42,16 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     rows, length = batch * groups, channels // groups * spatial
     if rows * length == 0:
         return Plan((y,), ())
-    tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device, [ITEM_BYTES[x.dtype]])
+    item_bytes = [ITEM_BYTES[x.dtype]]
+    tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device, item_bytes)
     defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y]), "GROUPS": groups, "SPATIAL": spatial,
-        "CHANNELS": channels // groups, "ACTIVATION": node.attributes.get("activation", "none"), "PRECISE": 1,
+        "CHANNELS": channels // groups, "WEIGHTS_CONSTANT": constant([scale, bias]),
+        "ACTIVATION": node.attributes.get("activation", "none"), "PRECISE": 1,
     }  # fmt: skip
     epsilon = Scalar(float(node.attributes.get("epsilon", 1e-5)), "float32")
     pointers = [*(operand(node, name) for name in ("x", "scale", "bias")), Pointer("output", 0)]
-    launch = row_launch(
-        "group_norm", tiles, rows, defines, [*pointers, epsilon, Scalar(rows, "int64")], [ITEM_BYTES[x.dtype]]
-    )
+    arguments = [*pointers, epsilon, Scalar(rows, "int64")]
+    launch = row_launch("group_norm", tiles, rows, defines, arguments, item_bytes, device)
     return row_plan([y], rows, length, launch)

@@ -12,7 +12,7 @@
 //   LOOP            1: blocks take further rows, the next one being loaded while this one is computed
 //   STREAMED        1: outputs leave the L2 cache first
 //   EARLY           1: weights are loaded along with the row, which hides their latency and costs registers
-//   WEIGHTS_CONSTANT  1: nothing before this kernel writes them, so that they are loaded before all else
+//   WEIGHTS_CONSTANT  1: no kernel writes them, so that they are loaded before the one in front of this has ended
 //   HELD            1: dynamic shared memory of BATCHES * CHUNKS * THREADS of Raw keeps the row, of which all of a
 //                   block is on its way at once, without registers
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
@@ -27,10 +27,6 @@
 //   void finish(partial)                     of the whole row
 //   void close(row, k, pack, values)         the result; the values are as local left them if KEPT
 #pragma once
-
-#ifndef WEIGHTS_CONSTANT
-#define WEIGHTS_CONSTANT 0
-#endif
 
 constexpr int LANES = THREADS < 32 ? THREADS : 32;
 constexpr int WARPS = THREADS / LANES;
@@ -220,18 +216,16 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
 template <class Op>
 __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first, long long step,
                                           float (&shares)[2][SHARES][Op::Partial::VALUES]) {
-    constexpr bool SAME = !Op::WEIGHTS_VARY;  // the weights of all rows
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
-    if constexpr (EARLY && SAME && WEIGHTS_CONSTANT) rows.weights(first + threadIdx.y, 0);
+    long long row = first + threadIdx.y;
+    if constexpr (EARLY && WEIGHTS_CONSTANT) rows.weights(row, 0);
     wait_for_predecessor();
-    rows.fetch(first + threadIdx.y, 0, raw);
-    if constexpr (EARLY && SAME && !WEIGHTS_CONSTANT) rows.weights(first + threadIdx.y, 0);
+    rows.fetch(row, 0, raw);
+    if constexpr (EARLY && !WEIGHTS_CONSTANT) rows.weights(row, 0);
     if constexpr (CLUSTER > 1) row_wait();  // the peers have started: their shared memory is there
     int parity = 0;
     while (true) {
-        const long long row = first + threadIdx.y;
-        if constexpr (EARLY && !SAME) rows.weights(row, 0);
         rows.open(raw, row, 0, true, values);
         first += step;
         const bool more = LOOP && first < rows.count;
@@ -239,7 +233,9 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
         rows.op.finish(merge_row(rows.local(row, 0, values), shares[parity]));
         rows.template close<!EARLY>(row, 0, values);
         if (!more) break;
+        row += step;
         parity ^= 1;
+        if constexpr (EARLY && Op::WEIGHTS_VARY) rows.weights(row, 0);
     }
 }
 

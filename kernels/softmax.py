@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnxfuse.kernels._rows import row_launch, row_plan, tiling
-from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, leaving, operand, product, refuse_dtypes, required, width
+from onnxfuse.kernels._types import (
+    ITEM_BYTES,
+    STORAGE,
+    Defines,
+    leaving,
+    operand,
+    product,
+    refuse_dtypes,
+    required,
+    width,
+)
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
 
 
@@ -21,7 +31,11 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     length, rows = x.shape[-1], product(x.shape[:-1])
     if rows * length == 0:
         return Plan((y,), ())
-    defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y])}
+    defines: Defines = {
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y]),
+        "WEIGHTS_CONSTANT": 1,
+    }  # fmt: skip
     arguments = [operand(node, "x"), Pointer("output", 0), Scalar(rows, "int64")]
-    tiles = tiling(rows, length, width([x, y], length), device, [ITEM_BYTES[x.dtype]])
-    return row_plan([y], rows, length, row_launch("softmax", tiles, rows, defines, arguments, [ITEM_BYTES[x.dtype]]))
+    item_bytes = [ITEM_BYTES[x.dtype]]
+    tiles = tiling(rows, length, width([x, y], length), device, item_bytes)
+    return row_plan([y], rows, length, row_launch("softmax", tiles, rows, defines, arguments, item_bytes, device))
