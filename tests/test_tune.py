@@ -460,3 +460,20 @@ def test_a_model_without_fused_nodes_is_refused(gpu: Stage, tmp_path: Path) -> N
     onnx.save(plain, tmp_path / "plain.onnx")
     result = run("tune", tmp_path / "plain.onnx", "--provider", "cpu")
     assert (result.exit_code, "the model has no fused nodes" in result.stderr) == (2, True)
+
+
+def test_a_session_with_other_options_knows_nothing(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was measured with all of onnxruntime's optimizations holds for these."""
+    Clock(monkeypatch, {"shift": SLOW}, {("kernel",): 40.0, ("body",): 30.0})
+    tuned(model(SHIFT))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    run = InferenceSession(model(SHIFT), options, [CPU], tune="now", shapes={"x": (4, 3), "b": (3,)})
+    assert [each.how for each in explain_session(run)] == ["kernel"]
+    assert "the model is not tuned: these session options have ORT_ENABLE_BASIC" in caplog.text
+    given = [(CPU, {"prefer_nhwc": "1"})]
+    found = register(ort.SessionOptions(), model(SHIFT), given)
+    assert [each.how for each in found] == ["kernel"]
+    assert [each.how for each in register(ort.SessionOptions(), model(SHIFT), [CPU])] == ["body"]

@@ -16,7 +16,7 @@ import pytest
 
 from onnxfuse.provider import verdicts
 from onnxfuse.provider.plan import Device
-from onnxfuse.provider.verdicts import environment, keep, recall, recall_case
+from onnxfuse.provider.verdicts import environment, keep, recall, recall_case, session_environment
 
 DEVICE = Device("NVIDIA H200", 90, 132, 227 * 1024)
 CUDA = "CUDAExecutionProvider"
@@ -217,6 +217,21 @@ def test_another_gpu_or_setting_is_another_environment() -> None:
         assert other != one
     assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "cuda", "libraries",
                         "onnxfuse", "onnxruntime", "kernels"}  # fmt: skip
+
+
+@pytest.mark.parametrize("options, same", [
+    ({}, True), ({"device_id": 1, "gpu_mem_limit": 1 << 30, "enable_cuda_graph": "1"}, True),
+    ({"prefer_nhwc": "0", "cudnn_conv_algo_search": "EXHAUSTIVE"}, True), ({"sdpa_kernel": False}, True),
+    ({"prefer_nhwc": "1"}, False), ({"cudnn_conv_algo_search": "HEURISTIC"}, False), ({"sdpa_kernel": 2}, False),
+    ({"an_option_of_later_versions": "yes"}, False),
+])  # fmt: skip
+def test_options_that_change_what_bodies_run_as_change_the_environment(options: dict[str, Any], same: bool) -> None:
+    assert (session_environment(CUDA, DEVICE, options) == session_environment(CUDA, DEVICE, {})) == same
+
+
+def test_texts_and_numbers_of_an_option_are_the_same() -> None:
+    found = [session_environment(CUDA, DEVICE, {"prefer_nhwc": value}) for value in (1, "1", True, "true")]
+    assert found == [found[0]] * 4
 
 
 @pytest.mark.parametrize("name", ["driver_version", "cuda_version", "library_versions", "version"])

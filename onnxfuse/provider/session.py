@@ -197,7 +197,7 @@ def _preferred(
     if isinstance(target, NoTarget) or prefer is None or not any(why is None for why in reasons):
         return [None] * len(calls)
     mode = GRAPH if target.cuda_graph else PLAIN
-    found = list(prefer(model, calls, verdicts.environment(target.provider, target.device), mode))
+    found = list(prefer(model, calls, target.environment, mode))
     for place, (call, each) in enumerate(zip(calls, found, strict=True)):
         if each and not each.kernel and reasons[place] is None and call.has_body:
             reasons[place] = each.why
@@ -220,7 +220,9 @@ def _tune_now(
     from onnxfuse.provider.tune import tune_session  # which makes sessions itself
 
     target = find_target(options if options is not None else ort.SessionOptions(), providers, provider_options)
-    if isinstance(target, Target):
+    if isinstance(target, Target) and target.optimization != verdicts.ALL_OPTIMIZATIONS:
+        log.warning("the model is not tuned: these session options have %s", target.optimization)
+    elif isinstance(target, Target):
         tune_session(model, options, target.provider, target.options, shapes)
 
 

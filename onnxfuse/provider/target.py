@@ -10,7 +10,7 @@ from typing import Any, Final
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from onnxfuse.provider import native, planner
+from onnxfuse.provider import native, planner, verdicts
 from onnxfuse.provider.plan import Device
 from onnxfuse.provider.planner import CUDA
 
@@ -27,11 +27,17 @@ class Target:
     tf32: bool = True
     cuda_graph: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of the provider
+    optimization: str = verdicts.ALL_OPTIMIZATIONS  # of graphs by onnxruntime
 
     @property
     def device(self) -> Device:
         """The GPU as kernels see it."""
         return planner.device_of(self.provider, self.ordinal, self.tf32)
+
+    @property
+    def environment(self) -> verdicts.Environment:
+        """What verdicts about this session's nodes hold for."""
+        return verdicts.session_environment(self.provider, self.device, self.options, self.optimization)
 
     def settings(self, measure: bool) -> int:
         """What the native library repeats when it asks for plans; `measure`: candidates may be timed."""
@@ -61,7 +67,8 @@ def find_target(
             if name not in available:
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
             flags = allows_tf32(given), _flag(given.get("enable_cuda_graph", False))
-            target = Target(name, int(given.get("device_id", 0)), *flags, {**given, **more})
+            level = options.graph_optimization_level.name
+            target = Target(name, int(given.get("device_id", 0)), *flags, {**given, **more}, level)
             why = _unusable(target)
             return NoTarget(why) if why else target
     return NoTarget(f"the session does not use {CUDA}", asked=False)

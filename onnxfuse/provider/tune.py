@@ -176,7 +176,7 @@ def _work(
         device = planner.device_of(name, ordinal, allows_tf32(options))
     except Exception as error:  # CuPy's own errors have no common class
         raise UsageError(f"there is no GPU {ordinal}: {first_line(error)}; give another --device-id") from error
-    environment = verdicts.environment(name, device)
+    environment = verdicts.session_environment(name, device, options)
     return _Tuned(model, folder, feeds, provider, options, progress, calls, environment)
 
 

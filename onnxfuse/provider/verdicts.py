@@ -28,6 +28,15 @@ FORMAT: Final = 1
 Environment = Mapping[str, str | int | bool]
 SOURCES: Final = {".py", ".cu", ".cuh"}  # of kernels
 LIBRARIES: Final = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+ALL_OPTIMIZATIONS: Final = "ORT_ENABLE_ALL"  # onnxruntime's default
+FLAGS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # as onnxruntime reads them
+DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}  # all others are "0"
+NOT_OF_KERNELS: Final = {
+    "device_id", "use_tf32", "enable_cuda_graph",  # which `environment` and the mode of a verdict say
+    "user_compute_stream", "has_user_compute_stream", "use_ep_level_unified_stream", "do_copy_in_default_stream",
+    "gpu_mem_limit", "arena_extend_strategy", "default_memory_arena_cfg",
+    "gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache",
+}  # fmt: skip
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 _told: Final[set[str]] = set()
 
@@ -151,6 +160,19 @@ def environment(provider: str, device: Device) -> Environment:
         "onnxruntime": import_module("onnxruntime").__version__,
         "kernels": _sources(tuple(onnxfuse.kernels.__path__)),
     }
+
+
+def session_environment(
+    provider: str, device: Device, options: Mapping[str, Any], optimization: str = ALL_OPTIMIZATIONS
+) -> Environment:
+    """`environment`, and what decides which kernels onnxruntime has for bodies: options of the provider, optimization.
+
+    Options that name memory, streams or the device, and those that are at their default, do not.
+    """
+    texts = {name: FLAGS.get(str(value), str(value)) for name, value in options.items() if name not in NOT_OF_KERNELS}
+    changed = {name: text for name, text in texts.items() if text != DEFAULTS.get(name, "0")}
+    of_session = {"options": json.dumps(changed, sort_keys=True), "optimization": optimization}
+    return {**environment(provider, device), **of_session}
 
 
 @functools.cache
