@@ -149,17 +149,6 @@ def test_eight_threads_share_a_session(steps: int) -> None:
         list(pool.map(work, range(8)))
 
 
-def test_a_second_gpu_has_its_own_kernels() -> None:
-    import cupy
-
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    runs = [session(model(), device_id=str(ordinal)) for ordinal in (0, 1)]
-    for rows in (3, 5):
-        for run in (*runs, *reversed(runs)):
-            close(run.run(None, feed(rows))[0], feed(rows))
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = session(model(steps=steps))
