@@ -64,7 +64,7 @@ class Bench:
     inputs: Mapping[str, str]
     counts: Mapping[str, int]
     contenders: tuple[Contender, ...]
-    ops: tuple[OpTime, ...]
+    ops: tuple[OpTime, ...]  # fused ones, and those that nothing fused
     copy_rate: float | None  # bytes per second of a large copy
     ops_error: str = ""  # why no operator was timed alone
 
@@ -297,6 +297,6 @@ def _op_times(
     how = explain_session(session.session) if session else ()
     try:
         graphs = GRAPH in run.modes
-        return op_times(fused, folder, feeds, run.provider, how, graphs, run.progress, tune=run.tune), ""
+        return op_times(fused, folder, feeds, run.provider, how, graphs, run.progress, others=True, tune=run.tune), ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured
         return [], first_line(error)

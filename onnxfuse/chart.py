@@ -16,7 +16,7 @@ from rich.table import Table
 
 from onnxfuse.bench import Bench, Contender, write_text
 from onnxfuse.errors import ModelError, UsageError
-from onnxfuse.op_times import OpTime
+from onnxfuse.op_times import OTHER, OpTime
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><title>{title}</title>
@@ -73,7 +73,9 @@ def tables(result: Bench) -> Group:
     parts += [f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}"
               for each in result.contenders if each.reason]  # fmt: skip
     parts += [f"Operators were not timed alone: {escape(result.ops_error)}"] if result.ops_error else []
-    return Group(*parts, *(_ops(result.ops) if result.ops else []))
+    fused = [op for op in result.ops if op.how != OTHER]
+    others = [op for op in result.ops if op.how == OTHER]
+    return Group(*parts, *(_ops(fused) if fused else []), *(_others(fused, others) if others else []))
 
 
 def _models(contenders: Sequence[Contender]) -> Table:
@@ -112,6 +114,26 @@ def _ops(ops: Sequence[OpTime]) -> list[Any]:
     return [table, *more, *map(escape, failed)]
 
 
+def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Any]:
+    """The operators that nothing fused, those of a kind together, and the sums."""
+    table = Table(title="Other operators", title_justify="left", box=None, pad_edge=False)
+    table.add_column("operator", no_wrap=True)
+    for name in "nodes", "us of all":
+        table.add_column(name, justify="right")
+    kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
+    totals = {kind: total_of(each) for kind, each in kinds.items()}
+    for kind, each in sorted(kinds.items(), key=lambda pair: -totals[pair[0]]):
+        known = any(op.seconds is not None for op in each)
+        table.add_row(kind, str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
+    sums = 1e6 * total_of(fused), 1e6 * total_of(others)
+    return [table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
+
+
+def total_of(ops: Sequence[OpTime]) -> float:
+    """Seconds of all nodes, as far as they were timed."""
+    return sum((op.seconds or 0.0) * len(op.nodes) for op in ops)
+
+
 def _inputs(op: OpTime) -> str:
     """Dims of the inputs, and their dtype once where it is one."""
     pairs = [shape.partition(" ") for shape in op.shapes]
@@ -147,7 +169,7 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
 
 def bars_of_ops(ops: Sequence[OpTime]) -> Iterator[Bar]:
     """Microseconds of all nodes of an operator."""
-    for op in ops:
+    for op in (each for each in ops if each.how != OTHER):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
         for kind, name, seconds in ("fused", "kernel", op.kernel), ("plain", "body", op.body):
             if seconds is not None:

@@ -1,7 +1,8 @@
-"""What each fused operator of a model takes, as a kernel and as its body, beside a copy of the same bytes."""
+"""What each operator of a model takes: a fused one as a kernel and as its body, beside a copy of the same bytes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,21 +30,27 @@ from onnxfuse.timing import (
     start,
 )
 
+OTHER = "onnxruntime"  # runs a node that nothing fused
 COPIES = 9  # of an operator in one graph: the time of a node is that of eight more
-SECONDS = 0.3  # for one operator
+SECONDS = {"kernel": 0.3, "body": 0.3, OTHER: 0.1}  # for one operator
 CACHE = 64 * 2**20  # bytes of weights that may stay in a cache from one node to the next: an H200's L2 has 60 MiB
+# What is no work on a device, or is no operator of tensors.
+UNTIMED = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
 NOT_A_SIZE = {"fusion", "operands", "output_types", "output_ranks"}
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """One fused operator at one combination of shapes: seconds of a node, and the bytes it has to move."""
+    """One operator at one combination of shapes: seconds of a node, and the bytes it has to move.
 
-    fusion: str
+    `how` is kernel, body, or OTHER, where the time is in `body`.
+    """
+
+    fusion: str  # or the ONNX operator
     nodes: tuple[str, ...]
     shapes: tuple[str, ...]
     attributes: Mapping[str, Any]
-    how: str  # kernel or body
+    how: str
     why: str
     bytes: int
     kernel: float | None = None
@@ -97,6 +104,7 @@ def op_times(
     *,
     options: Mapping[str, Any] | None = None,
     only_kernels: bool = False,
+    others: bool = False,
     tune: Tune = "cached",
 ) -> list[OpTime]:
     """The fused nodes of the main graph, on the values that they meet in a run with `feeds`; slowest first.
@@ -104,18 +112,21 @@ def op_times(
     runs          what `explain_session` says of the session whose nodes they are
     options       of the provider
     only_kernels  leave out what runs as its body
+    others        also the nodes that no fusion took
     tune          "never": of a kernel's candidates the first runs, unmeasured
     """
     how = {run.node: run for run in runs}
-    values = _values(model, folder, feeds, provider, options or {})
-    ops = [_Op(model, folder, nodes, values, options or {}, tune) for nodes in _alike(model, values)]
+    chosen = [n for n in model.graph.node if n.domain == DOMAIN or (others and not UNTIMED.fullmatch(n.op_type))]
+    values = _values(model, chosen, folder, feeds, provider, options or {})
+    ops = [_Op(model, folder, nodes, values, options or {}, tune) for nodes in _alike(model, chosen, values)]
     if only_kernels:
         ops = [op for op in ops if (run := how.get(name_of(op.nodes[0]))) and run.how == "kernel"]
     result = []
     for done, op in enumerate(ops):
         progress("time the operators", done, len(ops))
         run = how.get(name_of(op.nodes[0]))
-        row = _described(op, run.how if run else "body", run.why if run else "")
+        unknown = "body" if op.nodes[0].domain == DOMAIN else OTHER
+        row = _described(op, run.how if run else unknown, run.why if run else "")
         try:
             result.append(_timed(op, row, provider, cuda_graph))
         except Exception as error:  # whatever onnxruntime raises belongs in the table
@@ -133,14 +144,15 @@ def name_of(node: onnx.NodeProto) -> str:
 
 def _values(
     model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
     folder: Path | None,
     feeds: Mapping[str, Any],
     provider: Provider,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the fused nodes read and write in one run, as OrtValues on the device."""
-    weights = {t.name for t in model.graph.initializer} | {i.name for i in model.graph.input}
-    wanted = {name for node in _fused(model) for name in (*node.input, *node.output) if name and name not in weights}
+    """What the nodes read and write in one run, as OrtValues on the device."""
+    weights = {t.name for t in (*model.graph.initializer, *_constants(model))} | {i.name for i in model.graph.input}
+    wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
     open_model = without(model, "graph")
     open_model.graph.CopyFrom(model.graph)
     present = {o.name for o in model.graph.output}
@@ -151,15 +163,13 @@ def _values(
     return {**feeds, **bound.values()}
 
 
-def _fused(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    return (node for node in model.graph.node if node.domain == DOMAIN)
-
-
-def _alike(model: onnx.ModelProto, values: Mapping[str, Any]) -> list[tuple[onnx.NodeProto, ...]]:
-    """The fused nodes, those together that do the same on tensors of the same shapes."""
-    weights = {t.name: t for t in model.graph.initializer}
+def _alike(
+    model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], values: Mapping[str, Any]
+) -> list[tuple[onnx.NodeProto, ...]]:
+    """The nodes, those together that do the same on tensors of the same shapes."""
+    weights = {t.name: t for t in (*model.graph.initializer, *_constants(model))}
     groups: dict[object, list[onnx.NodeProto]] = {}
-    for node in _fused(model):
+    for node in nodes:
         shapes = tuple(_shape(name, weights, values) for name in node.input)
         attributes = sorted(a.SerializeToString() for a in node.attribute)
         groups.setdefault((node.op_type, shapes, tuple(attributes)), []).append(node)
@@ -186,7 +196,7 @@ def _type(value: Any) -> tuple[tuple[int, ...], int]:
 
 def _described(op: _Op, how: str, why: str) -> OpTime:
     node = op.nodes[0]
-    weights = {t.name: t for t in op.model.graph.initializer}
+    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     numbers = {name: value for name, value in attributes.items() if name not in NOT_A_SIZE}
     plain = {k: v.decode() if isinstance(v, bytes) else v if isinstance(v, int | float) else list(v)
@@ -215,11 +225,11 @@ def _timed(op: _Op, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime
     counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
     try:
         bound = [_bound(op, copies, kind == "kernel", provider, cuda_graph) for kind, copies in counts]
-    except Exception:  # a body with a node on the CPU cannot be captured
-        if not cuda_graph:
+    except Exception:  # a body with a node on the CPU cannot be captured; for a single node the transfer would count
+        if not cuda_graph or row.how == OTHER:
             raise
         return _timed(op, row, provider, False)
-    count = runs_within(SECONDS / sum(copies for _, copies in counts), bound[0].run)
+    count = runs_within(SECONDS[row.how] / sum(copies for _, copies in counts), bound[0].run)
     evict = cache_eviction(provider, int(op.options.get("device_id", 0)))
     medians = [each.median for each in interleaved([b.run for b in bound], count, evict)]
     times = {kind: max(medians[2 * i + 1] - medians[2 * i], 0.0) / (COPIES - 1) for i, kind in enumerate(kinds)}
