@@ -184,6 +184,7 @@ class GpuTrial:
                 self._filled(spec, number + i) if spec.constant else first[i] for i, spec in enumerate(self._inputs)
             ]
             self._sets.append((inputs, outputs))
+        self._stream.synchronize()  # kernels may read constants before what is in front of them ends
         return self._sets[:count]
 
     def _place(self, spec: TensorSpec) -> Any:
