@@ -241,9 +241,11 @@ def row_launch(
 ) -> Launch:
     """The launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
     groups, most = _over(rows, tiles.rows_per_block), min(tiles.most_blocks, MAX_GRID // tiles.cluster)
-    tiles, blocks = replace(tiles, loop=tiles.loop or groups > most), min(groups, most)
+    few, constant = tiles.width * tiles.chunks <= EARLY_VALUES, bool(defines["WEIGHTS_CONSTANT"])  # many would spill
+    tiles = replace(tiles, loop=tiles.loop or groups > most, early=tiles.early and (few or constant))
+    blocks = min(groups, most)
     return Launch(
-        Kernel(kernel, kernel, {**defines, **tiles.defines}),
+        Kernel(kernel, kernel, {**defines, **tiles.defines, "WEIGHTS_FIRST": int(few and constant)}),
         (blocks * tiles.cluster, 1, 1),
         (tiles.threads, tiles.rows_per_block, 1),
         tuple(arguments),

@@ -36,8 +36,8 @@ struct GroupNorm {
     }
     __device__ __forceinline__ void weights(int k, long long row, int pack) {
         const int channel = int(row % GROUPS) * CHANNELS + pack / (SPATIAL / WIDTH);
-        scales[k] = load_cached<1>(scale + channel);
-        biases[k] = load_cached<1>(bias + channel);
+        scales[k] = load_cached<1, WEIGHTS_CONSTANT>(scale + channel);
+        biases[k] = load_cached<1, WEIGHTS_CONSTANT>(bias + channel);
     }
     template <class Has>
     __device__ __forceinline__ Partial local(const float (&values)[CHUNKS][WIDTH], Has has) const {

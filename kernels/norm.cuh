@@ -66,8 +66,8 @@ struct Norm {
     }
 
     __device__ __forceinline__ void weights(int k, long long, int pack) {
-        held[k].scale = load_cached<WIDTH>(scale + pack * WIDTH);
-        if constexpr (BIAS) held[k].bias = load_cached<WIDTH>(bias + pack * WIDTH);
+        held[k].scale = load_cached<WIDTH, WEIGHTS_CONSTANT>(scale + pack * WIDTH);
+        if constexpr (BIAS) held[k].bias = load_cached<WIDTH, WEIGHTS_CONSTANT>(bias + pack * WIDTH);
     }
 
     template <class Has>

@@ -12,7 +12,8 @@
 //   LOOP            1: blocks take further rows, the next one being loaded while this one is computed
 //   STREAMED        1: outputs leave the L2 cache first
 //   EARLY           1: weights are loaded along with the row, which hides their latency and costs registers
-//   WEIGHTS_CONSTANT  1: no kernel writes them, so that they are loaded before the one in front of this has ended
+//   WEIGHTS_CONSTANT  1: no kernel writes them
+//   WEIGHTS_FIRST   1, where they are constant: EARLY ones are loaded before the kernel in front of this has ended
 //   HELD            1: dynamic shared memory of BATCHES * CHUNKS * THREADS of Raw keeps the row, of which all of a
 //                   block is on its way at once, without registers
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
@@ -219,10 +220,10 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     long long row = first + threadIdx.y;
-    if constexpr (EARLY && WEIGHTS_CONSTANT) rows.weights(row, 0);
+    if constexpr (EARLY && WEIGHTS_FIRST) rows.weights(row, 0);
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
-    if constexpr (EARLY && !WEIGHTS_CONSTANT) rows.weights(row, 0);
+    if constexpr (EARLY && !WEIGHTS_FIRST) rows.weights(row, 0);
     if constexpr (CLUSTER > 1) row_wait();  // the peers have started: their shared memory is there
     int parity = 0;
     while (true) {

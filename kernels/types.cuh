@@ -124,20 +124,24 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
-// Volatile keeps loads as early as the source says, where the compiler would move them to their first use. They are not
-// of the read-only kind (.nc): in a launch that starts early, the kernel before it may still write what they read. ONCE:
-// nobody in this kernel reads the data again, so that it need not push weights out of L1.
+// Volatile keeps loads as early as the source says, where the compiler would move them to their first use. ONCE: nobody
+// in this kernel reads the data again, so that it need not push weights out of L1. CONSTANT: no kernel writes it. The
+// others are not of the read-only kind (.nc): where a launch starts early, the kernel before it may still write to them.
+enum class Use { ONCE, OFTEN, CONSTANT };
+
 #define LOAD(size, places, ...)                                                                                     \
-    if constexpr (ONCE)                                                                                             \
+    if constexpr (USE == Use::ONCE)                                                                                 \
         asm volatile("ld.global.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));                   \
+    else if constexpr (USE == Use::CONSTANT)                                                                        \
+        asm volatile("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from));                                \
     else                                                                                                            \
         asm volatile("ld.global." size " " places ";" : __VA_ARGS__ : "l"(from))
 
-template <bool ONCE, int BYTES>
+template <Use USE, int BYTES>
 __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
     if constexpr (BYTES > 16) {
-        load_bytes<ONCE, 16>(from, to);
-        load_bytes<ONCE, BYTES - 16>(from + 16, to + 4);
+        load_bytes<USE, 16>(from, to);
+        load_bytes<USE, BYTES - 16>(from + 16, to + 4);
     } else if constexpr (BYTES == 16) {
         LOAD("v4.u32", "{%0, %1, %2, %3}, [%4]", "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]));
     } else if constexpr (BYTES == 8) {
@@ -181,14 +185,16 @@ __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load_once(const T* from) {
     Pack<T, N> loaded;
-    load_bytes<true, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+    load_bytes<Use::ONCE, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
     return loaded;
 }
 
-template <int N, class T>
-__device__ __forceinline__ Pack<T, N> load_cached(const T* from) {  // data that several rows or threads use
+// Data that several rows or threads use; CONSTANT: no kernel writes it.
+template <int N, bool CONSTANT = false, class T>
+__device__ __forceinline__ Pack<T, N> load_cached(const T* from) {
     Pack<T, N> loaded;
-    load_bytes<false, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
+    constexpr Use USE = CONSTANT ? Use::CONSTANT : Use::OFTEN;
+    load_bytes<USE, N * sizeof(T)>(reinterpret_cast<const char*>(from), loaded.words);
     return loaded;
 }
 
@@ -211,7 +217,7 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
 #endif
     if constexpr (!DIRECT) {
         unsigned words[(BYTES + 3) / 4];
-        load_bytes<true, BYTES>(from, words);
+        load_bytes<Use::ONCE, BYTES>(from, words);
 #pragma unroll
         for (int i = 0; i < (BYTES + 3) / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
     } else if constexpr (BYTES > 16) {

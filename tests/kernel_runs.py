@@ -61,10 +61,13 @@ def run(
     aligned: bool = True,
     **attributes: Any,
 ) -> list[np.ndarray]:
-    """Plan, compile and launch; the outputs, with their surroundings checked, in float64."""
+    """Plan, compile and launch; the outputs, with their surroundings checked, in float64.
+
+    Vectors are planned for as a model's constants, but where nothing is aligned.
+    """
     host = importlib.import_module(f"onnxfuse.kernels.{fusion}")
     node = FusedNode(fusion, fusion, tuple(inputs), attributes, tuple(outputs))
-    specs = tuple(TensorSpec(value.shape, value.dtype.name, aligned) for value in inputs.values())
+    specs = tuple(TensorSpec(v.shape, v.dtype.name, aligned, aligned and v.ndim == 1) for v in inputs.values())
     assert host.supports(node, [spec.dtype for spec in specs], device) is None
     plan = host.plan(node, specs, device)
     read = [upload(value, aligned) for value in inputs.values()]

@@ -40,7 +40,8 @@ def node(fusion: str, operands: str, outputs: list[str], **attributes: object) -
 
 
 def tensors(dtype: str, *shapes: tuple[int, ...], aligned: bool = True) -> list[TensorSpec]:
-    return [TensorSpec(shape, dtype, aligned) for shape in shapes]
+    """Vectors are weights: constants, but where nothing is aligned."""
+    return [TensorSpec(shape, dtype, aligned, aligned and len(shape) == 1) for shape in shapes]
 
 
 def row_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
@@ -53,6 +54,8 @@ def row_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
         yield node("add_rms_norm", "x residual scale", [dtype]), tensors(dtype, x, x, d)
     yield node("layer_norm", "x scale", ["float16"]), [*tensors(dtype, (77, 768)), *tensors("float32", (768,))]
     yield node("rms_norm", "x scale", [dtype]), tensors(dtype, (77, 768), (768,), aligned=False)
+    computed = [TensorSpec((768,), dtype)] * 2
+    yield node("add_layer_norm", "x residual scale bias", [dtype] * 2), [*tensors(dtype, *[(4096, 768)] * 2), *computed]
     for x, groups in (((2, 320, 64, 64), 32), ((1, 512, 7, 7), 32), ((8, 128, 256, 256), 32)):
         weights = tensors(dtype, x[1:2], x[1:2])
         yield (
@@ -80,6 +83,13 @@ def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
     table = (1, 512, 128)
     for layout, x in ("packed", (2, 512, 1024)), ("bshd", (2, 512, 8, 128)), ("bhsd", (2, 8, 512, 128)):
         yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)
+    part = {"layout": "packed", "form": "rotate_part", "heads": 8, "size": 128, "rotated": 32}
+    for pitch in 384, 385:
+        product = (2, 512, 8 * pitch)
+        yield (
+            node("rotary_embedding", "x cos sin", [dtype], x_offset=128, x_pitch=pitch, **part),
+            tensors(dtype, product, (1, 512, 32), (1, 512, 32)),
+        )
     small = (2, 512, 30)
     for interleaved in 0, 1:
         yield (
