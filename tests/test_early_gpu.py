@@ -1,0 +1,213 @@
+"""Launches that start early: each kernel behind one that releases it at once and writes its inputs long after."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import Case
+from kernel_runs import NUMPY, compile_native, cupy, normal
+
+import onnxfuse.kernels
+from onnxfuse.provider import choose, planner
+from onnxfuse.provider.direct import ReadyPlan
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+
+WAIT = 100_000  # nanoseconds: longer than a kernel takes to start
+BLOCKS = 16  # of the kernel in front, which leaves room for the next one
+D, HEADS = 768, 12
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    whole: Device = importlib.import_module("onnxfuse.provider.compile").gpu(0)
+    return whole
+
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(__file__).parent / "native" / "gpu_kernels")
+    monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, folder])
+    compile_native()
+
+
+# --- in front and behind ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Tensors one after the other in one piece of memory, each from a multiple of 256 bytes on."""
+
+    data: Any
+    places: tuple[int, ...]
+
+    @staticmethod
+    def of(sizes: Sequence[int]) -> Memory:
+        ends = np.cumsum([-(-size // 256) * 256 for size in sizes])
+        data = cupy.full(max(int(ends[-1]), 1), 0xFF, dtype=cupy.uint8)  # NaN in every dtype
+        return Memory(data, tuple(data.data.ptr + int(end) for end in (0, *ends[:-1])))
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        for array, place in zip(arrays, self.places, strict=True):
+            host = np.ascontiguousarray(array)
+            cupy.cuda.runtime.memcpy(place, host.ctypes.data, host.nbytes, 1)
+
+
+def in_front(read: Memory, written: Memory) -> tuple[ReadyPlan, list[int], list[int], Any, Any]:
+    """The plan of `late`, its inputs and outputs, the copy that it makes right, and what it saw of the outputs."""
+    source, kept = cupy.full_like(read.data, 0xFF), cupy.full_like(written.data, 0)
+    numbers = [Scalar(value, "int64") for value in (read.data.nbytes, written.data.nbytes, WAIT)]
+    pointers = (Pointer("input", 0), Pointer("input", 1), Pointer("output", 0), Pointer("output", 1))
+    step = Launch(Kernel("late", "late", {"RACING": 0}), (BLOCKS, 1, 1), (256, 1, 1), (*pointers, *numbers))
+    read_spec, written_spec = (TensorSpec((memory.data.nbytes,), "uint8") for memory in (read, written))
+    ready = planner.ready(Plan((read_spec, written_spec), (step,)), (read_spec, written_spec))
+    inputs, outputs = [source.data.ptr, written.data.data.ptr], [read.data.data.ptr, kept.data.ptr]
+    return ready, inputs, outputs, source, kept
+
+
+def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> tuple[bytes, bytes, bytes]:
+    """The plan's outputs after its inputs, in a stream and in a CUDA graph behind the kernel that writes them late.
+
+    What it does before that kernel ends is refused: to write its outputs, which that one may still read.
+    """
+    read = Memory.of([array.nbytes for array in arrays])
+    written = Memory.of([int(np.prod(o.shape)) * NUMPY_SIZE[o.dtype] for o in plan.outputs])
+    own = planner.ready(plan, inputs)
+    scratch = cupy.full(max(own.scratch_bytes, 1), 0xFF, dtype=cupy.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def start() -> None:
+        own.run(read.places, written.places, scratch.data.ptr, stream.ptr)
+
+    read.fill(arrays)
+    cupy.cuda.runtime.deviceSynchronize()
+    start()
+    stream.synchronize()
+    expected = written.data.get().tobytes()
+    ready, sources, targets, source, kept = in_front(read, written)
+    source[:] = read.data
+
+    def both() -> None:
+        ready.run(sources, targets, 0, stream.ptr)
+        start()
+
+    found = []
+    for graph in (None, captured(stream, both)):
+        for memory in (read.data, written.data):
+            memory.fill(0xFF)
+        keep_constants(read, inputs, arrays)
+        kept.fill(0)
+        cupy.cuda.runtime.deviceSynchronize()
+        graph.launch(stream) if graph else both()
+        stream.synchronize()
+        assert (kept == 0xFF).all(), "outputs were written while the kernel in front could read them"
+        found.append(written.data.get().tobytes())
+    return expected, found[0], found[1]
+
+
+NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1, "bool": 1, "int64": 8}
+
+
+def captured(stream: Any, start: Any) -> Any:
+    with stream:
+        stream.begin_capture()
+        try:
+            start()
+        finally:
+            graph = stream.end_capture()
+    return graph
+
+
+def keep_constants(read: Memory, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> None:
+    """Constants are there from the beginning."""
+    for place, spec, array in zip(read.places, inputs, arrays, strict=True):
+        if spec.constant:
+            host = np.ascontiguousarray(array)
+            cupy.cuda.runtime.memcpy(place, host.ctypes.data, host.nbytes, 1)
+
+
+# --- that it is a test -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("racing", [False, True])
+def test_a_kernel_that_does_not_wait_is_found(device: Device, racing: bool) -> None:
+    if device.arch < 90:
+        pytest.skip("launches start early on sm_90 and later")
+    x = normal((64, 64), "float32", 1)
+    spec = TensorSpec(x.shape, "float32")
+    arguments = (Pointer("input", 0), Pointer("output", 0), Scalar(x.nbytes, "int64"))
+    step = Launch(Kernel("late", "copy_early", {"RACING": int(racing)}), (4, 1, 1), (256, 1, 1), arguments, early=True)
+    plan = Plan((spec,), (step,))
+    if racing:
+        with pytest.raises(AssertionError, match="outputs were written while"):
+            behind(plan, [spec], [x])
+    else:
+        expected, *found = behind(plan, [spec], [x])
+        assert found == [expected] * 2
+
+
+# --- every kernel ----------------------------------------------------------------------------------------------------
+
+X, W, SQUARE = (300, D), (D,), (D, D)
+NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
+    "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
+    "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
+    "add_layer_norm": ("add_layer_norm", {"x": X, "residual": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 2),
+    "add_rms_norm": ("add_rms_norm", {"x": X, "residual": X, "scale": W}, {"epsilon": 1e-5}, 2),
+    "softmax": ("softmax", {"x": X}, {}, 1),
+    "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
+    "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
+    "gated_activation": ("gated_activation", {"gate": X, "up": X}, {"activation": "silu"}, 1),
+    **{
+        f"gemm of {m} rows": (
+            "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
+            {"weight_layout": "kn", "activation": "relu"}, 1,
+        )
+        for m in (1, 8, 48, 300)
+    },
+    "gated_gemm": (
+        "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
+    ),
+}  # fmt: skip
+ATTENTION = {
+    "attention": Case(2, 4, 4, 160, 160, mask="additive"),
+    "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
+    "attention of one query": Case(2, 4, 4, 1, 500),
+    "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
+}
+
+
+@pytest.mark.parametrize("constants", [False, True])
+@pytest.mark.parametrize("name", NODES)
+def test_a_kernel_waits_for_what_is_in_front(device: Device, name: str, constants: bool) -> None:
+    fusion, shapes, attributes, outputs = NODES[name]
+    arrays = {operand: normal(shape, "float16", i, 0.2) for i, (operand, shape) in enumerate(shapes.items())}
+    node = FusedNode(fusion, "n", tuple(arrays), attributes, ("float16",) * outputs)
+    kept = {"w", "up", "scale", "bias"} if constants and fusion != "gated_activation" else set()
+    inputs = [TensorSpec(array.shape, "float16", constant=operand in kept) for operand, array in arrays.items()]
+    all_wait(node, inputs, list(arrays.values()), device)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_waits_for_what_is_in_front(device: Device, name: str) -> None:
+    arrays = list(ATTENTION[name].inputs().values())
+    inputs = [TensorSpec(array.shape, array.dtype.name) for array in arrays]
+    all_wait(ATTENTION[name].node(), inputs, arrays, device)
+
+
+def all_wait(node: FusedNode, inputs: list[TensorSpec], arrays: list[np.ndarray], device: Device) -> None:
+    """Every candidate of a node."""
+    module = importlib.import_module(f"onnxfuse.kernels.{node.fusion}")
+    assert module.supports(node, [spec.dtype for spec in inputs], device) is None
+    plans = choose.candidates(module, node, inputs, device)
+    for plan in plans:
+        expected, *found = behind(plan, inputs, arrays)
+        assert found == [expected] * 2, plan.steps[0]
