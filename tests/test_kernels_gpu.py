@@ -12,7 +12,8 @@ from kernel_references import ACTIVATIONS, layer_norm, rms_norm, softmax, wide
 from kernel_runs import DTYPES, check, cupy, launch, normal, result, run, small_gpu, upload
 
 from onnxfuse.provider import planner
-from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.provider.compile import gpu
+from onnxfuse.provider.plan import Device, FusedNode, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -68,9 +69,8 @@ def test_softmax(device: Device, dtype: str, shape: tuple[int, int], aligned: bo
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_that_fill_the_gpu(dtype: str, shape: tuple[int, int], fusion: str) -> None:
     x, scale = normal(shape, dtype, 1), normal(shape[1:], dtype, 2)
-    whole: Device = importlib.import_module("onnxfuse.provider.compile").gpu(0)
     given = {"x": x} if fusion == "softmax" else {"x": x, "scale": scale}
-    (y,) = run(fusion, given, [dtype], whole, **({} if fusion == "softmax" else {"epsilon": 1e-5}))
+    (y,) = run(fusion, given, [dtype], gpu(0), **({} if fusion == "softmax" else {"epsilon": 1e-5}))
     formulas = {"softmax": lambda: softmax(*wide(x)), "rms_norm": lambda: rms_norm(*wide(x, scale), 1e-5)}
     check(y, formulas.get(fusion, lambda: layer_norm(*wide(x, scale), 0.0, 1e-5))(), slack=2.0)
 
@@ -203,6 +203,40 @@ def test_another_stream(device: Device, fusion: str) -> None:
     ready.run([each.data.ptr for each in read], [written.data.ptr], stream=stream.ptr)
     stream.synchronize()
     np.testing.assert_array_equal(written.get().view(np.float32).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 6304])
+def test_launches_that_start_early_wait_for_what_they_read(rows: int) -> None:
+    """A chain in which each launch reads what the one before it wrote, and writes over what that one read."""
+    shape, weight = (rows, 768), normal((768,), "float16", 9)
+    given, whole = [normal(shape, "float16", seed) for seed in range(4)], gpu(0)
+    chain = [
+        ("add_layer_norm", ["x", "residual", "scale", "bias"], (0, 1), (2, 3), {"epsilon": 1e-5}),
+        ("activation", ["x"], (2,), (0,), {"activation": "silu"}),
+        ("gated_activation", ["gate", "up"], (3, 2), (1,), {"activation": "sigmoid"}),
+        ("softmax", ["x"], (0,), (2,), {}),
+    ]
+    results = []
+    for wait in (True, False):
+        places, scale, stream = [upload(value) for value in given], upload(weight), cupy.cuda.Stream(non_blocking=True)
+        links = []
+        for fusion, names, read, written, attributes in chain:
+            inputs = dict(zip(names, [*(given[i] for i in read), weight, weight], strict=False))
+            plan = plan_of(fusion, inputs, ["float16"] * len(written), whole, **attributes)
+            assert all(isinstance(step, Launch) and step.early == (whole.arch >= 90) for step in plan.steps)
+            ready = planner.ready(plan, [TensorSpec(value.shape, "float16") for value in inputs.values()])
+            read_from = [*(places[i] for i in read), scale, scale][: len(names)]
+            links.append((ready, read_from, [places[i] for i in written]))
+        cupy.cuda.runtime.deviceSynchronize()
+        for ready, read_from, write_to in links * 25:
+            ready.run([a.data.ptr for a in read_from], [a.data.ptr for a in write_to], stream=stream.ptr)
+            if wait:
+                stream.synchronize()
+        stream.synchronize()
+        results.append([place.get() for place in places])
+    for one_by_one, early in zip(*results, strict=True):
+        np.testing.assert_array_equal(early, one_by_one)
+    assert np.isfinite(results[0][1].view(np.float16)).all()
 
 
 def plan_of(fusion: str, inputs: dict[str, np.ndarray], outputs: list[str], device: Device, **attributes: Any) -> Plan:
