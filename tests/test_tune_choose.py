@@ -302,3 +302,11 @@ def test_where_nothing_can_be_measured_the_first_candidate_runs(monkeypatch: pyt
     offered(monkeypatch, gpu, OnHost({}))
     monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], trial=None))
     assert grid_of_a_run(gpu) == 1
+
+
+def test_a_cache_is_placed_like_weights() -> None:
+    """Every layer has its own, which the layers between have driven out of the GPU's cache."""
+    operands = ("q", "w", "past_key", "past_value")
+    node = FusedNode("attention_with_cache", "n", operands, {}, ("float16",))
+    inputs = [TensorSpec((8,), "float16", constant=name == "w") for name in operands]
+    assert [spec.constant for spec in planner.as_placed(node, inputs)] == [False, True, True, True]

@@ -132,7 +132,14 @@ def _planned(node: FusedNode, request: native.Request, device: Device) -> Planne
 def _fastest(plans: Sequence[Plan], node: FusedNode, request: native.Request, device: Device) -> Plan:
     texts = signature(node, (), device), signature(node, request.inputs, device)
     environment = verdicts.environment(request.provider, device)
-    return choose.choose(plans, request.inputs, device, backends[request.provider].trial, environment, *texts)
+    inputs = as_placed(node, request.inputs)
+    return choose.choose(plans, inputs, device, backends[request.provider].trial, environment, *texts)
+
+
+def as_placed(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The inputs as a trial places them: of a cache each layer has its own, too, which it finds in memory."""
+    pairs = zip(node.operands, inputs, strict=True)
+    return [dataclasses.replace(spec, constant=spec.constant or name.startswith("past_")) for name, spec in pairs]
 
 
 def _gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device) -> choose.Trial:
