@@ -1,10 +1,12 @@
-"""Attention of few queries over many keys, which are split over the chip: the host side of attention_decode.cu."""
+"""Attention of few queries over many keys, which are split over the chip: attention_decode, attention_with_cache."""
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from onnxfuse.kernels._attention import Attention
+from onnxfuse.kernels._attention_cache import Cache, access
 from onnxfuse.kernels._attention_mma import (
     LARGEST_HEAD,
     TENSOR_CORES_FROM,
@@ -17,7 +19,7 @@ from onnxfuse.kernels._attention_mma import (
 )
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.kernels._types import ABSENT
-from onnxfuse.provider.plan import Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 
 CLUSTER_ARCH: Final = 90
 CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
@@ -28,32 +30,38 @@ MOST_SPLITS: Final = 64
 COMBINE_THREADS: Final = 128
 
 
-def plans(problem: Attention, device: Device) -> list[Candidate]:
-    """The ways to run it, the likeliest first; none where rows are many, keys few or this GPU has no tensor cores."""
+def plans(problem: Attention, device: Device, cache: Cache | None = None) -> list[Candidate]:
+    """The ways to run it, the likeliest first; none where rows are many, keys few or this GPU has no tensor cores.
+
+    With a `cache` the problem's k and v are the present caches, which are written on the way; keys may be few.
+    """
     rows = problem.queries * (problem.heads // problem.kv_heads)
     if device.arch < TENSOR_CORES_FROM or rows > MOST_ROWS or max(problem.size, problem.value_size) > LARGEST_HEAD:
         return []
-    if product(problem, device) == "FP32" and max(problem.size, problem.value_size) > 128:
-        return []
-    row_warps = 1 if rows <= 16 else 2 if rows <= 32 else 4
-    wide = max(problem.size, problem.value_size) > 128 or product(problem, device) != "HALF"
-    key_warps = max(1, 4 // row_warps)
-    wanted = Tiling(row_warps, key_warps, max(32 if wide else 64, 16 * key_warps), stages=3)
-    tiling = fitted(problem, wanted, device, shares=True)
+    tiling = fitted(problem, _wanted(problem, rows, device), device, shares=True)
     if tiling is None:
         return []
-    tiles = -(-problem.keys // tiling.keys)
-    if tiles < 2 * LEAST_TILES:
-        return []
-    heads = problem.batch * problem.kv_heads
+    heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // tiling.keys)
     splits = min(MOST_SPLITS, device.multiprocessors // heads, tiles // LEAST_TILES)
+    alone = [_alone(problem, tiling, device, cache)] if cache else []
     if splits < 2:
-        return []
+        return alone
     clusters = _clusters(problem, tiles, device)
-    found = [_in_cluster(problem, tiling, cluster, device) for cluster in clusters]
-    apart = _combined(problem, tiling, splits, device)
+    found = [_in_cluster(problem, tiling, cluster, device, cache) for cluster in clusters]
+    apart = _combined(problem, tiling, splits, device, cache)
     busy = clusters and heads * clusters[0] >= BUSY * device.multiprocessors
     return [*found, apart] if busy else [apart, *found]
+
+
+def _wanted(problem: Attention, rows: int, device: Device) -> Tiling:
+    """Sixteen rows to a warp; four warps, which share keys where they do not all have rows."""
+    row_warps = 1 if rows <= 16 else 2 if rows <= 32 else 4
+    large = max(problem.size, problem.value_size) > 128
+    if large and product(problem, device) == "FP32":  # registers have no room for what warps that share keys need
+        return Tiling(row_warps, 1, 16, stages=3)
+    wide = large or product(problem, device) != "HALF"
+    key_warps = max(1, 4 // row_warps)
+    return Tiling(row_warps, key_warps, max(32 if wide else 64, 16 * key_warps), stages=3)
 
 
 def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
@@ -66,14 +74,19 @@ def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
     return busy[:2] if busy else possible[-1:]
 
 
-def _in_cluster(problem: Attention, tiling: Tiling, cluster: int, device: Device) -> Candidate:
-    step = _split(problem, tiling, cluster, cluster, (ABSENT, ABSENT), device)
-    return Candidate(f"attention_decode {tiling.name}, clusters of {cluster}", (step,))
+def _alone(problem: Attention, tiling: Tiling, device: Device, cache: Cache | None) -> Candidate:
+    step = _split(problem, tiling, 1, 1, (ABSENT, ABSENT), device, cache)
+    return Candidate(f"{step.kernel.entry} {tiling.name}", (step,))
 
 
-def _combined(problem: Attention, tiling: Tiling, splits: int, device: Device) -> Candidate:
+def _in_cluster(problem: Attention, tiling: Tiling, cluster: int, device: Device, cache: Cache | None) -> Candidate:
+    step = _split(problem, tiling, cluster, cluster, (ABSENT, ABSENT), device, cache)
+    return Candidate(f"{step.kernel.entry} {tiling.name}, clusters of {cluster}", (step,))
+
+
+def _combined(problem: Attention, tiling: Tiling, splits: int, device: Device, cache: Cache | None) -> Candidate:
     partial, totals = Pointer("scratch", 0), Pointer("scratch", 1)
-    first = _split(problem, tiling, 1, splits, (partial, totals), device)
+    first = _split(problem, tiling, 1, splits, (partial, totals), device, cache)
     out = problem.out
     second = Launch(
         Kernel("attention_decode", "attention_combine", first.kernel.defines),
@@ -89,7 +102,7 @@ def _combined(problem: Attention, tiling: Tiling, splits: int, device: Device) -
     )  # fmt: skip
     rows = problem.batch * problem.kv_heads * splits * tiling.rows
     scratch = (rows * problem.value_size * 4, rows * 8)
-    return Candidate(f"attention_decode {tiling.name}, {splits} splits", (first, second), scratch)
+    return Candidate(f"{first.kernel.entry} {tiling.name}, {splits} splits", (first, second), scratch)
 
 
 def _split(
@@ -99,13 +112,20 @@ def _split(
     splits: int,
     places: tuple[Pointer | Scalar, Pointer | Scalar],
     device: Device,
+    cache: Cache | None,
 ) -> Launch:
-    kernel = Kernel("attention_decode", "attention_decode", {**defines(problem, tiling, device), "CLUSTER": cluster})
+    entry, constants = "attention_decode", {**defines(problem, tiling, device), "CLUSTER": cluster}
+    more: tuple[Argument, ...] = ()
+    if cache:
+        entry = "attention_with_cache"
+        pasts, new = (cache.past_k, cache.past_v), (cache.new_k, cache.new_v)
+        constants["ACCESS"] = math.gcd(int(constants["ACCESS"]), access(problem, *pasts, *new))
+        more = (*cache.arguments(), Scalar(cache.past, "int32"), Scalar(int(cache.same), "int32"))
     return Launch(
-        kernel,
+        Kernel(entry, entry, constants),
         (problem.batch * problem.kv_heads * splits, 1, 1),
         (tiling.threads, 1, 1),
-        (*arguments(problem, 1), Scalar(splits, "int32"), *places),
+        (*arguments(problem, 1), Scalar(splits, "int32"), *places, *more),
         shared_bytes(problem, tiling, device, True),
         cluster,
     )

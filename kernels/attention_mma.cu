@@ -6,10 +6,12 @@
 #include "attention_mma_shares.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_mma(ATTENTION_PARAMETERS) {
+    wait_for_predecessor();
+    release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
     const Place at = place_of(blockIdx.x, problem);
     Warp warp;
-    attend(warp, at, 0, (at.end + BLOCK_K - 1) / BLOCK_K, problem);
+    attend(warp, Tiles{problem, at, 0, (at.end + BLOCK_K - 1) / BLOCK_K});
     const Out result(problem, at);
     if constexpr (WARPS_N == 1) {
         write_warp(warp, result);

@@ -35,10 +35,10 @@ __device__ __forceinline__ void take_tile(Warp& warp, Scores& scores, u32 q_tile
     warp.values<PART>(s, k_tile + K_BYTES, live);
 }
 
-// All keys from tile `begin` to tile `end` for the rows of a block; shared memory is free afterwards.
-__device__ __forceinline__ void attend(Warp& warp, const Place& at, int begin, int end, const Problem& p) {
+// All keys of `tiles`, which are Tiles or come as these do, for the rows of a block; shared memory is free afterwards.
+template <class Source>
+__device__ __forceinline__ void attend(Warp& warp, const Source& tiles) {
     const u32 q_tile = shared_base(), stages = q_tile + Q_BYTES;
-    const Tiles tiles{p, at, stages, begin, end};
     if constexpr (SIZE < QK_SIZE) {
         clear_columns<K_ROW>(q_tile, ROWS, SIZE, QK_SIZE);
 #pragma unroll
@@ -47,21 +47,22 @@ __device__ __forceinline__ void attend(Warp& warp, const Place& at, int begin, i
     }
     tiles.load_queries(q_tile);
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) tiles.load(begin + stage);
-    Scores scores(p, at, warp);
+    for (int stage = 0; stage < STAGES - 1; ++stage) tiles.load(tiles.begin + stage);
+    Scores scores(tiles.p, tiles.at, warp);
 #pragma unroll 1
-    for (int tile = begin; tile < end; ++tile) {
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // this tile is there, and nobody reads the one before it
-        if (Q_KEPT && tile == begin) warp.keep_queries(q_tile);
+        if (Q_KEPT && tile == tiles.begin) warp.keep_queries(q_tile);
         tiles.load(tile + STAGES - 1);
+        tiles.landed(tile);
         const int live = scores.live(tile, warp);
         if (UNDIVIDED && live >= SIXTEENS)
             take_tile<false>(warp, scores, q_tile, tiles.stage(tile), tile, live);
         else if (live > 0)
             take_tile<true>(warp, scores, q_tile, tiles.stage(tile), tile, live);
     }
-    warp.finish(p.scale);
+    warp.finish(tiles.p.scale);
     wait_copies<0>();
     __syncthreads();
 }

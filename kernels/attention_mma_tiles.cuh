@@ -193,10 +193,13 @@ __device__ __forceinline__ Place place_of(u32 index, const Problem& p) {
 struct Tiles {
     const Problem& p;
     const Place& at;
-    u32 stages;
     int begin, end;
 
-    __device__ __forceinline__ u32 stage(int tile) const { return stages + (tile - begin) % STAGES * STAGE; }
+    __device__ __forceinline__ u32 stage(int tile) const {
+        return shared_base() + Q_BYTES + (tile - begin) % STAGES * STAGE;
+    }
+
+    __device__ __forceinline__ void landed(int tile) const {}  // all of a tile is in its stage
 
     __device__ __forceinline__ void load(int tile) const {
         if (tile < end) {

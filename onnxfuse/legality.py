@@ -28,10 +28,20 @@ def refusal(
 
 
 def used(graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The first output, and those of the others that something outside reads."""
+    """The outputs up to the last one that something outside reads; the first one always is."""
     inside = {id(n) for n in nodes}
-    first, *others = outputs
-    return [first, *(t for t in others if graph.is_kept(t) or any(id(r) not in inside for r in t.outputs))]
+    needed = list(outputs)
+    while len(needed) > 1 and not _lives(graph, needed[-1], inside):
+        needed.pop()
+    return needed
+
+
+def _lives(graph: Graph, tensor: Tensor, inside: set[int], steps: int = 12) -> bool:
+    """Whether a value has readers that will stay: views that only lead inside, which others might read, will not."""
+    outside = [reader for reader in tensor.outputs if id(reader) not in inside]
+    return graph.is_kept(tensor) or any(
+        not steps or _lives(graph, made, inside, steps - 1) for reader in outside for made in reader.outputs
+    )
 
 
 def _needed_outside(

@@ -40,6 +40,23 @@ def masked(scores, mask, masked_score):
     )
 
 
+def attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap):
+    """softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention."""
+    scores = scaled(op.MatMul(queries, columns), scale)
+    biased = choose("bias_kind", position=scores + bias, none=scores)
+    probabilities = op.Softmax(masked(biased, mask, masked_score), axis=-1)
+    guarded = choose(
+        "fully_masked",
+        zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
+        softmax=probabilities,
+    )
+    return choose(
+        "form",
+        softmax=op.MatMul(narrow(guarded, like=values), values),
+        operator=op.Attention(queries, keys, values, mask, scale=scale, is_causal=is_causal, softcap=softcap),
+    )
+
+
 @fusion(out="batch queries (heads value_size)", casts=True, example={"is_causal": 1, "softcap": 2.0})
 def attention(
     q=tensor(),
@@ -69,20 +86,7 @@ def attention(
     columns = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch (kv_heads repeats) size keys")
     keys = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch (kv_heads repeats) keys size")
     values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch (kv_heads repeats) keys value_size")
-
-    scores = scaled(op.MatMul(queries, columns), scale)
-    biased = choose("bias_kind", position=scores + bias, none=scores)
-    probabilities = op.Softmax(masked(biased, mask, masked_score), axis=-1)
-    guarded = choose(
-        "fully_masked",
-        zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
-        softmax=probabilities,
-    )
-    context = choose(
-        "form",
-        softmax=op.MatMul(narrow(guarded, like=v), values),
-        operator=op.Attention(queries, keys, values, mask, scale=scale, is_causal=is_causal, softcap=softcap),
-    )
+    context = attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap)
     return stored(
         in_layout(context, "batch heads queries value_size"),
         ort=multi_head_attention(q, k, v, mask, bias, scale, masked_score, is_causal),

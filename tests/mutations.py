@@ -314,15 +314,17 @@ def _cyclic(unfused: Unfused, second: str, operand: str) -> Mutant:
     nodes = list(model.graph.node)
     for node in nodes:
         node.input[:] = ["around" if name == operand else name for name in node.input]
-    last = next(i for i, node in enumerate(nodes) if second in node.output)
-    new = [
-        helper.make_node("ReduceMean", [second], ["level"], "levelled", keepdims=0),
-        helper.make_node("Mul", [operand, "level"], ["around"], "turned"),
-    ]
-    ahead = [n for n in nodes[last + 1 :] if n.op_type == "Constant"]
-    rest = [n for n in nodes[last + 1 :] if n.op_type != "Constant"]
+    needed = _upstream(model, second)
+    first = [n for n in nodes if n.op_type == "Constant" or needed & set(n.output)]
+    new = [helper.make_node("ReduceMean", [second], ["level"], "levelled", keepdims=0)]
+    if unfused.variant.dtypes[operand] == TensorProto.BOOL:
+        new.append(helper.make_node("Cast", ["level"], ["some"], "truth", to=TensorProto.BOOL))
+        new.append(helper.make_node("And", [operand, "some"], ["around"], "turned"))
+    else:
+        new.append(helper.make_node("Mul", [operand, "level"], ["around"], "turned"))
+    rest = [n for n in nodes if not any(n is other for other in first)]
     del model.graph.node[:]
-    model.graph.node.extend([*nodes[: last + 1], *ahead, *new, *rest])
+    model.graph.node.extend([*first, *new, *rest])
     assert _typed(model)
     return Mutant(model, dict(unfused.inputs), ("around", "turned", second, operand))
 

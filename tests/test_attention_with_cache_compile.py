@@ -1,0 +1,133 @@
+"""Attention with caches without a GPU: kernels compile without spills, plans fit the GPU, bad nodes are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cache_cases import CachedCase, cached
+from test_attention_compile import ARGUMENTS, DEVICES, H200, T4
+
+from onnxfuse.kernels import attention_with_cache
+from onnxfuse.provider.plan import Device, Launch, TensorSpec
+
+HALF = "float16"
+
+
+def cases(dtype: str) -> Iterator[CachedCase]:
+    """A step of models, of every kernel; head sizes up to the largest, odd ones; caches short, long and empty."""
+    for size in 64, 128, 256:
+        yield cached(4096, 1, heads=8, kv_heads=2, size=size, value_size=size, dtype=dtype)
+        yield cached(33, 1, heads=8, kv_heads=2, size=size, value_size=size, dtype=dtype, mask="boolean")
+    yield cached(2000, 8, heads=8, kv_heads=2, dtype=dtype, mask="additive", mask_dtype=dtype)
+    yield cached(100, 200, "bshd", ("packed", "bshd"), heads=4, kv_heads=2, dtype=dtype)
+    yield cached(600, 1, heads=2, kv_heads=2, size=33, value_size=17, dtype=dtype)
+    yield cached(0, 5, heads=2, kv_heads=1, dtype=dtype, aligned=False)
+    yield cached(4000, 1, "bshd", heads=16, kv_heads=8, batch=8, dtype=dtype)
+
+
+def launches(each: CachedCase, device: Device) -> list[Launch]:
+    plans = attention_with_cache.candidates(each.node(), each.specs(), device)
+    return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", HALF])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device, dtype: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.provider.cubin import compile_cubin
+
+    own = ("attention_with_cache", "attention_append")
+    exact = dataclasses.replace(device, tf32=False)
+    steps = [step for each in cases(dtype) for step in launches(each, exact) if step.kernel.source in own]
+    assert {step.kernel.source for step in steps} == {*(own if device is not T4 else own[1:])}
+    for kernel in {repr(step.kernel): step.kernel for step in steps}.values():
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_plans_fit_the_device(device: Device) -> None:
+    for each in (case for dtype in ("float32", HALF) for case in cases(dtype)):
+        node, inputs = each.node(), each.specs()
+        assert attention_with_cache.supports(node, [tensor.dtype for tensor in inputs], device) is None
+        for plan in attention_with_cache.candidates(node, inputs, device):
+            presents = [TensorSpec(x.shape, x.dtype.name, each.case.aligned) for x in each.presents()]
+            assert list(plan.outputs[1:]) == presents
+            for step in plan.steps:
+                assert isinstance(step, Launch)
+                assert step.shared <= device.shared_per_block
+                assert len(step.arguments) <= ARGUMENTS
+                assert step.cluster <= (8 if device.arch >= 90 else 1)
+
+
+def test_lengths_are_no_constants_of_the_kernels() -> None:
+    kernels = {
+        repr(step.kernel)
+        for past in range(1000, 1016)
+        for step in launches(cached(past, 1, heads=8, kv_heads=2, size=128, value_size=128), H200)
+        if step.kernel.source in ("attention_with_cache", "attention_append") and step.cluster == 1
+    }
+    assert len(kernels) == 2
+
+
+def test_steps_of_one_token_are_one_launch() -> None:
+    for past, batch in (1, 1), (100, 1), (4096, 8):
+        each = cached(past, 1, heads=32, kv_heads=8, size=128, value_size=128, batch=batch)
+        (step,) = attention_with_cache.plan(each.node(), each.specs(), H200).steps
+        assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
+
+
+def test_what_is_causal_or_seen_in_part_is_copied_first() -> None:
+    """Attention does not go through all tiles then, so that it cannot take them along."""
+    causal = cached(4096, 1, heads=8, kv_heads=2, operator=True, causal=True)
+    assert launches(causal, H200)[0].kernel.source == "attention_append"
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_where_rows_keep_their_place(layout: str, batch: int, kv_heads: int) -> None:
+    each = cached(20, 3, layout, batch=batch, heads=2, kv_heads=kv_heads, size=8, value_size=8)
+    problem, cache, _ = attention_with_cache.cached_attention(each.node(), each.specs(), H200)
+    past, present = (np.arange(x.size).reshape(x.shape) for x in (each.inputs()["past_key"], each.presents()[0]))
+    both = np.array_equal(past, present[tuple(map(slice, past.shape))])
+    assert cache.same == both
+    assert (problem.k.batch, problem.k.head, problem.k.row) == strides(present, layout)
+    assert (cache.past_k.batch, cache.past_k.head, cache.past_k.row) == strides(past, layout)
+
+
+def strides(x: np.ndarray, layout: str) -> tuple[int, int, int]:
+    heads_first = x if layout == "bhsd" else x.transpose(0, 2, 1, 3)
+    batch, head, row, _ = (stride // x.itemsize for stride in heads_first.strides)
+    return batch, head, row
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_refusals_say_what_is_required_and_found() -> None:
+    node, inputs = (each := cached(20, 1)).node(), each.specs()
+    dtypes = [tensor.dtype for tensor in inputs]
+    assert attention_with_cache.supports(node, dtypes, H200) is None
+    alone = dataclasses.replace(node, output_dtypes=(HALF,))
+    told = "attention_with_cache: it has 1 outputs; the kernels write the result and both caches"
+    assert attention_with_cache.supports(alone, dtypes, H200) == told
+    dtypes[3] = "float32"
+    told = "attention_with_cache: past_key is float32, k float16, and both together float16; required one dtype"
+    assert attention_with_cache.supports(node, dtypes, H200) == told
+    turned = dataclasses.replace(node, attributes={**node.attributes, "cache_layout": "bhds"})
+    assert "cache_layout is bhds; the kernel has bhsd, bshd" in str(attention_with_cache.supports(turned, dtypes, H200))
+
+
+def test_a_past_of_other_sizes_is_named() -> None:
+    each = cached(20, 1, heads=2, kv_heads=2, size=8, value_size=8)
+    inputs = list(each.specs())
+    for place in 3, 4:
+        inputs[place] = TensorSpec((2, 2, 20, 8), HALF)
+    with pytest.raises(ValueError, match=r"attention_with_cache 'n': .*\[\[2, 2, 20, 8\].*batches of 1|batches of"):
+        attention_with_cache.plan(each.node(), inputs, H200)
