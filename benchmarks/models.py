@@ -44,6 +44,8 @@ CASES = (
     Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert"),
     Case("llama-s2048", "llama", {"batch": 1, "seq": 2048}, "qwen3"),
     Case("llama-s128", "llama", {"batch": 1, "seq": 128}, "qwen3"),
+    Case("llama-decode-4k", "llama_decode", {"batch": 1, "past": 4096, "seq": 1}),
+    Case("llama-decode-4k-b8", "llama_decode", {"batch": 8, "past": 4096, "seq": 1}),
     Case("vit-b32", "vit", {"batch": 32}, "vit"),
     Case("vit-b1", "vit", {"batch": 1}, "vit"),
     Case("resnet50-b32", "resnet50", {"batch": 32}, convolutions=True),

@@ -181,7 +181,7 @@ def from_models(name: str) -> Any:
 def job_of(architecture: str) -> Any:
     """What models/export.py exports of this architecture, in its public size, through dynamo in fp16."""
     found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
-    attention = "sdpa" if found.variants[0].attention else ""
+    attention = "" if found.variants and not found.variants[0].attention else "sdpa"
     variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, "fp16")
     return from_models("exporters").Job(found, variant, found.full)
 
@@ -234,6 +234,34 @@ def in_torch(mode: str | None = None) -> Callable[[Work], Any]:
     return prepare
 
 
+@dataclass
+class InPlace(InTorch):
+    """A module whose cache is no output, but part of it."""
+
+    module: Any = None
+
+    def outputs(self) -> dict[str, Array]:
+        """The logits of the last run, and the cache as it left it."""
+        self.last = (*self.last, *self.module.states())
+        return super().outputs()
+
+
+def in_torch_in_place(mode: str) -> Callable[[Work], Any]:
+    """A peer that compiles the module with a cache of fixed size, where torch need not copy what is past."""
+
+    def prepare(work: Work) -> InPlace:
+        torch = importlib.import_module("torch")
+        plain = in_torch()(work)
+        pasts = [plain.arguments[each.arg] for each in job_of(work.case.architecture).inputs if each.arg]
+        module = from_models("modules").WithStaticCache(plain.call, pasts, work.case.sizes["seq"])
+        torch._dynamo.reset()
+        tokens = {name: plain.arguments[name] for name in ("input_ids", "attention_mask")}
+        call = torch.compile(module, mode=mode, dynamic=False)
+        return InPlace(call, tokens, plain.names, plain.wait, module=module)
+
+    return prepare
+
+
 def release() -> None:
     """Give memory of the last peer back."""
     gc.collect()
@@ -247,6 +275,10 @@ def _has_tool(case: Case) -> bool:
 
 def _convolutions(case: Case) -> bool:
     return case.convolutions
+
+
+def _has_cache(case: Case) -> bool:
+    return "past" in case.sizes
 
 
 # Most wanted first: a budget that runs out cuts at the end.
@@ -265,6 +297,7 @@ PEERS = (
     Peer("ort-transformers", in_onnxruntime(by_the_tool), 2, _has_tool, once=6),
     Peer("ort-transformers-graph", in_onnxruntime(by_the_tool, options=GRAPH), 2, _has_tool, by_default=False),
     Peer("torch-reduce-overhead", in_torch("reduce-overhead"), 12, torch=True),
+    Peer("torch-static-cache", in_torch_in_place("reduce-overhead"), 12, _has_cache, torch=True),
     Peer("torch-eager", in_torch(), 1.5, once=4, torch=True),
     Peer("torch-compile", in_torch("default"), 12, by_default=False, torch=True),
     Peer("torch-max-autotune", in_torch("max-autotune"), 90, by_default=False, torch=True),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import transformers
 from architecture import Builder, Config
 from torch import nn
+from transformers.cache_utils import DynamicLayer
 
 NAMES = {
     "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -114,7 +115,7 @@ def mobilenet_v3(config: Config, _attention: str) -> nn.Module:
 
 
 class WithCache(nn.Module):
-    """A two-layer decoder whose past keys and values are plain inputs and outputs."""
+    """A decoder of up to four layers whose past keys and values are plain inputs and outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -126,15 +127,48 @@ class WithCache(nn.Module):
         attention_mask: torch.Tensor,
         key0: torch.Tensor,
         value0: torch.Tensor,
-        key1: torch.Tensor,
-        value1: torch.Tensor,
+        key1: torch.Tensor | None = None,
+        value1: torch.Tensor | None = None,
+        key2: torch.Tensor | None = None,
+        value2: torch.Tensor | None = None,
+        key3: torch.Tensor | None = None,
+        value3: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Keys and values are [batch, kv_heads, past, head_dim]; returns the logits and the grown keys and values."""
         cache = transformers.DynamicCache()
-        for layer, (key, value) in enumerate(((key0, value0), (key1, value1))):
-            cache.update(key, value, layer)
+        for key, value in ((key0, value0), (key1, value1), (key2, value2), (key3, value3)):
+            if key is not None:
+                cache.layers.append(DynamicLayer())
+                cache.layers[-1].lazy_initialization(key, value)
+                cache.layers[-1].keys, cache.layers[-1].values = key, value  # update() would copy them
         result = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
         return (result.logits, *(state for layer in cache.layers for state in (layer.keys, layer.values)))
+
+
+class WithStaticCache(nn.Module):
+    """The same decoder with a cache of fixed size, in which a step writes its rows in place: for torch alone."""
+
+    def __init__(self, model: WithCache, states: Sequence[torch.Tensor], new: int) -> None:
+        """`states` are the pasts, as inputs of `model`; there is room for `new` rows more."""
+        super().__init__()
+        self.model, self.past = model.model, states[0].shape[2]
+        self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=-(-(self.past + new) // 8) * 8)
+        self.rows = self.past + new
+        for layer, key, value in zip(self.cache.layers, states[::2], states[1::2], strict=True):
+            layer.lazy_initialization(key, value)
+            layer.keys[:, :, : self.past], layer.values[:, :, : self.past] = key, value
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The logits; each call is the same step."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.past)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        result = self.model(**given, past_key_values=self.cache, use_cache=True)
+        return (result.logits,)
+
+    def states(self) -> list[torch.Tensor]:
+        """Keys and values as the last call left them, with the pasts in front."""
+        return [x[:, :, : self.rows] for layer in self.cache.layers for x in (layer.keys, layer.values)]
 
 
 def llama_with_cache(config: Config, attention: str) -> nn.Module:

@@ -65,7 +65,7 @@ IMAGE = ({"batch": 2}, {"batch": 3})
 HIDDEN = (("last_hidden_state", ("batch", "seq")),)
 POOLED = (("last_hidden_state", ("batch", "seq")), ("pooler_output", ("batch",)))
 LOGITS = (("logits", ("batch", "seq")),)
-PRESENT = tuple((f"present.{n}.{part}", ("batch",)) for n in range(2) for part in ("key", "value"))
+PRESENT = tuple((f"present.{n}.{part}", ("batch",)) for n in range(4) for part in ("key", "value"))
 IMAGE_HIDDEN = (("last_hidden_state", ("batch",)),)
 IMAGE_POOLED = (("last_hidden_state", ("batch",)), ("pooler_output", ("batch",)))
 CLASSES = (("logits", ("batch",)),)
@@ -167,10 +167,20 @@ llama_kvcache = Architecture(
     "llama_kvcache",
     llama_with_cache,
     text_with_cache,
-    LOGITS + PRESENT,
+    LOGITS + PRESENT[: 2 * SMALL_LLAMA["layers"]],
     SMALL_LLAMA,
     (DYNAMO, TS, dataclasses.replace(DYNAMO_23, only_batch=1), dataclasses.replace(DYNAMO, dtype="fp16")),
     CACHED_TEXT,
+)
+llama_decode = Architecture(  # for benchmarks: the decoder above with the blocks of `llama`
+    "llama_decode",
+    llama_with_cache,
+    text_with_cache,
+    LOGITS + PRESENT,
+    SMALL_LLAMA | {"layers": 4},
+    (),
+    CACHED_TEXT,
+    full=LLAMA_BLOCKS | {"positions": 8192},
 )
 
 
@@ -188,6 +198,7 @@ ARCHITECTURES = [
     resnet50,
     mobilenetv3,
     llama_kvcache,
+    llama_decode,
     # Further spellings of the same graphs, smaller still.
     dataclasses.replace(
         bert,
