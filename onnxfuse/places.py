@@ -253,6 +253,12 @@ def _gather(p: Places, n: Node) -> Value | None:
     return p.entry(n.inputs[0], [first, *(along(i - rest, size) for i, size in enumerate(shape[1:]))])
 
 
+def _gather_elements(p: Places, n: Node) -> Value | None:
+    """Of a tensor that holds one number everywhere."""
+    index = p.index(n)
+    return index if index is not None and not index.terms else None
+
+
 def _compared(p: Places, n: Node) -> Value | None:
     """True or false where it is that everywhere."""
     left, right = p.index(n), p.index(n, 1)
@@ -284,6 +290,6 @@ def _not(p: Places, n: Node) -> Value | None:
 RULES: dict[str, Rule] = {
     "Range": _range, **dict.fromkeys(VIEWS, _view), "Transpose": _transpose, "Expand": _same, "Identity": _same,
     "Cast": _cast, "Add": _sum, "Sub": _sum, "Mul": _product, "Concat": _concat, "GatherND": _gather_nd,
-    "Gather": _gather, "And": _joined, "Or": _joined, "Not": _not,
+    "Gather": _gather, "GatherElements": _gather_elements, "And": _joined, "Or": _joined, "Not": _not,
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"), _compared),
 }  # fmt: skip

@@ -1,21 +1,27 @@
 """Masks become no larger than what they say: what is the same along an axis is broadcast by who reads it.
 
 A padding mask gathered by the ranges of its own axes is a Reshape of itself; `And(x, range >= 0)` is x, and where that
-has fewer axes than the And, those who read it broadcast it; a mask that is true everywhere is none.
+has fewer axes than the And, those who read it broadcast it; a mask that is true everywhere is none.  So it is with the
+embedding of token types that are all 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from onnx import TensorProto
+from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.fold import reshape_target
 from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of
+from onnxfuse.linear import SMALL
 from onnxfuse.places import Entry, Places, along
 from onnxfuse.shape_rules import Undecided, broadcast
 from onnxfuse.shapes import Shapes
 
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 ELEMENTWISE = frozenset({"Add", "And", "Cast", "Mul", "Not", "Or", "Sub", "Where", "Xor"})
 NEUTRAL = {"And": True, "Or": False, "Add": 0, "Mul": 1}
 
@@ -49,6 +55,8 @@ class Thinner:
         op = op_of(node)
         if isinstance(value, Entry) and op.startswith("Gather"):
             return self._stand_for(node, self._reshaped(out, value))
+        if op == "Gather" and not node.attrs.get("axis", 0) and is_constant(node.inputs[0]):
+            return self._stand_for(node, self._row(node))
         if op in ("And", "Or") or (op in ELEMENTWISE and any(t.name in self.known for t in node.inputs)):
             return self._elementwise(node, [self.known.get(t.name, t) for t in node.inputs])
         return False
@@ -80,6 +88,16 @@ class Thinner:
         self.shapes.put(made, thin, self.shapes.dtype(out))
         self.graph.add("Reshape", [value.tensor, self.graph.constant(f"{made.name}_shape", np.array(target))], [made])
         return made
+
+    def _row(self, node: Node) -> Tensor | None:
+        """The one row of a small table that all indices name, such as the embedding of tokens that are of one type."""
+        table, index = node.inputs[0], self.places.index(node, 1)
+        row, dtype = index.offset if index is not None and not index.terms else None, self.shapes.dtype(table)
+        if not isinstance(row, int) or not -table.shape[0] <= row < table.shape[0]:
+            return None
+        if dtype not in FLOATS or math.prod(table.shape) * tensor_dtype_to_np_dtype(dtype).itemsize > SMALL:
+            return None
+        return self.graph.constant(f"{table.name}_row", constant_value(self.graph, table)[row])
 
     def _elementwise(self, node: Node, inputs: list[Tensor]) -> bool:
         if (only := self._only(op_of(node), inputs)) is not None:

@@ -20,6 +20,7 @@ CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "minus": np.array(-1), "i0": np.array([0]), "i1": np.array([1]),
     "true": np.array(True), "first": np.array([1, 2, 3]), "queries": np.array([0, 1, 3]), "keys": np.array([0, 1, 2]),
     "column": np.array([-1]), "none": np.array(0.0, np.float32), "lowest": np.array(-np.inf, np.float32),
+    "types": np.zeros((1, 9), np.int64), "table": np.arange(10, dtype=np.float32).reshape(2, 5),
     "ones": np.ones((1, 1, 1, 1), bool), "mixed": np.array([[[[True, False, True, True, True]]]]),
 }  # fmt: skip
 # The scores s (2 heads) of B sequences of N tokens, the padding p, and the ranges of their axes.
@@ -61,6 +62,7 @@ def thinned(nodes: str, header: str = HEADER) -> onnx.ModelProto:
     for batch, length in (3, 5), (1, 1):
         feeds = {"s": random.standard_normal((batch, 2, length, length)).astype(np.float32)}
         feeds["p"] = random.random((batch, length)) < 0.6
+        feeds["x"] = random.standard_normal((batch, length, 5)).astype(np.float32)
         feeds = {name: value for name, value in feeds.items() if name in (i.name for i in before.graph.input)}
         for expected, found in zip(run(before, feeds), run(after, feeds), strict=True):
             np.testing.assert_array_equal(expected, found)
@@ -133,6 +135,19 @@ def test_a_second_pass_finds_nothing_left() -> None:
     after = thinned(f"{RANGES}{BY_GATHER_ND}{always}{ADDED}")
     graph = read_graph(after)
     assert until_settled(graph, infer_shapes(graph)) == 0
+
+
+def test_the_embedding_of_one_type_is_a_row() -> None:
+    """As in BERT, where the buffer of token types is cut to the length, expanded to the batch, and looked up."""
+    nodes = """shape = Shape(x) batch = Gather(shape, i0) length = Gather(shape, i1)
+    whole = Concat<axis=0>(batch, length) some = Slice(types, i0, length, i1, i1) picked = GatherElements<axis=1>(types, some) all = Expand(picked, whole)
+    embedded = Gather(table, all) y = Add(x, embedded)"""
+    assert ops(thinned(nodes, "(float[B,N,5] x) => (y)")) == "Add"
+
+
+def test_the_embedding_of_several_types_stays() -> None:
+    nodes = "a = Cast<to=7>(p) b = Gather(table, a) c = ReduceSum<keepdims=0>(b) y = Add(s, c)"
+    assert "Gather" in ops(thinned(nodes)).split()
 
 
 # --- what is told of a place -----------------------------------------------------------------------------------------
