@@ -140,7 +140,8 @@ def test_a_second_pass_finds_nothing_left() -> None:
 def test_the_embedding_of_one_type_is_a_row() -> None:
     """As in BERT, where the buffer of token types is cut to the length, expanded to the batch, and looked up."""
     nodes = """shape = Shape(x) batch = Gather(shape, i0) length = Gather(shape, i1)
-    whole = Concat<axis=0>(batch, length) some = Slice(types, i0, length, i1, i1) picked = GatherElements<axis=1>(types, some) all = Expand(picked, whole)
+    whole = Concat<axis=0>(batch, length) some = Slice(types, i0, length, i1, i1)
+    picked = GatherElements<axis=1>(types, some) all = Expand(picked, whole)
     embedded = Gather(table, all) y = Add(x, embedded)"""
     assert ops(thinned(nodes, "(float[B,N,5] x) => (y)")) == "Add"
 
