@@ -158,6 +158,8 @@ def any_rows(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
             ):  # fmt: skip
                 shapes = [x if name in ("x", "residual") else d for name in operands.split()]
                 yield node(fusion, operands, [dtype] * outputs), tensors(dtype, *shapes, aligned=aligned)
+            channels = tensors(dtype, (rows, 1, length), (1,), (1,), aligned=aligned)
+            yield node("group_norm", "x scale bias", [dtype], groups=1), channels
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
