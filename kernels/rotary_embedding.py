@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels._types import STORAGE, operand, refuse_dtypes, required, streamed, width
-from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.kernels._attention import Heads
+from onnxfuse.kernels._rotary import Rotary, Turned, launch
+from onnxfuse.kernels._types import ITEM_BYTES, operand, refuse_dtypes, required
+from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
-THREADS: Final = 128
-HEADS_EACH: Final = 4  # heads of a thread, which reads its piece of the tables once: 128 bytes in flight
-THREADS_EACH: Final = 512  # per multiprocessor, before a thread takes a second head
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The axes of x and y, whatever their order."""
-
-    batch: int
-    seq: int
-    heads: int
-    size: int
-    rotated: int
-    x_heads_first: bool
-    y_heads_first: bool
-    y_shape: tuple[int, ...]
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -34,8 +18,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     layout = node.attributes.get("layout", "bhsd")
     if layout not in LAYOUTS:
         return f"rotary_embedding: layout is {layout}; the kernel has {', '.join(LAYOUTS)}"
-    if node.attributes.get("size", 0) % 2:
-        return f"rotary_embedding: heads have {node.attributes['size']} elements; the kernel takes an even number"
+    if node.attributes.get("rotated", node.attributes.get("size", 0)) % 2:
+        return f"rotary_embedding: {node.attributes['size']} elements are rotated; the kernel takes an even number"
     return refuse_dtypes(node, input_dtypes)
 
 
@@ -43,64 +27,61 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     """How it runs for these shapes.  Raises ValueError where shapes do not fit together."""
     x, cos, sin = (required(node, inputs, name) for name in ("x", "cos", "sin"))
     operator = node.attributes.get("form", "rotate_half") == "operator"
-    axes = _operator(node, x, cos) if operator else _rotate_half(node, x, cos)
-    table_row = axes.rotated // 2 if operator else axes.rotated
-    _check(cos, sin, axes, table_row)
-    y = TensorSpec(axes.y_shape, node.output_dtypes[0], x.aligned)
+    rotated = cos.shape[-1] * (2 if operator else 1)
+    layout = ("bhsd" if len(x.shape) == 4 else "packed") if operator else node.attributes.get("layout", "bhsd")
+    size = int(node.attributes.get("size", 0)) or (x.shape[-1] if len(x.shape) == 4 else rotated)
+    if operator and len(x.shape) == 3:
+        size = x.shape[-1] // int(node.attributes["num_heads"])
+    axes, places = _axes(node, x, layout, size)
+    batch, length, heads = axes
+    check(cos, sin, batch, length, size, rotated, rotated // 2 if operator else rotated)
+    shape = x.shape if operator else (batch, heads, length, size)
+    y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
         return Plan((y,), ())
-    wide = width([x, y], axes.rotated // 2, axes.size - axes.rotated, weights=[cos, sin])
-    pieces = axes.rotated // 2 // wide + (axes.size - axes.rotated) // wide
-    each = HEADS_EACH
-    while each > 1 and axes.batch * axes.seq * pieces * -(-axes.heads // each) < THREADS_EACH * device.multiprocessors:
-        each //= 2
-    count = axes.batch * axes.seq * pieces * -(-axes.heads // each)
-    defines = {
-        "X_T": STORAGE[x.dtype], "COS_T": STORAGE[cos.dtype], "SIN_T": STORAGE[sin.dtype], "Y_T": STORAGE[y.dtype],
-        "SIZE": axes.size, "ROTATED": axes.rotated, "HEADS": axes.heads, "HEADS_EACH": each, "WIDTH": wide,
-        "INTERLEAVED": int(operator and bool(node.attributes.get("interleaved", 0))),
-        "WHOLE_TABLE": int(not operator), "TABLE_BATCHED": int(cos.shape[0] > 1), "THREADS": THREADS,
-        "X_HEADS_FIRST": int(axes.x_heads_first), "Y_HEADS_FIRST": int(axes.y_heads_first),
-        "STREAMED": streamed([x, y]),
-        "INDEX": "u32" if axes.batch * axes.seq * axes.heads * axes.size < 2**31 else "u64",
-    }  # fmt: skip
-    pointers = [*(operand(node, name) for name in ("x", "cos", "sin")), Pointer("output", 0)]
-    arguments = (*pointers, Scalar(axes.seq, "int64"), Scalar(count, "int64"))
-    kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
-    return Plan((y,), (Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments),))
+    result = _places("packed" if operator and layout == "packed" else "bhsd", axes, size)
+    problem = Rotary(
+        batch, length, size, rotated, (Turned(heads, places, result),),
+        operand(node, "cos"), operand(node, "sin"), cos, sin.dtype, x.dtype, y.dtype,
+        all(tensor.aligned for tensor in (x, cos, sin)), whole_table=not operator,
+        interleaved=operator and bool(node.attributes.get("interleaved", 0)),
+    )  # fmt: skip
+    return Plan((y,), (launch(problem, device),))
 
 
-def _rotate_half(node: FusedNode, x: TensorSpec, cos: TensorSpec) -> Geometry:
-    """The whole head is rotated; y is (batch, heads, seq, size)."""
-    size, layout = cos.shape[-1], node.attributes.get("layout", "bhsd")
-    if layout == "packed":
-        (batch, seq, hidden) = x.shape
-        heads = hidden // size
+def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], Heads]:
+    """((batch, length, heads), where x lies)."""
+    if layout == "bhsd":
+        batch, heads, length, _ = x.shape
     elif layout == "bshd":
-        batch, seq, heads, _ = x.shape
+        batch, length, heads, _ = x.shape
     else:
-        batch, heads, seq, _ = x.shape
-    return Geometry(batch, seq, heads, size, size, layout == "bhsd", True, (batch, heads, seq, size))
+        batch, length, width = x.shape
+        offset = node.attributes.get("x_offset")
+        if offset is not None:
+            heads, pitch = int(node.attributes["heads"]), int(node.attributes.get("x_pitch", size))
+            if offset + (heads - 1) * pitch + size > width:
+                raise ValueError(f"rotary_embedding: x has shape {list(x.shape)}; required {heads} heads in {offset}…")
+            pointer = Pointer("input", node.operands.index("x"), int(offset) * ITEM_BYTES[x.dtype])
+            return (batch, length, heads), Heads(pointer, length * width, pitch, width)
+        heads = width // max(1, size)
+    axes = batch, length, heads
+    found = _places(layout, axes, size)
+    return axes, Heads(Pointer("input", node.operands.index("x")), found.batch, found.head, found.row)
 
 
-def _operator(node: FusedNode, x: TensorSpec, cos: TensorSpec) -> Geometry:
-    """ONNX's RotaryEmbedding: y is like x, (batch, heads, seq, size) or (batch, seq, heads * size)."""
-    if len(x.shape) == 4:
-        batch, heads, seq, size = x.shape
-    else:
-        batch, seq, hidden = x.shape
-        heads = int(node.attributes["num_heads"])
-        size = hidden // heads
-    first = len(x.shape) == 4
-    return Geometry(batch, seq, heads, size, 2 * cos.shape[-1], first, first, x.shape)
+def _places(layout: str, axes: tuple[int, int, int], size: int) -> Heads:
+    """Where the heads of an output lie that has nothing else in it."""
+    _, length, heads = axes
+    head, row = (length * size, size) if layout == "bhsd" else (size, heads * size)
+    return Heads(Pointer("output", 0), length * heads * size, head, row)
 
 
-def _check(cos: TensorSpec, sin: TensorSpec, axes: Geometry, table_row: int) -> None:
-    if axes.size % 2 or axes.rotated > axes.size:
-        raise ValueError(f"rotary_embedding: {axes.rotated} of {axes.size} elements cannot be rotated in pairs")
+def check(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size: int, rotated: int, row: int) -> None:
+    """Raises ValueError where the tables do not fit (batch, length) and the `rotated` of `size` elements of a head."""
+    if rotated % 2 or rotated > size:
+        raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
     if cos.shape != sin.shape:
         raise ValueError(f"rotary_embedding: sin has shape {list(sin.shape)}; required {list(cos.shape)}, as cos")
-    if cos.shape[0] not in (1, axes.batch) or cos.shape[-2:] != (axes.seq, table_row):
-        raise ValueError(
-            f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {axes.batch}, {axes.seq}, {table_row})"
-        )
+    if cos.shape[0] not in (1, batch) or cos.shape[-2:] != (length, row):
+        raise ValueError(f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {batch}, {length}, {row})")

@@ -66,6 +66,18 @@ def _drop_lone(graph: Graph, shapes: Shapes, node: Node) -> bool:
     return len(node.inputs) == 1 and len(node.outputs) == 1 and _pass_on(graph, node, node.inputs[0])
 
 
+def _drop_empty(graph: Graph, shapes: Shapes, node: Node) -> bool:
+    """Concat without what has no elements on its axis, such as what a rotary embedding of whole heads leaves."""
+    axis = node.attrs.get("axis", 1)
+    found = [shapes.shape(t) for t in node.inputs]
+    full = [t for t, shape in zip(node.inputs, found, strict=True) if shape is None or shape[axis] != 0]
+    if not full or len(full) == len(node.inputs):
+        return _drop_lone(graph, shapes, node)
+    node.inputs = full
+    _drop_lone(graph, shapes, node)
+    return True
+
+
 def _drop_split(graph: Graph, shapes: Shapes, node: Node) -> bool:
     return len(node.outputs) == 1 and _pass_on(graph, node, node.inputs[0])
 
@@ -181,7 +193,7 @@ RULES: dict[str, Rule] = {
     "Tile": _drop_same_shape,
     "Slice": _drop_slice,
     "Pad": _drop_pad,
-    "Concat": _drop_lone,
+    "Concat": _drop_empty,
     "Max": _drop_lone,
     "Min": _drop_lone,
     "Mean": _drop_lone,

@@ -56,6 +56,7 @@ class Case:
     tf32: bool = False
     aligned: bool = True
     out_dtype: str = ""
+    product: str = ""  # q, k and v are parts of one tensor: "runs" of it, "heads" in turn, or runs at "odd" places
 
     @property
     def full(self) -> tuple[int, int, int, int]:
@@ -75,6 +76,8 @@ class Case:
             given["masked_score"] = self.masked
         if self.scale is not None:
             given["scale"] = self.scale
+        if self.product:
+            given |= {"size": self.size, "value_size": self.value_size, **self._places()}
         return FusedNode("attention", "n", tuple(self.inputs()), given, (self.out_dtype or self.dtype,))
 
     def inputs(self) -> dict[str, np.ndarray]:
@@ -104,6 +107,29 @@ class Case:
         if self.bias_axes:
             made["bias"] = normal(shape(self.bias_axes), self.mask_dtype)
         return made
+
+    def stored(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inputs as the node gets them."""
+        if not self.product:
+            return inputs
+        operands = [inputs[name] for name in "qkv"]
+        if self.product == "heads":
+            split = [x.reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads) for x in operands]
+            whole = np.concatenate(split, axis=-1).reshape(*operands[0].shape[:2], -1)
+        else:
+            whole = np.concatenate(operands, axis=-1)
+        if self.product == "odd":
+            whole = np.pad(whole, [(0, 0), (0, 0), (1, 2)])
+        return {**inputs, **dict.fromkeys("qkv", whole)}
+
+    def _places(self) -> dict[str, int]:
+        if self.product == "heads":
+            pitch = 2 * self.size + self.value_size
+            places = {f"{name}_offset": i * self.size for i, name in enumerate("qkv")}
+            return {**places, **{f"{name}_pitch": pitch for name in "qkv"}}
+        first = int(self.product == "odd")
+        widths = self.heads * self.size, self.kv_heads * self.size
+        return {"q_offset": first, "k_offset": first + widths[0], "v_offset": first + sum(widths)}
 
     def _shape(self, operand: int, heads: int, length: int, size: int) -> tuple[int, ...]:
         layout = self.layouts[operand]

@@ -32,7 +32,8 @@ def device() -> Device:
 
 def plans(case: Case, device: Device) -> list[tuple[str, Plan]]:
     """Every candidate of every kernel, named."""
-    node, inputs, here = case.node(), case.inputs(), dataclasses.replace(device, tf32=case.tf32)
+    node, inputs = case.node(), case.stored(case.inputs())
+    here = dataclasses.replace(device, tf32=case.tf32)
     assert attention.supports(node, [value.dtype.name for value in inputs.values()], here) is None
     problem, y = attention.attention_of(node, case.specs(inputs), here)
     if 0 in y.shape:
@@ -62,7 +63,7 @@ def compiled(cases: Sequence[Case], device: Device) -> None:
 def check(case: Case, device: Device) -> None:
     inputs = case.inputs()
     expected, tolerance = formula(case, inputs)
-    read = [upload(value, case.aligned) for value in inputs.values()]
+    read = [upload(value, case.aligned) for value in case.stored(inputs).values()]
     for name, plan in plans(case, device):
         (spec,) = plan.outputs
         assert spec.shape == expected.shape, name
@@ -141,6 +142,23 @@ def test_large_scores(device: Device, dtype: str) -> None:
     """Exponentials of ten thousands: one key has all the weight, and nothing overflows."""
     for queries, keys in (100, 100), (1, 3000):
         check(Case(queries=queries, keys=keys, dtype=dtype, amplitude=300.0), device)
+
+
+@pytest.mark.parametrize("layout", ["packed", "seq_first"])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 70), (1, 300), (1, 1100), (0, 8)])
+@pytest.mark.parametrize("product", ["runs", "heads", "odd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_one_product(
+    device: Device, dtype: str, product: str, batch: int, length: int, layout: str
+) -> None:
+    """GPT-2's and Phi-3's runs of queries, keys and values, GPT-NeoX's heads of them; some at odd places."""
+    kv_heads = 4 if product == "heads" else 2
+    for size, value_size in (64, 64), (40, 24), (20, 20), (7, 9):
+        case = Case(
+            batch, 4, kv_heads, length, length, size, value_size, dtype, (layout,) * 3, scale=size**-0.5,
+            product=product, mask="boolean", mask_axes=(1, 0, 0, 1),
+        )  # fmt: skip
+        check(case, device)
 
 
 @pytest.mark.parametrize("zero", [True, False])
@@ -225,7 +243,7 @@ def test_fused_models(name: str, graph: bool) -> None:
     fused, _ = models.onnxfuse.optimize(original, verify=False)
     chosen = [(models.CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(graph))})]
     session = models.InferenceSession(fused.SerializeToString(), providers=chosen, tune="never")
-    found = [run for run in models.explain_session(session) if run.fusion == "attention"]
+    found = [run for run in models.explain_session(session) if run.fusion in ("attention", "attention_with_cache")]
     assert found and all(run.how == "kernel" for run in found), found
     exactly = models.session(models.widened(original).SerializeToString(), ["CPUExecutionProvider"])
     # A graph is captured in the third run and replayed from the fourth on.

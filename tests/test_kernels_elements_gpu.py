@@ -123,6 +123,35 @@ def test_rotary_embedding(
     check(y, rotate_half(x.astype(np.float64), *angles))
 
 
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize(
+    ("heads", "size", "rotated", "width", "offset", "pitch"),
+    [
+        (8, 64, 64, 1536, 512, 64),  # queries, keys and values in runs
+        (8, 64, 16, 1536, 64, 192),  # heads of queries, keys and values in turn, of which a quarter is rotated
+        (3, 96, 24, 900, 12, 100),
+        (3, 10, 4, 101, 1, 31),
+        (2, 8, 8, 16, 0, 8),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_of_a_part(
+    device: Device, dtype: str, heads: int, size: int, rotated: int, width: int, offset: int, pitch: int, aligned: bool
+) -> None:
+    batch, seq = 2, 37
+    product = normal((batch, seq, width), dtype, 1)
+    cos, sin = (normal((1, seq, rotated), dtype, seed) for seed in (2, 3))
+    attributes = {"x_offset": offset, "x_pitch": pitch, "heads": heads, "size": size, "rotated": rotated}
+    form = {"layout": "packed", "table": "bsd", "form": "rotate_half" if size == rotated else "rotate_part"}
+    inputs = {"x": product, "cos": cos, "sin": sin}
+    (y,) = run("rotary_embedding", inputs, [dtype], device, aligned, **attributes, **form)
+    places = offset + pitch * np.arange(heads)[:, None] + np.arange(size)
+    expected = product[:, :, places].astype(np.float64).swapaxes(1, 2)
+    angles = (angle.astype(np.float64)[:, None] for angle in (cos, sin))
+    expected[..., :rotated] = rotate_half(expected[..., :rotated], *angles)
+    check(y, expected)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 32), (10, 6), (96, 48)])
 @pytest.mark.parametrize("packed", [False, True])

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxfuse.graph import Node, Tensor, attribute, default, op_of, producer, schema
+from onnxfuse.match.parts import taken
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin, short
+from onnxfuse.shape_rules import Undecided
 from onnxfuse.terms import Absent, Apply, Capture, Size, bare
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ LINEAR = {"MatMul"}  # in each of its inputs
 def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
     """Every way to read a tensor as the output of an operator."""
     node = producer(tensor)
+    if node is not None and op_of(node) == "Split" and term.op == "Slice":
+        yield from _match_split(m, term, tensor, node, state)
+        return
     if node is None or op_of(node) != term.op:
         m.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {term.op}")
         return
@@ -43,6 +48,40 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
     for order in orders:
         for after in _inputs(m, term, order, 0, state):
             yield from _attributes(m, term, node, after._replace(factor=after.factor if term.op in LINEAR else factor))
+
+
+def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
+    """Every way to read an output of a Split as what a Slice along one axis takes."""
+    try:
+        ((axis, (start, count)),) = taken(m, node, tensor).items()
+    except Undecided:
+        m.fail(term, state, lambda: f"the sizes of Split '{node.name}' are not known")
+        return
+    shape = m.shapes.shape(node.inputs[0])
+    assert shape is not None
+    found = {"starts": [start], "ends": [start + count], "axes": [axis], "steps": [1]}
+    for after in _inputs(m, term, node.inputs[:1], 0, state.with_nodes([node])):
+        for name, value in found.items():
+            after = _with_size(term.attributes.get(name, value), value, after)
+        required = {name: _computed(term.attributes.get(name, value), after.dims) for name, value in found.items()}
+        if isinstance(whole := shape[axis], int):
+            required["ends"] = [min(end, whole) if isinstance(end, int) else end for end in required["ends"]]
+        required["axes"] = [number % len(shape) for number in required["axes"]]
+        if required == found:
+            yield after
+        else:
+            told = ", ".join(f"{name}={short(value)}" for name, value in required.items() if value != found[name])
+            m.fail(term, after, lambda told=told: f"Split '{node.name}' takes {found}; required {told}")  # type: ignore[misc]
+
+
+def _with_size(wanted: Any, value: Any, state: State) -> State:
+    """The state with a dimension that the attribute names, [size("d")], where nothing else has bound it."""
+    if not isinstance(wanted, list) or not isinstance(value, list) or len(wanted) != 1 or len(value) != 1:
+        return state
+    (item,) = wanted
+    if isinstance(item, Size) and item.text.isidentifier() and item.text not in state.dims:
+        return state._replace(dims={**state.dims, item.text: value[0]})
+    return state
 
 
 def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
@@ -105,6 +144,7 @@ def _attribute(m: Matcher, term: Apply, node: Node, name: str, wanted: Any, stat
     if isinstance(wanted, Size) and wanted.text.isidentifier() and wanted.text not in state.dims:
         yield state._replace(dims={**state.dims, wanted.text: value})
         return
+    state = _with_size(wanted, value, state)
     required = _computed(wanted, state.dims)
     if _same(m, node, name, value, required):
         yield state

@@ -51,8 +51,8 @@ def part_of(
     if axis < 0 or found is None or any(begin for place, begin in found[1].items() if place != axis):
         return None
     layout, offset = layouts.merged(found[0]), found[1].get(axis, 0)
-    taken = [atom for atoms in layout for atom in atoms if atom.axis == axis]
-    sizes = layouts.solve(arrangement, (*start[:-1], product([atom.size for atom in taken])), end, known)
+    runs = [atom for atoms in layout for atom in atoms if atom.axis == axis]
+    sizes = layouts.solve(arrangement, (*start[:-1], product([atom.size for atom in runs])), end, known)
     last = arrangement.source[-1]
     if sizes is None or not last:
         return None
@@ -61,7 +61,7 @@ def part_of(
         return None
     if layouts.arranged(arrangement, sizes) == layout:
         return sizes, offset, None
-    for pitch in (atom.stride for atom in taken if isinstance(atom.stride, int)):
+    for pitch in (atom.stride for atom in runs if isinstance(atom.stride, int)):
         if _fits(whole, offset, count, run, pitch) and layouts.arranged(arrangement, sizes, pitch) == layout:
             return sizes, offset, pitch
     return None
@@ -85,22 +85,22 @@ def _place(
             continue
         made = tensor if after is None else next(t for t in node.outputs if any(t is read for read in after.inputs))
         try:
-            taken = _taken(m, node, made)
+            cut = taken(m, node, made)
         except Undecided:
             return None
-        for axis, (first, count) in taken.items():
+        for axis, (first, count) in cut.items():
             selected = None if layout is None else layouts.select(layout, axis, first, count)
             if selected is None:
                 return None
             layout = selected[0]
             begins |= {axis: begins.get(axis, 0) + more for axis, more in selected[1].items()}
         if layout is not None and op_of(node) == "Gather" and m.shapes.rank(node.inputs[1]) == 0:
-            (axis,) = taken
+            (axis,) = cut
             layout = (*layout[:axis], *layout[axis + 1 :])
     return None if layout is None else (layout, begins)
 
 
-def _taken(m: Matcher, node: Node, made: Tensor) -> Cut:
+def taken(m: Matcher, node: Node, made: Tensor) -> Cut:
     """What a node takes of its first input for the output `made`.  Raises Undecided where that is not one run."""
     shape = m.shapes.shape(node.inputs[0])
     if shape is None:

@@ -32,6 +32,8 @@ def root_ops(term: Term) -> frozenset[str] | None:
     match term:
         case Capture() | Constant() | Filled() | Absent():
             return None
+        case Apply(op="Slice"):
+            return frozenset(["Slice", "Split"])
         case Apply(op=op):
             return frozenset([op])
         case Product():
