@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import Case
+from early_cases import ATTENTION, NODES, node_of
 from kernel_runs import NUMPY, compile_native, cupy, normal
 
 import onnxfuse.kernels
@@ -20,7 +20,7 @@ from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Poin
 
 WAIT = 100_000  # nanoseconds: longer than a kernel takes to start
 BLOCKS = 16  # of the kernel in front, which leaves room for the next one
-D, HEADS = 768, 12
+NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1}
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,6 @@ def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray
     return expected, found[0], found[1]
 
 
-NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1, "bool": 1, "int64": 8}
-
-
 def captured(stream: Any, start: Any) -> Any:
     with stream:
         stream.begin_capture()
@@ -156,44 +153,13 @@ def test_a_kernel_that_does_not_wait_is_found(device: Device, racing: bool) -> N
 
 # --- every kernel ----------------------------------------------------------------------------------------------------
 
-X, W, SQUARE = (300, D), (D,), (D, D)
-NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
-    "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
-    "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
-    "add_layer_norm": ("add_layer_norm", {"x": X, "residual": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 2),
-    "add_rms_norm": ("add_rms_norm", {"x": X, "residual": X, "scale": W}, {"epsilon": 1e-5}, 2),
-    "softmax": ("softmax", {"x": X}, {}, 1),
-    "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
-    "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
-    "gated_activation": ("gated_activation", {"gate": X, "up": X}, {"activation": "silu"}, 1),
-    **{
-        f"gemm of {m} rows": (
-            "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
-            {"weight_layout": "kn", "activation": "relu"}, 1,
-        )
-        for m in (1, 8, 48, 300)
-    },
-    "gated_gemm": (
-        "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
-    ),
-}  # fmt: skip
-ATTENTION = {
-    "attention": Case(2, 4, 4, 160, 160, mask="additive"),
-    "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
-    "attention of one query": Case(2, 4, 4, 1, 500),
-    "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
-}
-
 
 @pytest.mark.parametrize("constants", [False, True])
 @pytest.mark.parametrize("name", NODES)
 def test_a_kernel_waits_for_what_is_in_front(device: Device, name: str, constants: bool) -> None:
-    fusion, shapes, attributes, outputs = NODES[name]
-    arrays = {operand: normal(shape, "float16", i, 0.2) for i, (operand, shape) in enumerate(shapes.items())}
-    node = FusedNode(fusion, "n", tuple(arrays), attributes, ("float16",) * outputs)
-    kept = {"w", "up", "scale", "bias"} if constants and fusion != "gated_activation" else set()
-    inputs = [TensorSpec(array.shape, "float16", constant=operand in kept) for operand, array in arrays.items()]
-    all_wait(node, inputs, list(arrays.values()), device)
+    node, inputs = node_of(name, constants)
+    arrays = [normal(spec.shape, "float16", i, 0.2) for i, spec in enumerate(inputs)]
+    all_wait(node, inputs, arrays, device)
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -1,0 +1,47 @@
+"""Nodes whose kernels start early, one for each way to run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attention_cases import Case
+
+from onnxfuse.provider.plan import FusedNode, TensorSpec
+
+D = 768
+WEIGHTS = {"w", "up", "scale", "bias"}
+X, W, SQUARE = (300, D), (D,), (D, D)
+NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
+    "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
+    "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
+    "add_layer_norm": ("add_layer_norm", {"x": X, "residual": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 2),
+    "add_rms_norm": ("add_rms_norm", {"x": X, "residual": X, "scale": W}, {"epsilon": 1e-5}, 2),
+    "softmax": ("softmax", {"x": X}, {}, 1),
+    "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
+    "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
+    "gated_activation": ("gated_activation", {"gate": X, "up": X}, {"activation": "silu"}, 1),
+    **{
+        f"gemm of {m} rows": (
+            "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
+            {"weight_layout": "kn", "activation": "relu"}, 1,
+        )
+        for m in (1, 8, 48, 300)
+    },
+    "gated_gemm": (
+        "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
+    ),
+}  # fmt: skip
+ATTENTION = {
+    "attention": Case(2, 4, 4, 160, 160, mask="additive"),
+    "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
+    "attention of one query": Case(2, 4, 4, 1, 500),
+    "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
+}
+
+
+def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
+    """One of NODES and its inputs, whose weights are the model's `constants` or are computed."""
+    fusion, shapes, attributes, outputs = NODES[name]
+    kept = WEIGHTS if constants and fusion != "gated_activation" else set()
+    inputs = [TensorSpec(shape, "float16", constant=operand in kept) for operand, shape in shapes.items()]
+    return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs
