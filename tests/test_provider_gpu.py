@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.numpy_helper
 import onnx.parser
 import onnxruntime as ort
 import pytest
@@ -117,6 +118,17 @@ def test_a_cuda_graph_is_captured_and_replayed_with_other_inputs(steps: int) -> 
             inputs[name].update_inplace(value)
         run.run_with_iobinding(binding)
         close(output.numpy(), given)
+
+
+def test_plans_know_which_inputs_are_constants() -> None:
+    """Initializers, wherever onnxruntime has put them; the values are not looked at."""
+    proto = onnx.load_from_string(model(nodes=1))
+    given = feed(64)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(given["scale"], "scale"))
+    del proto.graph.input[1]
+    run = session(proto.SerializeToString())
+    close(run.run(None, {"x": given["x"]})[0], given)
+    assert [spec.constant for spec in planner.living()[-1].inputs] == [False, True]
 
 
 def test_kernels_run_on_the_stream_that_the_session_was_given() -> None:
