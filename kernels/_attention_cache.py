@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._attention import Attention, Heads
-from onnxfuse.kernels._types import ITEM_BYTES, STORAGE, VECTOR_BYTES
-from onnxfuse.provider.plan import Argument, Kernel, Launch, Scalar
+from onnxfuse.kernels._types import EARLY_ARCH, ITEM_BYTES, STORAGE, VECTOR_BYTES
+from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Scalar
 
 THREADS: Final = 256
 EACH: Final = 4  # accesses of a thread, all on their way at once
@@ -47,7 +47,7 @@ def access(problem: Attention, *heads: Heads) -> int:
     return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), *(each.pointer.offset for each in heads))
 
 
-def append(problem: Attention, cache: Cache) -> Launch:
+def append(problem: Attention, cache: Cache, device: Device) -> Launch:
     """The step that writes both presents."""
     present = (problem.k, problem.v)
     width = access(problem, *present, cache.past_k, cache.past_v, cache.new_k, cache.new_v)
@@ -68,4 +68,5 @@ def append(problem: Attention, cache: Cache) -> Launch:
             *(stride for each in present for stride in strides(each)),
             *(Scalar(number, "int32") for number in numbers),
         ),
+        early=device.arch >= EARLY_ARCH,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from onnxfuse.kernels._attention_mma import (
     shared_bytes,
 )
 from onnxfuse.kernels._gemm import Candidate
-from onnxfuse.kernels._types import ABSENT
+from onnxfuse.kernels._types import ABSENT, EARLY_ARCH
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
 
 CLUSTER_ARCH: Final = 90
@@ -99,6 +99,7 @@ def _combined(problem: Attention, tiling: Tiling, splits: int, device: Device, c
             partial,
             totals,
         ),
+        early=device.arch >= EARLY_ARCH,
     )  # fmt: skip
     rows = problem.batch * problem.kv_heads * splits * tiling.rows
     scratch = (rows * problem.value_size * 4, rows * 8)
@@ -128,4 +129,5 @@ def _split(
         (*arguments(problem, 1), Scalar(splits, "int32"), *places, *more),
         shared_bytes(problem, tiling, device, True),
         cluster,
+        early=device.arch >= EARLY_ARCH,
     )

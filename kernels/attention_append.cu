@@ -34,6 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_append(
     i64 past_k_head, i64 past_k_row, i64 past_v_batch, i64 past_v_head, i64 past_v_row, i64 new_k_batch,
     i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head, i64 new_v_row, i64 k_batch, i64 k_head, i64 k_row,
     i64 v_batch, i64 v_head, i64 v_row, int heads, int past, int all, int same, int key_chunks, int value_chunks) {
+    wait_for_predecessor();
+    release_successor();
     const int chunks = key_chunks + value_chunks, chunk = blockIdx.x % chunks;
     const int batch = blockIdx.x / chunks / heads, head = blockIdx.x / chunks % heads;
     if (chunk < key_chunks)

@@ -5,6 +5,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER
     attention_decode(ATTENTION_PARAMETERS, int splits, float* partial, float2* totals) {
+    wait_for_predecessor();
+    release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const Place at = place_of(blockIdx.x / splits, problem);
@@ -21,6 +23,8 @@ constexpr int ABREAST = PIECES < COMBINE_THREADS ? PIECES : COMBINE_THREADS, LAN
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) attention_combine(
     OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, const float* partial,
     const float2* totals) {
+    wait_for_predecessor();
+    release_successor();
     __shared__ float2 shares[MOST_SPLITS];
     __shared__ float lanes[LANES][ABREAST * OUT_ACCESS];
     const int rows = queries * GROUP, head = blockIdx.x / rows, row = blockIdx.x % rows;

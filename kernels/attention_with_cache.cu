@@ -89,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER att
     const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head, i64 past_k_row, i64 past_v_batch,
     i64 past_v_head, i64 past_v_row, i64 new_k_batch, i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head,
     i64 new_v_row, int past, int same) {
+    wait_for_predecessor();
+    release_successor();
     const Problem problem{ATTENTION_ARGUMENTS};
     const int split = blockIdx.x % splits;
     const Place at = place_of(blockIdx.x / splits, problem);

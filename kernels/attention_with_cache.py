@@ -36,7 +36,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
     problem, cache, outputs = cached_attention(node, inputs, device)
-    grow = (append(problem, cache),) if problem.batch and cache.rows else ()
+    grow = (append(problem, cache, device),) if problem.batch and cache.rows else ()
     if 0 in outputs[0].shape:
         return [Plan(outputs, grow)]
     at_once = problem.causal is None and problem.keys == cache.rows
