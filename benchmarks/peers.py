@@ -28,13 +28,17 @@ NHWC = {"prefer_nhwc": 1, "fuse_conv_bias": 1}  # onnxruntime 1.31.1: the second
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' where that knows none."""
+    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' where that knows none.
+
+    `fixed`: onnxruntime is told the sizes, as it has to be for a CUDA graph of a model that computes with them.
+    """
 
     name: str
     architecture: str
     sizes: Mapping[str, int] = field(hash=False)
     tool: str = ""
     convolutions: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,33 @@ class Peer:
 
 
 @functools.lru_cache(maxsize=1)
-def model_of(path: Path) -> onnx.ModelProto:
-    """The exported model."""
+def _loaded(path: Path) -> onnx.ModelProto:
     return onnx.load(path)
+
+
+@functools.lru_cache(maxsize=1)
+def model_of(work: Work) -> onnx.ModelProto:
+    """The exported model."""
+    model = _loaded(work.path)
+    return at_sizes(model, feeds_of(work)) if work.case.fixed else model
+
+
+def at_sizes(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelProto:
+    """The model for inputs of these shapes alone."""
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    fixed.graph.ClearField("value_info")
+    for value in fixed.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
+            dim.dim_value = size
+    for value in fixed.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return fixed
 
 
 def feeds_of(work: Work) -> dict[str, Array]:
     """The same inputs for every peer."""
-    model = model_of(work.path)
+    model = _loaded(work.path)
     inputs = inputs_of(model)
     sizes = {**next(sizes_to_try(inputs, {})), **work.case.sizes}
     return generate(inputs, sizes, roles_of(model), {})
@@ -82,7 +105,7 @@ def feeds_of(work: Work) -> dict[str, Array]:
 @functools.cache
 def reference(work: Work) -> dict[str, Sampled]:
     """The outputs of the model in float32, as onnxruntime computes them without TF32."""
-    model, feeds = model_of(work.path), feeds_of(work)
+    model, feeds = model_of(work), feeds_of(work)
     options = {"use_tf32": 0} if work.provider == "cuda" else {}
     if half_of(model):
         model, feeds = widened(model), widened_arrays(feeds)
@@ -114,7 +137,7 @@ def relative_error(expected: Mapping[str, Sampled], outputs: Mapping[str, Array]
 
 def as_exported(work: Work) -> onnx.ModelProto:
     """What onnxruntime makes of the model by itself."""
-    return model_of(work.path)
+    return model_of(work)
 
 
 @functools.lru_cache(maxsize=1)
@@ -146,13 +169,13 @@ def by_onnxscript(work: Work) -> onnx.ModelProto:
 
 
 @functools.lru_cache(maxsize=1)
-def _fused(path: Path) -> onnx.ModelProto:
-    return optimize(path, verify=False)[0]
+def _fused(work: Work) -> onnx.ModelProto:
+    return optimize(model_of(work), verify=False)[0]
 
 
 def fused(work: Work) -> onnx.ModelProto:
     """onnxfuse."""
-    return _fused(work.path)
+    return _fused(work)
 
 
 def in_onnxruntime(
