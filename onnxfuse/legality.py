@@ -22,7 +22,8 @@ def refusal(
     """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
     inside = {id(n) for n in nodes}
     found = _needed_outside(graph, nodes, inside, outputs) or _read_inside(inside, operands)
-    if found or len(used(graph, nodes, outputs)) == 1:  # one way out of what is fused: no operand can come from there
+    ways_out = [t for n in nodes for t in n.outputs if any(id(reader) not in inside for reader in t.outputs)]
+    if found or len(ways_out) <= 1:  # no operand can come from what is fused
         return found
     return _cycle(graph, nodes, operands)
 
@@ -54,7 +55,8 @@ def _needed_outside(
                 continue
             if graph.is_kept(tensor):
                 return Refusal(f"'{tensor.name}' ({_label(node)}) is an output of the graph or read in a subgraph")
-            reader = next((r for r in unique(tensor.outputs) if id(r) not in inside), None)
+            readers = (r for r in unique(tensor.outputs) if id(r) not in inside)
+            reader = next((r for r in readers if any(_lives(graph, made, inside) for made in r.outputs)), None)
             if reader is not None:
                 return Refusal(
                     f"'{tensor.name}' ({_label(node)}) is also read by {_label(reader)}; required no reader outside"

@@ -40,33 +40,21 @@ def in_layout(context: Term, axes: str) -> Term:
 # GroupQueryAttention would save the repeated heads, but is always causal: no mask of a model is known to be that.
 
 PACKED = "batch queries (heads value_size)"
+QUERIES, KEYS = "batch queries (heads size)", "batch keys (kv_heads repeats size)"
+VALUES = "batch keys (kv_heads repeats value_size)"
 
 
 def multi_head_attention(
-    q: Term,
-    k: Term,
-    v: Term,
-    mask: Any,
-    bias: Any,
-    scale: Any,
-    masked_score: Any,
-    is_causal: Any,
-    layouts: tuple[str, str] = ("k_layout", "v_layout"),
+    queries: Term, keys: Term, values: Term, mask: Any, bias: Any, scale: Any, masked_score: Any, is_causal: Any
 ) -> Term:
-    """The fused attention as MultiHeadAttention, in the cases in which it computes the same.
-
-    `layouts` names the choices that say how `k` and `v` lie.
-    """
-    queries = by_layout("q_layout", q, "queries", "heads", "size", "batch queries (heads size)")
-    keys = by_layout(layouts[0], k, "keys", "kv_heads", "size", "batch keys (kv_heads repeats size)")
-    values = by_layout(layouts[1], v, "keys", "kv_heads", "value_size", "batch keys (kv_heads repeats value_size)")
+    """The fused attention of QUERIES, KEYS and VALUES as MultiHeadAttention, where that computes the same."""
 
     def attended(*more: Any, **attributes: Any) -> Term:
         return contrib.MultiHeadAttention(
             queries, keys, values, *more, num_heads=size("heads"), scale=scale, **attributes
         )
 
-    added = _of_all_pairs(_added(q, mask, bias, masked_score), queries, keys)
+    added = _of_all_pairs(_added(queries, mask, bias, masked_score), queries, keys)
     with_bias = attended(None, None, added)
     softmax = either(
         given(
@@ -100,11 +88,11 @@ def _adding_is_exact(mask_kind: str, masked_score: float, dtype: str) -> bool:
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < LOWEST)
 
 
-def _added(q: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
+def _added(queries: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
     """What is added to the scores."""
     masks = {
-        "boolean": narrow(op.Where(mask, 0.0, masked_score), like=q),
-        "inverted": narrow(op.Where(mask, masked_score, 0.0), like=q),
+        "boolean": narrow(op.Where(mask, 0.0, masked_score), like=queries),
+        "inverted": narrow(op.Where(mask, masked_score, 0.0), like=queries),
         "additive": mask,
     }
     both = {kind: bias + term for kind, term in masks.items()}

@@ -15,7 +15,7 @@ from onnxfuse.dsl import (
     stored,
     tensor,
 )
-from onnxfuse.patterns._attention import LOWEST, by_layout, in_layout, multi_head_attention
+from onnxfuse.patterns._attention import KEYS, LOWEST, QUERIES, VALUES, by_layout, in_layout, multi_head_attention
 
 MAX_FLOAT16 = 65504
 SCORES = "batch? heads? queries? keys?"
@@ -87,7 +87,12 @@ def attention(
     keys = by_layout("k_layout", k, "keys", "kv_heads", "size", "batch (kv_heads repeats) keys size")
     values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch (kv_heads repeats) keys value_size")
     context = attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap)
+    ready = (
+        by_layout("q_layout", q, "queries", "heads", "size", QUERIES),
+        by_layout("k_layout", k, "keys", "kv_heads", "size", KEYS),
+        by_layout("v_layout", v, "keys", "kv_heads", "value_size", VALUES),
+    )
     return stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=multi_head_attention(q, k, v, mask, bias, scale, masked_score, is_causal),
+        ort=multi_head_attention(*ready, mask, bias, scale, masked_score, is_causal),
     )

@@ -1,7 +1,7 @@
 """Attention over the keys and values of earlier steps and of this one; the grown caches are outputs, too."""
 
 from onnxfuse.dsl import attribute, choose, fusion, op, rearrange, require, scalar, stored, tensor
-from onnxfuse.patterns._attention import by_layout, in_layout, multi_head_attention
+from onnxfuse.patterns._attention import KEYS, QUERIES, VALUES, by_layout, in_layout, multi_head_attention
 from onnxfuse.patterns.attention import SCORES, attended
 
 HEADS_FIRST, ROWS_FIRST = "batch kv_heads {rows} {size}", "batch {rows} kv_heads {size}"
@@ -63,9 +63,13 @@ def attention_with_cache(
     keys = read(present_key, "size", "batch (kv_heads repeats) keys size")
     values = read(present_value, "value_size", "batch (kv_heads repeats) keys value_size")
     context = attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap)
-    caches = ("cache_layout", "cache_layout")
+    ready = (
+        by_layout("q_layout", q, "queries", "heads", "size", QUERIES),
+        read(present_key, "size", KEYS),
+        read(present_value, "value_size", VALUES),
+    )
     result = stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=multi_head_attention(q, present_key, present_value, mask, bias, scale, masked_score, is_causal, caches),
+        ort=multi_head_attention(*ready, mask, bias, scale, masked_score, is_causal),
     )
     return result, present_key, present_value

@@ -198,7 +198,10 @@ class Matcher:
         chain = self._chains.get(id(term))
         if chain is None:
             chain = self._chains[id(term)] = Chain(self, term)
-        return chain.match(tensor, state)
+        if state.factor is None:
+            return chain.match(tensor, state)
+        inside = chain.match(tensor, state._replace(factor=None))  # factors of a part are not those of the whole
+        return (after._replace(factor=state.factor) for after in inside)
 
     def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
         for _, option in self._fitting(term, enumerate(term.options), tensor):

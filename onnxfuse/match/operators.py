@@ -60,7 +60,7 @@ def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: Sta
     shape = m.shapes.shape(node.inputs[0])
     assert shape is not None
     found = {"starts": [start], "ends": [start + count], "axes": [axis], "steps": [1]}
-    for after in _inputs(m, term, node.inputs[:1], 0, state.with_nodes([node])):
+    for after in _inputs(m, term, node.inputs[:1], 0, state.with_nodes([node])._replace(factor=None)):
         for name, value in found.items():
             after = _with_size(term.attributes.get(name, value), value, after)
         required = {name: _computed(term.attributes.get(name, value), after.dims) for name, value in found.items()}
@@ -68,7 +68,7 @@ def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: Sta
             required["ends"] = [min(end, whole) if isinstance(end, int) else end for end in required["ends"]]
         required["axes"] = [number % len(shape) for number in required["axes"]]
         if required == found:
-            yield after
+            yield after._replace(factor=state.factor)
         else:
             told = ", ".join(f"{name}={short(value)}" for name, value in required.items() if value != found[name])
             m.fail(term, after, lambda told=told: f"Split '{node.name}' takes {found}; required {told}")  # type: ignore[misc]
