@@ -6,10 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import onnx
 import pytest
+from attention_cases import formula
 from cache_cases import CachedCase, cached
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 from test_attention_compile import ARGUMENTS, DEVICES, H200, T4
 
+from onnxfuse.build import Variant, function
+from onnxfuse.catalog import builtin
+from onnxfuse.graph import DOMAIN
 from onnxfuse.kernels import attention_with_cache
 from onnxfuse.provider.plan import Device, Launch, TensorSpec
 
@@ -131,3 +138,40 @@ def test_a_past_of_other_sizes_is_named() -> None:
         inputs[place] = TensorSpec((2, 2, 20, 8), HALF)
     with pytest.raises(ValueError, match=r"attention_with_cache 'n': .*\[\[2, 2, 20, 8\].*batches of 1|batches of"):
         attention_with_cache.plan(each.node(), inputs, H200)
+
+
+# ---- the formula of the GPU tests ----------------------------------------------------------------------------------
+
+
+def body(each: CachedCase) -> onnx.ModelProto:
+    """A model of one node that calls the fusion's stored body."""
+    fusion = next(known for known in builtin() if known.name == "attention_with_cache")
+    case, inputs, attributes = each.case, each.inputs(), each.node().attributes
+    names = ("batch", "heads", "kv_heads", "queries", "keys", "size", "value_size")
+    dims = {name: getattr(case, name) for name in names} | {"repeats": case.heads // case.kv_heads}
+    dims |= {"past": each.past, "new": case.keys - each.past}
+    values = {"scale": case.scale, "masked_score": case.masked, "is_causal": 0, "softcap": 0.0}
+    choices = {name: value for name, value in attributes.items() if isinstance(value, str)}
+    dtypes = {name: TensorProto.BOOL if value.dtype == bool else TensorProto.FLOAT for name, value in inputs.items()}
+    stored = function(fusion, Variant(23, dtypes, (TensorProto.FLOAT,) * 3, 3, values, dims, choices), fusion.name, [])
+    infos = [helper.make_tensor_value_info(name, dtypes[name], inputs[name].shape) for name in inputs]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "key", "value")]
+    call = helper.make_node(fusion.name, list(inputs), ["y", "key", "value"], domain=DOMAIN)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    graph = helper.make_graph([call], "g", infos, results)
+    return helper.make_model(graph, functions=[stored], opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows without a key are 0/0 in the evaluator
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("new_layouts", [("bhsd", "packed"), ("packed", "bshd"), ("seq_first", "bhsd")])
+@pytest.mark.parametrize(("past", "new"), [(5, 1), (3, 4), (0, 2)])
+def test_the_formula_is_what_the_body_computes(past: int, new: int, new_layouts: tuple[str, str], layout: str) -> None:
+    given = {"heads": 4, "kv_heads": 2, "size": 6, "value_size": 3, "batch": 2, "mask": "boolean", "dtype": "float32"}
+    each = cached(past, new, layout, new_layouts, **given)
+    inputs, presents = each.inputs(), each.presents()
+    found, *grown = ReferenceEvaluator(body(each)).run(None, inputs)
+    whole = {"q": inputs["q"], "k": presents[0], "v": presents[1], "mask": inputs["mask"]}
+    np.testing.assert_allclose(found, formula(each.case, whole)[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+    for cache, right in zip(grown, presents, strict=True):
+        np.testing.assert_array_equal(cache, right)
