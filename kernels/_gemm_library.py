@@ -129,4 +129,4 @@ def epilogue(gemm: Gemm, device: Device) -> Launch:
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     tiles = spread(gemm.m * gemm.n, width([*read, y]), len(read), device)
-    return element_launch(node, tiles, y, streamed([*read, y]), defines, arguments)
+    return element_launch(node, tiles, y, streamed([*read, y]), defines, arguments, device)
