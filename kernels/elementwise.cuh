@@ -20,6 +20,7 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) raw[k] = op.template fetch<WIDTH>((first + k * THREADS) * WIDTH);
+    release_successor();
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) op.template finish<WIDTH>((first + k * THREADS) * WIDTH, raw[k]);
@@ -28,7 +29,6 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 template <class Op>
 __device__ __forceinline__ void each_element(const Op& op, INDEX count) {
     const INDEX vectors = count / WIDTH;
-    release_successor();
     wait_for_predecessor();
     if (REST && blockIdx.x == gridDim.x - 1) {
         const INDEX at = vectors * WIDTH + threadIdx.x;

@@ -205,6 +205,7 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
         partial = partial.merge(rows.local(row, batch, values));
     }
     rows.op.finish(merge_row(partial, shares));
+    release_successor();
 #pragma unroll 1
     for (int batch = 0; batch < BATCHES; ++batch) {
         rows.read(row, batch, raw);
@@ -232,6 +233,7 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
         const bool more = LOOP && first < rows.count;
         if (more) rows.fetch(row + step, 0, raw);
         rows.op.finish(merge_row(rows.local(row, 0, values), shares[parity]));
+        if (!more) release_successor();
         rows.template close<!EARLY>(row, 0, values);
         if (!more) break;
         row += step;
@@ -243,7 +245,6 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
 template <class Op>
 __device__ __forceinline__ void each_row(Op op, long long count) {
     __shared__ float shares[2][SHARES][Op::Partial::VALUES];
-    release_successor();
     row_arrive();
     const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count};
     const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
