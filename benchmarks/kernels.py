@@ -50,8 +50,13 @@ GRAPH_US = 1000.0  # of work in a graph, at least
 def launcher(plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> Callable[[], None]:
     """Runs the plan on PyTorch's current stream, as a session does."""
     specs = [TensorSpec(tuple(t.shape), NAMES[t.dtype], t.data_ptr() % 16 == 0) for t in read]
-    ready, places = planner.ready(plan, specs), [[t.data_ptr() for t in each] for each in (read, written)]
-    return lambda: ready.run(*places, stream=torch.cuda.current_stream().cuda_stream)
+    ready = planner.ready(plan, specs)
+
+    def launch() -> None:  # which keeps the tensors
+        places = ([tensor.data_ptr() for tensor in each] for each in (read, written))
+        ready.run(*places, stream=torch.cuda.current_stream().cuda_stream)
+
+    return launch
 
 
 def per_launch(calls: list[Callable[[], Any]], bytes_each: int) -> tuple[float, float]:
