@@ -11,7 +11,7 @@ from onnxfuse.kernels._attention import Attention
 from onnxfuse.kernels._attention_cache import Cache, append
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.kernels._types import refuse_choice, required
-from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+from onnxfuse.provider.plan import Apart, Device, FusedNode, Plan, Pointer, TensorSpec
 
 ROWS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows
 PAIRS: Final = (("past_key", "k"), ("past_value", "v"))
@@ -37,8 +37,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
     problem, cache, outputs = cached_attention(node, inputs, device)
     grow = (append(problem, cache, device),) if problem.batch and cache.rows else ()
+    apart = _apart(node, cache)
     if 0 in outputs[0].shape:
-        return [Plan(outputs, grow)]
+        return [Plan(outputs, grow, apart=apart)]
     at_once = problem.causal is None and problem.keys == cache.rows
     found = _attention_decode.plans(problem, device, cache) if at_once else []
     for way in attention.ways(problem, device):
@@ -46,7 +47,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if not found:
         sizes = f"heads of {problem.size} and {problem.value_size} elements"
         raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
-    return [Plan(outputs, way.steps, way.scratch) for way in found[: attention.MOST]]
+    return [Plan(outputs, way.steps, way.scratch, apart) for way in found[: attention.MOST]]
 
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -85,6 +86,16 @@ def _over(
     operands = tuple(names.get(name, f"other {name}") for name in node.operands)
     attributes = {**node.attributes, **(layouts or {})}
     return replace(node, operands=operands, attributes=attributes, output_dtypes=node.output_dtypes[:1])
+
+
+def _apart(node: FusedNode, cache: Cache) -> tuple[Apart, ...]:
+    """A past and its present may be one memory where rows keep their place; otherwise nothing is read that is written."""
+    places = list(enumerate(name for name, _ in PAIRS))
+    return tuple(
+        Apart(node.operands.index(past), 1 + present, together=cache.same and own == present)
+        for own, past in places
+        for present, _ in places
+    )
 
 
 def _layout(node: FusedNode) -> str:

@@ -23,7 +23,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.provider import direct, planner
 from onnxfuse.provider import session as provider_session
 from onnxfuse.provider.native import NativeError
-from onnxfuse.provider.plan import Kernel, Launch, Matmul, Matrix, Plan, Pointer, TensorSpec
+from onnxfuse.provider.plan import Apart, Kernel, Launch, Matmul, Matrix, Plan, Pointer, TensorSpec
 
 
 @pytest.fixture
@@ -35,6 +35,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def replaced(what: Any, **changes: Any) -> Any:
     return dataclasses.replace(what, **changes)
+
+
+# --- memory that may not overlap --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_inputs_and_outputs_that_overlap_are_refused(gpu: Stage, together: bool) -> None:
+    """Of 4 KB at least, from other addresses than those of the outputs on, or where a plan lets both begin together."""
+    m, n, k = 8, 32, 32
+    step = matrices(m, n, k, False, aligned=False)
+    x, w, y = (TensorSpec(shape, "float32", False) for shape in ((m, k), (k, n), (m, n)))
+    plan = Plan((y,), (step,), apart=(Apart(0, 0, together),))
+    ready = planner.ready(plan, [x, w], provider=CPU)
+    memory, weights = np.zeros(3 * m * n, np.float32), np.zeros((k, n), np.float32)
+    begin, size = memory.ctypes.data, 4 * m * n
+    for place in begin, begin + 2 * size:
+        ready.run([begin + size, weights.ctypes.data], [place])
+    required = "required apart" + (", or from one address on" if together else "")
+    for place in begin + 4, begin + size - 4, begin + size + 4, begin + 2 * size - 4:
+        with pytest.raises(NativeError, match=f"input 0 and output 0 overlap in memory; {required}$"):
+            ready.run([begin + size, weights.ctypes.data], [place])
+    if together:
+        ready.run([begin + size, weights.ctypes.data], [begin + size])
+    else:
+        with pytest.raises(NativeError, match="overlap"):
+            ready.run([begin + size, weights.ctypes.data], [begin + size])
 
 
 # --- tensor maps and products ----------------------------------------------------------------------------------------

@@ -135,9 +135,22 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """An input and an output that may not overlap in memory; where `together`, both may begin at one address.
+
+    A caller who binds memory of their own can ask for that; the node then raises an error.
+    """
+
+    input: int
+    output: int
+    together: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """Output shapes, scratch sizes in bytes, and the steps in order; no step where nothing is to be computed."""
 
     outputs: tuple[TensorSpec, ...]
     steps: tuple[Launch | Matmul, ...]
     scratch: tuple[int, ...] = ()
+    apart: tuple[Apart, ...] = ()

@@ -16,6 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.provider import direct, native, planner
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import (
+    Apart,
     Argument,
     Device,
     FusedNode,
@@ -147,6 +148,7 @@ def _record(planned: Planned) -> dict[str, Any]:
         "outputs": [dataclasses.asdict(spec) for spec in plan.outputs],
         "scratch": plan.scratch,
         "steps": [_step(step) for step in plan.steps],
+        "apart": [dataclasses.asdict(each) for each in plan.apart],
     }
 
 
@@ -168,7 +170,8 @@ def _entry(record: Mapping[str, Any], gpu: Mapping[str, Any]) -> tuple[Planned, 
     fused = FusedNode(
         node["fusion"], "", tuple(node["operands"]), dict(node["attributes"]), tuple(node["output_dtypes"])
     )
-    plan = Plan(_specs(record["outputs"]), steps, tuple(map(int, record["scratch"])))
+    apart = tuple(Apart(**each) for each in record["apart"])
+    plan = Plan(_specs(record["outputs"]), steps, tuple(map(int, record["scratch"])), apart)
     device = Device(**gpu, tf32=bool(record["tf32"]))
     return Planned(fused, _specs(record["inputs"]), device, plan, ()), names
 

@@ -9,7 +9,7 @@ from typing import Final
 from onnxfuse.provider.dtypes import NUMBERS, dtype_name
 from onnxfuse.provider.plan import Argument, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
 
-MARK: Final = 0x6F6E66780003  # kPlanMark in native/plan.h
+MARK: Final = 0x6F6E66780004  # kPlanMark in native/plan.h
 PLACES: Final = {"input": 0, "output": 1, "scratch": 2}
 SCALAR: Final = 3
 TENSOR_MAP: Final = 4
@@ -34,6 +34,7 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
     handles = iter(functions)
     for step in plan.steps:
         words += [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [LAUNCH, next(handles), *_launch(step)]
+    words += [len(plan.apart), *(int(word) for each in plan.apart for word in (each.input, each.output, each.together))]
     return _packed(words)
 
 

@@ -38,6 +38,15 @@ TensorType read_output(Reader& reader, int64_t dtype) {
   return type;
 }
 
+Apart read_apart(Reader& reader, const Extents& extents) {
+  const auto place = [&](const char* what, size_t of) {
+    return static_cast<size_t>(reader.next(what, 0, static_cast<int64_t>(extents.of[of].size()) - 1));
+  };
+  const size_t input = place("an input kept apart", 0), output = place("an output kept apart", 1);
+  const auto bytes = [&](size_t of, size_t index) { return static_cast<uint64_t>(extents.of[of][index].bytes); };
+  return {input, output, bytes(0, input), bytes(1, output), reader.flag("whether both may begin together")};
+}
+
 }  // namespace
 
 int64_t TensorType::bytes() const {
@@ -104,6 +113,8 @@ Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
   for (const TensorType& type : plan.outputs) extents.of[1].push_back({type.bytes(), any_aligned});
   const size_t steps = reader.count("the number of steps", 1024);
   for (size_t i = 0; i < steps; ++i) plan.steps.push_back(read_step(reader, extents, device));
+  const size_t apart = reader.count("the number of tensors kept apart", 64);
+  for (size_t i = 0; i < apart; ++i) plan.apart.push_back(read_apart(reader, extents));
   if (!reader.at_end()) malformed("words follow its end");
   return plan;
 }

@@ -13,7 +13,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0003;  // "onfx", format 3
+constexpr int64_t kPlanMark = 0x6f6e6678'0004;  // "onfx", format 4
 constexpr size_t kMaxArguments = 64;
 constexpr size_t kMaxTensorMaps = 8;  // of a launch: 128 bytes each of the 4096 that a kernel's parameters may take
 constexpr int64_t kMaxRank = 64;
@@ -52,11 +52,19 @@ struct Launch {
   std::vector<TensorMapArgument> maps;
 };
 
+// An input and an output that may not overlap, unless, where `together`, both begin at one address.
+struct Apart {
+  size_t input, output;
+  uint64_t input_bytes, output_bytes;
+  bool together;
+};
+
 struct Plan {
   std::vector<TensorType> outputs;
   std::vector<uint64_t> scratch;  // offsets into one buffer
   uint64_t scratch_bytes = 0;
   std::vector<std::variant<Launch, Matmul>> steps;
+  std::vector<Apart> apart;
 };
 
 // For a device's current context.  Throws std::runtime_error, naming the fault, unless every count, index, size and
