@@ -7,47 +7,24 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from model_cases import Case, Work, feeds_of, job_of, model_of
+from torch_peers import in_torch, in_torch_in_place
 
-from onnxfuse.inputs import Array, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.inputs import Array
 from onnxfuse.optimize import optimize
-from onnxfuse.timing import Provider, bind, start
+from onnxfuse.timing import bind, start
 from onnxfuse.widen import half_of, widened, widened_arrays
 
-MODELS = Path(__file__).parent.parent / "models"
 SAMPLE = 2**20  # values of an output that are compared
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values
 GRAPH = {"enable_cuda_graph": 1}
 NHWC = {"prefer_nhwc": 1, "fuse_conv_bias": 1}  # onnxruntime 1.31.1: the second without the first fails in fp16
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' where that knows none.
-
-    `fixed`: onnxruntime is told the sizes, as it has to be for a CUDA graph of a model that computes with them.
-    """
-
-    name: str
-    architecture: str
-    sizes: Mapping[str, int] = field(hash=False)
-    tool: str = ""
-    convolutions: bool = False
-    fixed: bool = False
-
-
-@dataclass(frozen=True)
-class Work:
-    """A case, its exported model, and where it runs."""
-
-    case: Case
-    path: Path
-    provider: Provider
 
 
 @dataclass(frozen=True)
@@ -66,40 +43,7 @@ class Peer:
     torch: bool = False
 
 
-# --- the model and its inputs ----------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded(path: Path) -> onnx.ModelProto:
-    return onnx.load(path)
-
-
-@functools.lru_cache(maxsize=1)
-def model_of(work: Work) -> onnx.ModelProto:
-    """The exported model."""
-    model = _loaded(work.path)
-    return at_sizes(model, feeds_of(work)) if work.case.fixed else model
-
-
-def at_sizes(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelProto:
-    """The model for inputs of these shapes alone."""
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(model)
-    fixed.graph.ClearField("value_info")
-    for value in fixed.graph.input:
-        for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
-            dim.dim_value = size
-    for value in fixed.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    return fixed
-
-
-def feeds_of(work: Work) -> dict[str, Array]:
-    """The same inputs for every peer."""
-    model = _loaded(work.path)
-    inputs = inputs_of(model)
-    sizes = {**next(sizes_to_try(inputs, {})), **work.case.sizes}
-    return generate(inputs, sizes, roles_of(model), {})
+# --- the reference ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -187,100 +131,6 @@ def in_onnxruntime(
         session = start(make(work), None, work.provider, kernels=kernels, options=options)
         shapes = {name: shape for name, (shape, _) in reference(work).items()}
         return bind(session, feeds_of(work), work.provider, shapes)
-
-    return prepare
-
-
-# --- torch -----------------------------------------------------------------------------------------------------------
-
-
-def from_models(name: str) -> Any:
-    """A module of models/, which imports torch."""
-    if str(MODELS) not in sys.path:
-        sys.path.insert(0, str(MODELS))
-    return importlib.import_module(name)
-
-
-def job_of(architecture: str) -> Any:
-    """What models/export.py exports of this architecture, in its public size, through dynamo in fp16."""
-    found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
-    attention = "" if found.variants and not found.variants[0].attention else "sdpa"
-    variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, "fp16")
-    return from_models("exporters").Job(found, variant, found.full)
-
-
-@functools.lru_cache(maxsize=1)
-def torch_model(architecture: str, device: str) -> Any:
-    """The module that was exported, with the same weights."""
-    return from_models("exporters").build_model(job_of(architecture)).to(device)
-
-
-@dataclass
-class InTorch:
-    """A module with inputs on the device, called as onnxruntime's sessions are."""
-
-    call: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    names: tuple[str, ...]
-    wait: Callable[[], None]
-    last: Any = field(default=None)
-
-    def run(self) -> None:
-        """One run, to its end."""
-        torch = importlib.import_module("torch")
-        self.last = None  # CUDA graphs of torch write the next outputs to the same place
-        with torch.no_grad():
-            self.last = self.call(**self.arguments)
-        self.wait()
-
-    def outputs(self) -> dict[str, Array]:
-        """The outputs of the last run as arrays."""
-        values = from_models("exporters").as_tuple(self.last)
-        return {name: value.float().cpu().numpy() for name, value in zip(self.names, values, strict=False)}
-
-
-def in_torch(mode: str | None = None) -> Callable[[Work], Any]:
-    """A peer that runs the module itself: eager without a mode, else compiled for these shapes."""
-
-    def prepare(work: Work) -> InTorch:
-        torch = importlib.import_module("torch")
-        device = "cuda" if work.provider == "cuda" else "cpu"
-        job, module = job_of(work.case.architecture), torch_model(work.case.architecture, device)
-        if mode:
-            torch._dynamo.reset()
-            module = torch.compile(module, mode=mode, dynamic=False)
-        feeds = feeds_of(work)
-        arguments = {each.arg or each.name: torch.from_numpy(feeds[each.name]).to(device) for each in job.inputs}
-        names = tuple(name for name, _ in job.architecture.outputs)
-        return InTorch(module, arguments, names, torch.cuda.synchronize if device == "cuda" else lambda: None)
-
-    return prepare
-
-
-@dataclass
-class InPlace(InTorch):
-    """A module whose cache is no output, but part of it."""
-
-    module: Any = None
-
-    def outputs(self) -> dict[str, Array]:
-        """The logits of the last run, and the cache as it left it."""
-        self.last = (*self.last, *self.module.states())
-        return super().outputs()
-
-
-def in_torch_in_place(mode: str) -> Callable[[Work], Any]:
-    """A peer that compiles the module with a cache of fixed size, where torch need not copy what is past."""
-
-    def prepare(work: Work) -> InPlace:
-        torch = importlib.import_module("torch")
-        plain = in_torch()(work)
-        pasts = [plain.arguments[each.arg] for each in job_of(work.case.architecture).inputs if each.arg]
-        module = from_models("modules").WithStaticCache(plain.call, pasts, work.case.sizes["seq"])
-        torch._dynamo.reset()
-        tokens = {name: plain.arguments[name] for name in ("input_ids", "attention_mask")}
-        call = torch.compile(module, mode=mode, dynamic=False)
-        return InPlace(call, tokens, plain.names, plain.wait, module=module)
 
     return prepare
 

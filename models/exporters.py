@@ -44,13 +44,19 @@ class Job:
 
 
 def build_model(job: Job) -> nn.Module:
-    """The torch module in eval mode, every parameter and running statistic drawn from the seed."""
+    """The torch module in eval mode, every parameter and running statistic drawn from the seed.
+
+    In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time; others are the same
+    on every machine.
+    """
+    drawn_on = "cuda" if job.config is job.architecture.full and torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
-    model = job.architecture.build(job.config, job.variant.attention).eval()
+    with torch.device(drawn_on):
+        model = job.architecture.build(job.config, job.variant.attention).eval()
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             randomise(name.rsplit(".", 1)[-1], value, job.architecture.gain)
-    return model.to(DTYPES[job.variant.dtype])
+    return model.to("cpu", DTYPES[job.variant.dtype])
 
 
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:

@@ -277,11 +277,11 @@ def test_earlier_results_stay_where_nothing_changed(models: ModuleType, tmp_path
     assert models.earlier(tmp_path / "nowhere", head, pairs) == []
 
 
-def test_the_default_set_of_exported_models_takes_six_minutes(models: ModuleType, tmp_path: Path) -> None:
+def test_the_default_set_of_exported_models_takes_seven_minutes(models: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "onnx").mkdir()
     for case in models.CASES:
         (tmp_path / "onnx" / f"{case.architecture}.onnx").touch()
-    assert models.estimate(models.pairs_of([], []), tmp_path) < 360
+    assert models.estimate(models.pairs_of([], []), tmp_path) < 420
 
 
 def test_a_spent_budget_leaves_the_rest_out(

@@ -1,0 +1,90 @@
+"""The models of benchmarks/models.py at their sizes: files, inputs, and the modules that they were exported from."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from onnxfuse.inputs import Array, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.timing import Provider
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' where that knows none.
+
+    `fixed`: onnxruntime is told the sizes, as it has to be for a CUDA graph of a model that computes with them.
+    """
+
+    name: str
+    architecture: str
+    sizes: Mapping[str, int] = field(hash=False)
+    tool: str = ""
+    convolutions: bool = False
+    fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """A case, its exported model, and where it runs."""
+
+    case: Case
+    path: Path
+    provider: Provider
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(path: Path) -> onnx.ModelProto:
+    return onnx.load(path)
+
+
+@functools.lru_cache(maxsize=1)
+def model_of(work: Work) -> onnx.ModelProto:
+    """The exported model."""
+    model = _loaded(work.path)
+    return at_sizes(model, feeds_of(work)) if work.case.fixed else model
+
+
+def at_sizes(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelProto:
+    """The model for inputs of these shapes alone."""
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    fixed.graph.ClearField("value_info")
+    for value in fixed.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, feeds[value.name].shape, strict=True):
+            dim.dim_value = size
+    for value in fixed.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return fixed
+
+
+def feeds_of(work: Work) -> dict[str, Array]:
+    """The same inputs for every peer."""
+    model = _loaded(work.path)
+    inputs = inputs_of(model)
+    sizes = {**next(sizes_to_try(inputs, {})), **work.case.sizes}
+    return generate(inputs, sizes, roles_of(model), {})
+
+
+def from_models(name: str) -> Any:
+    """A module of models/, which imports torch."""
+    if str(MODELS) not in sys.path:
+        sys.path.insert(0, str(MODELS))
+    return importlib.import_module(name)
+
+
+def job_of(architecture: str) -> Any:
+    """What models/export.py exports of this architecture, in its public size, through dynamo in fp16."""
+    found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
+    attention = "" if found.variants and not found.variants[0].attention else "sdpa"
+    variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, "fp16")
+    return from_models("exporters").Job(found, variant, found.full)
