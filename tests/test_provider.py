@@ -48,6 +48,21 @@ def test_a_kernel_runs_in_place_of_the_body_and_is_planned_once_per_shape(gpu: S
     assert explain_session(run) == (Run("node_0", "shift", "kernel", KERNEL),)
 
 
+def test_equal_nodes_share_a_plan_while_one_of_them_lives(gpu: Stage) -> None:
+    """A cache that grows brings new shapes at every step, the same ones for all layers."""
+    first, second = (node("shift", f"{x}, b", y, operands="x bias") for x, y in (("x", "z"), ("z", "y")))
+    layers = model(f"g (float[n, d] x, float[d] b) => (float[n, d] y) {{ {first} {second} }}")
+    run, calls = session(layers), gpu.kernels("shift").calls
+    for n in 2, 3, 2:
+        given = feed(n, 5)
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"] + given["b"])
+    assert [inputs[0].shape for _, inputs, _ in calls] == [(2, 5), (3, 5)]
+    del run
+    gc.collect()
+    session(layers).run(None, feed(2, 5))
+    assert len(calls) == 3
+
+
 DTYPES = {"float16": np.float16, "int64": np.int64, "double": np.float64, "bool": np.bool_}
 
 
@@ -102,8 +117,11 @@ def test_nothing_is_launched_for_outputs_without_elements(gpu: Stage) -> None:
 
 def test_plans_know_which_inputs_are_constants(gpu: Stage) -> None:
     """Initializers and what onnxruntime folds are; inputs are not, even where the model gives a default for them."""
-    chain = [node("shift", f"{x}, {bias}", y, operands="x bias") for x, bias, y in (
-        ("x", "b", "t"), ("t", "c", "u"), ("u", "f", "v"), ("v", "k", "y"))]  # fmt: skip
+    names = [("x", "b", "t"), ("t", "c", "u"), ("u", "f", "v"), ("v", "k", "y")]
+    chain = [
+        node("shift", f"{x}, {bias}", y, operands="x bias", more=f", place = {place}")  # or equal ones would share a plan
+        for place, (x, bias, y) in enumerate(names)
+    ]
     graph = f"""g (float[n, d] x, float[3] b) => (float[n, d] y)
       <float[3] b = {{1, 1, 1}}, float[3] c = {{1, 2, 3}}>
       {{ f = Mul(c, c) k = Constant <value = float[3] {{1, 0, 0}}>() {" ".join(chain)} }}"""

@@ -10,6 +10,7 @@ import importlib
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(native, "library_path", lambda: library)
     monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
     monkeypatch.setattr(planner, "stored", [])
+    monkeypatch.setattr(planner, "_equal", weakref.WeakValueDictionary())
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
