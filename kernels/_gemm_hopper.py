@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
@@ -17,7 +18,7 @@ THREADS: Final = 128 * (1 + CONSUMERS)
 FEWEST_STAGES: Final = 3
 MOST_STAGES: Final = 12
 MOST_CANDIDATES: Final = 6
-RESERVED_BYTES: Final = 1024  # for barriers
+RESERVED_BYTES: Final = 256  # for barriers
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Tiling:
 
 TILINGS: Final = (
     Tiling(128, 128, pingpong=True),
+    Tiling(128, 192, pingpong=True),
+    Tiling(192, 128, pingpong=True),
     Tiling(128, 256),
     Tiling(256, 128),
     Tiling(128, 192),
@@ -56,11 +59,24 @@ TILINGS: Final = (
     Tiling(64, 128, pingpong=True),
     Tiling(64, 64, pingpong=True),
     Tiling(128, 64, split=2),
+    Tiling(128, 64, split=3),
     Tiling(128, 64, split=4),
+    Tiling(128, 64, split=6),
     Tiling(128, 64, split=8),
     Tiling(128, 128, split=2),
     Tiling(128, 128, split=4),
 )
+
+
+def together(gemms: Sequence[Gemm]) -> Gemm | None:
+    """Products of one x, with biases and nothing else, as one launch; None where their weights lie differently."""
+    first, *others = gemms
+    return replace(first, beside=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None
+
+
+def products(gemm: Gemm) -> tuple[Gemm, ...]:
+    """Those of one launch."""
+    return (gemm, *gemm.beside)
 
 
 def refuse(gemm: Gemm, device: Device) -> bool:
@@ -78,7 +94,7 @@ def refuse(gemm: Gemm, device: Device) -> bool:
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to run it, what is expected to be fastest first; none where TMA cannot read the operands."""
-    if refuse(gemm, device):
+    if any(refuse(each, device) for each in products(gemm)):
         return []
     fitting = [tiling for tiling in TILINGS if fits(gemm, tiling, device)]
     fitting.sort(key=lambda tiling: cycles(gemm, tiling, device))
@@ -86,40 +102,51 @@ def plans(gemm: Gemm, device: Device) -> list[Candidate]:
 
 
 def cycles(gemm: Gemm, tiling: Tiling, device: Device) -> float:
-    """About how long it takes, launch apart: good enough to put the fastest two or three first.
+    """About how long it takes, launch apart: good enough for the fastest to be among the first three.
 
-    Constants of an H200, from times of all tilings over M from 128 to 8192 and K from 768 to 8192.
+    Constants of an H200, from times of all tilings at 22 shapes of M from 128 to 6304 and K from 768 to 8192.
     """
-    multiply = tiling.m * tiling.n * K_STEP / 2048 / 0.8  # a fifth is lost to power and to the pipeline's ends
+    multiply = tiling.m * tiling.n * K_STEP / 2048 / 0.73  # what power and shared memory leave of wgmma's rate
     load = (tiling.m / tiling.cluster_n + tiling.n / tiling.cluster_m) * ROW_BYTES / 56  # bytes a cycle from L2
-    steps = -(-gemm.k // (K_STEP * tiling.split))
-    product = steps * max(multiply, load)
-    if tiling.split > 1:  # the blocks exchange their sums
-        return product + 1500 + tiling.m * tiling.n * 4 * (tiling.split - 1) / tiling.split / 16
-    finish = 500 + 8 * tiling.m * tiling.n / (128 if tiling.pingpong else 256)
+    product = -(-gemm.k // (K_STEP * tiling.split)) * max(multiply, load)
+    if tiling.split > 1:  # the blocks exchange their sums; large clusters start late
+        return product + 750 * (tiling.split - 1) + tiling.m * tiling.n * 4 * (tiling.split - 1) / tiling.split / 16
+    instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
+    finish = tiling.m * columns(gemm, tiling) * instructions / 128
     rounds = -(-tiles(gemm, tiling) // (device.multiprocessors // tiling.cluster))
-    return rounds * product + (1 if tiling.pingpong else rounds) * finish
+    if tiling.pingpong:  # a seventh of a finish is hidden
+        return rounds * (product + 250) + (1 + 6 / 7 * (rounds - 1)) * finish
+    return rounds * (product + finish)
 
 
 def fits(gemm: Gemm, tiling: Tiling, device: Device) -> bool:
     """Whether the tiling's columns can be those of two products, its stages hide latency, and a split has its use."""
     if tiling.split > 1:
+        if gemm.beside:
+            return False
         # Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
         room = device.multiprocessors if tiling.split == 2 else device.multiprocessors * 3 // 4
         if tiles(gemm, tiling) * tiling.split > room or gemm.k <= (tiling.split - 1) * K_STEP:  # each needs some of k
             return False
+    if tiling.pingpong and tiling.m * tiling.n > 128 * 128 and vectors(gemm) + bool(gemm.residual) > 2:
+        return False  # they would not fit into registers beside the sums
     return columns(gemm, tiling) % PIECE == 0 and stages(gemm, tiling, device) >= FEWEST_STAGES
 
 
 def tiles(gemm: Gemm, tiling: Tiling) -> int:
     """How many tiles, or clusters of them, y has."""
     rows, right = tiling.m * tiling.cluster_m, columns(gemm, tiling) * tiling.cluster_n
-    return -(-gemm.m // rows) * -(-gemm.n // right)
+    return -(-gemm.m // rows) * sum(-(-each.n // right) for each in products(gemm))
 
 
 def vectors(gemm: Gemm) -> int:
     """How many vectors of n elements the epilogue reads."""
-    return sum(pointer is not None for pointer in (gemm.bias, gemm.up_bias, gemm.column_scale))
+    return has_bias(gemm) + sum(pointer is not None for pointer in (gemm.up_bias, gemm.column_scale))
+
+
+def has_bias(gemm: Gemm) -> int:
+    """1 where any of the products has one."""
+    return int(any(each.bias for each in products(gemm)))
 
 
 def columns(gemm: Gemm, tiling: Tiling) -> int:
@@ -127,19 +154,14 @@ def columns(gemm: Gemm, tiling: Tiling) -> int:
     return tiling.n // 2 if gemm.up else tiling.n
 
 
-def slots(gemm: Gemm, tiling: Tiling) -> int:
-    """Pieces of y that a consumer has under way: all of a tile where the residual is to arrive while it multiplies."""
-    pieces = tiling.m * columns(gemm, tiling) // PIECE**2 // (1 if tiling.pingpong else CONSUMERS)
-    return max(2, pieces) if gemm.residual else 2
-
-
 def fixed_bytes(gemm: Gemm, tiling: Tiling) -> int:
     """Shared memory besides the ring of operand tiles."""
     if tiling.split > 1:
+        eights = tiling.m // PIECE // CONSUMERS * columns(gemm, tiling) // 8  # columns of y that a thread has sums of
         products = 2 if gemm.up else 1
-        return tiling.m * columns(gemm, tiling) * products * 4 * (tiling.split - 1) // tiling.split + RESERVED_BYTES
-    pieces = CONSUMERS * slots(gemm, tiling) * PIECE * ROW_BYTES
-    return pieces + CONSUMERS * vectors(gemm) * columns(gemm, tiling) * 2 + RESERVED_BYTES
+        return (tiling.split - 1) * -(-eights // tiling.split) * products * CONSUMERS * 128 * 16 + RESERVED_BYTES
+    results = tiling.m * columns(gemm, tiling) * 2 * (CONSUMERS if tiling.pingpong else 1)
+    return results + CONSUMERS * vectors(gemm) * columns(gemm, tiling) * 4 + RESERVED_BYTES
 
 
 def stage_bytes(tiling: Tiling) -> int:
@@ -164,8 +186,10 @@ def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
         arguments(gemm, tiling),
         shared=count * stage_bytes(tiling) + fixed_bytes(gemm, tiling),
         cluster=tiling.cluster,
+        early=True,
     )
-    return Candidate(f"gemm_hopper {tiling.name}", (launch,))
+    several = f", {len(products(gemm))} products" if gemm.beside else ""
+    return Candidate(f"gemm_hopper {tiling.name}{several}", (launch,))
 
 
 def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
@@ -173,9 +197,10 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
     return {
         "ELEMENT": STORAGE[gemm.dtype], "TRANSPOSED": int(gemm.transposed), "GATED": int(gemm.up is not None),
         "TILE_M": tiling.m, "TILE_N": columns(gemm, tiling), "PINGPONG": int(tiling.pingpong),
-        "STAGES": stages, "SLOTS": slots(gemm, tiling), "CLUSTER_M": tiling.cluster_m, "CLUSTER_N": tiling.cluster_n,
+        "STAGES": stages, "CLUSTER_M": tiling.cluster_m, "CLUSTER_N": tiling.cluster_n,
         "SPLIT": tiling.split, "ACTIVATION": gemm.activation, "PRECISE": 0,
-        "BIAS": int(gemm.bias is not None), "UP_BIAS": int(gemm.up_bias is not None),
+        "PRODUCTS": len(products(gemm)), "WEIGHTS_CONSTANT": int(all(each.constant for each in products(gemm))),
+        "BIAS": has_bias(gemm), "UP_BIAS": int(gemm.up_bias is not None),
         "COLUMN_SCALE": int(gemm.column_scale is not None), "RESIDUAL": int(gemm.residual is not None),
     }  # fmt: skip
 
@@ -183,25 +208,29 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
 def arguments(gemm: Gemm, tiling: Tiling) -> tuple[Argument, ...]:
     """What the kernel is called with."""
     n, k = gemm.n, gemm.k
-    right = columns(gemm, tiling)
-    if gemm.transposed:
-        weight_box, weight_sizes = (K_STEP, right // tiling.cluster_m), (k, n)
-    else:
-        weight_box, weight_sizes = (PIECE, K_STEP // tiling.cluster_m), (n, k)
+    every = products(gemm)
     maps = [
         tensor_map(gemm, gemm.x, (k, gemm.m), (K_STEP, tiling.m // tiling.cluster_n)),
-        tensor_map(gemm, gemm.w, weight_sizes, weight_box),
-        *([tensor_map(gemm, gemm.up, weight_sizes, weight_box)] if gemm.up else []),
+        *(weight_map(each, each.w, tiling) for each in every),
+        *([weight_map(gemm, gemm.up, tiling)] if gemm.up else []),
     ]
     written: list[Argument]
     if tiling.split > 1:
         written = [gemm.y, gemm.residual or ABSENT]
     else:
-        written = [tensor_map(gemm, each, (n, gemm.m), (PIECE, PIECE)) for each in (gemm.y, gemm.residual) if each]
-    pointers = [gemm.bias or ABSENT, gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
+        results = [(each.y, each.n) for each in every] + ([(gemm.residual, n)] if gemm.residual else [])
+        written = [tensor_map(gemm, pointer, (n, gemm.m), (PIECE, PIECE)) for pointer, n in results]
+    pointers = [*(each.bias or ABSENT for each in every), gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
-    sizes = [Scalar(value, "int32") for value in (gemm.m, n, k, band(gemm, tiling))]
+    sizes = [Scalar(value, "int32") for value in (gemm.m, *(each.n for each in every), k, band(gemm, tiling))]
     return (*maps, *written, *pointers, *scalars, *sizes)
+
+
+def weight_map(gemm: Gemm, pointer: Pointer, tiling: Tiling) -> TensorMap:
+    """A weight, in boxes of one stage's k: a tile's columns at once where they are rows in memory."""
+    if gemm.transposed:
+        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (K_STEP, columns(gemm, tiling) // tiling.cluster_m))
+    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (PIECE, K_STEP // tiling.cluster_m))
 
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:

@@ -96,7 +96,7 @@ def gemm_of(
         column_scale=_pointer(node, inputs, "column_scale", n),
         residual=_pointer(node, inputs, "residual", y.shape),
         activation=node.attributes.get("activation", "none"), alpha=alpha, beta=beta,
-        tf32=device.tf32,
+        tf32=device.tf32, constant=_constant(node, inputs, f"w{number}", "up"),
     )  # fmt: skip
     return gemm, y
 
@@ -111,6 +111,10 @@ def _pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tu
     place = node.place(name)
     assert place is not None
     return Pointer("input", place)
+
+
+def _constant(node: FusedNode, inputs: Sequence[TensorSpec], *weights: str) -> bool:
+    return all(inputs[place].constant for name in weights if (place := node.place(name)) is not None)
 
 
 def _at(node: FusedNode, name: str) -> Pointer:

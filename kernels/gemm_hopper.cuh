@@ -10,6 +10,9 @@
 //   CLUSTER_M, CLUSTER_N  blocks of a cluster along m, which share tiles of w, or along n, which share tiles of x:
 //                   each loads its part and multicasts it. Not both above 1
 //   SPLIT           blocks that share a tile, each with a part of k: 1 but for gemm_hopper_split.cu
+//   PRODUCTS        of x with as many weights, each of its own n and with its own y and bias: 1 to 3. Above 1 neither
+//                   GATED nor anything but a BIAS
+//   WEIGHTS_CONSTANT  1: no kernel writes them, so that the first are read before the one in front of this has ended
 //   ACTIVATION      a name of activations.cuh     BIAS, UP_BIAS, COLUMN_SCALE, RESIDUAL   1 where present
 //
 // Operands lie in shared memory in rows of 128 bytes, swizzled by TMA as wgmma reads them.
@@ -35,6 +38,7 @@ constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
 static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256 && (PINGPONG || TILE_M % 128 == 0));
 static_assert(CLUSTER <= 2);
+static_assert(PRODUCTS == 1 || !(GATED || UP_BIAS || COLUMN_SCALE || RESIDUAL || SPLIT > 1));
 
 // Of the stages: `full` is complete when TMA has filled one, `empty` when it has been read.
 struct Barriers {
@@ -51,6 +55,15 @@ __device__ __forceinline__ void init_barriers(const Barriers& barriers, int more
     hopper::barrier_init(barriers.first + 8 * i, empty ? CLUSTER * (PINGPONG ? 1 : CONSUMERS) : 1);
     hopper::barrier_init_fence();
 }
+
+// After init_barriers, by all threads: the blocks of the cluster have started, and see each other's barriers.
+__device__ __forceinline__ void sync_cluster() {
+    if constexpr (CLUSTER * SPLIT > 1) hopper::cluster_barrier_relaxed();
+    else __syncthreads();
+}
+
+// Warpgroup of this thread; through a shuffle, so that the compiler knows that a warp's threads agree.
+__device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
 
 // A place in a ring of SIZE buffers and how often it went around.
 template <int SIZE>
@@ -71,24 +84,61 @@ struct Ring {
     }
 };
 
+// One of what each product has its own of; a run-time index would move the array to memory.
+template <class Value>
+__device__ __forceinline__ Value pick(const Value (&of)[PRODUCTS], int product) {
+    Value found = of[0];
+#pragma unroll
+    for (int i = 1; i < PRODUCTS; ++i)
+        if (product == i) found = of[i];
+    return found;
+}
+
+// The weights, whose tiles lie side by side.
+struct Weights {
+    const TensorMap* maps[PRODUCTS];
+    int n[PRODUCTS];
+
+    static __device__ __forceinline__ int columns_of(int n) {  // of clusters
+        return (n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N);
+    }
+    __device__ __forceinline__ int columns() const {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) sum += columns_of(n[i]);
+        return sum;
+    }
+    // Which product a column of all tiles belongs to; it becomes a column of that one.
+    __device__ __forceinline__ int find(int& column) const {
+        int product = 0;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS - 1; ++i) {
+            const int width = columns_of(n[i]) * (TILE_N * CLUSTER_N);
+            if (column < width) break;
+            column -= width;
+            ++product;
+        }
+        return product;
+    }
+};
+
 // Tiles in an order in which those that run together share operands in L2: down `group` rows of tiles, then right.
 struct Tiles {
     int rows, columns, group;  // in clusters
     u32 rank;
 
-    __device__ __forceinline__ Tiles(int m, int n, int group)
-        : rows((m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)),
-          columns((n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N)), group(group),
+    __device__ __forceinline__ Tiles(int m, int columns, int group)
+        : rows((m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)), columns(columns), group(group),
           rank(CLUSTER > 1 ? hopper::cluster_rank() : 0) {}
 
     __device__ __forceinline__ int first() const { return blockIdx.x / (CLUSTER * SPLIT); }
     __device__ __forceinline__ int step() const { return gridDim.x / (CLUSTER * SPLIT); }
     __device__ __forceinline__ int count() const { return rows * columns; }
 
-    // The first row and column of y in a tile.
+    // The first row and column of a tile; columns of all products count.
     __device__ __forceinline__ int2 origin(int tile) const {
         const int band = tile / (group * columns), within = tile - band * group * columns;
-        const int height = max(1, min(group, rows - band * group));  // beyond the last tile, any
+        const int height = min(group, rows - band * group);
         const int row = band * group + within % height, column = within / height;
         return {(row * CLUSTER_M + int(rank) % CLUSTER_M) * TILE_M,
                 (column * CLUSTER_N + int(rank) / CLUSTER_M) * TILE_N};
@@ -117,23 +167,42 @@ __device__ __forceinline__ void load_weight(const TensorMap& w, u32 to, u32 full
     }
 }
 
+__device__ __forceinline__ void load_weights(const TensorMap& w, const TensorMap& up, u32 stage, u32 full, int part,
+                                             int column, int k) {
+    load_weight(w, stage + X_BYTES, full, part, column, k);
+    if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, part, column, k);
+}
+
 // `range`: the first step along k, and the one after the last.
-__device__ __forceinline__ void produce(const TensorMap& x, const TensorMap& w, const TensorMap& up, u32 shared,
+__device__ __forceinline__ void produce(const TensorMap& x, const Weights& weights, const TensorMap& up, u32 shared,
                                         const Barriers& barriers, const Tiles& tiles, int2 range) {
     constexpr int ROWS = TILE_M / CLUSTER_N;
-    const int part = tiles.rank;
+    const int x_part = CLUSTER_N > 1 ? tiles.rank : 0, w_part = CLUSTER_M > 1 ? tiles.rank : 0;
+    int ahead = 0;  // stages that have their weights, but not yet x
+    if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
+        int2 origin = tiles.origin(tiles.first());
+        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
+        for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
+            const u32 stage = shared + ahead * STAGE_BYTES, full = barriers.full(ahead);
+            hopper::barrier_arrive_expect(full, STAGE_BYTES);
+            load_weights(w, up, stage, full, w_part, origin.y, (range.x + ahead) * K_STEP);
+        }
+    }
+    wait_for_predecessor();
     Ring<STAGES> ring;
     for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
-        const int2 origin = tiles.origin(tile);
+        int2 origin = tiles.origin(tile);
+        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
         for (int step = range.x; step < range.y; ++step) {
-            const int at = step * K_STEP;
             const u32 stage = shared + ring.at * STAGE_BYTES, full = barriers.full(ring.at);
-            hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
-            hopper::barrier_arrive_expect(full, STAGE_BYTES);
-            const int x_part = CLUSTER_N > 1 ? part : 0, w_part = CLUSTER_M > 1 ? part : 0;
-            load_part<CLUSTER_N>(x, stage + x_part * ROWS * ROW_BYTES, full, at, origin.x + x_part * ROWS);
-            load_weight(w, stage + X_BYTES, full, w_part, origin.y, at);
-            if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, w_part, origin.y, at);
+            if (WEIGHTS_CONSTANT && ahead > 0) {
+                --ahead;
+            } else {
+                hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
+                hopper::barrier_arrive_expect(full, STAGE_BYTES);
+                load_weights(w, up, stage, full, w_part, origin.y, step * K_STEP);
+            }
+            load_part<CLUSTER_N>(x, stage + x_part * ROWS * ROW_BYTES, full, step * K_STEP, origin.x + x_part * ROWS);
             ring.next();
         }
     }
@@ -153,6 +222,8 @@ __device__ __forceinline__ void release(u32 empty, int thread) {
 // consumer that takes turns has not seen the other's stages fill, and could not tell a phase from the last but one.
 __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
 
+__device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
+
 // The sums over k of this consumer's rows from `first_row` on. `pass_on`: the other has a tile after this one.
 __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
                                          u32 shared, int first_row, int steps, int consumer, bool pass_on) {
@@ -160,19 +231,21 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
     const u64 x = hopper::matrix_descriptor<128>(shared + first_row * ROW_BYTES, 16, 8 * ROW_BYTES);
     const u64 w = hopper::matrix_descriptor<128>(shared + X_BYTES, TRANSPOSED ? 16 : K_STEP * ROW_BYTES, 8 * ROW_BYTES);
     constexpr int X_STEP = 32 / 16, W_STEP = (TRANSPOSED ? 32 : 16 * ROW_BYTES) / 16;  // 16 of k, in units of 16 bytes
+    const u32 x_low = u32(x), w_low = u32(w);  // addresses are in the low words: only those change, in 32 bits
     u32 before = 0;
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
     for (int step = 0; step < steps; ++step) {
         hopper::barrier_wait(barriers.full(ring.at), ring.parity);
         if (PINGPONG && pass_on && step == steps - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
-        const u64 stage = ring.at * (STAGE_BYTES / 16);
+        const u32 stage = ring.at * (STAGE_BYTES / 16);
         hopper::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < K_STEP / 16; ++i)
 #pragma unroll
             for (int atom = 0; atom < ATOMS; ++atom)
-                hopper::wgmma<!TRANSPOSED>(T(), d[atom], x + stage + i * X_STEP + atom * (64 * ROW_BYTES / 16),
-                                           w + stage + i * W_STEP, step > 0 || i > 0);
+                hopper::wgmma<!TRANSPOSED>(
+                    T(), d[atom], with_low(x, x_low + stage + i * X_STEP + atom * (64 * ROW_BYTES / 16)),
+                    with_low(w, w_low + stage + i * W_STEP), step > 0 || i > 0);
         hopper::wgmma_commit();
         hopper::wgmma_wait<1>();
         if (step > 0) release(before, thread);
@@ -185,23 +258,27 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
     for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
 }
 
-// Two neighbours of each vector along n, as they lie in memory.
+// Two neighbours of each vector along n.
 struct Added {
-    u32 bias, up_bias, scale;
+    float2 bias, up_bias, scale;
 };
+
+__device__ __forceinline__ float either(float2 both, int i) { return i % 2 ? both.y : both.x; }
+
+__device__ __forceinline__ float2 widen_two(u32 word) {
+    float both[2];
+    widen(T(), word, both);
+    return {both[0], both[1]};
+}
 
 // Four sums of a thread, in wgmma's order of two columns and two rows, to results.
 __device__ __forceinline__ void activate_four(const float* d, const float* up, const Added& added, float alpha,
                                               float beta, float (&y)[4]) {
-    float bias[2], up_bias[2], scale[2];
-    if constexpr (BIAS) widen(T(), added.bias, bias);
-    if constexpr (UP_BIAS) widen(T(), added.up_bias, up_bias);
-    if constexpr (COLUMN_SCALE) widen(T(), added.scale, scale);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        y[i] = activate::ACTIVATION(BIAS ? d[i] + bias[i % 2] : d[i], alpha, beta);
-        if constexpr (GATED) y[i] *= UP_BIAS ? up[i] + up_bias[i % 2] : up[i];
-        if constexpr (COLUMN_SCALE) y[i] *= scale[i % 2];
+        y[i] = activate::ACTIVATION(BIAS ? d[i] + either(added.bias, i) : d[i], alpha, beta);
+        if constexpr (GATED) y[i] *= UP_BIAS ? up[i] + either(added.up_bias, i) : up[i];
+        if constexpr (COLUMN_SCALE) y[i] *= either(added.scale, i);
     }
 }
 

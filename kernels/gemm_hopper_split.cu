@@ -8,12 +8,12 @@ namespace {
 
 constexpr int THREADS = CONSUMERS * 128;
 constexpr int EIGHTS = ATOMS * TILE_N / 8;  // a thread's columns of y, in eights, of all atoms
-constexpr int OWN = EIGHTS / SPLIT;         // those that this block finishes
+constexpr int OWN = (EIGHTS + SPLIT - 1) / SPLIT;  // those that a block finishes, the last one maybe fewer
 constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT - 1) * OWN * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
 
-static_assert(SPLIT > 1 && CLUSTER == 1 && !PINGPONG && EIGHTS % SPLIT == 0);
+static_assert(SPLIT > 1 && CLUSTER == 1 && !PINGPONG);
 
 // The sums that other blocks have of the columns that this one finishes.
 struct Exchange {
@@ -52,8 +52,7 @@ struct Operands {
 // A thread's part of eight columns: two neighbours in each of two rows, and what is added to them.
 struct Eight {
     int row, column;
-    Added added;
-    u32 residual[2];
+    u32 bias, up_bias, scale, residual[2];
 
     __device__ __forceinline__ bool inside(const Operands& of, int i) const {
         return column < of.n && row + 8 * i < of.m;  // n is a multiple of 8
@@ -64,9 +63,9 @@ struct Eight {
 
     __device__ __forceinline__ void fetch(const Operands& of) {
         const bool within = column < of.n;
-        if constexpr (BIAS) added.bias = within ? load_cached<2>(of.bias + column).words[0] : 0;
-        if constexpr (UP_BIAS) added.up_bias = within ? load_cached<2>(of.up_bias + column).words[0] : 0;
-        if constexpr (COLUMN_SCALE) added.scale = within ? load_cached<2>(of.scale + column).words[0] : 0;
+        if constexpr (BIAS) bias = within ? load_cached<2>(of.bias + column).words[0] : 0;
+        if constexpr (UP_BIAS) up_bias = within ? load_cached<2>(of.up_bias + column).words[0] : 0;
+        if constexpr (COLUMN_SCALE) scale = within ? load_cached<2>(of.scale + column).words[0] : 0;
         if constexpr (RESIDUAL)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -74,6 +73,10 @@ struct Eight {
     }
 
     __device__ __forceinline__ void finish(const float* d, const float* up, const Operands& of) const {
+        Added added;
+        if constexpr (BIAS) added.bias = widen_two(bias);
+        if constexpr (UP_BIAS) added.up_bias = widen_two(up_bias);
+        if constexpr (COLUMN_SCALE) added.scale = widen_two(scale);
         float results[4];
         activate_four(d, up, added, of.alpha, of.beta, results);
 #pragma unroll
@@ -93,7 +96,7 @@ struct Eight {
 
 __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int steps,
                                         const Operands& of) {
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT;
+    const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT;
     const int above = consumer * GROUP_ROWS;
     Ring<STAGES> ring;
     float d[ATOMS][COLUMNS / 2];
@@ -147,18 +150,20 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
         if constexpr (GATED) hopper::prefetch(up);
     }
     init_barriers(barriers, 0);
-    __syncthreads();
-    hopper::cluster_barrier();  // the other blocks have started: their shared memory may be written
-    const Tiles tiles(m, n, group);
+    sync_cluster();  // the other blocks have started: their shared memory may be written
+    const Weights weights{{&w}, {n}};
+    const Tiles tiles(m, weights.columns(), group);
+    release_successor();
     const int steps = (k + K_STEP - 1) / K_STEP, rank = blockIdx.x % SPLIT;
     const int2 range{steps * rank / SPLIT, steps * (rank + 1) / SPLIT};
-    if (threadIdx.x < 128) {
+    if (warpgroup() == 0) {
         hopper::give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce(x, w, up, shared, barriers, tiles, range);
+        if (threadIdx.x == 0) produce(x, weights, up, shared, barriers, tiles, range);
         __syncwarp();
         hopper::cluster_barrier();  // with the consumers
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
+        wait_for_predecessor();
         consume(memory, barriers, tiles, range.y - range.x, {bias, up_bias, scale, residual, y, alpha, beta, m, n});
     }
 }

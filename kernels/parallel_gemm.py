@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from onnxfuse.kernels import _gemm_hopper, _gemm_small
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_candidates import all_candidates
 from onnxfuse.kernels._gemm_operands import gemm_of, refuse
 from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
+MOST_TOGETHER = 4  # candidates that compute all products in one launch, of MOST in all
+MOST = 8
 NUMBERS = ("", "_2", "_3")  # what the names of a product's operands and choices end with
 
 
@@ -23,7 +26,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit."""
     found = [gemm_of(one, inputs, device, NUMBERS[i], i) for i, one in enumerate(_products(node))]
     gemms, outputs = zip(*found, strict=True)
-    return [Plan(outputs, way.steps, way.scratch) for way in _one_after_the_other(gemms, device)]
+    ways = [*_together(gemms, device)[:MOST_TOGETHER], *_one_after_the_other(gemms, device)]
+    return [Plan(outputs, way.steps, way.scratch) for way in ways[:MOST]]
 
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -36,6 +40,12 @@ def _products(node: FusedNode) -> list[FusedNode]:
     numbers = [number for number in NUMBERS if node.place(f"w{number}") is not None]
     layouts = [node.attributes.get(f"weight_layout{number}", "kn") for number in numbers]
     return [replace(node, attributes={**node.attributes, "weight_layout": layout}) for layout in layouts]
+
+
+def _together(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:
+    """All products in one launch, so that multiprocessors run out of tiles once and not three times."""
+    gemm = _gemm_hopper.together(gemms)
+    return _gemm_small.plans(gemm, device) or _gemm_hopper.plans(gemm, device) if gemm else []
 
 
 def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:

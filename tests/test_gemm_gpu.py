@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import kernel_runs
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -19,6 +18,7 @@ from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, n
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
+from onnxfuse.kernels import parallel_gemm
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Matmul, Plan, TensorSpec
@@ -241,16 +241,31 @@ def test_error_is_that_of_cublas(gpu: Device, size: tuple[int, int, int], dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 33, 256])
-def test_parallel_products(gpu: Device, dtype: str, m: int) -> None:
-    shapes = {"x": (m, 192), "w": (192, 256), "bias": (256,), "w_2": (128, 192), "w_3": (192, 96), "bias_3": (96,)}
-    arrays = {name: normal(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
-    exact = replace(gpu, tf32=False)
-    found = kernel_runs.run("parallel_gemm", arrays, [dtype] * 3, exact, weight_layout_2="nk")
-    x, w, bias, w_2, w_3, bias_3 = (value.astype(np.float64) for value in arrays.values())
-    for y, expected in zip(found, (x @ w + bias, x @ w_2.T, x @ w_3 + bias_3), strict=True):
-        error = np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected)
-        assert error < RELATIVE[dtype]
+@pytest.mark.parametrize("layouts", [("kn", "kn", "kn"), ("nk", "nk", "nk"), ("kn", "nk", "kn")], ids="-".join)
+@pytest.mark.parametrize("m", [1, 33, 300])
+def test_parallel_products(gpu: Device, m: int, layouts: tuple[str, ...], dtype: str) -> None:
+    """Two with a bias, each with an n of its own; one launch where kernel and layouts allow it."""
+    arrays, expected = {"x": normal((m, 192), dtype, 0)}, []
+    for number, n, layout in zip(("", "_2", "_3"), (264, 128, 96), layouts, strict=True):
+        w, bias = normal((192, n), dtype, n), normal((n,), dtype, n + 1)
+        arrays["w" + number] = w if layout == "kn" else w.T
+        if number != "_2":
+            arrays["bias" + number] = bias
+        y = arrays["x"].astype(np.float64) @ w.astype(np.float64)
+        expected.append(y + bias.astype(np.float64) if number != "_2" else y)
+    attributes = {f"weight_layout{number}": layout for number, layout in zip(("", "_2", "_3"), layouts, strict=True)}
+    node = FusedNode("parallel_gemm", "y", tuple(arrays), attributes, (dtype,) * 3)
+    specs = [TensorSpec(value.shape, dtype) for value in arrays.values()]
+    plans = parallel_gemm.candidates(node, specs, replace(gpu, tf32=False))
+    together = gpu.arch == 90 and dtype != "float32" and len(set(layouts)) == 1
+    assert any(len(plan.steps) == 1 for plan in plans) == together
+    for plan in plans:
+        read = [upload(value) for value in arrays.values()]
+        written = [upload(np.full(spec.shape, np.nan, NUMPY[dtype])) for spec in plan.outputs]
+        launch(plan, read, written)
+        for buffer, spec, values in zip(written, plan.outputs, expected, strict=True):
+            error = np.linalg.norm(result(buffer, spec, True).astype(np.float64) - values) / np.linalg.norm(values)
+            assert error < RELATIVE[dtype], plan.steps
 
 
 # ---- in a session ------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ LINEAR = Gemm(
 GATED = dataclasses.replace(
     LINEAR, dtype="bfloat16", transposed=True, up=UP, up_bias=UP_BIAS, residual=None, activation="silu"
 )
+PARALLEL = dataclasses.replace(LINEAR, activation="none", column_scale=None, residual=None)
+PARALLEL = dataclasses.replace(PARALLEL, beside=(dataclasses.replace(PARALLEL, bias=None, n=520), PARALLEL))
 
 
 def launch(way: Candidate) -> Launch:
@@ -28,7 +30,7 @@ def launch(way: Candidate) -> Launch:
     return step
 
 
-@pytest.mark.parametrize("gemm", [LINEAR, GATED], ids=["linear", "gated"])
+@pytest.mark.parametrize("gemm", [LINEAR, GATED, PARALLEL], ids=["linear", "gated", "parallel"])
 @pytest.mark.parametrize("tiling", _gemm_hopper.TILINGS, ids=lambda tiling: tiling.name)
 def test_compiles_without_spills(tiling: _gemm_hopper.Tiling, gemm: Gemm) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -44,7 +46,7 @@ def test_compiles_without_spills(tiling: _gemm_hopper.Tiling, gemm: Gemm) -> Non
 
 
 @pytest.mark.parametrize("m", [1, 17, 128, 1000, 4096, 8192])
-@pytest.mark.parametrize("gemm", [LINEAR, GATED], ids=["linear", "gated"])
+@pytest.mark.parametrize("gemm", [LINEAR, GATED, PARALLEL], ids=["linear", "gated", "parallel"])
 def test_launches_fit_the_device(gemm: Gemm, m: int) -> None:
     found = _gemm_hopper.plans(dataclasses.replace(gemm, m=m), H200)
     assert found
@@ -58,6 +60,19 @@ def test_launches_fit_the_device(gemm: Gemm, m: int) -> None:
                 assert max(argument.box) <= 256
                 assert argument.box[0] * 2 == argument.swizzle
                 assert all(stride % 16 == 0 for stride in argument.strides)
+
+
+def test_products_of_one_launch_have_a_map_of_each_weight_and_result() -> None:
+    for step in map(launch, _gemm_hopper.plans(PARALLEL, H200)):
+        maps = [argument for argument in step.arguments if isinstance(argument, TensorMap)]
+        assert [each.sizes for each in maps[1:4]] == [(3072, 768), (520, 768), (3072, 768)]
+        assert [each.sizes for each in maps[4:]] == [(3072, 4096), (520, 4096), (3072, 4096)]
+
+
+def test_products_of_one_launch_have_weights_of_one_layout() -> None:
+    other = dataclasses.replace(LINEAR, transposed=True)
+    assert _gemm_hopper.together([LINEAR, other]) is None
+    assert _gemm_hopper.together([LINEAR, LINEAR]) == dataclasses.replace(LINEAR, beside=(LINEAR,))
 
 
 @pytest.mark.parametrize(

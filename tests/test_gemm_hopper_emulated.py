@@ -11,6 +11,7 @@ import dataclasses
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -47,6 +48,7 @@ class Case:
     transposed: bool
     extra: tuple[str, ...]
     blocks: int | None
+    beside: tuple[int, ...] = ()  # n of further products of x, of which the first has no bias
 
     def __str__(self) -> str:
         return f"{self.tiling.name} {self.m}x{self.n}x{self.k} {self.dtype} {'nk' * self.transposed or 'kn'}"
@@ -62,8 +64,10 @@ CASES = [
     Case(Tiling(128, 192), 200, 392, 264, "float16", True, LINEAR, 1),
     Case(Tiling(128, 128, pingpong=True, cluster_m=2), 300, 264, 200, "float16", False, LINEAR, 2),
     Case(Tiling(128, 128, pingpong=True, cluster_n=2), 200, 392, 200, "float16", True, (), 2),
-    Case(Tiling(128, 64, split=4), 100, 136, 456, "float16", False, LINEAR, None),
+    Case(Tiling(128, 64, split=3), 100, 136, 456, "float16", False, LINEAR, None),
     Case(Tiling(128, 128, split=2), 100, 136, 200, "bfloat16", True, GATED, None),
+    Case(Tiling(128, 128, pingpong=True), 200, 264, 136, "float16", False, ("bias",), 2, (136, 72)),
+    Case(Tiling(64, 64, pingpong=True, cluster_n=2), 100, 72, 200, "bfloat16", True, ("bias",), 2, (136,)),
 ]
 
 
@@ -85,47 +89,76 @@ def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
 
 
 def operands(case: Case) -> dict[str, np.ndarray]:
-    weight = (case.n, case.k) if case.transposed else (case.k, case.n)
-    shapes = {"x": (case.m, case.k), "w": weight, "up": weight, "residual": (case.m, case.n)}
+    """Those of the first product by their names, those of the others with _2 and _3 after them."""
     random = np.random.default_rng(1)
     made = {}
-    for name in ("x", "w", *case.extra):
-        values = random.standard_normal(shapes.get(name, (case.n,)))
-        made[name] = (values * (case.k**-0.5 if name in ("w", "up") else 1)).astype(NUMPY[case.dtype])
+    for number, n in zip(("", "_2", "_3"), (case.n, *case.beside), strict=False):
+        weight = (n, case.k) if case.transposed else (case.k, n)
+        shapes = {"x": (case.m, case.k), "w": weight, "up": weight, "residual": (case.m, n)}
+        names = ("x", "w", *case.extra) if not number else ("w", "bias") if number == "_3" else ("w",)
+        for name in names:
+            values = random.standard_normal(shapes.get(name, (n,)))
+            made[name + number] = (values * (case.k**-0.5 if name in ("w", "up") else 1)).astype(NUMPY[case.dtype])
     return made
 
 
-def expect(case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
+def expect(case: Case, arrays: dict[str, np.ndarray], number: str) -> np.ndarray:
     wide = {name: value.astype(np.float64) for name, value in arrays.items()}
-    x, w = wide["x"], wide["w"].T if case.transposed else wide["w"]
-    y = np.maximum(x @ w + wide.get("bias", 0), 0)
+    x, w = wide["x"], wide["w" + number].T if case.transposed else wide["w" + number]
+    y = np.maximum(x @ w + wide.get("bias" + number, 0), 0)
     if "up" in wide:
         y = y * (x @ (wide["up"].T if case.transposed else wide["up"]) + wide["up_bias"])
     return y * wide.get("column_scale", 1) + wide.get("residual", 0)
 
 
+def product(case: Case, places: dict[str, Pointer], number: str, output: int) -> Gemm:
+    named = {"w": places["w" + number], "bias": places.get("bias" + number)}
+    n = (case.n, *case.beside)[output]
+    sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, True), case.dtype == "float16"
+    others = {name: places[name] for name in case.extra if name != "bias"} if not number else {}
+    return Gemm(*sizes, x=places["x"], y=Pointer("output", output), activation="relu", constant=constant, **named,
+                **others)  # fmt: skip
+
+
+def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | None]) -> Any:
+    """The launch's tensor maps, each at its pointer's place in `order`."""
+    maps = (Map * len(order))()
+    for argument in step.arguments:
+        if isinstance(argument, TensorMap):
+            extents, box = (ctypes.c_long * 2)(*argument.sizes), (ctypes.c_int * 2)(*argument.box)
+            place = order.index(argument.pointer)
+            maps[place] = Map(addresses[argument.pointer], extents, argument.strides[0], box)
+    return maps
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
-    named = {name: Pointer("input", i) for i, name in enumerate(arrays)}
-    sizes = (case.m, case.n, case.k, case.dtype, case.transposed, True)
-    gemm = Gemm(*sizes, y=Pointer("output", 0), activation="relu", **named)
+    places = {name: Pointer("input", i) for i, name in enumerate(arrays)}
+    numbers = ("", "_2", "_3")[: 1 + len(case.beside)]
+    first, *others = (product(case, places, number, i) for i, number in enumerate(numbers))
+    gemm = dataclasses.replace(first, beside=tuple(others))
     (step,) = _gemm_hopper.candidate(gemm, case.tiling, H200).steps
     assert isinstance(step, Launch)
-    y = np.full((case.m + 1, case.n), np.nan, NUMPY[case.dtype])
-    addresses = {pointer: arrays[name].ctypes.data for name, pointer in named.items()} | {gemm.y: y.ctypes.data}
-    maps = (Map * 5)()
-    for argument in step.arguments:
-        if isinstance(argument, TensorMap):
-            place = [gemm.x, gemm.w, gemm.up, gemm.y, gemm.residual].index(argument.pointer)
-            extents, box = (ctypes.c_long * 2)(*argument.sizes), (ctypes.c_int * 2)(*argument.box)
-            maps[place] = Map(addresses[argument.pointer], extents, argument.strides[0], box)
-    vectors = (gemm.y, gemm.residual, gemm.bias, gemm.up_bias, gemm.column_scale)
-    pointers = [ctypes.c_void_p(addresses[each] if each else None) for each in vectors]
-    numbers = [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == "int32"]
-    grid = case.blocks or step.grid[0]
-    library(step.kernel, tmp_path).run(maps, *pointers, *numbers, grid, step.cluster, step.shared)
-    expected = expect(case, arrays)
+    found = [np.full((case.m + 1, each.n), np.nan, NUMPY[case.dtype]) for each in (first, *others)]
+    addresses = {pointer: arrays[name].ctypes.data for name, pointer in places.items()}
+    addresses |= {Pointer("output", i): y.ctypes.data for i, y in enumerate(found)}
+    every: list[Gemm | None] = [first, *others, None, None][:3]
+    order = [gemm.x, *(each and each.w for each in every), gemm.up, *(each and each.y for each in every), gemm.residual]
+    maps = prepared(step, addresses, order)
+
+    def address(pointer: Pointer | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(addresses[pointer] if pointer else None)
+
+    biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
+    sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
+    (group,) = (each.value for each in step.arguments[-1:] if isinstance(each, Scalar))
+    library(step.kernel, tmp_path).run(
+        maps, address(gemm.y), address(gemm.residual), biases, address(gemm.up_bias), address(gemm.column_scale),
+        case.m, sizes, case.k, group, case.blocks or step.grid[0], step.cluster, step.shared,
+    )  # fmt: skip
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
-    np.testing.assert_allclose(y[: case.m].astype(np.float64), expected, rtol=1.02 * rounding, atol=2e-6)
-    assert np.isnan(y[case.m].astype(np.float64)).all(), "written beyond the end"
+    for y, number in zip(found, numbers, strict=True):
+        expected = expect(case, arrays, number)
+        np.testing.assert_allclose(y[: case.m].astype(np.float64), expected, rtol=1.02 * rounding, atol=2e-6)
+        assert np.isnan(y[case.m].astype(np.float64)).all(), "written beyond the end"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_runs import NUMPY, RELATIVE, compile_native, cupy, result, upload
+from kernel_runs import NUMPY, RELATIVE, compile_native, cupy, launch, result, upload
 from test_gemm_gpu import Case, expect, run
 from test_kernels_gpu import ACTIVATIONS
 
@@ -16,7 +17,7 @@ from onnxfuse.kernels import _gemm_hopper
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.provider import planner
 from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import Kernel, Launch, Plan, TensorSpec
+from onnxfuse.provider.plan import Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.provider.source import architecture, options, source_text
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,28 @@ def test_sizes(case: Case) -> None:
 @pytest.mark.parametrize("case", list(epilogues()), ids=str)
 def test_epilogues(case: Case) -> None:
     check_all(case, KINDS)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float16", "kn"), ("bfloat16", "nk")])
+def test_products_of_one_launch(dtype: str, layout: str) -> None:
+    """Of three weights, whose n end inside tiles of their own; the second has no bias."""
+    cases = [Case(1000, n, 328, dtype, layout, bias) for n, bias in ((1032, ("bias",)), (72, ()), (520, ("bias",)))]
+    every, gemms, outputs = [], [], []
+    for i, case in enumerate(cases):
+        arrays = case.arrays()
+        gemm, y = case.product(gpu(0), arrays)
+        bias = Pointer("input", len(every) + 2) if case.extra else None
+        gemms.append(replace(gemm, w=Pointer("input", len(every) + 1), bias=bias, y=Pointer("output", i)))
+        every += list(arrays.values())  # x is the same in each
+        outputs.append(y)
+    gemm = _gemm_hopper.together(gemms)
+    assert gemm is not None
+    tilings = [tiling for tiling in _gemm_hopper.TILINGS if _gemm_hopper.fits(gemm, tiling, gpu(0))]
+    for way in (_gemm_hopper.candidate(gemm, tiling, gpu(0)) for tiling in tilings):
+        written = [upload(np.full(y.shape, np.nan, NUMPY[dtype])) for y in outputs]
+        launch(Plan(tuple(outputs), way.steps), [upload(value) for value in every], written)
+        for case, buffer, y in zip(cases, written, outputs, strict=True):
+            check(way.name, result(buffer, y, True), *expect(case, case.arrays()))
 
 
 @pytest.mark.parametrize("gated", [False, True])

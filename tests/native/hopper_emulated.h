@@ -78,6 +78,9 @@ u32 narrow(T type, const float* from) {
     return narrowed(type, from[0]) | u32(narrowed(type, from[1])) << 16;
 }
 
+inline void wait_for_predecessor() {}
+inline void release_successor() {}
+
 static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }
 
@@ -291,6 +294,7 @@ inline void named_barrier(int barrier, int threads) { meet(here->named[barrier],
 inline void named_barrier_arrive(int barrier, int threads) { meet(here->named[barrier], threads, false); }
 inline u32 cluster_rank() { return rank; }
 inline void cluster_barrier() { meet(cluster_meeting, THREADS * int(cluster.size()), true); }
+inline void cluster_barrier_relaxed() { cluster_barrier(); }
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 
