@@ -20,6 +20,7 @@ from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Poin
 
 WAIT = 100_000  # nanoseconds: longer than a kernel takes to start
 BLOCKS = 16  # of the kernel in front, which leaves room for the next one
+NAN, UNWRITTEN = 0xFF, 0xA5  # bytes; the first are NaN in every dtype
 NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8": 1}
 
 
@@ -52,7 +53,7 @@ class Memory:
     @staticmethod
     def of(sizes: Sequence[int]) -> Memory:
         ends = np.cumsum([-(-size // 256) * 256 for size in sizes])
-        data = cupy.full(max(int(ends[-1]), 1), 0xFF, dtype=cupy.uint8)  # NaN in every dtype
+        data = cupy.empty(max(int(ends[-1]), 1), dtype=cupy.uint8)
         return Memory(data, tuple(data.data.ptr + int(end) for end in (0, *ends[:-1])))
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
@@ -63,7 +64,7 @@ class Memory:
 
 def in_front(read: Memory, written: Memory) -> tuple[ReadyPlan, list[int], list[int], Any, Any]:
     """The plan of `late`, its inputs and outputs, the copy that it makes right, and what it saw of the outputs."""
-    source, kept = cupy.full_like(read.data, 0xFF), cupy.full_like(written.data, 0)
+    source, kept = cupy.empty_like(read.data), cupy.empty_like(written.data)
     numbers = [Scalar(value, "int64") for value in (read.data.nbytes, written.data.nbytes, WAIT)]
     pointers = (Pointer("input", 0), Pointer("input", 1), Pointer("output", 0), Pointer("output", 1))
     step = Launch(Kernel("late", "late", {"RACING": 0}), (BLOCKS, 1, 1), (256, 1, 1), (*pointers, *numbers))
@@ -88,6 +89,7 @@ def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray
         own.run(read.places, written.places, scratch.data.ptr, stream.ptr)
 
     read.fill(arrays)
+    written.data.fill(UNWRITTEN)  # and the bytes between outputs stay so
     cupy.cuda.runtime.deviceSynchronize()
     start()
     stream.synchronize()
@@ -101,14 +103,14 @@ def behind(plan: Plan, inputs: Sequence[TensorSpec], arrays: Sequence[np.ndarray
 
     found = []
     for graph in (None, captured(stream, both)):
-        for memory in (read.data, written.data):
-            memory.fill(0xFF)
+        read.data.fill(NAN)
+        written.data.fill(UNWRITTEN)
         keep_constants(read, inputs, arrays)
         kept.fill(0)
         cupy.cuda.runtime.deviceSynchronize()
         graph.launch(stream) if graph else both()
         stream.synchronize()
-        assert (kept == 0xFF).all(), "outputs were written while the kernel in front could read them"
+        assert (kept == UNWRITTEN).all(), "outputs were written while the kernel in front could read them"
         found.append(written.data.get().tobytes())
     return expected, found[0], found[1]
 
