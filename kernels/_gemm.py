@@ -34,7 +34,7 @@ class Gemm:
     beta: float = 0.0
     tf32: bool = False  # float32 operands may be rounded to TF32
     constant: bool = False  # the model holds w and up, which may be read while the kernel before still runs
-    beside: tuple[Gemm, ...] = ()  # products of the same x in the same launch, which gemm_hopper.cu and gemm_stream.cu compute
+    beside: tuple[Gemm, ...] = ()  # products of the same x in one launch, of gemm_hopper.cu or gemm_stream.cu
 
     @property
     def flops(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
-from onnxfuse.kernels._types import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.kernels._types import ABSENT, EARLY_ARCH, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Scalar
 
 MMA_FROM: Final = 80  # compute capability with bf16, TF32 and cp.async
@@ -26,14 +26,12 @@ class Tiling:
     stages: int
     warps_m: int
     warps_n: int
-    cluster: int = 1  # blocks that share a tile and divide k
     min_blocks: int = 1  # that must fit on a multiprocessor: a bound on registers
 
     @property
     def name(self) -> str:
         """What a report calls it."""
-        split = f"_split{self.cluster}" if self.cluster > 1 else ""
-        return f"mma_{self.bm}x{self.bn}x{self.bk_bytes}b{self.stages}{split}"
+        return f"mma_{self.bm}x{self.bn}x{self.bk_bytes}b{self.stages}"
 
     def shared(self, parts: int) -> int:
         """Bytes of dynamic shared memory: stages, whose place the sums take."""
@@ -67,7 +65,7 @@ def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     if not usable(gemm, device):
         return []
     fitting = [t for t in (GATED if gemm.up else SINGLE) if t.shared(parts(gemm)) <= device.shared_per_block]
-    return [candidate(gemm, tiling) for tiling in sorted(fitting, key=lambda t: cost(gemm, t, device))]
+    return [candidate(gemm, tiling, device) for tiling in sorted(fitting, key=lambda t: cost(gemm, t, device))]
 
 
 def usable(gemm: Gemm, device: Device) -> bool:
@@ -88,26 +86,22 @@ def cost(gemm: Gemm, tiling: Tiling, device: Device) -> float:
     return rounds * tiling.bm * tiling.bn * tiling.min_blocks * dense
 
 
-def candidate(gemm: Gemm, tiling: Tiling) -> Candidate:
+def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
     """One launch, of that tiling or one with more threads."""
     tiling = _fitted(gemm, tiling)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, tiling))
-    blocks = tiling.tiles(gemm) * tiling.cluster
-    threads = 32 * tiling.warps_m * tiling.warps_n
-    launch = Launch(
-        kernel, (blocks, 1, 1), (threads, 1, 1), arguments(gemm), tiling.shared(parts(gemm)), tiling.cluster
-    )
+    grid, threads = (tiling.tiles(gemm), 1, 1), (32 * tiling.warps_m * tiling.warps_n, 1, 1)
+    early = device.arch >= EARLY_ARCH
+    launch = Launch(kernel, grid, threads, arguments(gemm), tiling.shared(parts(gemm)), early=early)
     return Candidate(tiling.name, (launch,))
 
 
-def epilogue_defines(gemm: Gemm, tile: int, cluster: int) -> Defines:
-    """The constants of gemm_epilogue.cuh, for tiles of so many columns that so many blocks share."""
+def epilogue_defines(gemm: Gemm, tile: int) -> Defines:
+    """The constants of gemm_epilogue.cuh, where a block finishes so many columns."""
     width = row_bytes(gemm, gemm.n, VECTOR_BYTES) // ITEM_BYTES[gemm.dtype]
-    if cluster > 1:
-        width = min(width, 4)  # so that lanes read other blocks' sums 16 bytes each, next to each other
     return {
         "ITEM_T": STORAGE[gemm.dtype], "COLUMNS": gemm.n, "DEPTH": gemm.k, "TRANSPOSED": int(gemm.transposed),
-        "WIDTH": math.gcd(width, tile), "CLUSTER": cluster, "PARTS": parts(gemm),
+        "WIDTH": math.gcd(width, tile), "PARTS": parts(gemm),
         "BIAS": int(gemm.bias is not None), "UP_BIAS": int(gemm.up_bias is not None),
         "COLUMN_SCALE": int(gemm.column_scale is not None), "RESIDUAL": int(gemm.residual is not None),
         "ACTIVATION": gemm.activation, "PRECISE": int(gemm.dtype == "float32"),
@@ -133,7 +127,7 @@ def _copies(gemm: Gemm) -> tuple[int, int]:
 def _defines(gemm: Gemm, tiling: Tiling) -> Defines:
     x_copy, w_copy = _copies(gemm)
     return {
-        **epilogue_defines(gemm, tiling.bn, tiling.cluster),
+        **epilogue_defines(gemm, tiling.bn),
         "BM": tiling.bm, "BN": tiling.bn, "BK_BYTES": tiling.bk_bytes, "STAGES": tiling.stages,
         "WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n,
         "MIN_BLOCKS": tiling.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies take registers

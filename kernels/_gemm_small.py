@@ -1,10 +1,11 @@
-"""Matrix products of a few rows, whose time is that of reading the weights: gemm_small.cu, and gemm_mma.cu in parts."""
+"""Matrix products of a few rows, whose time is that of reading the weights: what runs them where."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.kernels import _gemm_stream
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_mma import (
     RESERVED_BYTES,
@@ -16,13 +17,11 @@ from onnxfuse.kernels._gemm_mma import (
     row_bytes,
     usable,
 )
-from onnxfuse.kernels._types import ITEM_BYTES, VECTOR_BYTES
+from onnxfuse.kernels._types import EARLY_ARCH, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.provider.plan import Device, Kernel, Launch
 
 MOST_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
 MOST_DOT_ROWS: Final = 8
-FEWEST_TILED_ROWS: Final = 1  # up to here dot products are faster than tiles of 16 rows
-CLUSTERS_FROM: Final = 90  # compute capability
 
 
 @dataclass(frozen=True)
@@ -35,52 +34,51 @@ class Dots:
     loads: int
     lanes: int = 32  # along n, where w is k x n
     unroll: int = 1  # where w is n x k
-    cluster: int = 1
 
     @property
     def name(self) -> str:
         """What a report calls it."""
-        return f"dots_{self.rows}x{self.warps_n}x{self.warps_k}_{self.loads}_{self.lanes}_{self.unroll}_{self.cluster}"
-
-
-def dots_candidate(gemm: Gemm, dots: Dots) -> Candidate:
-    """One launch of gemm_small.cu."""
-    item = ITEM_BYTES[gemm.dtype]
-    vector = row_bytes(gemm, gemm.k if gemm.transposed else gemm.n, VECTOR_BYTES) // item
-    x_vector = row_bytes(gemm, gemm.k, VECTOR_BYTES) // item
-    tile = dots.warps_n * (dots.loads if gemm.transposed else dots.lanes * vector)
-    defines = {
-        **epilogue_defines(gemm, tile, dots.cluster),
-        "ROWS": dots.rows, "WARPS_N": dots.warps_n, "WARPS_K": dots.warps_k, "LOADS": dots.loads, "LANES": dots.lanes,
-        "UNROLL": dots.unroll, "MIN_BLOCKS": 1, "VECTOR": vector, "X_VECTOR": min(x_vector, dots.loads),
-    }  # fmt: skip
-    grid = (-(-gemm.n // tile) * dots.cluster, -(-gemm.m // dots.rows), 1)
-    threads = 32 * dots.warps_n * dots.warps_k
-    launch = Launch(
-        Kernel("gemm_small", "gemm_small", defines), grid, (threads, 1, 1), arguments(gemm), cluster=dots.cluster
-    )
-    return Candidate(dots.name, (launch,))
+        return f"dots_{self.rows}x{self.warps_n}x{self.warps_k}_{self.loads}_{self.lanes}_{self.unroll}"
 
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to multiply a few rows, the likeliest first; none for many rows."""
     if gemm.m > MOST_ROWS:
         return []
-    tiled = [candidate(gemm, tiling) for tiling in _tilings(gemm, device)] if usable(gemm, device) else []
-    dots = [dots_candidate(gemm, _dots(gemm, device))] if gemm.m <= MOST_DOT_ROWS else []
-    return [*dots, *tiled] if gemm.m <= FEWEST_TILED_ROWS else [*tiled, *dots]
+    if _gemm_stream.usable(gemm, device):
+        return _gemm_stream.plans(gemm, device)
+    if gemm.beside:
+        return []
+    dots = [dots_candidate(gemm, _dots(gemm, device), device)] if gemm.m <= MOST_DOT_ROWS else []
+    tiled = [candidate(gemm, tiling, device) for tiling in _tilings(gemm, device)] if usable(gemm, device) else []
+    return [*dots, *tiled] if gemm.m == 1 else [*tiled, *dots]
+
+
+def dots_candidate(gemm: Gemm, dots: Dots, device: Device) -> Candidate:
+    """One launch of gemm_small.cu."""
+    item = ITEM_BYTES[gemm.dtype]
+    vector = row_bytes(gemm, gemm.k if gemm.transposed else gemm.n, VECTOR_BYTES) // item
+    x_vector = row_bytes(gemm, gemm.k, VECTOR_BYTES) // item
+    tile = dots.warps_n * (dots.loads if gemm.transposed else dots.lanes * vector)
+    defines = {
+        **epilogue_defines(gemm, tile),
+        "ROWS": dots.rows, "WARPS_N": dots.warps_n, "WARPS_K": dots.warps_k, "LOADS": dots.loads, "LANES": dots.lanes,
+        "UNROLL": dots.unroll, "MIN_BLOCKS": 1, "VECTOR": vector, "X_VECTOR": min(x_vector, dots.loads),
+        "WEIGHTS_CONSTANT": int(gemm.constant),
+    }  # fmt: skip
+    grid, threads = (-(-gemm.n // tile), -(-gemm.m // dots.rows), 1), (32 * dots.warps_n * dots.warps_k, 1, 1)
+    kernel, early = Kernel("gemm_small", "gemm_small", defines), device.arch >= EARLY_ARCH
+    return Candidate(dots.name, (Launch(kernel, grid, threads, arguments(gemm), early=early),))
 
 
 def _tilings(gemm: Gemm, device: Device) -> list[Tiling]:
-    """With as many blocks as multiprocessors or more, and much of their memory on its way."""
+    """With much of their memory on its way."""
     bm = 16 if gemm.m <= 16 else 32 if gemm.m <= 32 else 64
     found = []
-    for bn in (64, 32):
+    for bn in (64, 32) if gemm.n > 64 * device.multiprocessors else (32, 64):
         stage = (bm + parts(gemm) * bn) * 128
         stages = max(3, min(8, (device.shared_per_block // 2 - RESERVED_BYTES) // stage))
-        tiling = Tiling(bm, bn, 128, stages, 2 if bm == 64 else 1, bn // 32)
-        cluster = _cluster(tiling.tiles(gemm), -(-gemm.k * ITEM_BYTES[gemm.dtype] // 128), device)
-        found.append(replace(tiling, cluster=cluster))
+        found.append(Tiling(bm, bn, 128, stages, 2 if bm == 64 else 1, bn // 32))
     return found
 
 
@@ -95,13 +93,5 @@ def _dots(gemm: Gemm, device: Device) -> Dots:
         while warps > 1 and 32 * vector * warps > gemm.k:
             warps //= 2
         return Dots(rows, 4 // warps, warps, 2, unroll=unroll)
-    cluster = _cluster(-(-gemm.n // (8 * vector)) // 2, -(-gemm.k // 256), device)
-    return Dots(rows, 1, 8, 8 if rows < 4 else 4, lanes=8, cluster=cluster)
-
-
-def _cluster(tiles: int, most: int, device: Device) -> int:
-    """Blocks to share a tile, so that there are about as many as multiprocessors."""
-    cluster = 1
-    while device.arch >= CLUSTERS_FROM and cluster < min(8, most) and 2 * cluster * tiles <= device.multiprocessors:
-        cluster *= 2
-    return cluster
+    lanes = 8 if gemm.n >= 8 * vector * device.multiprocessors else 4  # of 16 bytes: fewer for more blocks
+    return Dots(rows, 1, 8, 8 if rows < 4 else 4, lanes=lanes)

@@ -1,13 +1,11 @@
 // y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual by mma.sync: fp16, bf16, fp32 as TF32.
 //
 // A block computes BM x BN of y. Stages of BK_BYTES along k go to shared memory by cp.async, STAGES - 1 of them ahead
-// of the one that is multiplied. Where there are too few tiles for the chip (few rows: the time is that of reading the
-// weights), CLUSTER blocks share a tile, each with a part of k, and add their sums, in the order of their ranks,
-// through each other's shared memory. Sums are fp32; the epilogue reads them from shared memory, so that y and
-// residual move in whole rows, and rounds once.
+// of the one that is multiplied. Sums are fp32; the epilogue reads them from shared memory, so that y and residual move
+// in whole rows, and rounds once.
 //
 //   ITEM_T  storage type     COLUMNS, DEPTH  n and k     TRANSPOSED  1: w and up are n x k, 0: k x n
-//   BM, BN, BK_BYTES, STAGES, CLUSTER             WARPS_M, WARPS_N  how warps divide the tile
+//   BM, BN, BK_BYTES, STAGES  as above    WARPS_M, WARPS_N  how warps divide the tile
 //   X_COPY, W_COPY  bytes of a copy to shared memory: 16, 8, 4, or 2, which goes through registers
 //   GROUP  tiles along m that run side by side, so that they find w in L2
 //   and the constants of gemm_epilogue.cuh
@@ -90,7 +88,7 @@ struct Tile {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             halves[j] = 0;
-            if (2 * j < bytes) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(halves[j]) : "l"(source + 2 * j));
+            if (2 * j < bytes) asm volatile("ld.global.u16 %0, [%1];" : "=h"(halves[j]) : "l"(source + 2 * j));
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = halves[2 * j] | unsigned(halves[2 * j + 1]) << 16;
@@ -218,25 +216,25 @@ struct Fragments {
     }
 };
 
-// Tiles `from` up to `to` along k. Each thread's last barrier is before its last multiplications.
-__device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigned stages, int from, int to,
+// Each thread's last barrier is before its last multiplications.
+__device__ __forceinline__ void multiply_tiles(const Operands& operands, unsigned stages,
                                                float (&sums)[PARTS][WM][WN][4]) {
     Stage stage;
     constexpr int AHEAD = X_COPY == 16 && W_COPY == 16 ? STAGES : 1;  // elements of many stages do not fit registers
 #pragma unroll AHEAD
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (from + i < to) {
-            operands.begin(stage, stages + i * STAGE, (from + i) * BK);
+        if (i < TILES_K) {
+            operands.begin(stage, stages + i * STAGE, i * BK);
             Operands::end(stage, stages + i * STAGE);
         }
         asm volatile("cp.async.commit_group;");
     }
     int reading = 0, writing = STAGES - 1;
 #pragma unroll 1
-    for (int tile = from; tile < to; ++tile) {
+    for (int tile = 0; tile < TILES_K; ++tile) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         __syncthreads();
-        const bool more = tile + STAGES - 1 < to;
+        const bool more = tile + STAGES - 1 < TILES_K;
         if (more) operands.begin(stage, stages + writing * STAGE, (tile + STAGES - 1) * BK);
         asm volatile("cp.async.commit_group;");
         Fragments fragments[2];
@@ -270,15 +268,11 @@ __device__ __forceinline__ void put_sums(const float (&sums)[PARTS][WM][WN][4], 
                         make_float2(sums[part][i][j][2 * half], sums[part][i][j][2 * half + 1]);
 }
 
-#if CLUSTER > 1
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-#else
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-#endif
 gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, const T* column_scale,
          const T* residual, T* y, float alpha, float beta, int m) {
     extern __shared__ __align__(128) char memory[];
-    const int tile = blockIdx.x / CLUSTER, tiles_m = (m + BM - 1) / BM, side = GROUP * TILES_N;
+    const int tile = blockIdx.x, tiles_m = (m + BM - 1) / BM, side = GROUP * TILES_N;
     const int first = tile / side * GROUP, high = min(tiles_m - first, GROUP);
     const int row = (first + tile % side % high) * BM, column = tile % side / high * BN;
 
@@ -287,21 +281,21 @@ gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, c
     operands.w[0] = reinterpret_cast<const char*>(w + corner);
     if constexpr (PARTS == 2) operands.w[PARTS - 1] = reinterpret_cast<const char*>(up + corner);
 
-    const int rank = cluster_rank();
+    release_successor();
+    wait_for_predecessor();
     float sums[PARTS][WM][WN][4] = {};
-    multiply_tiles(operands, shared_address(memory), TILES_K * rank / CLUSTER, TILES_K * (rank + 1) / CLUSTER, sums);
+    multiply_tiles(operands, shared_address(memory), sums);
 
     __syncthreads();  // the stages become the place of the sums
     float* staged = reinterpret_cast<float*>(memory);
     put_sums(sums, staged);
-    tile_barrier();
+    __syncthreads();
     const Epilogue epilogue{bias, up_bias, column_scale, residual, y, alpha, beta};
     constexpr int VECTORS = BN / WIDTH;
     const int last = min(m - row, BM) * VECTORS;
 #pragma unroll 4
-    for (int at = rank * THREADS + threadIdx.x; at < last; at += THREADS * CLUSTER) {
+    for (int at = threadIdx.x; at < last; at += THREADS) {
         const int i = at / VECTORS, j = at % VECTORS * WIDTH;
         if (column + j < N) epilogue.finish(staged + i * PITCH + j, BM * PITCH, row + i, column + j);
     }
-    if constexpr (CLUSTER > 1) tile_barrier();  // peers may still be reading this block's sums
 }

@@ -2,12 +2,13 @@
 //
 // The time is that of reading w once, so it goes from memory to registers in 16-byte accesses, many in flight. Where w
 // is n x k, a warp takes LOADS columns and its lanes divide k, UNROLL vectors apart; where it is k x n, LANES lanes lie
-// along n and each takes LOADS rows in a row, so that x is read in vectors too. Warps that divide k, and CLUSTER
-// blocks, add their sums in a fixed order.
+// along n and each takes LOADS rows in a row, so that x is read in vectors too. Warps that divide k add their sums in a
+// fixed order.
 //
 //   ROWS      of x, at most    WARPS_N, WARPS_K  of a block    LOADS, LANES, UNROLL  as above
 //   VECTOR    elements of an access to w; divides its rows
 //   X_VECTOR  of one to x; divides k, and LOADS where w is k x n
+//   WEIGHTS_CONSTANT  1: nothing before this kernel writes w, so that it is read before all else
 //   MIN_BLOCKS  on a multiprocessor: says to the compiler that registers are there for all loads
 //   and the constants of gemm_epilogue.cuh
 #include "types.cuh"
@@ -79,19 +80,26 @@ struct AlongK {
     __device__ __forceinline__ static int column(int) { return 0; }
     __device__ __forceinline__ static int depth(int warp, int lane) { return (warp * 32 + lane) * VECTOR; }
 
-    __device__ __forceinline__ void load(const Operands& operands, int k) {
+    __device__ __forceinline__ void load_weights(const Operands& operands, int k) {
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int at = k + u * STRIDE;
-            const bool inside = WHOLE_K || at < K;
+        for (int u = 0; u < UNROLL; ++u)
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-                for (int j = 0; j < LOADS; ++j)
-                    w[u][part][j] = operands.load_w<WHOLE_N>(part, j, i64(j) * K + at, inside);
+                for (int j = 0; j < LOADS; ++j) {
+                    const int at = k + u * STRIDE;
+                    w[u][part][j] = operands.load_w<WHOLE_N>(part, j, i64(j) * K + at, WHOLE_K || at < K);
+                }
+    }
+
+    __device__ __forceinline__ void load_rows(const Operands& operands, int k) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) x[u][i] = operands.load_x<VECTOR>(i, at, inside);
-        }
+        for (int u = 0; u < UNROLL; ++u)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int at = k + u * STRIDE;
+                x[u][i] = operands.load_x<VECTOR>(i, at, WHOLE_K || at < K);
+            }
     }
 
     __device__ __forceinline__ void add(Sums& sums) const {
@@ -134,12 +142,15 @@ struct AlongN {
         return (warp * (32 / LANES) + lane / LANES) * LOADS;
     }
 
-    __device__ __forceinline__ void load(const Operands& operands, int k) {
+    __device__ __forceinline__ void load_weights(const Operands& operands, int k) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int j = 0; j < LOADS; ++j)
                 w[part][j] = operands.load_w<WHOLE_N>(part, 0, i64(k + j) * N, WHOLE_K || k + j < K);
+    }
+
+    __device__ __forceinline__ void load_rows(const Operands& operands, int k) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -196,26 +207,26 @@ __device__ __forceinline__ void add_warps(float* shares) {
     }
 }
 
-#if CLUSTER > 1
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-#else
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-#endif
 gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, const T* column_scale,
            const T* residual, T* y, float alpha, float beta, int m) {
     __shared__ __align__(16) float shares[WARPS_K][PARTS][ROWS][TILE];
     const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N, warp_k = threadIdx.x / 32 / WARPS_N;
-    const int rank = cluster_rank(), row = blockIdx.y * ROWS, tile = blockIdx.x / CLUSTER * TILE;
+    const int row = blockIdx.y * ROWS, tile = blockIdx.x * TILE;
     const int column = tile + warp_n * Way::COLUMNS_EACH + Way::column(lane), depth = Way::depth(warp_k, lane);
 
     const i64 corner = TRANSPOSED ? i64(column) * K : column;
     Operands operands{x + i64(row) * K, {w + corner}, {w}, m - row, N - column};
     if constexpr (PARTS == 2) operands.w[PARTS - 1] = up + corner, operands.first[PARTS - 1] = up;
+    release_successor();
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     Sums sums = {};
 #pragma unroll 1
-    for (int turn = TURNS * rank / CLUSTER; turn < TURNS * (rank + 1) / CLUSTER; ++turn) {
+    for (int turn = 0; turn < TURNS; ++turn) {
         Way way;
-        way.load(operands, turn * Way::TURN + depth);
+        way.load_weights(operands, turn * Way::TURN + depth);
+        wait_for_predecessor();
+        way.load_rows(operands, turn * Way::TURN + depth);
         way.add(sums);
     }
 
@@ -226,13 +237,12 @@ gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* up_bias,
         __syncthreads();
         add_warps(&shares[0][0][0][0]);
     }
-    tile_barrier();
+    __syncthreads();
     const Epilogue epilogue{bias, up_bias, column_scale, residual, y, alpha, beta};
     constexpr int VECTORS = TILE / WIDTH;
     const int last = min(m - row, ROWS) * VECTORS;
-    for (int at = rank * THREADS + threadIdx.x; at < last; at += THREADS * CLUSTER) {
+    for (int at = threadIdx.x; at < last; at += THREADS) {
         const int i = at / VECTORS, j = at % VECTORS * WIDTH;
         if (tile + j < N) epilogue.finish(&shares[0][0][i][j], ROWS * TILE, row + i, tile + j);
     }
-    if constexpr (CLUSTER > 1) tile_barrier();  // peers may still be reading this block's sums
 }

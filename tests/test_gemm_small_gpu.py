@@ -1,0 +1,62 @@
+"""Kernels of few rows, in tilings that their hosts choose for other shapes and GPUs, against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import test_gemm_gpu
+from kernel_runs import DTYPES
+from test_gemm_gpu import Case, gpu
+
+from onnxfuse.kernels import _gemm_small
+from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_stream import TMA_FROM, Stream, candidate, fits
+from onnxfuse.provider.plan import Device
+
+__all__ = ["gpu"]
+pytestmark = pytest.mark.gpu
+
+# Tiles of 8 to 64 rows; boxes of half a swizzled row, a whole one and two; one warp and many, which have a whole ring,
+# a part or nothing of k; sums of one block and of a cluster.
+STREAMS = [Stream(8, 32, 3), Stream(8, 64, 2, 8), Stream(8, 128, 2, 2, 8), Stream(16, 32, 4, 1),
+           Stream(16, 64, 2, 4, 2), Stream(16, 128, 3, 2, 4), Stream(32, 64, 2, 4, 8), Stream(32, 128, 2, 2),
+           Stream(64, 32, 2, 4), Stream(64, 64, 3, 2, 2)]  # fmt: skip
+# One vector of everything; rows and columns beyond the last tile; k beyond the last stage, less than the warps have,
+# and several rounds of every ring.
+SIZES = [(1, 8, 8), (8, 264, 1000), (33, 72, 3000), (64, 1024, 512)]
+
+
+def streamed() -> Iterator[Case]:
+    for (m, n, k), dtype, layout in itertools.product(SIZES, ("float16", "bfloat16"), ("kn", "nk")):
+        yield Case(m, n, k, dtype, layout, ("bias", "column_scale", "residual"), "gelu")
+        yield Case(m, n, k, dtype, layout, ("bias", "up_bias"), "silu", gated=True)
+
+
+def older() -> Iterator[Case]:
+    for (m, n, k), dtype, layout in itertools.product(SIZES, DTYPES, ("kn", "nk")):
+        yield Case(m, n, k, dtype, layout, ("bias", "residual"), "relu", tf32=dtype == "float32")
+
+
+@pytest.mark.parametrize("case", list(streamed()), ids=str)
+def test_every_stream(gpu: Device, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gpu.arch < TMA_FROM:
+        pytest.skip(f"TMA needs compute capability {TMA_FROM}")
+
+    def ways(gemm: Gemm, device: Device) -> list[Candidate]:
+        chosen = [stream for stream in STREAMS if fits(gemm, stream, device)]
+        return [candidate(replace(gemm, constant=i % 2 == 0), stream) for i, stream in enumerate(chosen)]
+
+    monkeypatch.setattr(test_gemm_gpu, "ways", ways)
+    test_gemm_gpu.check_all(case, gpu)
+
+
+@pytest.mark.parametrize("case", list(older()), ids=str)
+def test_what_older_gpus_run(gpu: Device, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ways(gemm: Gemm, device: Device) -> list[Candidate]:
+        return _gemm_small.plans(gemm, replace(device, arch=80))
+
+    monkeypatch.setattr(test_gemm_gpu, "ways", ways)
+    test_gemm_gpu.check_all(case, gpu)
