@@ -157,15 +157,6 @@ EXPORT int cuCtxGetCurrent(void** context) {
   *context = contexts.empty() ? nullptr : contexts.back();
   return 0;
 }
-EXPORT int cuCtxGetDevice(int* device) {
-  if (contexts.empty()) return 201;
-  *device = static_cast<int>(reinterpret_cast<intptr_t>(contexts.back()) - 0x1000);
-  return 0;
-}
-// Streams of the stand-in are numbers, of which the last four bits are the device.
-EXPORT int cuStreamGetCtx(void* stream, void** context) {
-  return cuDevicePrimaryCtxRetain(context, static_cast<int>(reinterpret_cast<intptr_t>(stream) & 15));
-}
 EXPORT int cuCtxPushCurrent_v2(void* context) {
   contexts.push_back(context);
   return 0;

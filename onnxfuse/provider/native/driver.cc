@@ -60,8 +60,6 @@ void Driver::open(const std::string& path) {
   find(library, "cuDeviceGet", driver->cuDeviceGet);
   find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
   find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
-  find(library, "cuCtxGetDevice", driver->cuCtxGetDevice);
-  find(library, "cuStreamGetCtx", driver->cuStreamGetCtx);
   find(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
   find(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
   find(library, "cuLaunchKernel", driver->cuLaunchKernel);
@@ -104,17 +102,6 @@ Context Driver::context_of(int device) const {
     check(cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
   }
   return context;
-}
-
-int Driver::device_of(Stream stream) const {
-  Context context = nullptr;
-  if (stream) check(cuStreamGetCtx(stream, &context), "cuStreamGetCtx");
-  else check(cuCtxGetCurrent(&context), "cuCtxGetCurrent");
-  if (!context) return 0;
-  const Current current(*this, context);
-  int device = 0;
-  check(cuCtxGetDevice(&device), "cuCtxGetDevice");
-  return device;
 }
 
 bool Driver::is_capturing(Stream stream) const {

@@ -30,8 +30,6 @@ struct Driver {
 
   // The device's primary context, which onnxruntime and CuPy use too.
   Context context_of(int device) const;
-  // The device that a stream is of; the default stream is of the current one.
-  int device_of(Stream stream) const;
   bool is_capturing(Stream stream) const;
   void launch(const Start& start, Stream stream, void** arguments) const;
   // Load a cubin and find its entry; `module` receives what unload wants.
@@ -48,8 +46,6 @@ struct Driver {
   int (*cuDeviceGet)(int*, int);
   int (*cuDevicePrimaryCtxRetain)(Context*, int);
   int (*cuCtxGetCurrent)(Context*);
-  int (*cuCtxGetDevice)(int*);
-  int (*cuStreamGetCtx)(Stream, Context*);
   int (*cuCtxPushCurrent_v2)(Context);
   int (*cuCtxPopCurrent_v2)(Context*);
   int (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,

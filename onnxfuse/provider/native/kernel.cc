@@ -170,6 +170,7 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
   }
   check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
   check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
+  check(ort, ort.MemoryInfoGetId(memory_, &device_));
   ++alive_count;
 }
 
@@ -199,24 +200,16 @@ const FusedKernel::Entry* FusedKernel::find(const Key& key) {
   return &*found;
 }
 
-// Of the stream: what the allocator's OrtMemoryInfo names may be another device.
-int FusedKernel::device_of(Stream stream) {
-  int device = device_.load(std::memory_order_relaxed);
-  if (device < 0) device_ = device = Driver::get().device_of(stream);
-  return device;
-}
-
 const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
   if (Driver::get().is_capturing(stream)) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
-  const int device = device_of(stream);
   const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(), key.size(), device, settings_};
+                            attributes_.size(), key.data(), key.size(), device_, settings_};
   const std::string answer = ask_for_plan(request);
-  const Current current(Driver::get(), Driver::get().context_of(device));
-  Plan plan = read_plan(answer, types_of(key), output_dtypes_, device);
+  const Current current(Driver::get(), Driver::get().context_of(device_));
+  Plan plan = read_plan(answer, types_of(key), output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
   const auto place = plans_.emplace(key, std::move(plan)).first;  // another thread may have been first
   last_.store(&*place, std::memory_order_release);
@@ -230,7 +223,6 @@ void FusedKernel::compute(OrtKernelContext* context) {
     tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    const int device = device_of(stream);
     const Entry* entry = find(tensors.key);
     if (!entry) entry = make(tensors.key, stream);
     const auto [any, all_aligned] = tensors.make_outputs(ort_, context, entry->second.outputs);
@@ -242,7 +234,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
     }
     const Plan& plan = entry->second;
     const Scratch scratch(ort_, context, allocator_, memory_, plan.scratch_bytes);
-    run(plan, device, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
+    run(plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
   } catch (const std::exception& error) {
     throw std::runtime_error(describe(&tensors.key) + ": " + error.what());
   }

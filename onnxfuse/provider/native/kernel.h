@@ -53,7 +53,6 @@ class FusedKernel {
 
   const Entry* find(const Key& key);
   const Entry* make(const Key& key, Stream stream);
-  int device_of(Stream stream);
 
   const Ort& ort_;
   const uint64_t id_;
@@ -64,7 +63,7 @@ class FusedKernel {
   std::vector<bool> constants_;  // of the inputs: whether the model holds their values
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
-  std::atomic<int> device_{-1};  // known from the first run's stream on
+  int device_ = 0;
   std::shared_mutex mutex_;  // of plans_; entries stay where they are until the kernel goes
   std::unordered_map<Key, Plan, KeyHash> plans_;
   std::atomic<const Entry*> last_{nullptr};

@@ -39,6 +39,7 @@ enum AttributeType { kAttributeInts = 2 };
   X(GetDimensionsCount, 61, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, size_t*))                               \
   X(GetDimensions, 62, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, int64_t*, size_t))                           \
   X(GetTensorTypeAndShape, 65, OrtStatus*, (const OrtValue*, OrtTensorTypeAndShapeInfo**))                         \
+  X(MemoryInfoGetId, 72, OrtStatus*, (const OrtMemoryInfo*, int*))                                                 \
   X(AllocatorFree, 76, OrtStatus*, (OrtAllocator*, void*))                                                         \
   X(AllocatorGetInfo, 77, OrtStatus*, (const OrtAllocator*, const OrtMemoryInfo**))                                \
   X(KernelInfoGetAttribute_float, 85, OrtStatus*, (const OrtKernelInfo*, const char*, float*))                     \
