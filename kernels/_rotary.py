@@ -10,6 +10,7 @@ from typing import Final
 from onnxfuse.kernels._attention import Heads
 from onnxfuse.kernels._types import (
     ABSENT,
+    EARLY_ARCH,
     ITEM_BYTES,
     STORAGE,
     STREAMED_FROM_BYTES,
@@ -90,7 +91,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
         Scalar(problem.length, "int64"), Scalar(count, "int64"),
     )  # fmt: skip
     kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
-    return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, early=True)
+    return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, early=device.arch >= EARLY_ARCH)
 
 
 def _width(problem: Rotary) -> int:

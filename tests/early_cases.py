@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from attention_cases import Case
+from cache_cases import CachedCase, cached
 
 from onnxfuse.provider.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"w", "up", "scale", "bias"}
+WEIGHTS = {"w", "w_2", "w_3", "up", "scale", "bias"}
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
@@ -20,6 +21,14 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
     "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
     "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
     "gated_activation": ("gated_activation", {"gate": X, "up": X}, {"activation": "silu"}, 1),
+    "group_norm": (
+        "group_norm", {"x": (2, 16, 64, 64), "scale": (16,), "bias": (16,)},
+        {"groups": 4, "epsilon": 1e-5, "activation": "none"}, 1,
+    ),
+    "rotary_embedding": (
+        "rotary_embedding", {"x": (2, 12, 64, 64), "cos": (1, 64, 64), "sin": (1, 64, 64)},
+        {"layout": "bhsd", "table": "bsd"}, 1,
+    ),
     **{
         f"gemm of {m} rows": (
             "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
@@ -30,12 +39,14 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
     "gated_gemm": (
         "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
     ),
+    "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
 }  # fmt: skip
-ATTENTION = {
+ATTENTION: dict[str, Case | CachedCase] = {
     "attention": Case(2, 4, 4, 160, 160, mask="additive"),
     "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
     "attention of one query": Case(2, 4, 4, 1, 500),
     "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
+    "attention with a cache": cached(400, 1, batch=2, heads=4, kv_heads=4),
 }
 
 
