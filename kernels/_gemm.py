@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from onnxfuse.provider.plan import Launch, Matmul, Pointer
 
@@ -52,3 +53,9 @@ class Candidate:
     name: str  # which kernel and tiling: what a report or a cache of choices calls it
     steps: tuple[Launch | Matmul, ...]
     scratch: tuple[int, ...] = ()  # bytes
+
+
+def together(gemms: Sequence[Gemm]) -> Gemm | None:
+    """Products of one x, with biases and nothing else, as one launch; None where their weights lie differently."""
+    first, *others = gemms
+    return replace(first, beside=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
@@ -66,12 +65,6 @@ TILINGS: Final = (
     Tiling(128, 128, split=2),
     Tiling(128, 128, split=4),
 )
-
-
-def together(gemms: Sequence[Gemm]) -> Gemm | None:
-    """Products of one x, with biases and nothing else, as one launch; None where their weights lie differently."""
-    first, *others = gemms
-    return replace(first, beside=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None
 
 
 def products(gemm: Gemm) -> tuple[Gemm, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from onnxfuse.kernels import _gemm_hopper, _gemm_small
-from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm import Candidate, Gemm, together
 from onnxfuse.kernels._gemm_candidates import all_candidates
 from onnxfuse.kernels._gemm_operands import gemm_of, refuse
 from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
@@ -44,7 +44,7 @@ def _products(node: FusedNode) -> list[FusedNode]:
 
 def _together(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:
     """All products in one launch, so that multiprocessors run out of tiles once and not three times."""
-    gemm = _gemm_hopper.together(gemms)
+    gemm = together(gemms)
     return _gemm_small.plans(gemm, device) or _gemm_hopper.plans(gemm, device) if gemm else []
 
 

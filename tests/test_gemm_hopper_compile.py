@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 from onnxfuse.kernels import _gemm_hopper
-from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm import Candidate, Gemm, together
 from onnxfuse.provider.plan import Device, Launch, Pointer, TensorMap
 
 H200 = Device("H200", 90, 132, 232448)
@@ -71,8 +71,8 @@ def test_products_of_one_launch_have_a_map_of_each_weight_and_result() -> None:
 
 def test_products_of_one_launch_have_weights_of_one_layout() -> None:
     other = dataclasses.replace(LINEAR, transposed=True)
-    assert _gemm_hopper.together([LINEAR, other]) is None
-    assert _gemm_hopper.together([LINEAR, LINEAR]) == dataclasses.replace(LINEAR, beside=(LINEAR,))
+    assert together([LINEAR, other]) is None
+    assert together([LINEAR, LINEAR]) == dataclasses.replace(LINEAR, beside=(LINEAR,))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from test_gemm_gpu import Case, expect, run
 from test_kernels_gpu import ACTIVATIONS
 
 from onnxfuse.kernels import _gemm_hopper
-from onnxfuse.kernels._gemm import Candidate
+from onnxfuse.kernels._gemm import Candidate, together
 from onnxfuse.provider import planner
 from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import Kernel, Launch, Plan, Pointer, TensorSpec
@@ -120,7 +120,7 @@ def test_products_of_one_launch(dtype: str, layout: str) -> None:
         gemms.append(replace(gemm, w=Pointer("input", len(every) + 1), bias=bias, y=Pointer("output", i)))
         every += list(arrays.values())  # x is the same in each
         outputs.append(y)
-    gemm = _gemm_hopper.together(gemms)
+    gemm = together(gemms)
     assert gemm is not None
     tilings = [tiling for tiling in _gemm_hopper.TILINGS if _gemm_hopper.fits(gemm, tiling, gpu(0))]
     for way in (_gemm_hopper.candidate(gemm, tiling, gpu(0)) for tiling in tilings):
