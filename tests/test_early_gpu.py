@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.parser
+import onnxruntime as ort
 import pytest
-from early_cases import ATTENTION, NODES, node_of
+from early_cases import ATTENTION, NODES, D, node_of
 from kernel_runs import NUMPY, compile_native, cupy, normal
 
 import onnxfuse.kernels
 from onnxfuse.provider import choose, planner
 from onnxfuse.provider.direct import ReadyPlan
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.provider.session import InferenceSession, explain_session
 
 WAIT = 100_000  # nanoseconds: longer than a kernel takes to start
 BLOCKS = 16  # of the kernel in front, which leaves room for the next one
@@ -179,3 +182,50 @@ def all_wait(node: FusedNode, inputs: list[TensorSpec], arrays: list[np.ndarray]
     for plan in plans:
         expected, *found = behind(plan, inputs, arrays)
         assert found == [expected] * 2, plan.steps[0]
+
+
+# --- in sessions -----------------------------------------------------------------------------------------------------
+
+BODY = """<domain: "onnxfuse", opset_import: ["" : 17]>
+rms_norm <epsilon, fusion, operands, output_types> (x, scale) => (y) {
+  square = Mul(x, x)
+  mean = ReduceMean<axes = [-1]>(square)
+  small = Constant<value_float: float = @epsilon>()
+  sum = Add(mean, small)
+  root = Sqrt(sum)
+  unit = Div(x, root)
+  y = Mul(unit, scale)
+}"""
+
+
+def chain(count: int) -> bytes:
+    """Fused nodes, two in a row and then one of onnxruntime's, whose results' memory is used again and again."""
+    call = 'onnxfuse.rms_norm <fusion = "rms_norm", operands = "x scale", output_types = [1], epsilon = 0.00001>'
+    lines = [f"{f'Add(t{i}, x)' if i % 3 == 2 else f'{call} (t{i}, scale)'}" for i in range(count)]
+    steps = " ".join(f"t{i + 1} = {line}" for i, line in enumerate(lines))
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>
+      g (float[n, d] x, float[d] scale) => (float[n, d] y) {{ t0 = Neg(x) {steps} y = Neg(t{count}) }}\n{BODY}"""
+    return bytes(onnx.parser.parse_model(text).SerializeToString())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_a_session_of_fused_nodes_and_others_is_right_again_and_again(rows: int, graph: bool) -> None:
+    ort.preload_dlls()
+    source, random = chain(24), np.random.default_rng(rows)
+    cuda, given = "CUDAExecutionProvider", dict[str, Any]()
+    plain = ort.InferenceSession(source, providers=[cuda])
+    run = InferenceSession(source, providers=[(cuda, {"enable_cuda_graph": str(int(graph))})], tune="never")
+    assert {each.how for each in explain_session(run)} == {"kernel"}
+    binding = run.io_binding()
+    for name, shape in (("x", (rows, D)), ("scale", (D,))):
+        given[name] = ort.OrtValue.ortvalue_from_numpy(random.standard_normal(shape, dtype=np.float32), "cuda", 0)
+        binding.bind_ortvalue_input(name, given[name])
+    y = ort.OrtValue.ortvalue_from_shape_and_type((rows, D), np.float32, "cuda", 0)
+    binding.bind_ortvalue_output("y", y)
+    for _ in range(10):
+        x = random.standard_normal((rows, D), dtype=np.float32)
+        given["x"].update_inplace(x)
+        run.run_with_iobinding(binding)
+        (expected,) = plain.run(None, {"x": x, "scale": given["scale"].numpy()})
+        np.testing.assert_allclose(y.numpy(), expected, rtol=1e-4, atol=1e-4)
