@@ -29,13 +29,11 @@ static_assert(BN % 32 == 0, "sums of four rows fall into different banks");
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
 
-// Where 16 bytes lie in a row of ROW_BYTES, so that eight rows of one column, or for TF32 k x n four rows of two,
-// fall into different banks.
+// As `place`; PAIRS: four rows of two columns fall into different banks, which TF32 k x n is read by.
 template <int ROW_BYTES, bool PAIRS>
-__device__ __forceinline__ int place(int row, int chunk) {
+__device__ __forceinline__ int place_of(int row, int chunk) {
     if constexpr (PAIRS) return row * ROW_BYTES + ((chunk ^ (row & 3) << 1) << 4);
-    else if constexpr (ROW_BYTES == 64) return row * ROW_BYTES + ((chunk ^ (row >> 1 & 3)) << 4);
-    else return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+    else return place<ROW_BYTES>(row, chunk);
 }
 
 template <int BYTES>
@@ -73,7 +71,7 @@ struct Tile {
             if constexpr (COPY == 2) {
                 fetch(held[i], source, row < rows ? bytes - chunk * 16 : 0);
             } else {
-                const unsigned target = to + place<ROW_BYTES, PAIRS>(row, chunk);
+                const unsigned target = to + place_of<ROW_BYTES, PAIRS>(row, chunk);
 #pragma unroll
                 for (int at = 0; at < 16; at += COPY) {
                     const bool there = row < rows && chunk * 16 + at < bytes;
@@ -97,7 +95,8 @@ struct Tile {
     __device__ __forceinline__ void end(unsigned to) const {
         if constexpr (COPY == 2) {
             each([&](int i, int row, int chunk) {
-                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + place<ROW_BYTES, PAIRS>(row, chunk)),
+                const unsigned target = to + place_of<ROW_BYTES, PAIRS>(row, chunk);
+                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target),
                              "r"(held[i][0]), "r"(held[i][1]), "r"(held[i][2]), "r"(held[i][3]) : "memory");
             });
         }
@@ -138,16 +137,6 @@ struct Operands {
 
 // ---- shared memory -> registers -> mma ---------------------------------------------------------------------------
 
-template <bool TRANSPOSE>
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
-    if constexpr (TRANSPOSE)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
 __device__ __forceinline__ unsigned load_word(unsigned from) {
     unsigned word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from));
@@ -169,7 +158,7 @@ struct Fragments {
 #pragma unroll
         for (int i = 0; i < WM; ++i)
             load_matrices<false>(
-                x[i], stage + place<BK_BYTES, false>(row + i * 16 + lane % 16, step * 2 + lane / 16));
+                x[i], stage + place<BK_BYTES>(row + i * 16 + lane % 16, step * 2 + lane / 16));
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -181,14 +170,14 @@ struct Fragments {
     __device__ __forceinline__ static void load_pair(unsigned (&to)[4], unsigned tile, int column, int step, int lane) {
         if constexpr (TRANSPOSED) {
             const int row = column + lane % 8 + lane / 16 * 8;
-            load_matrices<false>(to, tile + place<BK_BYTES, false>(row, step * 2 + lane / 8 % 2));
+            load_matrices<false>(to, tile + place<BK_BYTES>(row, step * 2 + lane / 8 % 2));
         } else if constexpr (!TF32) {
-            load_matrices<true>(to, tile + place<W_ROW_BYTES, false>(step * 16 + lane % 16, column / 8 + lane / 16));
+            load_matrices<true>(to, tile + place<W_ROW_BYTES>(step * 16 + lane % 16, column / 8 + lane / 16));
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int k = step * 8 + lane % 4 + i % 2 * 4, at = column + lane / 4 + i / 2 * 8;
-                to[i] = load_word(tile + place<W_ROW_BYTES, true>(k, at / 4) + at % 4 * 4);
+                to[i] = load_word(tile + place_of<W_ROW_BYTES, true>(k, at / 4) + at % 4 * 4);
             }
         }
     }

@@ -1,5 +1,23 @@
-// mma.sync of 16 x 8 sums in fp32 and 32 bytes of k: 16 elements of fp16 or bf16, 8 of fp32, which are read as TF32.
+// mma.sync of 16 x 8 sums in fp32 and 32 bytes of k: 16 elements of fp16 or bf16, 8 of fp32, which are read as TF32;
+// and its operands in shared memory, in rows that are swizzled as TMA swizzles them.
 #pragma once
+
+// Where 16 bytes lie among rows of ROW_BYTES, so that those of one column in eight rows fall into different banks.
+template <int ROW_BYTES>
+__device__ __forceinline__ int place(int row, int chunk) {
+    return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
+}
+
+// Four matrices of 8 x 8 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+template <bool TRANSPOSE>
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
+    if constexpr (TRANSPOSE)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
 
 #define MMA(shape_and_types)                                                                                        \
     asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \

@@ -35,20 +35,6 @@ static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
 static_assert(OWN % 4 == 0 && OWN % WIDTH == 0, "vectors end with a block's columns");
 static_assert(PARTS * ROWS * PITCH * 4 <= RING, "a warp's sums take the place of its stages");
 
-__device__ __forceinline__ unsigned place(unsigned base, int row_bytes, int row, int chunk) {  // as TMA swizzles
-    return base + row * row_bytes + ((chunk ^ (row_bytes == 128 ? row & 7 : row >> 1 & 3)) << 4);
-}
-
-template <bool TRANSPOSE>
-__device__ __forceinline__ void load_matrices(unsigned (&to)[4], unsigned from) {
-    if constexpr (TRANSPOSE)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
 // A warp's stages: `step` counts 128 bytes of k.
 struct Ring {
     const TensorMap *x, *w[PARTS];
@@ -82,10 +68,10 @@ using Sums = float[PARTS][WN][WM][4];
 // 16 columns of w by 16 of k.
 __device__ __forceinline__ void load_weight(unsigned (&to)[4], unsigned tile, int n, int step, int lane) {
     if constexpr (TRANSPOSED) {
-        load_matrices<false>(to, place(tile, W_ROW, n * 16 + lane % 16, step * 2 + lane / 16));
+        load_matrices<false>(to, tile + place<W_ROW>(n * 16 + lane % 16, step * 2 + lane / 16));
     } else {
         const int chunk = n * 2 + lane / 8 % 2, row = step * 16 + lane % 8 + lane / 16 * 8;
-        load_matrices<true>(to, place(tile + chunk / (PANEL / 8) * PANEL_BYTES, W_ROW, row, chunk % (PANEL / 8)));
+        load_matrices<true>(to, tile + chunk / (PANEL / 8) * PANEL_BYTES + place<W_ROW>(row, chunk % (PANEL / 8)));
     }
 }
 
@@ -96,7 +82,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage) {
         unsigned x[WM][4];
 #pragma unroll
         for (int m = 0; m < WM; ++m)
-            load_matrices<false>(x[m], place(stage, ROW_BYTES, m * 8 + lane % 8, pair * 4 + lane / 8));
+            load_matrices<false>(x[m], stage + place<ROW_BYTES>(m * 8 + lane % 8, pair * 4 + lane / 8));
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
