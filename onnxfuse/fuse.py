@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxfuse.graph import Graph, Node, op_of
+from onnxfuse.graph import Graph, Node, Tensor, op_of
 from onnxfuse.legality import refusal
 from onnxfuse.match import Match, Matcher, Miss, needed_ops
 from onnxfuse.rewrite import Functions, Fused, rewrite
@@ -86,6 +86,7 @@ def _sweep(
         if not node.outputs or op_of(node) not in by_root or id(node) in later:
             continue
         matches, missed = _matches_at(node, by_root[op_of(node)])
+        matches = _without_ends(graph, matches, by_root)
         if matches and matches[0].siblings:
             later |= {id(other): (other, None) for other in matches[0].nodes} | {id(node): (node, matches[0])}
         else:
@@ -112,6 +113,27 @@ def _matches_at(node: Node, matchers: Sequence[Matcher]) -> tuple[list[Match], l
     found = [matcher.at(node.outputs[0]) for matcher in matchers]
     matches = (m for m in found if isinstance(m, Match))
     return sorted(matches, key=lambda m: (-len(m.nodes), m.fusion.name)), [m for m in found if isinstance(m, Miss)]
+
+
+def _without_ends(graph: Graph, matches: Sequence[Match], by_root: Mapping[str, Sequence[Matcher]]) -> list[Match]:
+    """A smaller match first where the largest has an output inside which another fusion may end with.
+
+    What is written for others anyway costs nothing there: a product that adds its residual and a norm of the sum move
+    four tensors, a product and the norm of a sum, which writes the sum too, five.
+    """
+    if len(matches) < 2 or len(matches[0].outputs) < 2 or matches[0].siblings:
+        return list(matches)
+    inside = {id(node) for node in matches[0].nodes}
+    read = [t for t in matches[0].outputs[1:] if graph.is_kept(t) or any(id(n) not in inside for n in t.outputs)]
+    ends = {id(t.inputs[0]) for t in read if _ends_here(t, by_root)}
+    return sorted(matches, key=lambda match: any(id(node) in ends for node in match.nodes))
+
+
+def _ends_here(tensor: Tensor, by_root: Mapping[str, Sequence[Matcher]]) -> bool:
+    """Whether a fusion of several nodes ends at the tensor."""
+    node = tensor.inputs[0]
+    found = _matches_at(node, by_root[op_of(node)])[0] if op_of(node) in by_root else []
+    return any(len(match.nodes) > 1 and not match.siblings for match in found)
 
 
 def _fuse_first(

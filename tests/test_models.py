@@ -38,21 +38,29 @@ def of(architecture: Formulas, config: Config) -> Counts:
     return {name: count for name, formula in sorted(architecture.items()) if (count := formula(config))}
 
 
-# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add, which they take in.  The norm
-# that follows the embeddings has none: their sum is broadcast over the batch, or there is no sum.
-POST_NORM = PRE_NORM = {
+# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add.  Where the sum goes on, as before
+# every norm but the last in a pre-norm model, the product before takes the Add in, elsewhere the norm.  The norm that
+# follows the embeddings has none: their sum is broadcast over the batch, or there is no sum.
+POST_NORM = {
     "add_layer_norm": lambda c: 2 * c["layers"],
-    "layer_norm": lambda c: 1,  # after the embeddings (post-norm), or before the first layer (pre-norm)
+    "layer_norm": lambda c: 1,  # after the embeddings
     "attention": lambda c: c["layers"],
 }
-DECODER: Formulas = {
-    "add_rms_norm": lambda c: 2 * c["layers"],
-    "rms_norm": lambda c: 1,
+PRE_NORM = {
+    "add_layer_norm": lambda c: 1,
+    "layer_norm": lambda c: 2 * c["layers"],
+    "attention": lambda c: c["layers"],
+}
+RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"] - 1}  # output and down without biases, but the last
+DECODER: Formulas = RESIDUALS | {
+    "add_rms_norm": lambda c: 1,
+    "rms_norm": lambda c: 2 * c["layers"],
     "attention": lambda c: c["layers"],
     "rotary_embedding": lambda c: 2 * c["layers"],  # queries and keys
 }
 PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
 LLAMA = DECODER | PROJECTIONS | {"gated_gemm": lambda c: c["layers"]}
+CACHED = {"attention_with_cache": lambda c: c["layers"]}
 THREE_LINEARS = 3  # output, and two of the feed-forward network
 FOUR_LINEARS = 4  # and query, key and value, which are one in the model
 FUSED: Mapping[str, Formulas] = {
@@ -69,16 +77,16 @@ FUSED: Mapping[str, Formulas] = {
         "conv_bias_activation": lambda c: 2 + 10 + 11 + 2 * 9 + 6,
         "gemm_bias_activation": lambda c: 2,
     },
-    "llama_kvcache": LLAMA,
+    "llama_kvcache": {name: n for name, n in LLAMA.items() if name != "attention"} | CACHED,
     "gemma": LLAMA,
     "phi3": DECODER | {"gated_activation": lambda c: c["layers"]},  # gate and up are the halves of one product
-    "qwen3": LLAMA | {"rms_norm": lambda c: 1 + 2 * c["layers"]},  # queries and keys have norms of their own
+    "qwen3": LLAMA | {"rms_norm": lambda c: 4 * c["layers"]},  # queries and keys have norms of their own
     "t5_encoder": {
         "add_rms_norm": LLAMA["add_rms_norm"],
-        "rms_norm": lambda c: 1,
+        "rms_norm": LLAMA["rms_norm"],
         "attention": lambda c: c["layers"],
         "parallel_gemm": lambda c: c["layers"],
-        "gemm_bias_activation": lambda c: c["layers"],  # no biases, but a Relu
+        "gemm_bias_activation": lambda c: RESIDUALS["gemm_bias_activation"](c) + c["layers"],  # a Relu
     },
     "gpt_neox": {
         # attention and feed-forward network read one sum, through two norms: one of them takes the Add in
@@ -95,9 +103,10 @@ FUSED: Mapping[str, Formulas] = {
         "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
     },
     "swin": {
-        # 2 a block; the first of a stage follows no Add, the last of all does
-        "add_layer_norm": lambda c: 2 * sum(c["depths"]) - len(c["depths"]) + 1,
-        "layer_norm": lambda c: 2 * len(c["depths"]),  # embedding or patch merging, and the first of the stage
+        # In all 2 a block, one for embedding or patch merging, and the last.  Products add the residual at the end of
+        # all blocks but a stage's last, and before where one window is the whole map, so that no moves lie between.
+        "add_layer_norm": lambda c: sum(c["depths"]) - c["depths"][-1] + 1,
+        "layer_norm": lambda c: sum(c["depths"]) + c["depths"][-1] + len(c["depths"]),
         "attention": lambda c: sum(c["depths"]),
         "parallel_gemm": lambda c: sum(c["depths"]),
         "gemm_bias_activation": lambda c: THREE_LINEARS * sum(c["depths"]),
@@ -121,10 +130,10 @@ PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {"Conv": lambda c: 1},  # patches
-    "llama": {"MatMul": lambda c: 2 * c["layers"] + 1},  # output, down, and logits
+    "llama": {"MatMul": lambda c: 2},  # the last down, and logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
-    "t5_encoder": {"MatMul": lambda c: 2 * c["layers"]},
+    "t5_encoder": {"MatMul": lambda c: 1},  # the last
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
     "transformer_encoder": {},
@@ -134,7 +143,30 @@ PLAIN: Mapping[str, Formulas] = {
     "whisper_encoder": {},
 }
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
-PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: 4 * c["layers"] + 1}}
+PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: 2 * c["layers"] + 2}}
+
+# Residuals that norms add although their sums go on, because the product before cannot.
+ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
+    # Attention's result goes on as rows, and so does its product, but the residual has three axes.
+    **{f"gpt2_{attention}_dynamo_{dtype}.onnx": lambda c: c["layers"] for attention in ("sdpa", "eager")
+       for dtype in ("fp16", "fp32")},
+    "llama_sdpa_ts_fp16.onnx": lambda c: 1,  # the converter has put the first Add into float32
+}  # fmt: skip
+
+
+def expected(name: str) -> tuple[Counts, Counts]:
+    """The fused nodes of a model by fusion, and the products and convolutions that are left by operator."""
+    architecture, config = INDEX[name]["architecture"], INDEX[name]["config"]
+    fused, plain = Counter(of(FUSED[architecture], config)), Counter(of(PLAIN[architecture], config))
+    if (count := ADDED_BY_NORMS.get(name, lambda c: 0)(config)) > 0:
+        norm = "rms_norm" if "rms_norm" in fused else "layer_norm"
+        fused += Counter({f"add_{norm}": count})
+        fused -= Counter({norm: count})
+        if norm == "rms_norm":  # of products without biases nothing is left to fuse
+            fused -= Counter(gemm_bias_activation=count)
+            plain += Counter(MatMul=count)
+    return dict(fused), dict(plain)
+
 
 # Operators that only occur in what is fused, in all these architectures.
 FAMILIES = {
@@ -149,17 +181,16 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", INDEX)
 def test_every_block_is_fused(name: str, optimized: Callable[[str], Any]) -> None:
-    entry, result = INDEX[name], optimized(name)
-    assert result.report["counts"] == of(FUSED[entry["architecture"]], entry["config"])
+    assert optimized(name).report["counts"] == expected(name)[0]
 
 
 @pytest.mark.parametrize("name", INDEX)
 def test_nothing_of_the_families_is_left(name: str, optimized: Callable[[str], Any]) -> None:
-    entry, graph = INDEX[name], onnx.load(optimized(name).path).graph
+    graph = onnx.load(optimized(name).path).graph
     left = Counter(node.op_type for node in graph.node if node.domain == "")
     assert {family: found for family, ops in FAMILIES.items() if (found := sorted(ops & left.keys()))} == {}
     products = {op: count for op, count in sorted(left.items()) if op in ("Conv", "ConvTranspose", "MatMul")}
-    assert products == of(PLAIN[entry["architecture"]], entry["config"])
+    assert products == expected(name)[1]
     assert biases(graph) == []
 
 
