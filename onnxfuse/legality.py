@@ -20,33 +20,44 @@ def refusal(
     graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
 ) -> Refusal | None:
     """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
-    inside = {id(n) for n in nodes}
-    found = _needed_outside(graph, nodes, inside, outputs) or _read_inside(inside, operands)
-    ways_out = [t for n in nodes for t in n.outputs if any(id(reader) not in inside for reader in t.outputs)]
-    if found or len(ways_out) <= 1:  # no operand can come from what is fused
+    inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
+    found = _needed_outside(graph, nodes, inside, outputs, read) or _read_inside(inside, operands)
+    interior = (t for n in nodes for t in n.outputs if t is not outputs[0])
+    if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand can come from there
         return found
     return _cycle(graph, nodes, operands)
 
 
-def used(graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> list[Tensor]:
+def used(
+    graph: Graph, nodes: Sequence[Node], outputs: Sequence[Tensor], operands: Mapping[str, Tensor]
+) -> list[Tensor]:
     """The outputs up to the last one that something outside reads; the first one always is."""
-    inside = {id(n) for n in nodes}
+    inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
     needed = list(outputs)
-    while len(needed) > 1 and not _lives(graph, needed[-1], inside):
+    while len(needed) > 1 and not _lives(graph, needed[-1], inside, read):
         needed.pop()
     return needed
 
 
-def _lives(graph: Graph, tensor: Tensor, inside: set[int], steps: int = 12) -> bool:
-    """Whether a value has readers that will stay: views that only lead inside, which others might read, will not."""
-    outside = [reader for reader in tensor.outputs if id(reader) not in inside]
-    return graph.is_kept(tensor) or any(
-        not steps or _lives(graph, made, inside, steps - 1) for reader in outside for made in reader.outputs
+def _lives(graph: Graph, tensor: Tensor, inside: set[int], read: set[int]) -> bool:
+    """Whether something that will stay reads a value."""
+    return graph.is_kept(tensor) or any(_stays(graph, r, inside, read) for r in tensor.outputs if id(r) not in inside)
+
+
+def _stays(graph: Graph, reader: Node, inside: set[int], read: set[int], steps: int = 12) -> bool:
+    """Whether a node outside will stay: one of views that only lead inside, and not to operands (`read`), will not."""
+    if not steps:
+        return True
+    return any(
+        id(made) in read
+        or graph.is_kept(made)
+        or any(_stays(graph, after, inside, read, steps - 1) for after in made.outputs if id(after) not in inside)
+        for made in reader.outputs
     )
 
 
 def _needed_outside(
-    graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor]
+    graph: Graph, nodes: Sequence[Node], inside: set[int], outputs: Sequence[Tensor], read: set[int]
 ) -> Refusal | None:
     allowed = {t.name for t in outputs}
     for node in nodes:
@@ -56,7 +67,7 @@ def _needed_outside(
             if graph.is_kept(tensor):
                 return Refusal(f"'{tensor.name}' ({_label(node)}) is an output of the graph or read in a subgraph")
             readers = (r for r in unique(tensor.outputs) if id(r) not in inside)
-            reader = next((r for r in readers if any(_lives(graph, made, inside) for made in r.outputs)), None)
+            reader = next((r for r in readers if _stays(graph, r, inside, read)), None)
             if reader is not None:
                 return Refusal(
                     f"'{tensor.name}' ({_label(node)}) is also read by {_label(reader)}; required no reader outside"

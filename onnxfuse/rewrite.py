@@ -62,7 +62,7 @@ def rewrite(graph: Graph, shapes: Shapes, match: Match, functions: Functions) ->
 
     A Miss, and nothing changed, where the opset has no spelling of the body.
     """
-    outputs = used(graph, match.nodes, match.outputs)
+    outputs = used(graph, match.nodes, match.outputs, match.operands)
     variant = _variant(graph, shapes, match, outputs, functions.ort)
     ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]
     attributes = _attributes(match, variant, ranks)
