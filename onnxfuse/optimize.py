@@ -20,6 +20,7 @@ from onnxfuse.errors import UsageError, VerificationError
 from onnxfuse.files import load
 from onnxfuse.fold import Folded, fold_constants, fold_shapes
 from onnxfuse.fuse import Fusing, fuse
+from onnxfuse.gate_halves import split_gates
 from onnxfuse.graph import Array, Graph
 from onnxfuse.graph_protos import read_graph, write_model
 from onnxfuse.normalize import normalize
@@ -184,7 +185,7 @@ def prepare(graph: Graph, shapes: Shapes, weights: bool = True) -> list[Folded]:
         new = [*fold_constants(graph, shapes), *fold_shapes(graph, shapes)]
         changes = normalize(graph, shapes) + thin_masks(graph, shapes)
         if weights:
-            new += fold_batch_norm(graph, shapes)
+            new += fold_batch_norm(graph, shapes) + split_gates(graph, shapes)
         folded += new
         if not new and not changes:
             break

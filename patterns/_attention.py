@@ -10,14 +10,17 @@ INFINITY = float("inf")
 
 def by_layout(choice: str, x: Term, length: str, heads: str, size: str, result: str) -> Term:
     """The layouts in which queries, keys and values come, be they parts of one product; none of them needs a copy."""
-    among = part(x, choice.partition("_")[0])
-    return choose(
-        choice,
-        packed=rearrange(among, f"batch {length} ({heads} {size}) -> {result}"),
-        seq_first=rearrange(among, f"{length} batch ({heads} {size}) -> {result}"),
-        bshd=rearrange(x, f"batch {length} {heads} {size} -> {result}"),
-        bhsd=rearrange(x, f"batch {heads} {length} {size} -> {result}"),
-    )
+    return choose(choice, **layouts(choice.partition("_")[0], x, length, heads, size, result))
+
+
+def layouts(name: str, x: Term, length: str, heads: str, size: str, result: str) -> dict[str, Term]:
+    """`x` in each layout; `name` is what it is called as a part of a product."""
+    return {
+        "packed": rearrange(part(x, name), f"batch {length} ({heads} {size}) -> {result}"),
+        "seq_first": rearrange(part(x, name), f"{length} batch ({heads} {size}) -> {result}"),
+        "bshd": rearrange(x, f"batch {length} {heads} {size} -> {result}"),
+        "bhsd": rearrange(x, f"batch {heads} {length} {size} -> {result}"),
+    }
 
 
 def in_layout(context: Term, axes: str) -> Term:

@@ -14,7 +14,7 @@ from onnxfuse.dsl import (
     tensor,
     weight,
 )
-from onnxfuse.patterns._attention import KEYS, QUERIES, VALUES, by_layout, in_layout, multi_head_attention
+from onnxfuse.patterns._attention import KEYS, QUERIES, VALUES, by_layout, in_layout, layouts, multi_head_attention
 from onnxfuse.patterns._norms import rms_normalized
 from onnxfuse.patterns._rotary import turned
 from onnxfuse.patterns.attention import SCORES, attended
@@ -22,16 +22,22 @@ from onnxfuse.patterns.attention import SCORES, attended
 
 def prepared(name, x, length, heads, scale, epsilon, cos, sin, operator):
     """Queries or keys as (batch heads length size), normalized where the graph does that, and turned."""
-
-    def split(axes):
-        return by_layout(f"{name}_layout", x, length, heads, "size", axes)
-
     heads_first, rows_first = f"batch {heads} {length} size", f"batch {length} {heads} size"
-    normal = either(
-        rearrange(narrow(rms_normalized(split(rows_first), scale, epsilon), like=x), f"{rows_first} -> {heads_first}"),
-        narrow(rms_normalized(split(heads_first), scale, epsilon), like=x),
+    plain, rows = (layouts(name, x, length, heads, "size", axes) for axes in (heads_first, rows_first))
+
+    def normal(value):
+        return narrow(rms_normalized(value, scale, epsilon), like=x)
+
+    def before_or_after(layout):
+        if layout == "bhsd":
+            return normal(plain[layout])
+        return either(rearrange(normal(rows[layout]), f"{rows_first} -> {heads_first}"), normal(plain[layout]))
+
+    ready = choose(
+        "norm",
+        rms=choose(f"{name}_layout", **{layout: before_or_after(layout) for layout in plain}),
+        none=choose(f"{name}_layout", **plain),
     )
-    ready = choose("norm", rms=normal, none=split(heads_first))
     return choose("rotary", **turned(ready, cos, sin, length), operator=operator(ready))
 
 

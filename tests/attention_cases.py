@@ -115,7 +115,8 @@ class Case:
         operands = [inputs[name] for name in "qkv"]
         if self.product == "heads":
             split = [x.reshape(*x.shape[:2], self.heads, x.shape[2] // self.heads) for x in operands]
-            whole = np.concatenate(split, axis=-1).reshape(*operands[0].shape[:2], -1)
+            whole = np.concatenate(split, axis=-1)
+            whole = whole.reshape(*whole.shape[:2], whole.shape[2] * whole.shape[3])
         else:
             whole = np.concatenate(operands, axis=-1)
         if self.product == "odd":

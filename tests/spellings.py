@@ -228,23 +228,37 @@ def _guards(fusion: Fusion) -> list[Guard]:
 def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes for which the guards hold; different ones for different names, as far as the guards allow."""
     names = [name for name in _names(spelling) if name not in known and name not in spelling.sizes]
-    divisors, guards = _divisors(spelling), spelling.fusion.guards
-    names.sort(key=lambda name: not any(name in g.names for g in guards))  # what is constrained is chosen first
-    pool = list(POOL)
-    shuffled = random.Random(spelling.fusion.name)
     has_dots = any("..." in spec for spec in _specs(spelling))
     lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
-    asked = [(set(g.names), g) for g in guards]
+    given, divisors = tuple({**known, **spelling.sizes}.items()), tuple(_divisors(spelling).items())
+    found = _solution(spelling.fusion, tuple(names), given, divisors, lead)
+    if found is None:
+        raise Unwritable("sizes", f"no sizes of {', '.join(names)} fulfil the guards")
+    return {"...": lead, **found}
+
+
+@functools.cache  # most spellings of a fusion have the same names
+def _solution(
+    fusion: Fusion,
+    names: tuple[str, ...],
+    given: tuple[tuple[str, Any], ...],
+    divisors: tuple[tuple[str, int], ...],
+    lead: tuple[int, ...],
+) -> Mapping[str, Any] | None:
+    """A size for each name; one of a few that are used already where the guards want that."""
+    asked, multiples = [(set(g.names), g) for g in fusion.guards], dict(divisors)
+    order = sorted(names, key=lambda name: not any(name in g.names for g in fusion.guards))  # the constrained first
+    pool, shuffled = list(POOL), random.Random(fusion.name)
 
     def complete(dims: dict[str, Any], rest: Sequence[str], repeats: bool) -> dict[str, Any] | None:
-        decided = [g for names, g in asked if names <= dims.keys()]
+        decided = [g for needed, g in asked if needed <= dims.keys()]
         if not all(g.holds(**{name: dims[name] for name in g.names}) for g in decided):
             return None
         if not rest:
             return dims
-        for size in pool:
-            taken = size in (*dims.values(), *lead) and not repeats
-            if not taken and size % divisors.get(rest[0], 1) == 0:
+        taken = (*dims.values(), *lead)
+        for size in sorted(pool, key=taken.__contains__) if repeats else (size for size in pool if size not in taken):
+            if size % multiples.get(rest[0], 1) == 0:
                 found = complete({**dims, rest[0]: size}, rest[1:], repeats)
                 if found is not None:
                     return found
@@ -253,10 +267,10 @@ def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
     for repeats in (False, True):
         shuffled.shuffle(pool)
         pool.sort(key=lambda size: size == 1)  # one is every dimension's neutral size: only where nothing else fits
-        found = complete({**known, **spelling.sizes}, names, repeats)
+        found = complete(dict(given), order, repeats)
         if found is not None:
-            return {"...": lead, **found}
-    raise Unwritable("sizes", f"no sizes of {', '.join(names)} fulfil the guards")
+            return found
+    return None
 
 
 def _values(spelling: Spelling) -> dict[str, Any]:
@@ -589,9 +603,12 @@ def _variants(fusion: Fusion) -> Iterator[Spelling]:
 
 def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
     """An operand that is a part of what the model computes, in one run and in several; then all that may be."""
+    seen: set[str] = set()
     for spelling in spellings:
         found = [t for t in reached(spelling) if isinstance(t, Rearrange) and isinstance(t.inner, Part)]
-        names = {t.inner.name: layout.parse_arrangement(t.pattern, 2).source[-1] for t in found}
+        new = [t for t in found if f"{t.inner.name} {t.pattern}" not in seen]
+        seen |= {f"{t.inner.name} {t.pattern}" for t in new}
+        names = {t.inner.name: layout.parse_arrangement(t.pattern, 2).source[-1] for t in new}
         for name, last in names.items():
             for kind in ("run", "runs") if len(last) > 1 else ("run",):
                 yield replace(spelling, what=f"{spelling.what}-{kind}-of-{name}", parts={name: kind})

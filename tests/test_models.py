@@ -55,12 +55,14 @@ RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"] - 1}  # output an
 DECODER: Formulas = RESIDUALS | {
     "add_rms_norm": lambda c: 1,
     "rms_norm": lambda c: 2 * c["layers"],
-    "attention": lambda c: c["layers"],
-    "rotary_embedding": lambda c: 2 * c["layers"],  # queries and keys
+    "attention_with_rotary_embedding": lambda c: c["layers"],  # which norms of queries and keys are parts of, too
 }
 PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
 LLAMA = DECODER | PROJECTIONS | {"gated_gemm": lambda c: c["layers"]}
-CACHED = {"attention_with_cache": lambda c: c["layers"]}
+CACHED = {
+    "attention_with_cache": lambda c: c["layers"],
+    "rotary_embedding": lambda c: 2 * c["layers"],  # queries, and keys on their way to the cache
+}
 THREE_LINEARS = 3  # output, and two of the feed-forward network
 FOUR_LINEARS = 4  # and query, key and value, which are one in the model
 FUSED: Mapping[str, Formulas] = {
@@ -77,10 +79,10 @@ FUSED: Mapping[str, Formulas] = {
         "conv_bias_activation": lambda c: 2 + 10 + 11 + 2 * 9 + 6,
         "gemm_bias_activation": lambda c: 2,
     },
-    "llama_kvcache": {name: n for name, n in LLAMA.items() if name != "attention"} | CACHED,
+    "llama_kvcache": {name: n for name, n in LLAMA.items() if name != "attention_with_rotary_embedding"} | CACHED,
     "gemma": LLAMA,
-    "phi3": DECODER | {"gated_activation": lambda c: c["layers"]},  # gate and up are the halves of one product
-    "qwen3": LLAMA | {"rms_norm": lambda c: 4 * c["layers"]},  # queries and keys have norms of their own
+    "phi3": DECODER | {"gated_gemm": lambda c: c["layers"]},  # of the halves of one weight
+    "qwen3": LLAMA,
     "t5_encoder": {
         "add_rms_norm": LLAMA["add_rms_norm"],
         "rms_norm": LLAMA["rms_norm"],
@@ -92,8 +94,7 @@ FUSED: Mapping[str, Formulas] = {
         # attention and feed-forward network read one sum, through two norms: one of them takes the Add in
         "add_layer_norm": lambda c: c["layers"],
         "layer_norm": lambda c: c["layers"] + 1,
-        "attention": lambda c: c["layers"],
-        "rotary_embedding": lambda c: 2 * c["layers"],
+        "attention_with_rotary_embedding": lambda c: c["layers"],
         "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
     },
     "clip_text": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"]},
@@ -143,7 +144,7 @@ PLAIN: Mapping[str, Formulas] = {
     "whisper_encoder": {},
 }
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
-PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: 2 * c["layers"] + 2}}
+PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: c["layers"] + 2}}
 
 # Residuals that norms add although their sums go on, because the product before cannot.
 ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnxfuse.cuts import taken
 from onnxfuse.graph import Node, Tensor, attribute, default, op_of, producer, schema
-from onnxfuse.match.parts import taken
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin, short
 from onnxfuse.shape_rules import Undecided
@@ -53,7 +53,7 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
 def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
     """Every way to read an output of a Split as what a Slice along one axis takes."""
     try:
-        ((axis, (start, count)),) = taken(m, node, tensor).items()
+        ((axis, (start, count)),) = taken(m.shapes, node, tensor).items()
     except Undecided:
         m.fail(term, state, lambda: f"the sizes of Split '{node.name}' are not known")
         return

@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onnxfuse import layout as layouts
+from onnxfuse.cuts import CUTS, taken
 from onnxfuse.dims import Size, product
 from onnxfuse.graph import Node, Tensor, op_of
-from onnxfuse.shape_rules import Undecided, axis_of, value_in
-from onnxfuse.shape_views import slices, split_sizes
+from onnxfuse.shape_rules import Undecided
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
-
-CUTS = {"Slice", "Split", "Gather"}
-Cut = dict[int, tuple[int, int]]  # by axis: the first element that is taken, and how many
 
 
 def moved(m: Matcher, layout: layouts.Layout | None, node: Node) -> layouts.Layout | None:
@@ -85,7 +82,7 @@ def _place(
             continue
         made = tensor if after is None else next(t for t in node.outputs if any(t is read for read in after.inputs))
         try:
-            cut = taken(m, node, made)
+            cut = taken(m.shapes, node, made)
         except Undecided:
             return None
         for axis, (first, count) in cut.items():
@@ -98,38 +95,3 @@ def _place(
             (axis,) = cut
             layout = (*layout[:axis], *layout[axis + 1 :])
     return None if layout is None else (layout, begins)
-
-
-def taken(m: Matcher, node: Node, made: Tensor) -> Cut:
-    """What a node takes of its first input for the output `made`.  Raises Undecided where that is not one run."""
-    shape = m.shapes.shape(node.inputs[0])
-    if shape is None:
-        raise Undecided
-    match op_of(node):
-        case "Slice":
-            return {
-                axis: _run(shape[axis], start, end, step)
-                for axis, (start, end, step) in slices(m.shapes, node, shape).items()
-            }
-        case "Split":
-            axis = axis_of(node.attrs.get("axis", 0), len(shape))
-            sizes = split_sizes(m.shapes, node, shape[axis])
-            place = next(i for i, output in enumerate(node.outputs) if output is made)
-            counts = [size for size in sizes[: place + 1] if isinstance(size, int) and size]
-            if len(counts) <= place:
-                raise Undecided
-            return {axis: (sum(counts[:-1]), counts[-1])}
-    axis, index = axis_of(node.attrs.get("axis", 0), len(shape)), value_in(m.shapes, node, 1)
-    whole = shape[axis]
-    if index.size != 1 or not isinstance(whole, int):
-        raise Undecided
-    return {axis: (int(index.reshape(())) % whole, 1)}
-
-
-def _run(size: Size, start: object, end: object, step: object) -> tuple[int, int]:
-    if not isinstance(size, int) or not isinstance(start, int) or not isinstance(end, int) or step != 1:
-        raise Undecided
-    run = range(size)[start:end]
-    if not run:
-        raise Undecided
-    return run.start, len(run)
