@@ -20,8 +20,7 @@ def taken(s: Shapes, node: Node, made: Tensor) -> Cut:
     match op_of(node):
         case "Slice":
             return {
-                axis: _run(shape[axis], start, end, step)
-                for axis, (start, end, step) in slices(s, node, shape).items()
+                axis: _run(shape[axis], start, end, step) for axis, (start, end, step) in slices(s, node, shape).items()
             }
         case "Split":
             axis = axis_of(node.attrs.get("axis", 0), len(shape))

@@ -20,6 +20,7 @@ from onnxfuse.layout import (
     merged,
     parse_arrangement,
     reshape,
+    select,
     solve,
     transpose,
 )
@@ -114,6 +115,46 @@ def test_merging_all_axes_and_splitting_them_again_changes_nothing(case: Chain) 
         back = reshape(flat, indices.shape)
         assert back is not None
         assert merged(back) == merged(layout)
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(st.data())
+def test_what_is_selected_lies_where_its_layout_begins(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from(SHAPES))
+    layout, indices = data.draw(chains(shape))
+    axis = data.draw(st.integers(0, indices.ndim - 1))
+    start = data.draw(st.integers(0, indices.shape[axis] - 1))
+    count = data.draw(st.integers(1, indices.shape[axis] - start))
+    found = None if layout is None else select(layout, axis, start, count)
+    if found is not None:
+        begin = sum(more * math.prod(shape[place + 1 :]) for place, more in found[1].items())
+        np.testing.assert_array_equal(
+            index_map(found[0], shape) + begin, indices.take(range(start, start + count), axis)
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "start", "size", "layout", "begins"),
+    [
+        ((B, S, 48), 2, 16, 16, ((0, 1, B), (1, 1, S), (2, 1, 16)), {2: 16}),
+        ((B, S, 48), 2, 47, 1, ((0, 1, B), (1, 1, S), None), {2: 47}),
+        ((B, 4), 0, 1, 2, ((0, 1, 2), (1, 1, 4)), {0: 1}),
+        ((1, 4), 0, 0, 1, (None, (1, 1, 4)), {}),
+        ((1, 4), 0, 1, 1, None, {}),  # beyond the end
+    ],
+)
+def test_select(
+    shape: tuple[Size, ...], axis: int, start: int, size: int, layout: tuple[object, ...] | None, begins: dict[int, int]
+) -> None:
+    wanted = layout and tuple(() if atom is None else (Atom(*atom),) for atom in layout)  # type: ignore[misc]
+    assert select(identity(shape), axis, start, size) == (wanted and (wanted, begins))
+
+
+def test_of_heads_within_a_row_one_part_each_is_selected() -> None:
+    heads = reshape(identity((B, S, 6 * 24)), (B, S, 6, 3, 8))
+    assert heads is not None
+    found = select(heads, 3, 1, 1)
+    assert found == (((Atom(0, 1, B),), (Atom(1, 1, S),), (Atom(2, 24, 6),), (), (Atom(2, 1, 8),)), {2: 8})
 
 
 def test_a_split_across_axes_that_are_apart_is_left_undecided() -> None:

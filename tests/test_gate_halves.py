@@ -1,0 +1,80 @@
+"""Products whose halves gate each other: each model before, its operators after, the same values; and what must stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_fold import apply, assert_same, ops, parse
+
+from onnxfuse.gate_halves import split_gates
+
+RANDOM = np.random.default_rng(3)
+WEIGHTS = {
+    "w": RANDOM.standard_normal((8, 6)).astype(np.float32),
+    "b": RANDOM.standard_normal(6).astype(np.float32),
+    "i0": np.array([0]), "i2": np.array([2]), "i3": np.array([3]), "end": np.array([2**63 - 1]), "last": np.array([-1]),
+    "cuts": np.array([3, 3]), "odd": np.array([2, 4]), "three": np.float32(3),
+}  # fmt: skip
+
+
+def check(nodes: str, rest: str, outputs: str = "(y)") -> None:
+    words = set(nodes.replace("(", " ").replace(")", " ").replace(",", " ").split())
+    used = {name: value for name, value in WEIGHTS.items() if name in words}
+    model = parse(f"(float[N,5,8] x) => {outputs} {{ {nodes} }}", **used)
+    after, (folded,) = apply(model, split_gates)
+    assert ops(after) == rest
+    assert bool(folded) == (ops(model) != rest)
+    assert_same(model, after, (2, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rest"),
+    [
+        (
+            "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Sigmoid (g) a = Mul (g, s) y = Mul (a, u)",
+            "MatMul Sigmoid Mul MatMul Mul",
+        ),
+        (
+            "p = MatMul (x, w) u, g = Split<axis=2> (p, cuts) s = Relu (g) y = Mul (u, s)",
+            "MatMul MatMul Relu Mul",
+        ),
+        (
+            "p = MatMul (x, w) q = Add (b, p) g = Slice (q, i0, i3, last) u = Slice (q, i3, end, last) "
+            "s = Gelu (g) y = Mul (s, u)",
+            "MatMul Add Gelu MatMul Add Mul",
+        ),
+        (
+            "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) t = Mul (g, three) s = Tanh (t) y = Mul (s, u)",
+            "MatMul Mul Tanh MatMul Mul",
+        ),
+    ],
+)
+def test_halves_become_products(nodes: str, rest: str) -> None:
+    check(nodes, rest)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        # parts that are no halves
+        "p = MatMul (x, w) g, u = Split<axis=-1> (p, odd) s = ReduceSum<keepdims=1> (g) y = Mul (s, u)",
+        # all of the product is read, too
+        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (p) y = Add (m, t)",
+        # the weight has another reader
+        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (w) y = Add (m, t)",
+        # the halves do not gate each other
+        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) y = Add (s, u)",
+        # what is multiplied is no elementwise function of the other half
+        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Softmax (g) y = Mul (s, u)",
+        # rows, not columns, are cut
+        "p = MatMul (x, w) g = Slice (p, i0, i2, i2) u = Slice (p, i3, end, i2) s = ReduceSum (g) y = Mul (s, u)",
+    ],
+)
+def test_what_stays(nodes: str) -> None:
+    model = parse(f"(float[N,5,8] x) => (y) {{ {nodes} }}")
+    check(nodes, ops(model))
+
+
+def test_a_half_that_is_an_output_stays() -> None:
+    nodes = "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) y = Mul (s, u)"
+    check(nodes, "MatMul Split Relu Mul", "(y, u)")
