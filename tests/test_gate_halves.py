@@ -1,4 +1,4 @@
-"""Products whose halves gate each other: each model before, its operators after, the same values; and what must stay."""
+"""Products whose halves gate each other: each model before, its operators after, and what must stay as it is."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_halves_become_products(nodes: str, rest: str) -> None:
         # parts that are no halves
         "p = MatMul (x, w) g, u = Split<axis=-1> (p, odd) s = ReduceSum<keepdims=1> (g) y = Mul (s, u)",
         # all of the product is read, too
-        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (p) y = Add (m, t)",
+        "p = MatMul (x, w) g, u = Split<axis=-1>(p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (p) y = Add (m, t)",
         # the weight has another reader
-        "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (w) y = Add (m, t)",
+        "p = MatMul (x, w) g, u = Split<axis=-1>(p, cuts) s = Relu (g) m = Mul (s, u) t = ReduceSum (w) y = Add (m, t)",
         # the halves do not gate each other
         "p = MatMul (x, w) g, u = Split<axis=-1> (p, cuts) s = Relu (g) y = Add (s, u)",
         # what is multiplied is no elementwise function of the other half

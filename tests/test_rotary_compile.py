@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys at once: compiles for every architecture, and reads and writes what it should."""
+"""Rotary embedding of queries and keys at once: it compiles for every architecture, with a thread for all elements."""
 
 from __future__ import annotations
 
