@@ -228,6 +228,9 @@ class Fusion:
     example: Mapping[str, Any] = field(default_factory=dict)
     last: bool = False
 
+    def __repr__(self) -> str:  # of its terms, which share others, a repr would be without end
+        return f"Fusion({self.name})"
+
     @property
     def operands(self) -> tuple[Capture, ...]:
         """The captures that are tensors: the fused node's inputs, in order."""

@@ -9,7 +9,7 @@ END = 2**63 - 1
 
 def turned(heads: Term, cos: Term, sin: Term, seq: str = "seq") -> dict[str, Term]:
     """x * cos + rotate_half(x) * sin of (batch heads seq size): of all elements of a head, or of the first ones."""
-    require("{rotated} of {size} elements are turned: not all", lambda rotated, size: rotated is None or rotated != size)
+    require("{rotated} of {size} elements are turned: a part", lambda rotated, size: rotated is None or rotated != size)
     first = op.Slice(heads, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
     rest = op.Slice(heads, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
     return {

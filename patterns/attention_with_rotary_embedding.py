@@ -64,7 +64,6 @@ def attention_with_rotary_embedding(
     interleaved=attribute(),
     num_heads=attribute(),
     kv_num_heads=attribute(),
-    rotary_embedding_dim=attribute(),
 ):
     """attention(rotary_embedding(q), rotary_embedding(k), v), for q and k or, where they have scales, their RMS norms
 
@@ -80,17 +79,17 @@ def attention_with_rotary_embedding(
         lambda batch, cos_batch: cos_batch is None or cos_batch in (1, batch),
     )
 
-    def by_operator(heads_attribute):
+    require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
+
+    def by_operator(length, heads_attribute):
         def apply(x):
-            return op.RotaryEmbedding(
-                x, cos, sin, interleaved=interleaved, num_heads=heads_attribute,
-                rotary_embedding_dim=rotary_embedding_dim,
-            )  # fmt: skip
+            tables = (rearrange(table, f"cos_batch {length} half -> cos_batch {length} half") for table in (cos, sin))
+            return op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=heads_attribute)
 
         return apply
 
-    q_turned = prepared("q", q, "queries", "heads", q_scale, epsilon, cos, sin, by_operator(num_heads))
-    k_turned = prepared("k", k, "keys", "kv_heads", k_scale, epsilon, cos, sin, by_operator(kv_num_heads))
+    q_turned = prepared("q", q, "queries", "heads", q_scale, epsilon, cos, sin, by_operator("queries", num_heads))
+    k_turned = prepared("k", k, "keys", "kv_heads", k_scale, epsilon, cos, sin, by_operator("keys", kv_num_heads))
     of_q, of_k = "batch heads queries size", "batch kv_heads keys size"
     queries = rearrange(q_turned, f"{of_q} -> {of_q}")
     columns = rearrange(k_turned, f"{of_k} -> batch (kv_heads repeats) size keys")
