@@ -136,6 +136,29 @@ def copies(count: int) -> Run:
     return lambda inputs, outputs: ctypes.memmove(outputs[0], inputs[0], count) and None
 
 
+def test_each_run_reads_what_the_one_before_it_wrote(cupy: Pretended) -> None:
+    """Where an output is like an input that is computed: the second input is another's, the third a constant."""
+    x, other, weight = spec(), spec(shape=(8,)), spec(constant=True)
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def start(inputs: Sequence[int], outputs: Sequence[int], scratch: int, stream: int) -> None:
+        seen.append((list(inputs), list(outputs)))
+
+    made = GpuTrial([x, other, weight], [plan(x)], DEVICE, lambda _: SimpleNamespace(run=start, scratch_bytes=0))
+    made._captured(plan(x), made._memory(3))
+    runs = seen[1:]  # the first one warms up
+    assert len(runs) == LAUNCHES and LAUNCHES % 2 == 0
+    for before, after in zip(runs, [*runs[1:], runs[0]], strict=True):
+        assert after[0][0] == before[1][0] and after[0][1] == before[0][1]
+    assert len({inputs[2] for inputs, _ in runs}) == 3
+
+
+def test_products_with_constants_keep_the_size_of_what_is_multiplied(cupy: Pretended) -> None:
+    w = spec("float16", (64, 256), constant=True)
+    made = GpuTrial([w], [plan(w)], DEVICE, lambda _: cupy.ready(copies(trial.size_of(w))))
+    assert made.outputs(plan(w))[0].astype(np.float64).std() == pytest.approx(1 / 16, rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_inputs_are_normal_values(cupy: Pretended, dtype: str, aligned: bool) -> None:

@@ -52,9 +52,10 @@ class GpuTrial:
         )
         self._scratch_bytes = 256 + max(sum(size + 256 for size in plan.scratch) for plan in plans)
         self._plans: dict[str, ReadyPlan] = {}
+        self._passed_on = tuple(_passed_on(self._inputs, self._outputs))
         self._sets: list[Pair] = []
         self._scratch: Any = None
-        self._noises: dict[str, Any] = {}
+        self._noises: dict[tuple[str, int], Any] = {}
         with self._on_device():
             self._pool = self._cupy.cuda.MemoryPool()
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
@@ -94,7 +95,7 @@ class GpuTrial:
             for plan in plans:
                 self._ready(plan)  # scratch memory stays where it is from here on
             graphs = [self._captured(plan, sets) for plan in plans]
-            runs = max(LAUNCHES, len(sets))
+            runs = _runs(sets)
             longest = [max(map(self._replay, graphs)) for _ in range(WARM_UP)][-1]
             rounds = max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / longest)))
             times: list[list[float]] = [[] for _ in plans]
@@ -103,6 +104,7 @@ class GpuTrial:
                     which = (turn + step) % len(plans)
                     times[which].append(self._replay(graphs[which]) / runs)
             graphs.clear()  # here, where other threads' captures do not forbid it
+            self._sets = []  # whose inputs were written
             return [statistics.median(each) for each in times]
 
     def close(self) -> None:
@@ -132,13 +134,13 @@ class GpuTrial:
         return self._plans[key]
 
     def _captured(self, plan: Plan, sets: Sequence[Pair]) -> Any:
-        """A CUDA graph of LAUNCHES runs or more, each with the next constants."""
+        """A CUDA graph of LAUNCHES runs or more, each with the next constants, on what the one before it wrote."""
         self._start(plan, sets[0])  # what a first run allocates or loads
         self._stream.synchronize()
         self._stream.begin_capture(RELAXED)
         try:
-            for number in range(max(LAUNCHES, len(sets))):
-                self._start(plan, sets[number % len(sets)])
+            for number in range(_runs(sets)):
+                self._start(plan, self._turned(sets[number % len(sets)]) if number % 2 else sets[number % len(sets)])
         finally:
             graph = self._stream.end_capture()
         return graph
@@ -171,8 +173,7 @@ class GpuTrial:
     def _memory(self, count: int) -> list[Pair]:
         """Sets that differ in the constants: each run finds its own in memory, as each layer of a model does.
 
-        All runs read and write the same other memory, as the nodes of a chain pass it on: what fits into the L2 cache
-        is found there.
+        All runs read and write the same other memory: what fits into the L2 cache is found there.
         """
         if not self._sets:
             inputs = [self._filled(spec, number) for number, spec in enumerate(self._inputs)]
@@ -187,17 +188,27 @@ class GpuTrial:
         self._stream.synchronize()  # kernels may read constants before what is in front of them ends
         return self._sets[:count]
 
+    def _turned(self, memory: Pair) -> Pair:
+        """The same, with inputs where the run before wrote its outputs."""
+        inputs, outputs = map(list, memory)
+        for output, source in self._passed_on:
+            inputs[source], outputs[output] = outputs[output], inputs[source]
+        return inputs, outputs
+
     def _place(self, spec: TensorSpec) -> Any:
         """Memory for a tensor; where it is not aligned it begins one element later."""
         return self._pool.malloc(size_of(spec) + 16) + (0 if spec.aligned else itemsize(spec))
 
     def _filled(self, spec: TensorSpec, number: int) -> Any:
-        """Normal values, others for each number; true and false by chance; zeros for integers, which may be indices."""
+        """Normal values, others for each number; true and false by chance; zeros for integers, which may be indices.
+
+        Those of constant matrices are so small that products keep the size of what is multiplied.
+        """
         place, size = self._place(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
             place.memset_async(0, size, self._stream)
             return place
-        noise = self._noise(spec.dtype)
+        noise = self._noise(spec.dtype, max(spec.shape) if spec.constant and len(spec.shape) == 2 else 1)
         at, start = 0, number * 7919 * noise.itemsize
         while at < size:
             start %= noise.nbytes
@@ -206,13 +217,16 @@ class GpuTrial:
             at, start = at + count, start + count
         return place
 
-    def _noise(self, dtype: str) -> Any:
-        """NOISE values on the GPU, to be repeated: a prime number, so that no two rows of a matrix are equal."""
-        if dtype not in self._noises:
-            values = np.random.default_rng(0).standard_normal(NOISE)
+    def _noise(self, dtype: str, terms: int) -> Any:
+        """NOISE values on the GPU, to be repeated: a prime number, so that no two rows of a matrix are equal.
+
+        Products of so many `terms` have a variance of one.
+        """
+        if (dtype, terms) not in self._noises:
+            values = np.random.default_rng(0).standard_normal(NOISE) / math.sqrt(terms)
             host = values > 0 if dtype == "bool" else values.astype(NARROW.get(dtype, dtype))
-            self._noises[dtype] = self._cupy.asarray(host.view(np.uint16) if dtype in NARROW else host)
-        return self._noises[dtype]
+            self._noises[dtype, terms] = self._cupy.asarray(host.view(np.uint16) if dtype in NARROW else host)
+        return self._noises[dtype, terms]
 
     def _values(self, place: Any, spec: TensorSpec) -> Any:
         """A copy of the memory as an array; bfloat16 as float32."""
@@ -230,6 +244,21 @@ class GpuTrial:
                 return
             with self._stream, self._cupy.cuda.using_allocator(self._pool.malloc):
                 yield
+
+
+def _passed_on(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Iterator[tuple[int, int]]:
+    """Outputs that can be inputs of the next run: (output, input) places."""
+    free = [place for place, spec in enumerate(inputs) if not spec.constant]
+    for number, output in enumerate(outputs):
+        alike = ((inputs[at].shape, inputs[at].dtype, inputs[at].aligned) for at in free)
+        same = [(output.shape, output.dtype, output.aligned) == each for each in alike]
+        if any(same):
+            yield number, free.pop(same.index(True))
+
+
+def _runs(sets: Sequence[Pair]) -> int:
+    """Of a plan in a CUDA graph; an even number, so that the next graph goes on where one has ended."""
+    return max(LAUNCHES, len(sets) + len(sets) % 2)
 
 
 def itemsize(spec: TensorSpec) -> int:
