@@ -21,6 +21,7 @@ from onnxfuse.kernels._types import EARLY_ARCH, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.provider.plan import Device, Kernel, Launch
 
 MOST_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
+MOST_STREAMED_ROWS: Final = 128
 MOST_DOT_ROWS: Final = 8
 
 
@@ -43,13 +44,15 @@ class Dots:
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to multiply a few rows, the likeliest first; none for many rows."""
-    if gemm.m > MOST_ROWS:
-        return []
-    if _gemm_stream.usable(gemm, device):
-        return _gemm_stream.plans(gemm, device)
-    if gemm.beside:
-        return []
-    dots = [dots_candidate(gemm, _dots(gemm, device), device)] if gemm.m <= MOST_DOT_ROWS else []
+    most = MOST_DOT_ROWS
+    streams: list[Candidate] = []
+    if gemm.m <= MOST_STREAMED_ROWS and _gemm_stream.usable(gemm, device):
+        streams, most = _gemm_stream.plans(gemm, device), 1
+    if gemm.beside or gemm.m > MOST_ROWS:
+        return streams
+    dots = [dots_candidate(gemm, _dots(gemm, device), device)] if gemm.m <= most else []
+    if streams:
+        return [*streams, *dots]
     tiled = [candidate(gemm, tiling, device) for tiling in _tilings(gemm, device)] if usable(gemm, device) else []
     return [*dots, *tiled] if gemm.m == 1 else [*tiled, *dots]
 
@@ -93,5 +96,6 @@ def _dots(gemm: Gemm, device: Device) -> Dots:
         while warps > 1 and 32 * vector * warps > gemm.k:
             warps //= 2
         return Dots(rows, 4 // warps, warps, 2, unroll=unroll)
-    lanes = 8 if gemm.n >= 8 * vector * device.multiprocessors else 4  # of 16 bytes: fewer for more blocks
-    return Dots(rows, 1, 8, 8 if rows < 4 else 4, lanes=lanes)
+    if gemm.n >= 7 * vector * device.multiprocessors:
+        return Dots(rows, 1, 8, 8 if rows < 4 else 4, lanes=8)
+    return Dots(rows, 1, 16 if rows < 4 else 8, 8 if rows < 4 else 4, lanes=4)  # more blocks, with more of k in each

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
-from onnxfuse.kernels._gemm_mma import epilogue_defines, parts
+from onnxfuse.kernels._gemm_mma import RESERVED_BYTES, epilogue_defines, parts
 from onnxfuse.kernels._types import ABSENT
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 
@@ -17,6 +17,10 @@ K_STEP: Final = 64  # elements in them
 PANEL: Final = 64  # columns of a box where w is k x n
 PAD: Final = 4  # PITCH - BN of gemm_stream.cu
 MOST_SUMS: Final = 4096  # of a warp: 128 a thread
+ROWS: Final = (8, 16, 32, 64)  # of a tile
+COLUMNS: Final = (64, 32, 128)
+CLUSTERS: Final = (1, 2, 4, 8)
+FILLED: Final = 0.5  # of the multiprocessors, and they read nearly as fast as all
 
 
 @dataclass(frozen=True)
@@ -63,21 +67,60 @@ def fits(gemm: Gemm, stream: Stream, device: Device) -> bool:
 
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
-    """Ways to multiply these rows, the likeliest first."""
-    rows = next(count for count in (8, 16, 32, 64) if gemm.m <= count)
-    found = []
-    for columns in (64, 32, 128):
-        for cluster in (1, 2, 4, 8):
-            tiles = sum(-(-one.n // columns) for one in (gemm, *gemm.beside))
-            if cluster > 1 and cluster * tiles > 2 * device.multiprocessors:
-                continue
-            warps = max(1, min(4, -(-gemm.k // K_STEP) // cluster))
-            stage = (rows + parts(gemm) * columns) * ROW_BYTES + 8
-            stages = max(2, min(-(-gemm.k // K_STEP // cluster // warps), 110000 // (warps * stage)))
-            stream = Stream(rows, columns, stages, warps, cluster)
-            if fits(gemm, stream, device):
-                found.append((abs(cluster * tiles - 1.5 * device.multiprocessors), stream))
-    return [candidate(gemm, stream) for _, stream in sorted(found, key=lambda pair: pair[0])[:4]]
+    """Ways to multiply these rows, the likeliest first: what asks for most of the weights at once."""
+    rows = next((count for count in ROWS if gemm.m <= count), ROWS[-1])
+    found = [stream for columns in COLUMNS if (stream := _chosen(gemm, rows, columns, device))]
+    return [candidate(gemm, stream) for stream in sorted(found, key=lambda each: -_asked(gemm, each, device))]
+
+
+def _chosen(gemm: Gemm, rows: int, columns: int, device: Device) -> Stream | None:
+    """How many blocks share tiles of that size: as few as fill the chip, or many more rings.  None where none fits."""
+    splits = [split for split in CLUSTERS if split <= _steps(gemm)]
+    enough = [split for split in splits if split * _tiles(gemm, rows, columns) >= FILLED * device.multiprocessors]
+    chosen = None
+    for split in enough or splits[-1:]:
+        made = _ring(gemm, Stream(rows, columns, 1, 1, split), device)
+        if made and fits(gemm, made, device):
+            more = chosen is None or _asked(gemm, made, device) > 1.5 * _asked(gemm, chosen, device)
+            chosen = made if more else chosen
+    return chosen
+
+
+def _ring(gemm: Gemm, stream: Stream, device: Device) -> Stream | None:
+    """With warps and stages for a block's part of k, in the shared memory of a multiprocessor or half of it."""
+    steps = -(-_steps(gemm) // stream.cluster)
+    # Blocks of larger clusters do not find a place on every multiprocessor, unless there are two on each.
+    alone = stream.cluster <= 2 and _blocks(gemm, stream) <= device.multiprocessors
+    room = device.shared_per_block if alone else device.shared_per_block // 2 - RESERVED_BYTES
+
+    def of(warps: int) -> Stream | None:
+        empty = replace(stream, stages=0, warps=warps).shared(parts(gemm))
+        stage = replace(stream, stages=1, warps=warps).shared(parts(gemm)) - empty
+        stages = min(-(-steps // warps), (room - empty) // stage)
+        return replace(stream, stages=stages, warps=warps) if stages >= min(2, -(-steps // warps)) else None
+
+    few = next((made for warps in (4, 2, 1) if steps >= 2 * warps or warps == 1 if (made := of(warps))), None)
+    many = of(8) if stream.rows <= 16 and steps >= 16 else None
+    return many if few and many and 8 * many.stages > 0.85 * few.warps * few.stages else few
+
+
+def _asked(gemm: Gemm, stream: Stream, device: Device) -> int:
+    """Columns by steps of the weights that all rings on the chip hold."""
+    each = min(stream.warps * stream.stages, -(-_steps(gemm) // stream.cluster)) * stream.columns
+    resident = min(2, (device.shared_per_block + RESERVED_BYTES) // (stream.shared(parts(gemm)) + RESERVED_BYTES))
+    return min(_blocks(gemm, stream), resident * device.multiprocessors) * each
+
+
+def _tiles(gemm: Gemm, rows: int, columns: int) -> int:
+    return -(-gemm.m // rows) * sum(-(-one.n // columns) for one in (gemm, *gemm.beside))
+
+
+def _blocks(gemm: Gemm, stream: Stream) -> int:
+    return _tiles(gemm, stream.rows, stream.columns) * stream.cluster
+
+
+def _steps(gemm: Gemm) -> int:
+    return -(-gemm.k // K_STEP)
 
 
 def candidate(gemm: Gemm, stream: Stream) -> Candidate:

@@ -108,8 +108,10 @@ __device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, int
     if (first) {
         for (int i = 0; i < STAGES; ++i) hopper::barrier_init(ring.barrier(i), 1);
         hopper::store_fence();
-        for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_weights(i, from + i * WARPS);
     }
+    __syncwarp();
+    if (first)
+        for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_weights(i, from + i * WARPS);
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
     if (first)
         for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_rows(i, from + i * WARPS);
@@ -151,8 +153,9 @@ struct Exchange {
         if (threadIdx.x == 0) {
             hopper::barrier_init(barrier, 1);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            hopper::barrier_arrive_expect(barrier, PARTS * rows * BN * 4);
         }
+        __syncwarp();
+        if (threadIdx.x == 0) hopper::barrier_arrive_expect(barrier, PARTS * rows * BN * 4);
         __syncwarp();
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }

@@ -45,7 +45,9 @@ def _products(node: FusedNode) -> list[FusedNode]:
 def _together(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:
     """All products in one launch, so that multiprocessors run out of tiles once and not three times."""
     gemm = together(gemms)
-    return _gemm_small.plans(gemm, device) or _gemm_hopper.plans(gemm, device) if gemm else []
+    if not gemm:
+        return []
+    return [*_gemm_small.plans(gemm, device)[: MOST_TOGETHER - 1], *_gemm_hopper.plans(gemm, device)]
 
 
 def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Candidate]:

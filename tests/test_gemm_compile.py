@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,29 @@ def test_parallel_products_are_each_to_its_own_output_by_its_own_layout() -> Non
     assert [(g.n, g.k, g.transposed, g.bias is not None) for g in found] == [
         (256, 512, False, True), (128, 512, True, False), (96, 512, False, True),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("m", "arch", "steps"), [(1, 90, 1), (100, 90, 1), (1, 80, 3)])
+def test_products_of_few_rows_are_one_launch(m: int, arch: int, steps: int) -> None:
+    fused = FusedNode("parallel_gemm", "y", ("x", "w", "bias", "w_2", "w_3"), {}, ("float16",) * 3)
+    given = tensors((m, 512), (512, 256), (256,), (512, 64), (512, 72))
+    plan = parallel_gemm.plan(fused, given, DEVICES[arch])
+    assert len(plan.steps) == steps
+    assert outputs_of(plan) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("n", [512, 513])
+def test_weights_are_read_early_where_the_model_holds_them(n: int, m: int, constant: bool) -> None:
+    given = [TensorSpec((m, 256), "float32"), TensorSpec((256, n), "float32", constant=constant)]
+    for dtype in ("float16", "float32"):
+        typed = [replace(tensor, dtype=dtype) for tensor in given]
+        gemm = gemm_of(node("gemm_bias_activation", "x w", dtype), typed, DEVICES[90])[0]
+        for step in (step for way in _gemm_small.plans(gemm, DEVICES[90]) for step in way.steps):
+            assert isinstance(step, Launch)
+            assert step.kernel.source == "gemm_mma" or step.kernel.defines["WEIGHTS_CONSTANT"] == int(constant)
+            assert step.early
 
 
 def test_parallel_products_of_an_empty_batch_are_no_launch() -> None:
