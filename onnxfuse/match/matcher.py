@@ -20,7 +20,7 @@ from onnxfuse.match.operators import match_operator
 from onnxfuse.match.siblings import computed_from, siblings
 from onnxfuse.match.state import FLOATS, Match, Miss, State
 from onnxfuse.match.views import Source, match_rearrange, match_scaled
-from onnxfuse.match.words import count, node_name, origin, root_ops
+from onnxfuse.match.words import count, node_name, number_text, origin, root_ops
 from onnxfuse.shapes import Shapes
 from onnxfuse.spans import Span
 from onnxfuse.terms import (
@@ -269,8 +269,8 @@ class Matcher:
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
         """The state with a scalar or attribute bound; none where it has another value elsewhere."""
         if term.name in state.values and state.values[term.name] != value:
-            known = state.values[term.name]
-            self.fail(term, state, lambda: f"{term.name} is {value!r} here and {known!r} elsewhere")
+            here, elsewhere = number_text(value), number_text(state.values[term.name])
+            self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")
             return
         yield state._replace(values={**state.values, term.name: value})
 

@@ -127,6 +127,11 @@ def _token_text(token: str, dims: Mapping[str, Any]) -> str:
     return token if size is None else f"{token}={size}"
 
 
+def number_text(value: Any) -> str:
+    """A scalar or attribute for a message."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
 def short(value: Any) -> str:
     """A value for a message, cut where it is long."""
     text = repr(value)
