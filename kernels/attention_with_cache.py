@@ -41,7 +41,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if 0 in outputs[0].shape:
         return [Plan(outputs, grow, apart=apart)]
     at_once = problem.causal is None and problem.keys == cache.rows
-    found = _attention_decode.plans(problem, device, cache) if at_once else []
+    found = _attention_decode.plans(problem, device, cache)[: attention.MOST - 1] if at_once else []
     for way in attention.ways(problem, device):
         found.append(Candidate(f"attention_append, {way.name}", (*grow, *way.steps), way.scratch))
     if not found:
@@ -89,7 +89,7 @@ def _over(
 
 
 def _apart(node: FusedNode, cache: Cache) -> tuple[Apart, ...]:
-    """A past and its present may be one memory where rows keep their place; otherwise nothing is read that is written."""
+    """A past and its present may be one memory where rows keep their place; nothing else that is read is written."""
     places = list(enumerate(name for name, _ in PAIRS))
     return tuple(
         Apart(node.operands.index(past), 1 + present, together=cache.same and own == present)
