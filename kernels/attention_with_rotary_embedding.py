@@ -20,6 +20,7 @@ from onnxfuse.kernels.rotary_embedding import check
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
 
 TURNED: Final = ("q", "k")
+LENGTH_AXIS: Final = {"packed": 1, "bshd": 1, "seq_first": 0, "bhsd": 2}
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -47,7 +48,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     scratch = tuple(problem.batch * heads.batch * item for heads in places)
     q, k = (replace(heads, pointer=Pointer("scratch", i - len(places))) for i, heads in enumerate(places))
     ready = replace(problem, q=q, k=k)
-    return [_behind(first, scratch, way, out) for way in attention.ways(ready, device)]
+    found = [_behind(first, scratch, way, out) for way in attention.ways(ready, device)]
+    return found or attention.candidates(node, inputs, device)  # which says why there is none
 
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -56,13 +58,10 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
 
 
 def _places(problem: Attention) -> tuple[Heads, Heads]:
-    """Where turned queries and keys lie in scratch memory: (batch, length, heads, size), as most come."""
-
-    def rows(index: int, length: int, heads: int) -> Heads:
-        row = heads * problem.size
-        return Heads(Pointer("scratch", index), length * row, problem.size, row)
-
-    return rows(0, problem.queries, problem.heads), rows(1, problem.keys, problem.kv_heads)
+    """Where turned queries and as many keys lie in scratch memory: (batch, length, heads, size), as most come."""
+    rows = problem.heads * problem.size, problem.kv_heads * problem.size
+    q, k = (Heads(Pointer("scratch", i), problem.queries * row, problem.size, row) for i, row in enumerate(rows))
+    return q, k
 
 
 def _rotary(
@@ -72,8 +71,9 @@ def _rotary(
     operator = node.attributes.get("rotary", "rotate_half") == "operator"
     rotated = cos.shape[-1] * (2 if operator else 1)
     check(cos, sin, problem.batch, problem.queries, problem.size, rotated, rotated // 2 if operator else rotated)
-    if problem.keys != problem.queries:
-        raise ValueError(f"{node.fusion}: {problem.queries} queries and {problem.keys} keys; required as many")
+    keys = required(node, inputs, "k").shape[LENGTH_AXIS[node.attributes.get("k_layout", "packed")]]
+    if keys != problem.queries:
+        raise ValueError(f"{node.fusion}: {problem.queries} queries and {keys} keys; required as many")
     scales = [spec(node, inputs, f"{name}_scale") for name in TURNED]
     read = [required(node, inputs, name) for name in TURNED] + [cos, sin, *(scale for scale in scales if scale)]
     pairs = zip(TURNED, (problem.heads, problem.kv_heads), (problem.q, problem.k), places, strict=True)

@@ -7,10 +7,11 @@ import math
 import pytest
 from test_kernels_compile import DEVICES
 
+from onnxfuse.kernels import attention_with_rotary_embedding as host
 from onnxfuse.kernels._attention import Heads
 from onnxfuse.kernels._rotary import Rotary, Turned, launch
 from onnxfuse.provider.cubin import compile_cubin
-from onnxfuse.provider.plan import Device, Pointer, Scalar, TensorSpec
+from onnxfuse.provider.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorMap, TensorSpec
 
 CASES = {
     "llama": (32, 8, 64, 64, "float16", False),
@@ -46,6 +47,60 @@ def test_compiles_without_spills(device: Device, name: str, aligned: bool) -> No
     compiled = compile_cubin(launch(problem(name, aligned), device).kernel, device.arch)
     assert compiled.spill_stores + compiled.spill_loads == 0
     assert "warning" not in compiled.log, compiled.log
+
+
+def attention(**shapes: tuple[int, ...]) -> tuple[FusedNode, list[TensorSpec]]:
+    """A node of 8 heads of 64 with keys of 2, and its inputs, of which some have other shapes."""
+    usual = {"q": (2, 300, 512), "k": (2, 300, 128), "v": (2, 300, 128), "cos": (1, 300, 64), "sin": (1, 300, 64)}
+    given = {**usual, "mask": (2, 1, 300, 300), **shapes}
+    attributes = {
+        "heads": 8, "kv_heads": 2, "repeats": 4, "size": 64, "value_size": 64, "scale": 0.125, "mask_kind": "boolean",
+        "masked_score": -math.inf, "rotary": "rotate_half", "norm": "none",
+    }  # fmt: skip
+    dtypes = {"mask": "bool"}
+    specs = [TensorSpec(shape, dtypes.get(name, "float16")) for name, shape in given.items()]
+    return FusedNode(host.__name__.rpartition(".")[2], "n", tuple(given), attributes, ("float16",)), specs
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_attention_reads_what_was_turned(device: Device) -> None:
+    """Turned queries and keys are the first scratch buffers, the attention kernels' own come after them."""
+    node, specs = attention()
+    for plan in host.candidates(node, specs, device):
+        first, *steps = (step for step in plan.steps if isinstance(step, Launch))
+        assert first.kernel.source == "rotary_embedding"
+        assert scratch(first) == {0, 1}
+        assert set().union(*map(scratch, steps)) == set(range(len(plan.scratch)))
+        assert {0, 1} <= scratch(steps[-1]) | scratch(steps[0])
+        assert plan.scratch[:2] == (2 * 300 * 512 * 2, 2 * 300 * 128 * 2)
+
+
+def scratch(step: Launch) -> set[int]:
+    pointers = [a.pointer if isinstance(a, TensorMap) else a for a in step.arguments]
+    return {p.index for p in pointers if isinstance(p, Pointer) and p.kind == "scratch"}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ({"k": (2, 200, 128), "v": (2, 200, 128), "mask": (2, 1, 300, 200)}, "300 queries and 200 keys"),
+        ({"cos": (1, 200, 64), "sin": (1, 200, 64)}, r"cos has shape \[1, 200, 64\]; required \(1 or 2, 300, 64\)"),
+        ({"cos": (3, 300, 64), "sin": (3, 300, 64)}, r"cos has shape \[3, 300, 64\]"),
+        ({"sin": (1, 300, 32)}, r"sin has shape \[1, 300, 32\]; required \[1, 300, 64\], as cos"),
+        ({"cos": (1, 300, 80), "sin": (1, 300, 80)}, "80 of 64 elements cannot be rotated"),
+        ({"q": (2, 300, 500)}, r"q has shape \[2, 300, 500\]"),
+    ],
+)
+def test_what_does_not_fit_is_told(shapes: dict[str, tuple[int, ...]], sentence: str) -> None:
+    node, specs = attention(**shapes)
+    with pytest.raises(ValueError, match=sentence):
+        host.candidates(node, specs, DEVICES[0])
+
+
+def test_one_scale_alone_has_no_kernel() -> None:
+    node, specs = attention(q_scale=(64,))
+    why = host.supports(node, [spec.dtype for spec in specs], DEVICES[0])
+    assert why == "attention_with_rotary_embedding: q_scale is float16, k_scale is None; required one dtype"
 
 
 @pytest.mark.parametrize("length", [1, 77, 4096])
