@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels._types import EARLY_ARCH, Defines, leaving, size, width
+from onnxfuse.kernels._types import EARLY_ARCH, Defines, size, streamed, width
 from onnxfuse.provider.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 
 # Parameters where the node does not give them: ONNX's defaults.
@@ -81,8 +81,8 @@ def element_plan(
         return Plan((output,), ())
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
     wide = width([*read, output], *extents, weights=inputs)
-    tiles = spread(count, wide, len(inputs), device)
-    return Plan((output,), (element_launch(node, tiles, output, leaving([*read, output]), defines, arguments, device),))
+    tiles, stream = spread(count, wide, len(inputs), device), streamed([*read, output])
+    return Plan((output,), (element_launch(node, tiles, output, stream, defines, arguments, device),))
 
 
 def element_launch(
@@ -105,6 +105,7 @@ def element_launch(
         "ACTIVATION": node.attributes.get("activation", "none"),
     }  # fmt: skip
     blocks = -(-vectors // block) + rest
+    constants["RELEASE"] = int(blocks <= 2 * device.multiprocessors)
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
     threads, early = (tiles.threads, 1, 1), device.arch >= EARLY_ARCH
     return Launch(kernel, (blocks, 1, 1), threads, (*arguments, Scalar(count, "int64")), early=early)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._rows import USUAL_THREADS, USUAL_VALUES, Tiling, looping, row_launch, tiling
+from onnxfuse.kernels._rows import USUAL_THREADS, USUAL_VALUES, Tiling, looping, loops_win, row_launch, tiling
 from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
     Defines,
     constant,
-    leaving,
     operand,
     product,
     require_size,
@@ -46,7 +45,7 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     whole = _present(node, inputs, "x", "residual")
     moved, item_bytes = [*whole, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in whole]
     defines = {
-        **_types(node, inputs, outputs), "ROW": length, "STREAMED": leaving(moved), "SUM_STREAMED": streamed(moved),
+        **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed(moved),
         "WEIGHTS_CONSTANT": constant(_present(node, inputs, "scale", "bias")),
     }  # fmt: skip
     arguments = _arguments(node, len(outputs), len(whole) > 1, rows)
@@ -59,19 +58,19 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
 def _tilings(
     node: FusedNode, inputs: Sequence[TensorSpec], rows: int, wide: int, item_bytes: Sequence[int], device: Device
 ) -> list[Tiling]:
-    """With mean and variance and many values, a loop is faster where inputs are in L2, and slower where they are not.
+    """Blocks for all rows, or resident ones that take their rows in a loop, the next one being loaded meanwhile.
 
-    4096x768 fp16 on an H200, from L2 and from memory: add_layer_norm 4.6 and 8.2 us in a loop, 5.1 and 7.8 without;
-    layer_norm 3.4 and 5.3, 3.7 and 5.0.
+    Chained on an H200 in fp16, with all rows in blocks and in a loop: 6304x768 layer_norm 4.7 and 3.8 us, 2048x2048
+    add_rms_norm 6.2 and 5.0, but 4096x768 add_layer_norm 4.3 and 4.2, and from memory 7.5 and 8.3.
     """
-    length, moments = required(node, inputs, "x").shape[-1], node.fusion in ("layer_norm", "add_layer_norm")
+    length = required(node, inputs, "x").shape[-1]
     weight_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in _present(node, inputs, "scale", "bias"))
     most_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     usual = tiling(rows, length, wide, device, item_bytes, weight_bytes, most_threads)
-    if not moments or usual.width * usual.chunks <= USUAL_VALUES:
-        return [usual]
     loop = looping(usual, rows, device, item_bytes, weight_bytes)
-    return [usual, loop] if loop else [usual]
+    if loop is None or usual.width * usual.chunks < USUAL_VALUES:
+        return [usual]
+    return [loop, usual] if loops_win(usual, loop, rows, device) else [usual, loop]
 
 
 def _present(node: FusedNode, inputs: Sequence[TensorSpec], *names: str) -> list[TensorSpec]:

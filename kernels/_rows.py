@@ -19,14 +19,17 @@ USUAL_VALUES: Final = 16
 MOST_VALUES: Final = 32
 WARP_VALUES: Final = 32  # up to this a warp has the row to itself: no barrier
 EARLY_VALUES: Final = 16  # up to this there are registers for weights that are loaded along with the row
-WARP_EARLY_VALUES: Final = 24  # the same in a warp's row
+WARP_EARLY_VALUES: Final = 24  # the same in a warp's row that nothing is added to
 BLOCK_VALUES: Final = 20  # the most in a block of 1024 threads, which have 64 registers each
 USUAL_THREADS: Final = 512  # of a block, before threads take more values
 RESIDENT_BYTES: Final = 48 << 10  # of rows that a multiprocessor shall hold, where registers limit it
 WARP_BLOCK: Final = 128  # threads of a block whose rows are of a warp or less
 REGISTERS: Final = 65536  # of a multiprocessor
-LOOP_REGISTERS: Final = 128  # per thread that holds a warp's row and loads the next one
-LOOP_WORDS: Final = 72  # of those, without what addresses and sums need: more spill
+# Registers of a thread that holds a part of a row and loads the next one's, and how many of them may hold data, as
+# addresses and sums need some: of a warp's row with its weights, and of a block's without.
+WARP_LOOP: Final = (128, 72)
+BLOCK_LOOP: Final = (64, 32)
+FEW_LOOPS: Final = 4  # up to so many rows of a block a loop is expected to be faster than blocks that come and go
 MANY_BLOCKS: Final = (80, 90, 100)  # compute capabilities with 32 resident blocks on a multiprocessor, of a warp each
 MOST_BLOCKS: Final = 16  # on the others
 FEWEST_REGISTERS: Final = 64  # per thread, to which a kernel may be held: fewer would slow none down, but help none
@@ -129,11 +132,10 @@ def _warp_rows(rows: int, length: int, width: int, few: bool, adds: bool, device
         width = min(width, SHORT_WIDTH)
         threads = min(threads, max(SHORT_VALUES, _power(length / SHORT_VALUES)))
     chunks, side_by_side = _over(length // width, threads), WARP_BLOCK // threads
-    if adds and chunks * width > USUAL_VALUES and device.arch in MANY_BLOCKS:
-        side_by_side = 32 // threads
     while not few and side_by_side * threads > 32 and _over(rows, side_by_side) < 2 * device.multiprocessors:
         side_by_side //= 2
-    return Tiling(width, threads, chunks, side_by_side, early=chunks * width <= WARP_EARLY_VALUES)
+    early = chunks * width <= (EARLY_VALUES if adds else WARP_EARLY_VALUES)
+    return Tiling(width, threads, chunks, side_by_side, early=early)
 
 
 def looping(tiles: Tiling, rows: int, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> Tiling | None:
@@ -141,15 +143,23 @@ def looping(tiles: Tiling, rows: int, device: Device, item_bytes: Sequence[int],
 
     None where a row has a block, where all rows are resident, and where registers cannot hold it all.
     """
-    threads = tiles.threads * tiles.rows_per_block
-    resident = REGISTERS // (LOOP_REGISTERS * threads)
+    warp, threads = tiles.threads <= 32, tiles.threads * tiles.rows_per_block
+    registers, most_words = WARP_LOOP if warp else BLOCK_LOOP
+    resident = REGISTERS // (registers * threads)
     most = resident * device.multiprocessors
-    words = tiles.width * tiles.chunks * (4 + sum(item_bytes) + weight_bytes) // 4  # values, the next row, weights
-    if tiles.threads > 32 or _over(rows, tiles.rows_per_block) <= most:
+    pack = 4 * tiles.width + sum(max(4, tiles.width * size) for size in item_bytes)  # bytes in registers
+    words = tiles.chunks * (pack + (tiles.width * weight_bytes if warp else 0)) // 4
+    if words > most_words or tiles.cluster > 1 or tiles.held or device.arch not in MANY_BLOCKS:
         return None
-    if words > LOOP_WORDS or device.arch not in MANY_BLOCKS:
+    if _over(rows, tiles.rows_per_block) <= most:
         return None
-    return replace(tiles, early=True, min_blocks=resident, most_blocks=most)
+    return replace(tiles, early=warp, min_blocks=resident, most_blocks=most)
+
+
+def loops_win(usual: Tiling, loop: Tiling, rows: int, device: Device) -> bool:
+    """Whether a loop is expected to be faster: where the rows are not resident at once, but not many times more."""
+    blocks = _over(rows, usual.rows_per_block)
+    return usual.min_blocks * device.multiprocessors < blocks <= FEW_LOOPS * loop.most_blocks
 
 
 def _one_wave(rows: int, tiles: Tiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
@@ -241,11 +251,16 @@ def row_launch(
 ) -> Launch:
     """The launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
     groups, most = _over(rows, tiles.rows_per_block), min(tiles.most_blocks, MAX_GRID // tiles.cluster)
-    few, constant = tiles.width * tiles.chunks <= EARLY_VALUES, bool(defines["WEIGHTS_CONSTANT"])  # many would spill
-    tiles = replace(tiles, loop=tiles.loop or groups > most, early=tiles.early and (few or constant))
+    many, constant = tiles.width * tiles.chunks > EARLY_VALUES, bool(defines["WEIGHTS_CONSTANT"])
+    early = tiles.early and (constant or not many)  # loads that must come before the sum's store would spill
+    tiles = replace(tiles, loop=tiles.loop or groups > most, early=early)
     blocks = min(groups, most)
+    constants = {
+        **defines, **tiles.defines, "FULL_BLOCKS": int(rows % tiles.rows_per_block == 0),
+        "RELEASE": int(rows <= 2 * device.multiprocessors),
+    }  # fmt: skip
     return Launch(
-        Kernel(kernel, kernel, {**defines, **tiles.defines, "WEIGHTS_FIRST": int(few and constant)}),
+        Kernel(kernel, kernel, constants),
         (blocks * tiles.cluster, 1, 1),
         (tiles.threads, tiles.rows_per_block, 1),
         tuple(arguments),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.kernels._norms import norm_plan
+from onnxfuse.kernels._norms import norm_candidates, norm_plan
 from onnxfuse.kernels._types import refuse_dtypes
 from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
 
@@ -17,3 +17,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     """How it runs for these shapes.  Raises ValueError where shapes do not fit together."""
     return norm_plan(node, inputs, device)
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """The ways to run it, what is expected to be fastest first.  Raises ValueError where shapes do not fit together."""
+    return norm_candidates(node, inputs, device)

@@ -3,6 +3,7 @@
 //   WIDTH    elements of a vector access    CHUNKS  vectors per thread    THREADS  of a block
 //   WHOLE    1: every block has all its vectors
 //   REST     1: some elements are left over after the last whole vector; one more block does them, a thread each
+//   RELEASE  1: the next kernel may start before this one stores
 //   STREAMED 1: outputs leave the L2 cache first        INDEX  u32, or u64 where that cannot count all elements
 //
 // An elementwise op has, for vectors of W elements from element `at` on,
@@ -20,7 +21,7 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) raw[k] = op.template fetch<WIDTH>((first + k * THREADS) * WIDTH);
-    release_successor();
+    if constexpr (RELEASE) release_successor();
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) op.template finish<WIDTH>((first + k * THREADS) * WIDTH, raw[k]);

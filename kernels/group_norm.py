@@ -10,13 +10,13 @@ from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
     constant,
-    leaving,
     operand,
     product,
     refuse_choice,
     refuse_dtypes,
     require_size,
     required,
+    streamed,
     width,
 )
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
@@ -46,7 +46,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     tiles = tiling(rows, length, width([x, y], spatial, weights=[scale, bias]), device, item_bytes)
     defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y]), "GROUPS": groups, "SPATIAL": spatial,
+        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed([x, y]), "GROUPS": groups, "SPATIAL": spatial,
         "CHANNELS": channels // groups, "WEIGHTS_CONSTANT": constant([scale, bias]),
         "ACTIVATION": node.attributes.get("activation", "none"), "PRECISE": 1,
     }  # fmt: skip

@@ -1,7 +1,6 @@
 // A norm along rows with weights, with or without a residual in front.
 //
 //   X_T ... SUM_T   storage types; those of absent operands do not matter
-//   SUM_STREAMED    1: the sum leaves the L2 cache first, though it is read later than y
 //   RESIDUAL, BIAS  1 where the operand is there    SUM  1 where x + residual is an output
 #pragma once
 
@@ -62,7 +61,7 @@ struct Norm {
             for (int i = 0; i < WIDTH; ++i) values[i] += added[i];
         }
         if constexpr (SUM)
-            if (first) store<SUM_STREAMED>(sum + at(row, pack), values);
+            if (first) store<STREAMED>(sum + at(row, pack), values);
     }
 
     __device__ __forceinline__ void weights(int k, long long, int pack) {

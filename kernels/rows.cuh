@@ -9,11 +9,12 @@
 //   ROW             elements of a row                      WIDTH    elements of a vector access; divides ROW
 //   THREADS         per row and block                      CHUNKS   vectors per thread and batch
 //   ROWS_PER_BLOCK  rows side by side; 1 if THREADS > 32   CLUSTER  blocks that share a row (sm_90 and later)
+//   FULL_BLOCKS     1: the rows are a multiple of those side by side
 //   LOOP            1: blocks take further rows, the next one being loaded while this one is computed
 //   STREAMED        1: outputs leave the L2 cache first
 //   EARLY           1: weights are loaded along with the row, which hides their latency and costs registers
 //   WEIGHTS_CONSTANT  1: no kernel writes them
-//   WEIGHTS_FIRST   1, where they are constant: EARLY ones are loaded before the kernel in front of this has ended
+//   RELEASE         1: the next kernel may start before this one stores
 //   HELD            1: dynamic shared memory of BATCHES * CHUNKS * THREADS of Raw keeps the row, of which all of a
 //                   block is on its way at once, without registers
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
@@ -134,7 +135,7 @@ struct Rows {
 
     // Known to be true at compile time for all but the last packs of a row; a block's last rows may not exist.
     __device__ __forceinline__ bool has(long long row, int batch, int k) const {
-        return (ROWS_PER_BLOCK == 1 || row < count) &&
+        return (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) &&
                ((batch * CHUNKS + k + 1) * STRIDE <= PACKS || place(thread, batch, k) < PACKS);
     }
 
@@ -205,7 +206,7 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
         partial = partial.merge(rows.local(row, batch, values));
     }
     rows.op.finish(merge_row(partial, shares));
-    release_successor();
+    if constexpr (RELEASE) release_successor();
 #pragma unroll 1
     for (int batch = 0; batch < BATCHES; ++batch) {
         rows.read(row, batch, raw);
@@ -221,10 +222,9 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
     long long row = first + threadIdx.y;
-    if constexpr (EARLY && WEIGHTS_FIRST) rows.weights(row, 0);
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
-    if constexpr (EARLY && !WEIGHTS_FIRST) rows.weights(row, 0);
+    if constexpr (EARLY) rows.weights(row, 0);
     if constexpr (CLUSTER > 1) row_wait();  // the peers have started: their shared memory is there
     int parity = 0;
     while (true) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void kept_rows(const Rows<Op>& rows, long long first,
         const bool more = LOOP && first < rows.count;
         if (more) rows.fetch(row + step, 0, raw);
         rows.op.finish(merge_row(rows.local(row, 0, values), shares[parity]));
-        if (!more) release_successor();
+        if (RELEASE && !more) release_successor();
         rows.template close<!EARLY>(row, 0, values);
         if (!more) break;
         row += step;

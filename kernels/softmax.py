@@ -9,11 +9,11 @@ from onnxfuse.kernels._types import (
     ITEM_BYTES,
     STORAGE,
     Defines,
-    leaving,
     operand,
     product,
     refuse_dtypes,
     required,
+    streamed,
     width,
 )
 from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
@@ -32,7 +32,7 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     if rows * length == 0:
         return Plan((y,), ())
     defines: Defines = {
-        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": leaving([x, y]),
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed([x, y]),
         "WEIGHTS_CONSTANT": 1,
     }  # fmt: skip
     arguments = [operand(node, "x"), Pointer("output", 0), Scalar(rows, "int64")]

@@ -93,24 +93,25 @@ def test_add_norm(device: Device, dtype: str, shape: tuple[int, int], fusion: st
         check(found, total)
 
 
-@pytest.mark.parametrize("fusion", ["layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("fusion", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("shape", [(137, 768), (43, 2048)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_candidate(device: Device, dtype: str, fusion: str) -> None:
+def test_every_candidate(device: Device, dtype: str, shape: tuple[int, int], fusion: str) -> None:
     """More rows than are resident at once, which one of the candidates takes in a loop; the last ones end unevenly."""
-    shape = (137, 768)
     x, residual, scale, bias = (normal(s, dtype, i) for i, s in enumerate((shape, shape, shape[1:], shape[1:])))
+    left_out = [name for name, word in (("residual", "add"), ("bias", "layer")) if word not in fusion]
     given = {"x": x, "residual": residual, "scale": scale, "bias": bias}
-    inputs = {name: each for name, each in given.items() if fusion == "add_layer_norm" or name != "residual"}
-    node = FusedNode(fusion, fusion, tuple(inputs), {"epsilon": 1e-5}, (dtype,) * (2 if "residual" in inputs else 1))
-    specs = [TensorSpec(each.shape, dtype) for each in inputs.values()]
-    total = x.astype(np.float64) + (residual.astype(np.float64) if "residual" in inputs else 0.0)
-    expected = [layer_norm(total, *wide(scale, bias), 1e-5), total]
+    inputs = {name: each for name, each in given.items() if name not in left_out}
+    node = FusedNode(fusion, fusion, tuple(inputs), {"epsilon": 1e-5}, (dtype,) * (2 if "add" in fusion else 1))
+    specs = [TensorSpec(each.shape, dtype, constant=each.ndim == 1) for each in inputs.values()]
+    total = x.astype(np.float64) + (residual.astype(np.float64) if "add" in fusion else 0.0)
+    norm = layer_norm(total, *wide(scale, bias), 1e-5) if "layer" in fusion else rms_norm(total, *wide(scale), 1e-5)
     plans: list[Plan] = importlib.import_module(f"onnxfuse.kernels.{fusion}").candidates(node, specs, device)
-    assert len(plans) == (2 if device.arch in (80, 90, 100) and dtype != "float32" else 1)
+    assert len(plans) == 2 or dtype == "float32" or device.arch not in (80, 90, 100)
     for plan in plans:
         written = [upload(np.full(shape, np.nan, each.dtype)) for each in (x, x)[: len(plan.outputs)]]
         launch(plan, [upload(each) for each in inputs.values()], written)
-        for buffer, spec, reference in zip(written, plan.outputs, expected, strict=False):
+        for buffer, spec, reference in zip(written, plan.outputs, [norm, total], strict=False):
             check(result(buffer, spec, aligned=True), reference)
 
 
