@@ -44,17 +44,14 @@ class Dots:
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to multiply a few rows, the likeliest first; none for many rows."""
-    most = MOST_DOT_ROWS
-    streams: list[Candidate] = []
-    if gemm.m <= MOST_STREAMED_ROWS and _gemm_stream.usable(gemm, device):
-        streams, most = _gemm_stream.plans(gemm, device), 1
+    streamed = gemm.m <= MOST_STREAMED_ROWS and _gemm_stream.usable(gemm, device)
+    streams = _gemm_stream.plans(gemm, device) if streamed else []
     if gemm.beside or gemm.m > MOST_ROWS:
         return streams
-    dots = [dots_candidate(gemm, _dots(gemm, device), device)] if gemm.m <= most else []
-    if streams:
-        return [*streams, *dots]
-    tiled = [candidate(gemm, tiling, device) for tiling in _tilings(gemm, device)] if usable(gemm, device) else []
-    return [*dots, *tiled] if gemm.m == 1 else [*tiled, *dots]
+    tiles = _tilings(gemm, device) if usable(gemm, device) and not streams else []
+    tiled = [candidate(gemm, tiling, device) for tiling in tiles]
+    dots = [dots_candidate(gemm, _dots(gemm, device), device)] if gemm.m <= (1 if streams else MOST_DOT_ROWS) else []
+    return [*streams, *dots, *tiled] if gemm.m == 1 else [*streams, *tiled, *dots]
 
 
 def dots_candidate(gemm: Gemm, dots: Dots, device: Device) -> Candidate:

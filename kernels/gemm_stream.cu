@@ -5,7 +5,10 @@
 // fills by TMA and which it alone multiplies: no warp waits for another before all of its sums are there, and nearly
 // all bytes that an SM reads are asked for at once. A stage is 128 bytes of k: BN columns of each weight, and ROWS rows
 // of x. The weights are mma's left operand, so that tiles of 8 rows of x suffice. Warps take stages of the block's part
-// of k in turn; CLUSTER blocks share a tile, each with a part of k.
+// of k in turn; CLUSTER blocks share a tile, each with a part of k, and send each other their sums.
+//
+// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB from memory are 8.0 at the rate of a large
+// copy; 10.6 where it does not start early. A kernel that only reads these bytes takes 7.4 and 9.3: starting is 1.3.
 //
 //   ROWS  of x, a multiple of 8    BN  columns of a tile: 32, or a multiple of 64    STAGES, WARPS, CLUSTER  as above
 //   PRODUCTS  of one x, whose tiles lie side by side in the grid: COLUMNS, COLUMNS_2, COLUMNS_3 are their n
