@@ -145,7 +145,8 @@ def test_a_cache_in_one_buffer_grows_step_by_step(name: str) -> None:
     ort.preload_dlls()
     entry, original = models.INDEX[f"{name}.onnx"], models.onnx.load(models.FOLDER / f"{name}.onnx")
     fused, _ = models.onnxfuse.optimize(original, verify=False)
-    session = models.InferenceSession(fused.SerializeToString(), providers=[(models.CUDA, {"use_tf32": "0"})])
+    chosen = [(models.CUDA, {"use_tf32": "0"})]
+    session = models.InferenceSession(fused.SerializeToString(), providers=chosen, tune="never")
     found = [run for run in models.explain_session(session) if run.fusion == "attention_with_cache"]
     assert found and all(run.how == "kernel" for run in found), found
     exactly = models.session(models.widened(original).SerializeToString(), ["CPUExecutionProvider"])
@@ -175,3 +176,51 @@ def test_a_cache_in_one_buffer_grows_step_by_step(name: str) -> None:
         for output, buffer in capacity.items():
             rows = buffer.numpy().reshape(-1)[: wanted[output].size].reshape(wanted[output].shape)
             assert models.error(rows, wanted[output]) <= 4 * models.TOLERANCES[str(rows.dtype)]
+
+
+STEP = """<ir_version: 8, opset_import: ["" : 17]>
+step (float[2,4,1,8] q, float[2,2,1,8] k, float[2,1,16] v, float[2,2,600,8] past_key, float[2,2,600,8] past_value)
+  => (float[2,4,1,8] y, float[2,2,601,8] present_key, float[2,2,601,8] present_value)
+<int64[1] two = {2}, int64[5] repeat = {1, 1, 2, 1, 1}, int64[4] heads = {0, 4, -1, 8}, int64[4] split = {0, 0, 2, 8}>
+{
+  vs = Reshape (v, split)
+  vt = Transpose <perm = [0, 2, 1, 3]> (vs)
+  present_key = Concat <axis = 2> (past_key, k)
+  present_value = Concat <axis = 2> (past_value, vt)
+  k5 = Unsqueeze (present_key, two)
+  kr = Expand (k5, repeat)
+  k4 = Reshape (kr, heads)
+  v5 = Unsqueeze (present_value, two)
+  vr = Expand (v5, repeat)
+  v4 = Reshape (vr, heads)
+  kt = Transpose <perm = [0, 1, 3, 2]> (k4)
+  scores = MatMul (q, kt)
+  p = Softmax <axis = -1> (scores)
+  y = MatMul (p, v4)
+}"""
+
+
+def test_a_cuda_graph_reads_what_its_inputs_hold_then() -> None:
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")
+    models, attention = map(importlib.import_module, ("test_models_gpu", "test_attention_gpu"))
+    ort.preload_dlls()
+    original = models.onnx.parser.parse_model(STEP)
+    fused, report = models.onnxfuse.optimize(original, verify=False)
+    assert report.counts == {"attention_with_cache": 1}
+    chosen = [(models.CUDA, {"use_tf32": "0", "enable_cuda_graph": "1"})]
+    session = models.InferenceSession(fused.SerializeToString(), providers=chosen, tune="never")
+    (found,) = models.explain_session(session)
+    assert found.how == "kernel", found
+    exactly = models.session(original.SerializeToString(), ["CPUExecutionProvider"])
+    shapes = {each.name: each.shape for each in exactly.get_inputs()}
+    values = [
+        {name: np.random.default_rng(seed).standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        for seed in range(5)  # captured in the third run
+    ]
+    exact = [exactly.run(None, each) for each in values]
+    for results, wanted in zip(attention.in_place(ort, session, values, exact), exact, strict=True):
+        np.testing.assert_allclose(results[0], wanted[0], atol=1e-5)
+        for cache, right in zip(results[1:], wanted[1:], strict=True):
+            np.testing.assert_array_equal(cache, right)
