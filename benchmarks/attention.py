@@ -41,9 +41,19 @@ BACKENDS = {
 }
 
 
+# Shape, kind and what it leaves: as models have them, most of them with the same rows again and again.
+MASKS = {
+    "padding": ("b11k", "boolean"),  # the last sixth of every other sequence does not count
+    "padding rows": ("b1qk", "additive"),
+    "all": ("b1qk", "boolean"),  # everything counts
+    "triangle": ("11qk", "additive"),  # causal, as a tensor
+    "bias": ("1hqk", "additive"),
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One attention node; `mask` is "", "padding" (b, 1, 1, k) booleans or "bias" (1, h, q, k)."""
+    """One attention node; `mask` is one of MASKS."""
 
     kind: str
     batch: int
@@ -67,7 +77,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        share = 0.5 if self.causal else 1.0
+        share = 0.5 if self.causal or self.mask == "triangle" else 1.0
         return 4.0 * self.batch * self.heads * self.queries * self.keys * self.size * share
 
     def node(self) -> FusedNode:
@@ -75,7 +85,7 @@ class Case:
         given |= {f"{name}_layout": self.layout for name in "qkv"} | {"scale": self.size**-0.5}
         given |= {"repeats": self.heads // self.kv_heads, "form": "operator" if self.causal else "softmax"}
         given |= {"is_causal": int(self.causal), "fully_masked": "zero", "masked_score": -math.inf}
-        given["mask_kind"] = {"": "none", "padding": "boolean", "bias": "additive"}[self.mask]
+        given["mask_kind"] = MASKS[self.mask][1] if self.mask else "none"
         names = ("q", "k", "v", "mask") if self.mask else ("q", "k", "v")
         return FusedNode("attention", self.name, names, given, (self.dtype,))
 
@@ -86,13 +96,25 @@ class Case:
             return torch.randn(shape, device="cuda", dtype=DTYPES[self.dtype])
 
         made = [heads(self.heads, self.queries), heads(self.kv_heads, self.keys), heads(self.kv_heads, self.keys)]
-        if self.mask == "padding":  # the last sixth of every other sequence
-            lengths = torch.tensor([self.keys - i % 2 * self.keys // 6 for i in range(self.batch)], device="cuda")
-            made.append((torch.arange(self.keys, device="cuda") < lengths[:, None])[:, None, None, :].contiguous())
-        if self.mask == "bias":
-            shape = (1, self.heads, self.queries, self.keys)
-            made.append(torch.randn(shape, device="cuda", dtype=DTYPES[self.dtype]))
+        if self.mask:
+            made.append(self.mask_values())
         return made
+
+    def mask_values(self) -> torch.Tensor:
+        dimensions, kind = MASKS[self.mask]
+        sizes = {"b": self.batch, "h": self.heads, "q": self.queries, "k": self.keys}
+        shape, dtype = [sizes.get(name, 1) for name in dimensions], DTYPES[self.dtype]
+        if self.mask == "bias":
+            return torch.randn(shape, device="cuda", dtype=dtype)
+        kept = torch.ones(shape, device="cuda", dtype=torch.bool)
+        if self.mask == "triangle":
+            kept = kept.tril()
+        if self.mask.startswith("padding"):
+            lengths = torch.tensor([self.keys - i % 2 * self.keys // 6 for i in range(self.batch)], device="cuda")
+            kept &= (torch.arange(self.keys, device="cuda") < lengths[:, None])[:, None, None, :]
+        if kind == "boolean":
+            return kept
+        return torch.zeros(shape, device="cuda", dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """(batch, heads, length, size) of q, k and v, as PyTorch wants them."""
@@ -107,7 +129,10 @@ def cases(dtype: str) -> Iterator[Case]:
         yield Case("prefill", 2, 16, 16, 8192, 8192, 128, causal, target=target, dtype=dtype)
     yield Case("prefill", 1, 32, 8, 2048, 2048, 64, True, target="300 TFLOP/s", dtype=dtype)
     yield Case("prefill", 8, 12, 12, 512, 512, 64, mask="padding", target="220 TFLOP/s", dtype=dtype)
+    yield Case("prefill", 1, 32, 8, 2048, 2048, 64, mask="triangle", dtype=dtype)
+    yield Case("prefill", 8, 12, 12, 512, 512, 64, mask="padding rows", dtype=dtype)
     yield Case("short", 32, 12, 12, 197, 197, 64, target="140 TFLOP/s", dtype=dtype)
+    yield Case("short", 32, 12, 12, 197, 197, 64, mask="all", dtype=dtype)
     for length in 1024, 2048, 4096:
         target = "2x efficient"
         yield Case("bias", 1, 12, 12, length, length, 64, mask="bias", target=target, dtype=dtype)
@@ -166,10 +191,9 @@ def reference(case: Case, tensors: Sequence[torch.Tensor], y: torch.Tensor) -> f
     q, k, v = (x[:1].double() for x in case.views(tensors))
     group, rows = case.heads // case.kv_heads, min(case.queries, 512)
     scores = q[:, :group, -rows:] @ k[:, :1].transpose(-1, -2) * case.size**-0.5
-    if case.mask == "bias":
-        scores = scores + tensors[3][:, :group, -rows:].double()
-    if case.mask == "padding":
-        scores = scores.masked_fill(~tensors[3][:1], -math.inf)
+    if case.mask:
+        mask = tensors[3][:1, :group, -rows:]
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
     if case.causal:
         kept = torch.ones(case.queries, case.keys, device="cuda", dtype=torch.bool).tril()[-rows:]
         scores = scores.masked_fill(~kept, -math.inf)
@@ -207,7 +231,7 @@ def cost(case: Case, moved: int) -> int:
 
 def in_onnxruntime(case: Case, tensors: Sequence[torch.Tensor], guess_us: float) -> dict[str, Any]:
     """Microseconds of com.microsoft's MultiHeadAttention; it has neither grouped heads nor boolean masks."""
-    if case.kv_heads != case.heads or case.mask == "padding" or case.layout != "packed":
+    if case.kv_heads != case.heads or (case.mask and MASKS[case.mask][1] == "boolean") or case.layout != "packed":
         return {}
     chain = importlib.import_module("ort_chain")
     named = dict(zip(case.node().operands, tensors, strict=True))

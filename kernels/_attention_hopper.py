@@ -18,8 +18,13 @@ ALIGNMENT: Final = 8  # elements; tensor maps want strides of whole 16 bytes
 BARRIER_BYTES: Final = 512
 LAZY_FROM: Final = 64  # wider results are rescaled only where a row's maximum has grown by much
 KEPT_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
-NEGLIGIBLE: Final = -1e29  # above what an additive mask is taken for -inf at, with room for scores
 LOWEST: Final = -3.4028234663852886e38
+SCALES: Final = (1e-6, 1e6)  # with which what a mask adds may be divided by the scale, in fp32
+UNLIKE: Final = 128.0  # from a score to one beside which it has no weight
+
+# Of an additive mask: what is left out at first, and a row's best score up to which it may count after all. In between
+# is more than what it is added to can make up for: scores of 2e4 in fp16 are 16 apart, those of 5e7 in fp32 are 4.
+NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32": (-1e8, -5e7)}
 
 MASKS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}
 
@@ -43,13 +48,18 @@ class Tiling:
     @property
     def threads(self) -> int:
         """In a block."""
-        return 128 * self.groups + (128 if self.groups > 1 else 32)
+        return 128 * self.groups + (128 if self.rebalanced else 32)
+
+    @property
+    def rebalanced(self) -> bool:
+        """Whether registers go from the warpgroup that copies to the others."""
+        return self.groups > 1 and self.blocks == 1
 
     @property
     def registers(self) -> int:
         """That a thread may use: what attention_hopper.cu takes, or an even share of a scheduler's 512 x 32."""
-        if self.groups > 1:
-            return {2: 232, 3: 160}[self.groups]
+        if self.rebalanced:
+            return {2: 224, 3: 160, 4: 112}[self.groups]
         return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
 
 
@@ -57,9 +67,10 @@ class Tiling:
 TILINGS: Final = {
     64: (
         Tiling(1, 64, 2, 3),
-        Tiling(3, 128, 2, turns=True, slowness=0.91),
+        Tiling(3, 128, 2, turns=True, slowness=0.95),
+        Tiling(4, 64, 4),
         Tiling(1, 48, 3, 3),
-        Tiling(1, 128, 2, 2, slowness=1.05),
+        Tiling(1, 128, 2, 2, slowness=1.2),
         Tiling(2, 128, 2, turns=True, slowness=1.13),
         Tiling(2, 64, 3, slowness=1.3),
     ),
@@ -93,12 +104,12 @@ def plans(problem: Attention, device: Device) -> list[Candidate]:
     if device.arch != 90 or not _fits(problem):
         return []
     wider = max(problem.size, problem.value_size)
-    # Under a mask, heads up to 64 are fastest in small blocks, and large ones have no registers left for it.
+    # Under a mask, heads up to 64 are fastest in small blocks, which leave more out.
     tilings = [
         tiling
         for tiling in TILINGS[next(limit for limit in TILINGS if wider <= limit)]
         if tiling.shared(problem.size, problem.value_size) * tiling.blocks <= device.shared_per_block
-        and _registers(problem, tiling) <= tiling.registers
+        and _registers(problem, tiling, late=True) <= tiling.registers
         and (problem.mask is None or wider > 64 or tiling.groups * tiling.keys <= 128)
     ]
     return [candidate(problem, tiling) for tiling in sorted(tilings, key=lambda each: _time(problem, each, device))]
@@ -118,10 +129,13 @@ def _time(problem: Attention, tiling: Tiling, device: Device) -> float:
     return max(1, waves) * together * tiling.groups * keys * tiling.slowness
 
 
-def _registers(problem: Attention, tiling: Tiling) -> int:
-    """What a thread needs: its share of scores, weights, results, and of what masks and bias add to the scores."""
+def _registers(problem: Attention, tiling: Tiling, late: bool) -> int:
+    """What a thread needs: its share of scores, weights, results, and of what bias and mask add to the scores.
+
+    `late`: a mask's elements are loaded after the products.
+    """
     columns = ALIGNMENT * math.ceil(problem.value_size / ALIGNMENT)
-    added = [scores for scores in (problem.mask, problem.bias) if scores and scores.dtype != "bool"]
+    added = [x for x in (problem.bias, None if late else problem.mask) if x and x.dtype != "bool"]
     words = sum((tiling.keys // 8 if x.key else 1) * (2 if x.query else 1) * ITEM_BYTES[x.dtype] // 2 for x in added)
     return tiling.keys // 2 + tiling.keys // 4 + columns // 2 + words + OTHER_REGISTERS
 
@@ -158,13 +172,12 @@ def candidate(problem: Attention, tiling: Tiling) -> Candidate:
     if mask is None or mask.query == 0:
         return Candidate(name, (_launch(problem, tiling, mask, ABSENT, ABSENT),))
     tiles = _planes(problem, mask) * math.ceil(problem.queries / 64) * math.ceil(problem.keys / tiling.keys)
-    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1) if mask.dtype == "bool" else ABSENT
+    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
     steps = (
         _blocks(problem, mask, tiling, tiles, flags, bits),
         _launch(problem, tiling, mask, flags, bits),
     )
-    words = 4 * 128 * math.ceil(tiling.keys / 64)
-    return Candidate(name, steps, (tiles, tiles * words) if mask.dtype == "bool" else (tiles,))
+    return Candidate(name, steps, (tiles, tiles * 4 * 128 * math.ceil(tiling.keys / 64)))
 
 
 def _planes(problem: Attention, mask: Scores) -> int:
@@ -174,8 +187,8 @@ def _planes(problem: Attention, mask: Scores) -> int:
 def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags: Argument, bits: Argument) -> Launch:
     defines: Defines = {
         "KEYS_TILE": tiling.keys,
-        "MASK": MASKS[problem.mask_kind],
-        "INVERTED": int(problem.mask_kind == "inverted"),
+        "WIDTH": _width(problem, mask),
+        **_mask_defines(problem),
         "MASK_T": STORAGE.get(mask.dtype, "b8"),
         "MASK_KEY": mask.key,
     }
@@ -188,20 +201,33 @@ def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags:
         Scalar(problem.heads if mask.head else 1, "int32"),
         *(Scalar(stride, "int64") for stride in (mask.batch, mask.head, mask.query)),
     )
-    return Launch(Kernel("attention_blocks", "attention_blocks", defines), (tiles, 1, 1), (128, 1, 1), arguments)
+    kernel = Kernel("attention_blocks", "attention_blocks", defines)
+    return Launch(kernel, (tiles, 1, 1), (128, 1, 1), arguments, early=True)
+
+
+def _width(problem: Attention, mask: Scores) -> int:
+    """Elements of an access: all of them are before the last key, or none."""
+    if not (mask.aligned and mask.key):
+        return 1
+    strides = (mask.batch, mask.head, mask.query, problem.keys)
+    return math.gcd(16 // ITEM_BYTES.get(mask.dtype, 1), *strides)
+
+
+def _mask_defines(problem: Attention) -> Defines:
+    return {
+        "MASK": MASKS[problem.mask_kind],
+        "INVERTED": int(problem.mask_kind == "inverted"),
+        "NEGLIGIBLE": NEGLIGIBLE[problem.mask.dtype][0] if problem.mask and problem.mask_kind == "additive" else 0.0,
+    }
 
 
 def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argument, bits: Argument) -> Launch:
     rows = math.ceil(problem.queries / (64 * tiling.groups))
-    additive = problem.mask_kind == "additive"
-    masked_score = NEGLIGIBLE if additive else problem.masked_score
-    if math.isfinite(masked_score):  # -inf stays: a row of nothing else has no weights
-        masked_score = max(masked_score, LOWEST)
     integers = (
         *(problem.queries, problem.keys, problem.heads, problem.heads // problem.kv_heads, problem.batch),
         *(problem.causal or 0, _together(problem)),
     )
-    numbers = (problem.scale, problem.softcap or 1.0, masked_score)
+    numbers = (problem.scale, problem.softcap or 1.0, *_units(problem))
     planes = (0, 0)
     if mask:
         planes = ((problem.heads if mask.head else 1) if mask.batch else 0, int(mask.head != 0))
@@ -223,13 +249,28 @@ def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argu
         (tiling.threads, 1, 1),
         arguments,
         tiling.shared(problem.size, problem.value_size),
+        early=True,
     )
+
+
+def _raw(problem: Attention) -> bool:
+    """Whether scores keep the units of q k^T until they are exponentiated."""
+    plain = problem.scale > 0 and not (problem.softcap or problem.bias)
+    return plain and (problem.mask is None or SCALES[0] <= problem.scale <= SCALES[1])
+
+
+def _units(problem: Attention) -> tuple[float, float, float, float]:
+    """attention_hopper.cu's masked_score, unit, lowest and wanted."""
+    unit = 1 / problem.scale if _raw(problem) else 1.0
+    lowest = LOWEST / max(1.0, 1.5 / unit)  # times scale and log2(e) it is still finite
+    masked, wanted = problem.masked_score, problem.masked_score + UNLIKE
+    if problem.mask and problem.mask_kind == "additive":
+        wanted = NEGLIGIBLE[problem.mask.dtype][1]
+    return masked if math.isinf(masked) else max(masked * unit, lowest), unit, lowest, max(wanted * unit, lowest)
 
 
 def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines:
     additive = problem.mask_kind == "additive"
-    finite = additive or math.isfinite(problem.masked_score)
-    raw = problem.scale > 0 and not (problem.softcap or problem.bias or (mask and finite))
     return {
         "T": STORAGE[problem.dtype],
         "SIZE": problem.size,
@@ -241,12 +282,12 @@ def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines
         "PINGPONG": int(tiling.turns),
         "LAZY": int(problem.value_size > LAZY_FROM),
         "CAUSAL": int(problem.causal is not None),
-        "RAW": int(raw),
+        "RAW": int(_raw(problem)),
         "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows),
-        "MASK": MASKS[problem.mask_kind],
-        "INVERTED": int(problem.mask_kind == "inverted"),
-        "FINITE": int(mask is not None and finite),
+        **_mask_defines(problem),
+        "FINITE": int(mask is not None and (additive or math.isfinite(problem.masked_score))),
+        "LATE": int(additive and _registers(problem, tiling, late=False) > tiling.registers),
         **_access("MASK", problem, mask),
         "BIAS": int(problem.bias is not None),
         **_access("BIAS", problem, problem.bias),
@@ -276,7 +317,7 @@ def _scores(scores: Scores | None) -> Sequence[Argument]:
 def _together(problem: Attention) -> int:
     """How many heads work on their longest rows at the same time: as many as have their keys and values in L2."""
     planes = problem.heads * problem.batch
-    if problem.causal is None:
+    if problem.causal is None and not (problem.mask and problem.mask.query):
         return 1
     each = 2 * problem.keys * (problem.size + problem.value_size) * problem.kv_heads / problem.heads
     return max(1, min(planes, int(KEPT_BYTES / each)))

@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels._attention import Attention, Heads, Scores
 from onnxfuse.kernels._gemm import Candidate
-from onnxfuse.kernels._types import ABSENT, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.kernels._types import ABSENT, EARLY_ARCH, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Scalar
 
 TENSOR_CORES_FROM: Final = 80  # compute capability with bf16 and TF32 products and asynchronous copies
@@ -205,7 +205,8 @@ def _candidate(problem: Attention, tiling: Tiling, device: Device) -> Candidate:
     blocks = row_tiles * problem.kv_heads * problem.batch
     kernel = Kernel("attention_mma", "attention_mma", defines(problem, tiling, device))
     shared = shared_bytes(problem, tiling, device, tiling.key_warps > 1)
-    step = Launch(kernel, (blocks, 1, 1), (tiling.threads, 1, 1), arguments(problem, row_tiles), shared)
+    early = device.arch >= EARLY_ARCH
+    step = Launch(kernel, (blocks, 1, 1), (tiling.threads, 1, 1), arguments(problem, row_tiles), shared, early=early)
     return Candidate(f"attention_mma {tiling.name}", (step,))
 
 

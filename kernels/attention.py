@@ -27,7 +27,7 @@ CHOICES: Final = (
 )
 FEW_ROWS: Final = 64  # queries times the query heads of a key head that one block can have
 MANY_KEYS: Final = 512  # keys from which few queries are worth several blocks
-LONG_QUERIES: Final = 256  # queries from which Hopper's kernel fills its tiles
+LONG_QUERIES: Final = 160  # queries from which Hopper's kernel fills its tiles
 MOST: Final = 6  # candidates: each is compiled and timed when a new shape comes
 
 
@@ -104,11 +104,22 @@ def ways(problem: Attention, device: Device) -> list[Candidate]:
     rows = problem.queries * (problem.heads // problem.kv_heads)
     if rows <= FEW_ROWS and problem.keys >= MANY_KEYS:
         ordered = [*decode, *general[:2], *hopper[:1]]
+    elif problem.queries >= LONG_QUERIES and hopper and _leaves_tiles_out(problem):
+        return hopper[:1]
     elif problem.queries >= LONG_QUERIES:
         ordered = [*hopper[:4], *general[:2], *decode[:1]]
     else:
         ordered = [*general[:3], *hopper[:2], *decode[:1]]
     return ordered[:MOST]
+
+
+def _leaves_tiles_out(problem: Attention) -> bool:
+    """Whether the mask is one that leaves whole tiles out or as they are, of which random values say nothing.
+
+    One that differs between heads is a bias by another name: candidates are timed with it.
+    """
+    mask = problem.mask
+    return bool(mask and mask.query and mask.key and not mask.head)
 
 
 # --- the node in numbers ---------------------------------------------------------------------------------------------

@@ -1,51 +1,93 @@
 // What a mask leaves of each tile of 64 queries and KEYS_TILE keys, for attention_hopper.cu.
 //
-// flags: 0 nothing in the tile counts, 1 some, 2 all of it, unchanged. bits, of a boolean mask: which scores count, for
-// each of a warpgroup's threads those that it holds in a product of 64 x KEYS_TILE, word by word. One block a tile;
-// what lies beyond the last query or key has no say.
+// flags: 0 no score of the tile counts, 1 some change, 2 all stay as they are, 3 each stays or does not count. bits, of
+// tiles of kind 3, and of all tiles of a boolean mask: which scores count, for each of a warpgroup's threads those that
+// it holds in a product of 64 x KEYS_TILE, word by word. One block a tile, WIDTH elements an access; what lies beyond
+// the last query or key has no say.
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr int BIT_WORDS = (KEYS_TILE / 2 + 31) / 32;  // of a thread, as attention_hopper.cu has them
-constexpr int ROW_WORDS = (KEYS_TILE + 31) / 32;      // of a row of the tile
+constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // element of a word
+constexpr int LANES = KEYS_TILE / WIDTH;              // threads to a row
+constexpr int ACCESSES = 64 * LANES / 128;            // of a thread
+constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of them under way
+constexpr int PITCH = KEYS_TILE + 16;                 // bytes of a row: eight rows are in different banks
+static_assert(ACCESSES % BATCH == 0, "all accesses are in batches");
 
-extern "C" __global__ void __launch_bounds__(128)
+// A byte each, 1 where the score counts.
+__device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[WIDTH]) {
+    u32 words[(WIDTH + 3) / 4] = {};
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) words[i / 4] |= u32(kinds[i] != 0) << i % 4 * 8;
+    if constexpr (WIDTH == 1) *to = words[0];
+    else if constexpr (WIDTH == 2) *reinterpret_cast<unsigned short*>(to) = words[0];
+    else
+#pragma unroll
+        for (int w = 0; w < WIDTH / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
+}
+
+extern "C" __global__ void __launch_bounds__(128, 4)
 attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
                  long long batch_stride, long long head_stride, long long query_stride) {
     const int key_tiles = (keys + KEYS_TILE - 1) / KEYS_TILE, row_tiles = (queries + 63) / 64;
-    const long long tile = blockIdx.x;
+    const int tile = blockIdx.x, plane = tile / key_tiles / row_tiles;
     const int first_key = tile % key_tiles * KEYS_TILE, first_row = tile / key_tiles % row_tiles * 64;
-    const int plane = tile / key_tiles / row_tiles, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const MASK_T* const from = mask + plane / heads * batch_stride + plane % heads * head_stride;
 
-    __shared__ u32 rows[64][ROW_WORDS];
-    bool none = true, all = true;
-#pragma unroll 8
-    for (int row = warp; row < 64; row += 4)
+    wait_for_predecessor();
+    release_successor();
+    __shared__ alignas(16) unsigned char counts[64 * PITCH];
+    bool none = true, all = true, plain = true;
+#pragma unroll 1
+    for (int batch = 0; batch < ACCESSES; batch += BATCH) {
+        Pack<MASK_T, WIDTH> elements[BATCH];
 #pragma unroll
-        for (int w = 0; w < ROW_WORDS; ++w) {
-            const int q = first_row + row, k = first_key + w * 32 + lane;
-            int found = 0;
-            if (q < queries && k < keys && w * 32 + lane < KEYS_TILE) {
-                found = mask_kind(load_mask(from + q * query_stride + k * MASK_KEY));
-                none &= found == 0;
-                all &= found == 2;
-            }
-            const u32 word = __ballot_sync(0xffffffffu, found);
-            if (BOOLEAN && lane == 0) rows[row][w] = word;
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x;
+            const int q = min(first_row + access / LANES, queries - 1);
+            const int k = first_key + access % LANES * WIDTH;
+            elements[i] = load_mask<WIDTH>(from + q * query_stride + (k < keys ? k : 0) * MASK_KEY);
         }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * WIDTH;
+            const bool inside = first_row + row < queries && first_key + column < keys;
+            int kinds[WIDTH], one[1];
+            if (equal(elements[i])) {  // as most of the masks of models are
+                mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
+                none &= !inside || one[0] == 0;
+                all &= !inside || one[0] == 2;
+                plain &= !inside || one[0] != 1;
+#pragma unroll
+                for (int& kind : kinds) kind = one[0];
+            } else {
+                mask_kinds(elements[i], kinds);
+#pragma unroll
+                for (int kind : kinds) {
+                    none &= !inside || kind == 0;
+                    all &= !inside || kind == 2;
+                    plain &= !inside || kind != 1;
+                }
+            }
+            put(counts + row * PITCH + column, kinds);
+        }
+    }
     none = __syncthreads_and(none);
     all = __syncthreads_and(all);
-    if (threadIdx.x == 0) flags[tile] = none ? 0 : all ? 2 : 1;
-    if (BOOLEAN) {
+    plain = __syncthreads_and(plain);
+    const int kind = none ? 0 : all ? 2 : plain ? 3 : 1;
+    if (threadIdx.x == 0) flags[tile] = kind;
+    if (BOOLEAN || kind == 3) {
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
         u32 words[BIT_WORDS] = {};
 #pragma unroll
-        for (int i = 0; i < KEYS_TILE / 2; ++i) {  // row and column of the thread's score i
-            const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-            const u32 word = rows[row][column / 32] >> (lane % 4 * 2);
-            words[i / 32] |= (word >> column % 32 & 1) << i % 32;
+        for (int i = 0; i < KEYS_TILE / 2; i += 2) {  // scores i and i + 1 of the thread are neighbours
+            const int at = (row + i / 2 % 2 * 8) * PITCH + column + i / 4 * 8;
+            const u32 both = *reinterpret_cast<const unsigned short*>(counts + at);
+            words[i / 32] |= ((both | both >> 7) & 3) << i % 32;
         }
 #pragma unroll
-        for (int w = 0; w < BIT_WORDS; ++w) bits[(tile * BIT_WORDS + w) * 128 + threadIdx.x] = words[w];
+        for (int w = 0; w < BIT_WORDS; ++w) bits[((long long)tile * BIT_WORDS + w) * 128 + threadIdx.x] = words[w];
     }
 }

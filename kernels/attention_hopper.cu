@@ -7,12 +7,13 @@
 // their products in turns, so that one's softmax runs beside the other's products: 651 against 514 TFLOP/s on an H200
 // (two groups, head size 128, 8192 keys).
 //
-// Scores: with RAW, q k^T is only ever set to -inf, and scale goes into the exponent. Otherwise they are in natural
-// units, because a mask of -3.4e38 times log2(e) would not be finite.
+// Scores: with RAW they are in units of q k^T, and scale goes into the exponent: what a mask adds is divided by it.
+// Otherwise, with a bias or a cap, they are in natural units.
 //
-// Skipped tiles: attention_blocks.cu has found what a mask leaves of each tile; what a mask that is the same for all
-// queries leaves, the copying warp finds itself. Where the masked score is finite, a row whose best score is less than
-// 128 above it may still need what was skipped; then it follows after a first END.
+// Masks: attention_blocks.cu has found what a mask leaves of each tile; what a mask that is the same for all queries
+// leaves, the copying warp finds itself. Tiles of which nothing is left are skipped; a mask's elements are read only
+// where they change scores that count. Where what a mask leaves out is finite, a row without a score above `wanted`
+// may need it nevertheless: then the whole block begins again, with all tiles.
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_scores.cuh"
 
@@ -76,8 +77,9 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
         barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
         return reread(barriers.tile[k_ring.stage]);
     };
-    const auto k_taken = [&] {
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+    const auto k_taken = [&] {  // by every warp, as each has read the tile's number
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
     const auto add_values = [&](const u32 (&p)[KEYS_TILE / 16][4]) {
@@ -103,7 +105,6 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
     terms.apply(s, info);
     softmax.take(s, exponent, factor);
     pack_weights(s, p);
-    if (RETURNS) rescale(o, factor);
     if (PINGPONG && terms.group == GROUPS - 1) named_barrier_arrive(1, 256);
     for (;;) {
         info = next_tile();
@@ -145,7 +146,7 @@ __device__ __forceinline__ void init(Barriers& barriers) {
     for (int stage = 0; stage < STAGES; ++stage) {
         barrier_init(shared_address(barriers.k_full + stage), 1);
         barrier_init(shared_address(barriers.v_full + stage), 1);
-        barrier_init(shared_address(barriers.k_empty + stage), GROUPS);
+        barrier_init(shared_address(barriers.k_empty + stage), GROUPS * 4);
         barrier_init(shared_address(barriers.v_empty + stage), GROUPS);
     }
     barriers.wanted = 0;
@@ -156,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
                  int heads, int repeats, int batches, int causal, int together, float scale, float cap,
-                 float masked_score, const char* mask, long long mask_batch, long long mask_head, long long mask_query,
-                 const char* bias, long long bias_batch, long long bias_head, long long bias_query,
+                 float masked_score, float unit, float lowest, float wanted, const MASK_T* mask, long long mask_batch,
+                 long long mask_head, long long mask_query, const BIAS_T* bias, long long bias_batch,
+                 long long bias_head, long long bias_query,
                  const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 own = shared_address(shared);
@@ -165,17 +167,19 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     Barriers& barriers = *reinterpret_cast<Barriers*>(shared + GROUPS * OWN + STAGES * (K_STAGE + V_STAGE));
     if (threadIdx.x == 0) init(barriers);
     __syncthreads();
+    wait_for_predecessor();
+    release_successor();
 
     const Shape shape = {queries, keys, heads, repeats, causal};
     const Place at = place_of(blockIdx.x, shape, batches, together);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int key_tiles = (keys + KEYS_TILE - 1) / KEYS_TILE, row_tiles = (queries + 63) / 64;
-    const long long plane = ((long long)at.batch * flags_batch + at.head * flags_head) * row_tiles;
+    const int plane = (at.batch * flags_batch + at.head * flags_head) * row_tiles;
     const long long mask_plane = at.batch * mask_batch + at.head * mask_head;
 
     if (warp >= CONSUMERS / 32) {
-        if constexpr (REBALANCED) give_registers<GROUPS == 2 ? 40 : 32>();
-        if (warp > CONSUMERS / 32 || (lane && !ROW_MASK)) return;
+        if constexpr (REBALANCED) give_registers<COPY_REGISTERS>();
+        if (warp > CONSUMERS / 32 || (lane && !MASK)) return;
         if (lane == 0) {
             const u32 barrier = shared_address(&barriers.queries);
             barrier_arrive_expect(barrier, GROUPS * K_PANELS * OWN_PANEL);
@@ -186,51 +190,53 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
         Feed copies = {k, v, at, k_buffers, barriers};
         const int tiles = tiles_of(shape, at.first);
         if constexpr (ROW_MASK) {
-            RowMask rows = {reinterpret_cast<const MASK_T*>(mask) + mask_plane, keys, lane};
+            RowMask rows = {mask + mask_plane, keys, lane};
             feed(copies, rows, tiles, lane == 0);
         } else {
             const int row_tile = at.first / 64;
-            Flags found = {flags + (plane + row_tile) * key_tiles, key_tiles, min(GROUPS, row_tiles - row_tile)};
-            feed(copies, found, tiles, true);
+            const unsigned char* const from = flags + (long long)(plane + row_tile) * key_tiles;
+            Flags found = {from, key_tiles, min(GROUPS, row_tiles - row_tile), lane};
+            feed(copies, found, tiles, lane == 0);
         }
         return;
     }
 
-    if constexpr (REBALANCED) take_registers<GROUPS == 2 ? 232 : 160>();
+    if constexpr (REBALANCED) take_registers<OWN_REGISTERS>();
     const int group = warp / 4, first = at.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
     const u32 own_queries = own + group * OWN;
     Terms terms;
     terms.group = group, terms.column = lane % 4 * 2, terms.keys = keys;
     terms.unlimited = CAUSAL ? min(keys, first + causal + 1) : keys;
-    terms.scale = scale, terms.cap = cap, terms.cap_reciprocal = 1.0f / cap, terms.masked_score = masked_score;
-    terms.mask = mask, terms.bias = bias;
+    terms.scale = scale, terms.cap = cap, terms.cap_reciprocal = 1.0f / cap;
+    terms.masked = minus_infinity(), terms.unit = unit, terms.lowest = lowest;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int near = min(row + 8 * r, queries - 1);  // the last with a mask
-        terms.limit[r] = CAUSAL ? min(keys, row + 8 * r + causal + 1) : keys;
-        terms.mask_rows[r] = mask_plane + near * mask_query;
-        terms.bias_rows[r] = at.batch * bias_batch + at.head * bias_head + near * bias_query;
-    }
-    terms.own_bits = bits + threadIdx.x % 128 + (plane + min(first / 64, row_tiles - 1)) * key_tiles * BIT_WORDS * 128;
+    for (int r = 0; r < 2; ++r) terms.limit[r] = CAUSAL ? min(keys, row + 8 * r + causal + 1) : keys;
+    const int near = min(row, queries - 1), next = min(row + 8, queries - 1) - near;  // rows that masks have
+    terms.mask = mask + mask_plane + near * mask_query, terms.next_mask = next * int(mask_query);
+    terms.bias = bias + at.batch * bias_batch + at.head * bias_head + near * bias_query;
+    terms.next_bias = next * int(bias_query);
+    terms.bits_from = bits, terms.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
     Ring k_ring, v_ring;
     Softmax softmax;
     float o[RESULTS];
-#pragma unroll
-    for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
     const float exponent = RAW ? scale * LOG2_E : 1.0f;
     barrier_wait(shared_address(&barriers.queries), 0);
 #pragma unroll 1
     for (int pass = 0; pass < 1 + RETURNS; ++pass) {
+        softmax = Softmax();
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
         work(terms, softmax, o, exponent, own_queries, k_buffers, v_buffers, barriers, k_ring, v_ring);
         if (!RETURNS || pass == 1) break;
-        bool wanted = false;
+        bool found = false;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) wanted |= row + 8 * r < queries && softmax.top[r] <= masked_score + 128.0f;
-        if (__any_sync(0xffffffffu, wanted) && lane == 0) *const_cast<volatile u32*>(&barriers.wanted) = 1;
+        for (int r = 0; r < 2; ++r) found |= row + 8 * r < queries && softmax.top[r] <= wanted;
+        if (__any_sync(0xffffffffu, found) && lane == 0) *const_cast<volatile u32*>(&barriers.wanted) = 1;
         if (lane == 0) barrier_arrive(shared_address(&barriers.vote));
         barrier_wait(shared_address(&barriers.vote), 0);
         if (!reread(barriers.wanted)) break;
+        terms.masked = masked_score;
     }
     write(out, at, own_queries, group, queries, o, softmax);
 }

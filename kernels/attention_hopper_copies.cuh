@@ -3,22 +3,27 @@
 #include "attention_blocks.cuh"
 #include "attention_hopper_shape.cuh"
 
-// What a mask leaves of a tile: 2 bits for each warpgroup, 0 nothing, 1 something, 2 everything.
+// What a mask leaves of a tile, as attention_blocks.cu has it: 2 bits for each warpgroup. The whole warp looks ahead.
 struct Flags {
     const unsigned char* flags;  // of the first 64 rows
-    long long step;              // to those of the next 64
-    int groups;                  // with rows
+    int step;                    // to those of the next 64
+    int groups, lane;            // with rows
+    int first;                   // tile of lane 0; the others have those before it
+    u32 found;
 
-    __device__ __forceinline__ void ahead(int) {}
-    __device__ __forceinline__ u32 kinds(int tile, u32*) const {
-        u32 found = 0;
-#pragma unroll 1
-        for (int g = 0; g < groups; ++g) found |= u32(flags[g * step + tile]) << 2 * g;
-        return found;
+    __device__ __forceinline__ void ahead(int tile) {
+        first = tile, found = 0;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+            if (g < groups && tile >= lane) found |= u32(flags[g * step + tile - lane]) << 2 * g;
+    }
+    __device__ __forceinline__ u32 kinds(int tile, u32 (&)[BIT_WORDS]) {
+        if (first - tile == 32) ahead(tile);
+        return __shfl_sync(0xffffffffu, found, first - tile);
     }
 };
 
-// The same from the mask itself, by a whole warp, with the bits of a boolean mask.
+// The same from a mask that is the same for all queries, with its bits.
 struct RowMask {
     const MASK_T* mask;
     int keys, lane;
@@ -27,22 +32,25 @@ struct RowMask {
     __device__ __forceinline__ void ahead(int tile) {  // a tile's elements are loaded while the one before is copied
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; ++w)
-            next[w] = load_mask(mask + max(0, min(tile * KEYS_TILE + w * 32 + lane, keys - 1)) * MASK_KEY);
+            next[w] = load_mask<1>(mask + max(0, min(tile * KEYS_TILE + w * 32 + lane, keys - 1)) * MASK_KEY);
     }
     __device__ __forceinline__ u32 kinds(int tile, u32 (&bits)[BIT_WORDS]) {
-        bool none = true, all = true;
+        bool none = true, all = true, plain = true;
 #pragma unroll
         for (int w = 0; w < BIT_WORDS; ++w) {
-            const int found = mask_kind(next[w]);
+            int found[1];
+            mask_kinds(next[w], found);
             const bool inside = w * 32 + lane < KEYS_TILE && tile * KEYS_TILE + w * 32 + lane < keys;
-            none &= !inside || found == 0;
-            all &= !inside || found == 2;
-            bits[w] = __ballot_sync(0xffffffffu, found);
+            none &= !inside || found[0] == 0;
+            all &= !inside || found[0] == 2;
+            plain &= !inside || found[0] != 1;
+            bits[w] = __ballot_sync(0xffffffffu, found[0]);
         }
         ahead(tile - 1);
         none = __all_sync(0xffffffffu, none);
         all = __all_sync(0xffffffffu, all);
-        return none ? 0 : all ? 0x2a : 0x15;
+        plain = __all_sync(0xffffffffu, plain);
+        return (none ? 0 : all ? 2 : plain ? 3 : 1) * EACH_GROUP;
     }
 };
 
@@ -64,7 +72,7 @@ struct Feed {
         const u32 full = shared_address(barriers.k_full + k_ring.stage);
         barrier_wait(shared_address(barriers.k_empty + k_ring.stage), k_ring.phase ^ 1);
         barriers.tile[k_ring.stage] = info;
-        if (ROW_MASK && BOOLEAN)
+        if (ROW_MASK)
             for (int w = 0; w < BIT_WORDS; ++w) barriers.bits[k_ring.stage][w] = bits[w];
         if (info == END) {
             barrier_arrive(full);
@@ -89,22 +97,21 @@ struct Feed {
     }
 };
 
-// Copies all that matters, and then, if a row wants it, what seemed not to.
+// Copies what counts, and then, if a row wants it, everything.
 template <class Mask>
 __device__ __forceinline__ void feed(Feed& feed, Mask& mask, int tiles, bool leader) {
     u32 bits[BIT_WORDS] = {};
 #pragma unroll 1
     for (int pass = 0; pass < 1 + RETURNS; ++pass) {
-        mask.ahead(tiles - 1);
+        if (MASK) mask.ahead(tiles - 1);
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; --tile) {
-            u32 kinds = 0x15;
+            u32 kinds = 2 * EACH_GROUP;
             if (MASK) {
-                const u32 found = mask.kinds(tile, bits);
-                if ((found == 0) != (pass == 1)) continue;
-                if (pass == 0) kinds = found;
+                kinds = mask.kinds(tile, bits);
+                if (pass == 1) kinds = (BOOLEAN ? 3 : 1) * EACH_GROUP;
+                if (kinds == 0 || !leader) continue;
             }
-            if (!leader) continue;
             feed.copy_keys(tile | kinds << KINDS, bits);
             feed.copy_values();
             feed.pending = tile;

@@ -7,30 +7,36 @@
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// What memory adds to the scores of a thread, loaded before they are there. KEY, QUERY: whether it differs along keys
-// and queries; PAIRS: two neighbours can be read as one word (or two, of fp32).
-template <class E, bool KEY, bool QUERY, bool PAIRS>
+// What is added to a score, in the score's units: with RAW these are of q k^T, where -3.4e38 may be too much.
+template <class E>
+__device__ __forceinline__ float in_units(E, float value, float unit, float lowest) {
+    return !RAW ? value : value == minus_infinity() ? value : fmaxf(value * unit, lowest);
+}
+__device__ __forceinline__ float in_units(f16, float value, float unit, float) { return RAW ? value * unit : value; }
+
+// What memory adds to a thread's scores of KEYS keys. KEY, QUERY: whether it differs along keys and queries; PAIRS: two
+// neighbours can be read as one word (or two, of fp32).
+template <class E, bool KEY, bool QUERY, bool PAIRS, int KEYS>
 struct Fragment {
     static constexpr int ROW_COUNT = QUERY ? 2 : 1;
-    static constexpr int COUNT = KEY ? KEYS_TILE / 8 : 1;
-    static constexpr int EACH = sizeof(E) / 2;  // words of two elements
+    static constexpr int COUNT = KEY ? KEYS / 8 : 1;
     Pack<E, 2> pairs[COUNT][ROW_COUNT];
 
-    __device__ __forceinline__ void load(const char* data, const long long (&rows)[2], int column, int keys) {
-        const E* from = reinterpret_cast<const E*>(data);
+    // `from`: in the thread's first row, `next` before its second; `left`: so many keys are there.
+    __device__ __forceinline__ void load(const E* from, int next, int left) {
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j)
+        for (int r = 0; r < ROW_COUNT; ++r)
 #pragma unroll
-            for (int r = 0; r < ROW_COUNT; ++r) {
-                const int at = column + 8 * j;
-                if constexpr (!KEY) {
-                    const Pack<E, 1> one = load_cached<1>(from + rows[r]);
-                    pairs[j][r] = both(one, one);
-                } else if constexpr (PAIRS) {
-                    pairs[j][r] = load_cached<2>(from + rows[r] + min(at, keys - 2));
+            for (int j = 0; j < COUNT; ++j) {
+                const E* const place = from + r * next + 8 * j;
+                Pack<E, 1> one[2] = {};
+                pairs[j][r] = {};
+                if constexpr (KEY && PAIRS) {
+                    if (8 * j < left) pairs[j][r] = load_cached<2>(place);
                 } else {
-                    pairs[j][r] = both(load_cached<1>(from + rows[r] + min(at, keys - 1)),
-                                       load_cached<1>(from + rows[r] + min(at + 1, keys - 1)));
+                    if (!KEY || 8 * j < left) one[0] = load_cached<1>(place);
+                    if (KEY && 8 * j + 1 < left) one[1] = load_cached<1>(place + 1);
+                    pairs[j][r] = both(one[0], one[KEY]);
                 }
             }
     }
@@ -40,15 +46,15 @@ struct Fragment {
         else return {{low.words[0] | high.words[0] << 16}};
     }
 
-    __device__ __forceinline__ void add(float (&s)[SCORES]) const {
+    __device__ __forceinline__ void add(float* s, float unit, float lowest) const {
 #pragma unroll
-        for (int j = 0; j < KEYS_TILE / 8; ++j)
+        for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float values[2];
                 unpack(pairs[KEY ? j : 0][QUERY ? r : 0], values);
-                s[4 * j + 2 * r] += values[0];
-                s[4 * j + 2 * r + 1] += values[1];
+                s[4 * j + 2 * r] += in_units(E(), values[0], unit, lowest);
+                s[4 * j + 2 * r + 1] += in_units(E(), values[1], unit, lowest);
             }
     }
 };
@@ -63,21 +69,24 @@ __device__ __forceinline__ float capped(float s, float cap, float cap_reciprocal
 struct Terms {
     int group, column, keys;  // column: in a tile
     int limit[2], unlimited;  // how many keys each row sees, and how many all of the warpgroup
-    float scale, cap, cap_reciprocal, masked_score;
-    const char *mask, *bias;
-    long long mask_rows[2], bias_rows[2];
-    const u32* own_bits;
+    float scale, cap, cap_reciprocal;
+    float masked, unit, lowest;  // what does not count; units of a score in one of its additions, the least finite one
+    const MASK_T* mask;          // of the first row
+    const BIAS_T* bias;
+    int next_mask, next_bias;  // to the second
+    const u32* bits_from;
+    int own_tiles;  // the number of the first tile of the warpgroup's rows
 
-    Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS> added_mask;
-    Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS> added_bias;
+    Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, KEYS_TILE> added_mask;
+    Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS, KEYS_TILE> added_bias;
     u32 bits[BIT_WORDS];
 
-    __device__ __forceinline__ bool masked(u32 info) const { return MASK && (info >> (KINDS + 2 * group) & 3) != 2; }
+    __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
 
     // The bits of a mask that is the same for all queries come with the keys, and are read before the products that let
     // the keys go.
     __device__ __forceinline__ void read_row(const u32* row_bits) {
-        if constexpr (ROW_MASK && BOOLEAN) {
+        if constexpr (ROW_MASK) {
 #pragma unroll
             for (int w = 0; w < BIT_WORDS; ++w) bits[w] = reread(row_bits[w]) >> column;
         }
@@ -86,12 +95,14 @@ struct Terms {
     // Loads, beside the products, what else the tile's scores will need.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * KEYS_TILE + column;
-        if constexpr (BIAS) added_bias.load(bias, bias_rows, first, keys);
-        if (!masked(info)) return;
-        if constexpr (ADDITIVE) added_mask.load(mask, mask_rows, first, keys);
-        if constexpr (BOOLEAN && !ROW_MASK) {
+        if constexpr (BIAS) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first);
+        if constexpr (ADDITIVE && !LATE) {
+            if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first);
+        }
+        if constexpr (MASK && !ROW_MASK) {
+            const u32* from = bits_from + (long long)(own_tiles + tile) * BIT_WORDS * 128 + threadIdx.x % 128;
 #pragma unroll
-            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = __ldg(own_bits + ((long long)tile * BIT_WORDS + w) * 128);
+            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = kind(info) == 3 ? __ldg(from + w * 128) : 0;
         }
     }
 
@@ -100,20 +111,36 @@ struct Terms {
         return bits[at / 32] >> at % 32 & 1;
     }
 
+    // Where registers have no room for a mask's elements beside the products, they are loaded after them, a few at a
+    // time: only tiles of kind 1 need any.
+    __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
+        if constexpr (ADDITIVE && LATE) {
+            constexpr int PART = 32 / sizeof(MASK_T);  // keys
+#pragma unroll
+            for (int k = 0; k < KEYS_TILE; k += PART) {
+                __syncwarp();  // or all loads come first, into registers that there are not
+                Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, PART> added;
+                added.load(mask + (first + k) * MASK_KEY, next_mask, keys - first - k);
+                added.add(s + k / 2, unit, lowest);
+            }
+        } else if constexpr (ADDITIVE) {
+            added_mask.add(s, unit, lowest);
+        }
+    }
+
     __device__ __forceinline__ void apply(float (&s)[SCORES], u32 info) const {
         const int first = (info & END) * KEYS_TILE + column;
         if constexpr (!RAW) {
 #pragma unroll
             for (int i = 0; i < SCORES; ++i) s[i] = SOFTCAP ? capped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
-            if constexpr (BIAS) added_bias.add(s);
+            if constexpr (BIAS) added_bias.add(s, unit, lowest);
         }
-        if (masked(info)) {
-            if constexpr (ADDITIVE) added_mask.add(s);
-            if constexpr (BOOLEAN) {
+        if (ADDITIVE && kind(info) == 1) {
+            add_mask(s, first);
+        } else if (MASK && kind(info) != 2) {
 #pragma unroll
-                for (int i = 0; i < SCORES; ++i)
-                    if (!counts(i)) s[i] = RAW ? minus_infinity() : masked_score;
-            }
+            for (int i = 0; i < SCORES; ++i)
+                if (!counts(i)) s[i] = BOOLEAN && FINITE ? masked : minus_infinity();
         }
         if (first - column + KEYS_TILE > unlimited) {
 #pragma unroll
@@ -125,6 +152,13 @@ struct Terms {
 
 // LAZY: a row's reference is raised only once its largest score is 2^8 times above; weights up to 256 are as exact in
 // fp16 and bf16 as those up to 1, and results are rescaled in few tiles instead of most.
+// FAR: below it a RAW score's product with the scale, rounded, is so far from the exact one that weights overflow. Only
+// rows of which a mask leaves nothing come there, and of masks in fp16 none.
+constexpr float FAR = 1e7f;
+template <class E> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<f16> = true;
+constexpr bool FAR_SCORES = RETURNS && !IS_HALF<MASK_T>;
+
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // of this thread's columns
@@ -139,10 +173,15 @@ struct Softmax {
             best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
             best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
             if (LAZY && (best - top[r]) * (RAW ? scale : LOG2_E) <= 8.0f) best = top[r];
-            const float from = best == minus_infinity() ? 0.0f : best;  // -inf less -inf would be NaN
+            float from = best == minus_infinity() ? 0.0f : best, before = top[r];  // -inf less -inf would be NaN
             if (RAW) {
+                if (FAR_SCORES && from * scale < -FAR) {
+#pragma unroll
+                    for (int j = 0; j < KEYS_TILE / 8; ++j) s[4 * j + 2 * r] -= from, s[4 * j + 2 * r + 1] -= from;
+                    before -= from, from = 0.0f;
+                }
                 const float scaled = __fmul_rn(from, scale);
-                factor[r] = exp2_fast(__fmul_rn(top[r], scale) - scaled);
+                factor[r] = exp2_fast(__fmul_rn(before, scale) - scaled);
 #pragma unroll
                 for (int j = 0; j < KEYS_TILE / 8; ++j)
 #pragma unroll
@@ -151,7 +190,7 @@ struct Softmax {
                         value = exp2_fast(__fmaf_rn(value, scale, -scaled));
                     }
             } else {
-                factor[r] = exp2_fast(LOG2_E * (top[r] - from));
+                factor[r] = exp2_fast(LOG2_E * (before - from));
 #pragma unroll
                 for (int j = 0; j < KEYS_TILE / 8; ++j)
 #pragma unroll

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxfuse.kernels._attention import Attention, Heads, Scores
 from onnxfuse.kernels._attention_hopper import plans
-from onnxfuse.provider.plan import Device, Launch, Pointer, TensorMap
+from onnxfuse.provider.plan import Device, Launch, Pointer, Scalar, TensorMap
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -110,6 +112,30 @@ def test_blocks_fit_and_boxes_are_as_the_kernel_has_them(case: Attention) -> Non
 )
 def test_what_tensor_maps_cannot_describe_has_no_plan(changes: dict[str, Any]) -> None:
     assert plans(dataclasses.replace(problem(64), **changes), H200) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": scores("float16")}, {"softcap": 30.0}, {"scale": -0.5}], ids=str)
+def test_what_a_mask_leaves_out_is_infinitely_low(changes: dict[str, Any]) -> None:
+    """Also beside terms that leave scores in natural units: a row of nothing else must not become a mean."""
+    for candidate in plans(problem(64, **BOOLEAN, **changes), H200):
+        launch = candidate.steps[-1]
+        assert isinstance(launch, Launch)
+        numbers = [x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"]
+        assert numbers[2] == -math.inf
+
+
+@pytest.mark.parametrize("masked", [-1e4, -3.4028234663852886e38])
+@pytest.mark.parametrize("scale", [1e-9, 1e-5, 0.125, 3.0, 1e5])
+def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: float) -> None:
+    for candidate in plans(problem(64, **{**BOOLEAN, "masked_score": masked, "scale": scale}), H200):
+        launch = candidate.steps[-1]
+        assert isinstance(launch, Launch)
+        _, _, score, unit, lowest, wanted = (
+            float(np.float32(x.value)) for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"
+        )
+        times = scale * 1.4426951 if launch.kernel.defines["RAW"] else 1.0
+        assert all(math.isfinite(np.float32(x * times)) for x in (score, lowest, wanted))
+        assert lowest <= score <= wanted and unit == pytest.approx(1 / scale if times != 1.0 else 1.0)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])

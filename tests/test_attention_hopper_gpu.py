@@ -25,6 +25,7 @@ SMALLEST_WEIGHT = 2.0**-25  # what rounds to 0 in fp16, beside the largest weigh
 SCORE = 4e-6  # of the largest score: what fp32 sums of 256 products and the exponent's argument lose
 
 LOWEST = float(np.finfo(np.float32).min)
+LOWEST_HALF = float(np.finfo(np.float16).min)
 MINUS_INFINITY = float("-inf")
 
 # A single query or key; less than, exactly and more than a tile of queries or keys; tails of both; more keys than
@@ -71,6 +72,9 @@ CASES = [
     *(Case(64, mask_kind="boolean", masked_score=score) for score in (-20.0, -1e4, -1e9, LOWEST)),
     Case(128, mask_kind="inverted", masked_score=LOWEST, dtype="bfloat16"),
     *(Case(64, mask_kind="additive", mask_dtype=dtype) for dtype in ("float32", "float16")),
+    *(Case(size, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF) for size in (64, 128)),
+    Case(64, mask_kind="additive", mask_dtype="float16", masked_score=-1e4, scale=2.0),
+    Case(64, mask_kind="additive", mask_dtype="float32", masked_score=-1e9, scale=-0.2),
     *(Case(size, mask_kind="additive", mask_dtype="bfloat16", dtype="bfloat16") for size in (64, 128, 256)),
     Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST, causal=True),
     *(Case(64, bias_dtype=dtype) for dtype in ("float16", "float32")),
@@ -262,9 +266,18 @@ def test_attention(case: Case, device: Device) -> None:
         assert run(case, sizes, variant, device, slice(0, 1)), "no plan"
 
 
-@pytest.mark.parametrize("case", [Case(64), Case(128, causal=True), Case(64, mask_kind="boolean")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(64), Case(128, causal=True), Case(64, mask_kind="boolean"), Case(64, bias_dtype="float16")),
+        *(Case(size, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF) for size in (64, 128)),
+        Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST),
+    ],
+    ids=str,
+)
 def test_every_tiling(case: Case, device: Device) -> None:
-    assert run(case, Sizes(2, 4, 2, 333, 410), 5, device, slice(None)) > 2
+    for variant in (0, 2, 37) if case.mask_kind != "none" else (5,):
+        assert run(case, Sizes(2, 4, 2, 333, 410), variant, device, slice(None)) > 2
 
 
 @pytest.mark.parametrize("pattern", range(8), ids=PATTERNS.__getitem__)
@@ -274,6 +287,7 @@ def test_every_tiling(case: Case, device: Device) -> None:
         Case(64, mask_kind="boolean"),
         Case(64, mask_kind="inverted", masked_score=-1e9),
         Case(64, mask_kind="additive", mask_dtype="float32"),
+        Case(64, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF),
     ],
     ids=str,
 )
