@@ -1,5 +1,5 @@
-// y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual for few rows of x, fp16 and bf16, by TMA and
-// mma.sync (sm_90 and later).
+// y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual for few rows of x, in fp16 or bf16, by TMA
+// and mma.sync (sm_90 and later).
 //
 // The time is that of reading w once. Each warp has a ring of STAGES stages in shared memory, which its first lane
 // fills by TMA and which it alone multiplies: no warp waits for another before all of its sums are there, and nearly
@@ -7,8 +7,8 @@
 // of x. The weights are mma's left operand, so that tiles of 8 rows of x suffice. Warps take stages of the block's part
 // of k in turn; CLUSTER blocks share a tile, each with a part of k, and send each other their sums.
 //
-// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB from memory are 8.0 at the rate of a large
-// copy; 10.6 where it does not start early. A kernel that only reads these bytes takes 7.4 and 9.3: starting is 1.3.
+// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB take 8.0 at the rate of a large copy; it
+// is 10.6 where the launch does not start early. A kernel that only reads these bytes takes 7.4 and 9.3.
 //
 //   ROWS  of x, a multiple of 8    BN  columns of a tile: 32, or a multiple of 64    STAGES, WARPS, CLUSTER  as above
 //   PRODUCTS  of one x, whose tiles lie side by side in the grid: COLUMNS, COLUMNS_2, COLUMNS_3 are their n
@@ -147,7 +147,19 @@ __device__ __forceinline__ void put_sums(const Sums& sums, float* to) {
                         sums[part][n][m][i];
 }
 
-// Where the sums that blocks of a cluster have of the columns that this one finishes arrive: CLUSTER x PARTS x ROWS x OWN.
+// COUNT sums of all warps, from the place of the first one's on.
+template <int COUNT>
+__device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT]) {
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float value = from[warp * (RING / 4) + i];
+            to[i] = warp ? to[i] + value : value;
+        }
+}
+
+// Where the sums arrive that the blocks of a cluster have of this one's columns: CLUSTER x PARTS x ROWS x OWN.
 struct Exchange {
     const float* sums;
     unsigned barrier;
@@ -177,6 +189,18 @@ struct Exchange {
                      "f"(values[2]), "f"(values[3]) : "memory");
     }
 
+    // Every block's sums to those that finish them; returns when this one has all of its own.
+    __device__ __forceinline__ void swap(const float* staged, int rank, int rows) const {
+        for (int at = threadIdx.x; at < PARTS * rows * (BN / 4); at += THREADS) {
+            const int line = at / (BN / 4), column = at % (BN / 4) * 4;
+            const int part = PARTS == 1 ? 0 : line / rows, row = line - part * rows;
+            float values[4];
+            add_warps(staged + (part * ROWS + row) * PITCH + column, values);
+            send(rank, part, row, column, values);
+        }
+        hopper::barrier_wait(barrier, 0);
+    }
+
     __device__ __forceinline__ void receive(int part, int row, int column, float (&to)[WIDTH]) const {
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; ++rank)
@@ -188,16 +212,22 @@ struct Exchange {
     }
 };
 
-// COUNT sums of all warps, from the place of the first one's on.
-template <int COUNT>
-__device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT]) {
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp)
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float value = from[warp * (RING / 4) + i];
-            to[i] = warp ? to[i] + value : value;
+// This block's columns of y, from `first` on.
+__device__ __forceinline__ void finish(const Epilogue& epilogue, const Exchange& exchange, const float* staged, int row,
+                                       int rows, int first) {
+    constexpr int VECTORS = OWN / WIDTH;
+    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
+        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
+        float values[WIDTH], other[WIDTH];
+        if constexpr (CLUSTER > 1) {
+            exchange.receive(0, i, j, values);
+            if constexpr (PARTS == 2) exchange.receive(1, i, j, other);
+        } else {
+            add_warps(staged + i * PITCH + j, values);
+            if constexpr (PARTS == 2) add_warps(staged + (ROWS + i) * PITCH + j, other);
         }
+        if (first + j < epilogue.n) epilogue.finish(values, other, row + i, first + j);
+    }
 }
 
 #if CLUSTER > 1
@@ -216,7 +246,8 @@ gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             T* y_3, float alpha, float beta, int m) {
     extern __shared__ __align__(1024) char memory[];
     release_successor();
-    const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0, row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
+    const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
+    const int row = blockIdx.y * ROWS, rows = min(m - row, ROWS);
     int tile = blockIdx.x / CLUSTER, n = N;
     const TensorMap* weight = &w;
 #if PRODUCTS > 1
@@ -226,11 +257,10 @@ gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #if PRODUCTS > 2
     if (tile >= THIRD) weight = &w_3, bias = bias_3, y = y_3, n = COLUMNS_3, tile -= THIRD;
 #endif
-    const int column = tile * BN;
     const unsigned base = shared_address(memory), barriers = base + WARPS * RING + EXCHANGE;
     const Exchange exchange{reinterpret_cast<float*>(memory + WARPS * RING), barriers + WARPS * STAGES * 8};
     if constexpr (CLUSTER > 1) exchange.begin(rows);
-    Ring ring{&x, {weight}, base + warp * RING, barriers + warp * STAGES * 8, row, column};
+    Ring ring{&x, {weight}, base + warp * RING, barriers + warp * STAGES * 8, row, tile * BN};
 #if PARTS == 2
     ring.w[1] = &w_2;
 #endif
@@ -241,28 +271,7 @@ gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     put_sums(sums, staged + warp * (RING / 4));
     if constexpr (CLUSTER > 1) exchange.wait_for_peers();
     __syncthreads();
-    if constexpr (CLUSTER > 1) {
-        for (int at = threadIdx.x; at < PARTS * rows * (BN / 4); at += THREADS) {
-            const int line = at / (BN / 4), part = PARTS == 1 ? 0 : line / rows, i = line - part * rows, j = at % (BN / 4) * 4;
-            float values[4];
-            add_warps(staged + (part * ROWS + i) * PITCH + j, values);
-            exchange.send(rank, part, i, j, values);
-        }
-        hopper::barrier_wait(exchange.barrier, 0);
-    }
+    if constexpr (CLUSTER > 1) exchange.swap(staged, rank, rows);
     const Epilogue epilogue{bias, bias_2, column_scale, residual, y, alpha, beta, n};
-    constexpr int VECTORS = OWN / WIDTH;
-    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
-        float values[WIDTH], other[WIDTH];
-        if constexpr (CLUSTER > 1) {
-            exchange.receive(0, i, j, values);
-            if constexpr (PARTS == 2) exchange.receive(1, i, j, other);
-        } else {
-            add_warps(staged + i * PITCH + j, values);
-            if constexpr (PARTS == 2) add_warps(staged + (ROWS + i) * PITCH + j, other);
-        }
-        const int to = column + rank * OWN + j;
-        if (to < n) epilogue.finish(values, other, row + i, to);
-    }
+    finish(epilogue, exchange, staged, row, rows, tile * BN + rank * OWN);
 }
