@@ -49,7 +49,8 @@ def attention_with_cache(
 
     Past and present caches are (batch, kv_heads, rows, size), or with rows before heads: `cache_layout` bhsd or bshd.
     Where a caller gives a past and its present one address, and rows of the past lie in both at the same place (one
-    batch, and one key head or rows before heads), only the new rows are written.
+    batch, and one key head or rows before heads), only the new rows are written; memory that overlaps otherwise is
+    refused when the node runs.  A cache of fixed size, into which rows are scattered, stays outside.
     """
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}",
