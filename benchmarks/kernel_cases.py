@@ -36,6 +36,10 @@ class Case:
     def shape(self) -> tuple[int, ...]:
         return next(iter(self.inputs.values()))
 
+    @property
+    def name(self) -> str:
+        return f"{self.fusion} {self.shape} {self.dtype} {self.attributes}"
+
     def node(self) -> FusedNode:
         return FusedNode(self.fusion, self.fusion, tuple(self.inputs), self.attributes, (self.dtype,) * self.outputs)
 

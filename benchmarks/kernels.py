@@ -11,7 +11,8 @@ A time is the cost of one more node in a CUDA graph, the median of the graph's r
   run in a session of their own (ort_chain.py).
 
 Where a host offers several plans each is timed, and the fastest one's time counts, as in a session; the results say
-which one it was.  Peers run in float16.  Bytes are the fewest that the operator must move: every input and output once.
+which one it was.  Several processes compile and prepare what the peers need, then one after the other measures.  Peers
+run in float16.  Bytes are the fewest that the operator must move: every input and output once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ import functools
 import importlib
 import json
 import math
+import multiprocessing
+import queue
 import statistics
+import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +40,13 @@ import torch
 from kernel_cases import DTYPES, Case, cases
 
 from onnxfuse.provider import planner
-from onnxfuse.provider.plan import Kernel, Launch, Plan, TensorSpec
-from onnxfuse.provider.source import options, source_text
+from onnxfuse.provider.plan import Launch, Plan, TensorSpec
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 L2_BYTES = 60 << 20
 MOST_SETS = 64
 REPLAYS = 11
+LATE = 30.0  # seconds that processes wait for each other
 GRAPH_US = 1000.0  # of work in a graph, at least
 
 # ---- timing ------------------------------------------------------------------------------------------------------
@@ -68,9 +73,11 @@ def per_launch(calls: list[Callable[[], Any]], bytes_each: int) -> tuple[float, 
     torch.cuda.synchronize()
     rounds = max(1, math.ceil(GRAPH_US / (len(calls) * (2 + bytes_each / 4e6))))
     graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(stream):  # torch.cuda.graph() would collect garbage, which takes longer than the measurement
+        graph.capture_begin()
         for _ in range(rounds):
             kept = [call() for call in calls]
+        graph.capture_end()
     times = []
     for _ in range(REPLAYS + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -94,32 +101,57 @@ def sets_of(case: Case, plan: Plan) -> tuple[list[list[torch.Tensor]], list[list
     return read, [written] + [[torch.empty_like(t) for t in written] for _ in range(count - 1)], moved
 
 
-def measure(case: Case, peers: Collection[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Peers:
+    """What others make of a case, ready to run."""
+
+    inductor: Callable[..., Any] | None = None
+    ort: Callable[[], float] | None = None  # microseconds of one more node
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def prepare(case: Case, wanted: Collection[str]) -> Peers:
+    """Compile the formula with Inductor, and make the sessions of onnxruntime's kernels; or say why not."""
+    tensors, compiled, chain, failed = case.tensors(), None, None, {}
+    for plan in case.plans():
+        planner.ready(plan, case.specs())
+    if case.dtype != "float16":
+        return Peers()
+    if "inductor" in wanted:
+        compiled = torch.compile(case.formula, dynamic=False)
+        compiled(*tensors)
+    if "ort" in wanted:
+        steps = importlib.import_module("ort_chain")
+        step = steps.step_of(case.fusion, case.attributes, dict(zip(case.inputs, tensors, strict=True)))
+        try:
+            guess_us = 1.0 + sum(t.numel() * t.element_size() for t in tensors) / 2e6
+            chain = steps.prepared(step, guess_us) if step else None
+        except Exception as error:  # onnxruntime's own errors have no common class
+            failed = {"ort_failed": str(error).splitlines()[0]}
+    return Peers(compiled, chain, failed)
+
+
+def measure(case: Case, peers: Peers) -> dict[str, Any]:
     plans = case.plans()
     read, written, moved = sets_of(case, plans[0])
     row: dict[str, Any] = {
         "fusion": case.fusion, "shape": case.shape, "dtype": case.dtype, "attributes": case.attributes, "bytes": moved,
         "sets": len(read),
     }  # fmt: skip
-    times = [
-        [per_launch(c, moved) for c in (rotated(p, read, written), chained(p, read[0], written[0]))] for p in plans
-    ]
-    for name, each in zip(("us", "chain_us"), zip(*times, strict=True), strict=True):
+    alone = [per_launch(rotated(plan, read, written), moved) for plan in plans]
+    in_chain = [per_launch(chained(plan, read[0], written[0]), moved) for plan in plans]
+    for name, each in ("us", alone), ("chain_us", in_chain):
         (row[name], row[f"{name}_spread"]), plan = min(zip(each, plans, strict=True), key=lambda pair: pair[0])
         row[f"{name}_launch"] = described(plan)
     row["error"] = max(difference(case, plan, read[0], written[0]) for plan in plans)
     row["copy_us"], _ = per_launch(copies(moved, len(read)), moved)
     row["tb_per_s"], row["share_of_copy"] = moved / row["us"] / 1e6, row["copy_us"] / row["us"]
-    if case.dtype != "float16":
-        return row
-    if "inductor" in peers:
-        torch.compiler.reset()
-        compiled = torch.compile(case.formula, dynamic=False)
+    if compiled := peers.inductor:
         row["inductor_us"], _ = per_launch([lambda r=r: compiled(*r) for r in read], moved)
         row["inductor_chain_us"], _ = per_launch([chained_formula(case, compiled, read[0])], moved)
-    if "ort" in peers:
-        row |= onnxruntime(case, read[0], row["chain_us"])
-    return row
+    if peers.ort:
+        row["ort_chain_us"] = peers.ort()
+    return {**row, **peers.failed}
 
 
 def rotated(plan: Plan, read: list[list[torch.Tensor]], written: list[list[torch.Tensor]]) -> list[Callable[[], None]]:
@@ -135,18 +167,6 @@ def described(plan: Plan) -> dict[str, Any]:
         "grid": step.grid, "block": step.block, "cluster": step.cluster, "shared": step.shared,
         "defines": dict(step.kernel.defines),
     }  # fmt: skip
-
-
-def onnxruntime(case: Case, read: list[torch.Tensor], guess_us: float) -> dict[str, Any]:
-    """What onnxruntime's kernels take for the same; why not, where it has none for this dtype or shape."""
-    steps = importlib.import_module("ort_chain")
-    step = steps.step_of(case.fusion, case.attributes, dict(zip(case.inputs, read, strict=True)))
-    if step is None:
-        return {}
-    try:
-        return {"ort_chain_us": steps.step_us(step, guess_us)}
-    except Exception as error:  # onnxruntime's own errors have no common class
-        return {"ort_failed": str(error).splitlines()[0]}
 
 
 def chained(plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> list[Callable[[], None]]:
@@ -172,17 +192,6 @@ def copies(moved: int, count: int) -> list[Callable[[], Any]]:
     """Device copies that read and write `moved` bytes together."""
     sources = [torch.empty(max(16, moved // 2), device="cuda", dtype=torch.uint8).random_(0, 255) for _ in range(count)]
     return [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
-
-
-def precompile(kernels: Iterable[Kernel]) -> None:
-    """Fill CuPy's disk cache with many compilers at once; what does not compile says so when it is launched."""
-
-    def compile_one(kernel: Kernel) -> None:
-        with contextlib.suppress(Exception):
-            cupy.RawKernel(source_text(kernel.source), kernel.entry, options=options(kernel)).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, kernels))
 
 
 def difference(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> float:
@@ -237,6 +246,8 @@ def parse() -> argparse.Namespace:
         ("only", "fusions"), ("shapes", "of the first input, 4096x768"), ("dtypes", "float16"), ("without", "peers")
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default="", help=f"{help_text}, separated by commas")
+    parser.add_argument("--processes", type=int, default=8, help="that prepare cases; only one measures at a time")
+    parser.add_argument("--prepare", type=float, default=600, help="seconds, after which what is missing is made alone")
     parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
     return parser.parse_args()
 
@@ -266,24 +277,51 @@ def earlier(path: Path | None) -> dict[str, dict[str, Any]]:
     return {key(row): row for row in found["rows"]}
 
 
+def work(given: argparse.Namespace, number: int, ready: Any, turn: Any, rows: Any) -> None:
+    """Prepare every so many cases beside other processes, then time them alone."""
+    share, until = chosen(given)[number :: given.processes], time.time() + given.prepare
+    torch._dynamo.config.recompile_limit = len(share) + 1  # a formula has many shapes
+    wanted, peers = {"inductor", "ort"} - set(given.without.split(",")), dict[str, Peers]()
+    for case in share:
+        if time.time() < until:
+            with contextlib.suppress(Exception):  # it says so when it is timed
+                peers[case.name] = prepare(case, wanted)
+    with contextlib.suppress(threading.BrokenBarrierError):  # a process that is late goes on alone
+        ready.wait(max(0.0, until - time.time()) + LATE)
+    with turn:
+        for case in share:
+            row: dict[str, Any] = {"fusion": case.fusion, "shape": case.shape, "dtype": case.dtype}
+            row["attributes"] = case.attributes
+            try:
+                row = measure(case, peers.pop(case.name, None) or prepare(case, wanted))
+            except Exception:  # the others are still worth measuring
+                row["failed"] = traceback.format_exc()
+            rows.put(row)
+            torch.cuda.empty_cache()
+
+
+def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows, as they come."""
+    spawn = multiprocessing.get_context("spawn")
+    given.processes = min(given.processes, len(chosen(given)))
+    shared = spawn.Barrier(given.processes), spawn.Lock(), spawn.Queue()
+    workers = [spawn.Process(target=work, args=(given, i, *shared), daemon=True) for i in range(given.processes)]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers) or not shared[-1].empty():
+        with contextlib.suppress(queue.Empty):
+            yield shared[-1].get(timeout=0.2)
+
+
 def main() -> None:
     given = parse()
     given.out.mkdir(parents=True, exist_ok=True)
-    wanted, rows = chosen(given), earlier(given.add)
-    peers = {"inductor", "ort"} - set(given.without.split(","))
-    precompile(step.kernel for case in wanted for plan in case.plans() for step in plan.steps)
-    print(HEAD)
-    for case in wanted:
-        row: dict[str, Any] = {"fusion": case.fusion, "shape": case.shape, "dtype": case.dtype}
-        row["attributes"] = case.attributes
-        try:
-            row = measure(case, peers)
-            print(line(row), flush=True)
-        except Exception:  # the others are still worth measuring
-            row["failed"] = traceback.format_exc()
-            print(f"{case.fusion} {case.shape}: {row['failed'].strip().splitlines()[-1]}", flush=True)
+    rows = earlier(given.add)
+    print(HEAD, flush=True)
+    for row in measured(given):
         rows[key(row)] = row
-        torch.cuda.empty_cache()
+        failed = row.get("failed", "").strip().splitlines()
+        print(f"{row['fusion']} {row['shape']}: {failed[-1]}" if failed else line(row), flush=True)
         text = json.dumps({"versions": versions(), "rows": list(rows.values())}, indent=1, default=str)
         Path(given.out, "kernels.json").write_text(text, encoding="utf-8")
 

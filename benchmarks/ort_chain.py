@@ -112,8 +112,8 @@ def chain(step: Step, count: int) -> bytes:
     return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
-def run_us(step: Step, count: int) -> float:
-    """The median microseconds of a run of the chain, in a CUDA graph, with inputs and outputs on the GPU."""
+def run(step: Step, count: int) -> Callable[[], float]:
+    """The chain in a session, its CUDA graph captured; it tells the median microseconds of a run."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # the operators as they are written
@@ -125,17 +125,29 @@ def run_us(step: Step, count: int) -> float:
         binding.bind_input(name, "cuda", 0, TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
     for output, tensor in zip(session.get_outputs(), written, strict=True):
         binding.bind_output(output.name, "cuda", 0, TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
-    times = []
-    for _ in range(3 + RUNS):  # the first ones allocate, and capture the graph
-        start = time.perf_counter()
+    for _ in range(3):  # these allocate, and capture the graph
         session.run_with_iobinding(binding)
-        times.append(1e6 * (time.perf_counter() - start))
-    if not all(bool(tensor.isfinite().all()) for tensor in written):
-        raise ValueError(f"{count} steps give infinities or NaN")
-    return statistics.median(times[3:])
+
+    def median_us() -> float:
+        times = []
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            session.run_with_iobinding(binding)
+            times.append(1e6 * (time.perf_counter() - start))
+        if not all(bool(tensor.isfinite().all()) for tensor in written):
+            raise ValueError(f"{count} steps give infinities or NaN")
+        return statistics.median(times)
+
+    return median_us
+
+
+def prepared(step: Step, guess_us: float) -> Callable[[], float]:
+    """What tells the microseconds of one more step; `guess_us` says how many make a measurable difference."""
+    more = min(MOST_STEPS, max(8, round(CHAIN_US / guess_us)))
+    short, long = run(step, SHORT), run(step, SHORT + more)
+    return lambda: (long() - short()) / more
 
 
 def step_us(step: Step, guess_us: float) -> float:
-    """Microseconds of one more step; `guess_us` says how many make a measurable difference."""
-    more = min(MOST_STEPS, max(8, round(CHAIN_US / guess_us)))
-    return (run_us(step, SHORT + more) - run_us(step, SHORT)) / more
+    """Microseconds of one more step."""
+    return prepared(step, guess_us)()
