@@ -7,7 +7,7 @@
 // of x. The weights are mma's left operand, so that tiles of 8 rows of x suffice. Warps take stages of the block's part
 // of k in turn; CLUSTER blocks share a tile, each with a part of k, and send each other their sums.
 //
-// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB take 8.0 at the rate of a large copy; it
+// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB take 8.0 at the rate of a long copy. It
 // is 10.6 where the launch does not start early. A kernel that only reads these bytes takes 7.4 and 9.3.
 //
 //   ROWS  of x, a multiple of 8    BN  columns of a tile: 32, or a multiple of 64    STAGES, WARPS, CLUSTER  as above
