@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from onnxfuse.kernels import _attention_blocks
 from onnxfuse.kernels._attention import Attention, Heads, Scores
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.kernels._types import ABSENT, ITEM_BYTES, STORAGE, Defines
@@ -21,12 +22,6 @@ KEPT_BYTES: Final = 24 << 20  # keys and values of the heads that run together; 
 LOWEST: Final = -3.4028234663852886e38
 SCALES: Final = (1e-6, 1e6)  # with which what a mask adds may be divided by the scale, in fp32
 UNLIKE: Final = 128.0  # from a score to one beside which it has no weight
-
-# Of an additive mask: what is left out at first, and a row's best score up to which it may count after all. In between
-# is more than what it is added to can make up for: scores of 2e4 in fp16 are 16 apart, those of 5e7 in fp32 are 4.
-NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32": (-1e8, -5e7)}
-
-MASKS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}
 
 
 @dataclass(frozen=True)
@@ -171,54 +166,13 @@ def candidate(problem: Attention, tiling: Tiling) -> Candidate:
     name = f"hopper {64 * tiling.groups}x{tiling.keys}, {tiling.stages} stages, {tiling.blocks} blocks"
     if mask is None or mask.query == 0:
         return Candidate(name, (_launch(problem, tiling, mask, ABSENT, ABSENT),))
-    tiles = _planes(problem, mask) * math.ceil(problem.queries / 64) * math.ceil(problem.keys / tiling.keys)
+    tiles = _attention_blocks.tiles(problem, mask, tiling.keys)
     flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
     steps = (
-        _blocks(problem, mask, tiling, tiles, flags, bits),
+        _attention_blocks.launch(problem, mask, tiling.keys, flags, bits),
         _launch(problem, tiling, mask, flags, bits),
     )
-    return Candidate(name, steps, (tiles, tiles * 4 * 128 * math.ceil(tiling.keys / 64)))
-
-
-def _planes(problem: Attention, mask: Scores) -> int:
-    return (problem.batch if mask.batch else 1) * (problem.heads if mask.head else 1)
-
-
-def _blocks(problem: Attention, mask: Scores, tiling: Tiling, tiles: int, flags: Argument, bits: Argument) -> Launch:
-    defines: Defines = {
-        "KEYS_TILE": tiling.keys,
-        "WIDTH": _width(problem, mask),
-        **_mask_defines(problem),
-        "MASK_T": STORAGE.get(mask.dtype, "b8"),
-        "MASK_KEY": mask.key,
-    }
-    arguments = (
-        mask.pointer,
-        flags,
-        bits,
-        Scalar(problem.queries, "int32"),
-        Scalar(problem.keys, "int32"),
-        Scalar(problem.heads if mask.head else 1, "int32"),
-        *(Scalar(stride, "int64") for stride in (mask.batch, mask.head, mask.query)),
-    )
-    kernel = Kernel("attention_blocks", "attention_blocks", defines)
-    return Launch(kernel, (tiles, 1, 1), (128, 1, 1), arguments, early=True)
-
-
-def _width(problem: Attention, mask: Scores) -> int:
-    """Elements of an access: all of them are before the last key, or none."""
-    if not (mask.aligned and mask.key):
-        return 1
-    strides = (mask.batch, mask.head, mask.query, problem.keys)
-    return math.gcd(16 // ITEM_BYTES.get(mask.dtype, 1), *strides)
-
-
-def _mask_defines(problem: Attention) -> Defines:
-    return {
-        "MASK": MASKS[problem.mask_kind],
-        "INVERTED": int(problem.mask_kind == "inverted"),
-        "NEGLIGIBLE": NEGLIGIBLE[problem.mask.dtype][0] if problem.mask and problem.mask_kind == "additive" else 0.0,
-    }
+    return Candidate(name, steps, (tiles, tiles * _attention_blocks.bit_bytes(tiling.keys)))
 
 
 def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argument, bits: Argument) -> Launch:
@@ -265,7 +219,7 @@ def _units(problem: Attention) -> tuple[float, float, float, float]:
     lowest = LOWEST / max(1.0, 1.5 / unit)  # times scale and log2(e) it is still finite
     masked, wanted = problem.masked_score, problem.masked_score + UNLIKE
     if problem.mask and problem.mask_kind == "additive":
-        wanted = NEGLIGIBLE[problem.mask.dtype][1]
+        wanted = _attention_blocks.NEGLIGIBLE[problem.mask.dtype][1]
     return masked if math.isinf(masked) else max(masked * unit, lowest), unit, lowest, max(wanted * unit, lowest)
 
 
@@ -285,7 +239,7 @@ def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines
         "RAW": int(_raw(problem)),
         "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows),
-        **_mask_defines(problem),
+        **_attention_blocks.mask_defines(problem),
         "FINITE": int(mask is not None and (additive or math.isfinite(problem.masked_score))),
         "LATE": int(additive and _registers(problem, tiling, late=False) > tiling.registers),
         **_access("MASK", problem, mask),

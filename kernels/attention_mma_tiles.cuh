@@ -194,10 +194,9 @@ struct Tiles {
     const Problem& p;
     const Place& at;
     int begin, end;
+    u32 stages = shared_base() + Q_BYTES;
 
-    __device__ __forceinline__ u32 stage(int tile) const {
-        return shared_base() + Q_BYTES + (tile - begin) % STAGES * STAGE;
-    }
+    __device__ __forceinline__ u32 stage(int tile) const { return stages + (tile - begin) % STAGES * STAGE; }
 
     __device__ __forceinline__ void landed(int tile) const {}  // all of a tile is in its stage
 
