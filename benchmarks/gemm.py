@@ -4,10 +4,11 @@
         [--eager] [--inductor] [--onnxruntime]
 
 A time is the cost of one more product in a CUDA graph.  As in a model each has constants (weights and biases) of its
-own, which together exceed the L2 cache, while x and the residual are where the product before left them.  The bare
-product is cuBLASLt's, of the same sizes without an epilogue (of both weights side by side where it is gated), by
-the fastest of the algorithms that it proposes.  Where x has few rows the time is that of reading the weights: told is
-the share of their bytes in what a large copy moves in that time, and in the results also the time of a copy of as many.
+own, which together exceed the L2 cache, while x and the residual are where the product before left them.  What is
+compared runs in turns, so that all find the GPU as warm.  The bare product is cuBLASLt's, of the same sizes without an
+epilogue (of both weights side by side where it is gated), by the fastest of the algorithms that it proposes.  Where x
+has few rows the time is that of reading the weights: told is the share of their bytes in what a large copy moves in
+that time, and in the results also the time of a copy of as many.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cupy
 import torch
 import torch.nn.functional as F
+from compiling import compile_all
+from replays import Calls, captured, in_turns, per_call
 
 from kernels import versions
 from onnxfuse.kernels import _gemm_candidates, _gemm_library
@@ -37,12 +38,9 @@ from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider import planner
 from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
-from onnxfuse.provider.source import architecture, options, source_text
 
 L2_BYTES = 60 << 20
 MOST_SETS = 128
-REPLAYS = 9
-GRAPH_US = 400.0  # of work in a graph, at least
 FEW_ROWS = 64
 COPY_BYTES = 1 << 30
 
@@ -51,8 +49,8 @@ SHAPES = [
     (4096, 768, 768), (4096, 3072, 768), (4096, 768, 3072), (2048, 5632, 2048), (2048, 2048, 5632),
     (8192, 8192, 8192), (128, 3072, 768), (1, 4096, 4096), (16, 4096, 4096), (8, 14336, 4096), (1000, 1001, 1003),
 ]  # fmt: skip
-# operands beyond x and w, and the activation
 CONSTANTS = ("w", "up", "bias")
+# operands beyond x and w, and the activation
 EPILOGUES: dict[str, tuple[tuple[str, ...], str]] = {
     "none": ((), "none"),
     "bias+gelu": (("bias",), "gelu"),
@@ -106,35 +104,10 @@ class Case:
         return [(t / math.sqrt(self.k) if n in ("w", "up") else t).to(DTYPES[self.dtype]) for n, t in made.items()]
 
 
-# ---- timing ------------------------------------------------------------------------------------------------------
+# ---- what is timed ------------------------------------------------------------------------------------------------
 
 
-def per_call(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds of a call, in a CUDA graph that goes round `calls`: the median of the replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-        one = elapsed(calls[-1])
-    rounds = max(1, math.ceil(GRAPH_US / (len(calls) * max(one, 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / (rounds * len(calls))
-
-
-def elapsed(call: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end)
-
-
-def runs(way: Candidate, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> list[Any]:
+def runs(way: Candidate, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
     """Calls that run a candidate on each set of operands, on PyTorch's current stream."""
     read = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in sets[0]]
     ready = planner.ready(Plan((y,), way.steps, way.scratch), read)
@@ -155,14 +128,14 @@ def operand_sets(case: Case) -> list[list[torch.Tensor]]:
     return [[t.clone() if name in CONSTANTS else t for name, t in first.items()] for _ in range(count)]
 
 
-def bare_us(case: Case, sets: list[list[torch.Tensor]]) -> float:
-    """cuBLASLt's product of the same sizes: its fastest algorithm."""
+def bare(case: Case, sets: list[list[torch.Tensor]]) -> list[Calls]:
+    """cuBLASLt's product of the same sizes: calls of each of the algorithms that it proposes first."""
     twice = case.epilogue == "gate"
     wide = Case(case.m, case.n * (2 if twice else 1), case.k, case.dtype, "none")
     gemm, y = wide.product()
     used = operand_sets(wide) if twice else [each[:2] for each in sets]
     out = torch.empty(y.shape, device="cuda", dtype=DTYPES[case.dtype])
-    return min(per_call(runs(way, y, used, out)) for way in _gemm_library.plans(gemm, gpu(0))[:4])
+    return [runs(way, y, used, out) for way in _gemm_library.plans(gemm, gpu(0))[:4]]
 
 
 @functools.cache
@@ -179,22 +152,32 @@ def copy_us(moved: int) -> float:
     return per_call([functools.partial(pair[1].copy_, pair[0]) for pair in pairs])
 
 
-def measure(case: Case, peers: list[Callable[[Case, list[list[torch.Tensor]]], dict[str, float]]]) -> dict[str, Any]:
+Peer = Callable[[Case, list[list[torch.Tensor]]], Calls]
+
+
+def measure(case: Case, peers: list[Peer], with_onnxruntime: bool) -> dict[str, Any]:
     gemm, y = case.product()
     sets = operand_sets(case)
     reference = case.formula(*(t.double() for t in sets[0]))
-    row: dict[str, Any] = {"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue}
-    row |= {"sets": len(sets), "flops": gemm.flops, "bare_us": bare_us(case, sets), "candidates": []}
+    row: dict[str, Any] = {"sets": len(sets), "flops": gemm.flops, "candidates": []}
+    graphs = {f"bare {i}": captured(calls) for i, calls in enumerate(bare(case, sets))}
+    graphs |= {peer.__name__: captured(peer(case, sets)) for peer in peers}
     for way in _gemm_candidates.all_candidates(gemm, gpu(0)):
         out = torch.full(y.shape, math.nan, device="cuda", dtype=DTYPES[case.dtype])
         try:
-            us = per_call(runs(way, y, sets, out))
+            graphs[way.name] = captured(runs(way, y, sets, out))
             worst = float((out.double() - reference).norm() / reference.norm().clamp(min=1e-30))
-            row["candidates"].append({"name": way.name, "us": us, "error": worst})
+            row["candidates"].append({"name": way.name, "error": worst})
         except Exception:  # the others are still worth measuring
             row["candidates"].append({"name": way.name, "failed": traceback.format_exc()})
-    for peer in peers:
-        row |= peer(case, sets)
+    times = in_turns(graphs)
+    row |= {f"{peer.__name__}_us": times[peer.__name__] for peer in peers}
+    if with_onnxruntime:
+        row["onnxruntime_us"] = onnxruntime(case, sets)
+    row["bare_us"] = min(us for name, us in times.items() if name.startswith("bare "))
+    for each in row["candidates"]:
+        if "error" in each:
+            each["us"] = times[each["name"]]
     best = min((each for each in row["candidates"] if "us" in each), key=lambda each: each["us"])
     row |= {"best": best["name"], "us": best["us"], "first_us": row["candidates"][0].get("us")}
     row |= {"tflops": gemm.flops / best["us"] / 1e6, "over_bare": best["us"] / row["bare_us"]}
@@ -208,14 +191,14 @@ def measure(case: Case, peers: list[Callable[[Case, list[list[torch.Tensor]]], d
 # ---- peers -------------------------------------------------------------------------------------------------------
 
 
-def eager(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
-    return {"eager_us": per_call([lambda each=each: case.formula(*each) for each in sets])}
+def eager(case: Case, sets: list[list[torch.Tensor]]) -> Calls:
+    return [functools.partial(case.formula, *each) for each in sets]
 
 
-def inductor(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
+def inductor(case: Case, sets: list[list[torch.Tensor]]) -> Calls:
     torch.compiler.reset()
     compiled = torch.compile(case.formula, dynamic=False)
-    return {"inductor_us": per_call([lambda each=each: compiled(*each) for each in sets])}
+    return [functools.partial(compiled, *each) for each in sets]
 
 
 def unfused(case: Case) -> bytes:
@@ -247,8 +230,8 @@ def unfused(case: Case) -> bytes:
     return model
 
 
-def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
-    """With all its optimizations: one run in a CUDA graph, its launch included."""
+def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> float:
+    """With all its optimizations: microseconds of one run in a CUDA graph, its launch included."""
     ort, element = importlib.import_module("onnxruntime"), {"float16": 10, "bfloat16": 16}[case.dtype]
     ort.preload_dlls()
     provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
@@ -261,7 +244,7 @@ def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> dict[str, float]:
     for _ in range(4):  # it captures in the third
         session.run_with_iobinding(binding)
     times = [run_us(functools.partial(session.run_with_iobinding, binding)) for _ in range(30)]
-    return {"onnxruntime_us": statistics.median(times)}
+    return statistics.median(times)
 
 
 def run_us(run: Callable[[], Any]) -> float:
@@ -274,22 +257,10 @@ def run_us(run: Callable[[], Any]) -> float:
 # ---- output ------------------------------------------------------------------------------------------------------
 
 
-def precompile(cases: list[Case]) -> None:
-    """CuPy's disk cache filled by many compilers at once."""
-    found: dict[Any, Kernel] = {}
+def kernels_of(cases: list[Case]) -> Iterator[Kernel]:
     for case in cases:
         for way in _gemm_candidates.all_candidates(case.product()[0], gpu(0)):
-            launches = (step for step in way.steps if isinstance(step, Launch))
-            found |= {(s.kernel.source, s.kernel.entry, options(s.kernel)): s.kernel for s in launches}
-
-    def fill(kernel: Kernel) -> None:
-        flags = options(kernel)
-        if kernel.arch_specific:
-            flags += (f"-arch={architecture(kernel, gpu(0).arch)}",)
-        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, found.values()))
+            yield from (step.kernel for step in way.steps if isinstance(step, Launch))
 
 
 def line(row: dict[str, Any]) -> str:
@@ -323,23 +294,22 @@ def main() -> None:
     parser.add_argument("--onnxruntime", action="store_true", help="and onnxruntime")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    flags = {eager: given.eager, inductor: given.inductor, onnxruntime: given.onnxruntime}
-    peers = [peer for peer, wanted in flags.items() if wanted]
+    peers = [peer for peer, wanted in ((eager, given.eager), (inductor, given.inductor)) if wanted]
     cases = list(chosen(given))
-    precompile(cases)
+    compile_all(kernels_of(cases))
     rows: list[dict[str, Any]] = []
+    found = {"versions": {**versions(), "copy_tb_per_s": copy_bytes_per_us() / 1e6}, "rows": rows}
     for case in cases:
+        row: dict[str, Any] = {"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue}
         try:
-            rows.append(measure(case, peers))
-            print(line(rows[-1]), flush=True)
+            row |= measure(case, peers, given.onnxruntime)
+            print(line(row), flush=True)
         except Exception:  # the others are still worth measuring
-            rows.append({"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue})
-            rows[-1]["failed"] = traceback.format_exc()
-            print(f"{case}: {rows[-1]['failed'].strip().splitlines()[-1]}", flush=True)
+            row["failed"] = traceback.format_exc()
+            print(f"{case}: {row['failed'].strip().splitlines()[-1]}", flush=True)
+        rows.append(row)
         torch.cuda.empty_cache()
-    found = {**versions(), "copy_tb_per_s": copy_bytes_per_us() / 1e6}
-    text = json.dumps({"versions": found, "rows": rows}, indent=1)
-    Path(given.out, "gemm.json").write_text(text, encoding="utf-8")
+        Path(given.out, "gemm.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

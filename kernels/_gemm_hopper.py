@@ -27,22 +27,12 @@ class Tiling:
     m: int
     n: int
     pingpong: bool = False  # each consumer has tiles of its own
-    cluster_m: int = 1
-    cluster_n: int = 1
-    split: int = 1  # blocks that share a tile, each with a part of k
-
-    @property
-    def cluster(self) -> int:
-        """Blocks in a cluster."""
-        return self.cluster_m * self.cluster_n * self.split
+    split: int = 1  # blocks of a cluster, which share a tile, each with a part of k
 
     @property
     def name(self) -> str:
         """For reports."""
-        if self.split > 1:
-            return f"{self.m}x{self.n} k/{self.split}"
-        shape = f"{self.m}x{self.n}{' pingpong' if self.pingpong else ''}"
-        return f"{shape} {self.cluster_m}x{self.cluster_n}" if self.cluster > 1 else shape
+        return f"{self.m}x{self.n}{' pingpong' if self.pingpong else f' k/{self.split}' if self.split > 1 else ''}"
 
 
 TILINGS: Final = (
@@ -100,13 +90,13 @@ def cycles(gemm: Gemm, tiling: Tiling, device: Device) -> float:
     Constants of an H200, from times of all tilings at 22 shapes of M from 128 to 6304 and K from 768 to 8192.
     """
     multiply = tiling.m * tiling.n * K_STEP / 2048 / 0.73  # what power and shared memory leave of wgmma's rate
-    load = (tiling.m / tiling.cluster_n + tiling.n / tiling.cluster_m) * ROW_BYTES / 56  # bytes a cycle from L2
+    load = (tiling.m + tiling.n) * ROW_BYTES / 56  # bytes a cycle from L2
     product = -(-gemm.k // (K_STEP * tiling.split)) * max(multiply, load)
     if tiling.split > 1:  # the blocks exchange their sums; large clusters start late
         return product + 750 * (tiling.split - 1) + tiling.m * tiling.n * 4 * (tiling.split - 1) / tiling.split / 16
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     finish = tiling.m * columns(gemm, tiling) * instructions / 128
-    rounds = -(-tiles(gemm, tiling) // (device.multiprocessors // tiling.cluster))
+    rounds = -(-tiles(gemm, tiling) // device.multiprocessors)
     if tiling.pingpong:  # a seventh of a finish is hidden
         return rounds * (product + 250) + (1 + 6 / 7 * (rounds - 1)) * finish
     return rounds * (product + finish)
@@ -127,9 +117,8 @@ def fits(gemm: Gemm, tiling: Tiling, device: Device) -> bool:
 
 
 def tiles(gemm: Gemm, tiling: Tiling) -> int:
-    """How many tiles, or clusters of them, y has."""
-    rows, right = tiling.m * tiling.cluster_m, columns(gemm, tiling) * tiling.cluster_n
-    return -(-gemm.m // rows) * sum(-(-each.n // right) for each in products(gemm))
+    """How many tiles the results have."""
+    return -(-gemm.m // tiling.m) * sum(-(-each.n // columns(gemm, tiling)) for each in products(gemm))
 
 
 def vectors(gemm: Gemm) -> int:
@@ -169,7 +158,7 @@ def stages(gemm: Gemm, tiling: Tiling, device: Device) -> int:
 
 def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
     """One launch of gemm_hopper.cu."""
-    blocks = min(tiles(gemm, tiling), device.multiprocessors // tiling.cluster) * tiling.cluster
+    blocks = min(tiles(gemm, tiling), device.multiprocessors // tiling.split) * tiling.split
     count = stages(gemm, tiling, device)
     source = "gemm_hopper_split" if tiling.split > 1 else "gemm_hopper"
     launch = Launch(
@@ -178,7 +167,7 @@ def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
         (THREADS, 1, 1),
         arguments(gemm, tiling),
         shared=count * stage_bytes(tiling) + fixed_bytes(gemm, tiling),
-        cluster=tiling.cluster,
+        cluster=tiling.split,
         early=True,
     )
     several = f", {len(products(gemm))} products" if gemm.beside else ""
@@ -190,8 +179,7 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
     return {
         "ELEMENT": STORAGE[gemm.dtype], "TRANSPOSED": int(gemm.transposed), "GATED": int(gemm.up is not None),
         "TILE_M": tiling.m, "TILE_N": columns(gemm, tiling), "PINGPONG": int(tiling.pingpong),
-        "STAGES": stages, "CLUSTER_M": tiling.cluster_m, "CLUSTER_N": tiling.cluster_n,
-        "SPLIT": tiling.split, "ACTIVATION": gemm.activation, "PRECISE": 0,
+        "STAGES": stages, "SPLIT": tiling.split, "ACTIVATION": gemm.activation, "PRECISE": 0,
         "PRODUCTS": len(products(gemm)), "WEIGHTS_CONSTANT": int(all(each.constant for each in products(gemm))),
         "BIAS": has_bias(gemm), "UP_BIAS": int(gemm.up_bias is not None),
         "COLUMN_SCALE": int(gemm.column_scale is not None), "RESIDUAL": int(gemm.residual is not None),
@@ -203,7 +191,7 @@ def arguments(gemm: Gemm, tiling: Tiling) -> tuple[Argument, ...]:
     n, k = gemm.n, gemm.k
     every = products(gemm)
     maps = [
-        tensor_map(gemm, gemm.x, (k, gemm.m), (K_STEP, tiling.m // tiling.cluster_n)),
+        tensor_map(gemm, gemm.x, (k, gemm.m), (K_STEP, tiling.m)),
         *(weight_map(each, each.w, tiling) for each in every),
         *([weight_map(gemm, gemm.up, tiling)] if gemm.up else []),
     ]
@@ -222,8 +210,8 @@ def arguments(gemm: Gemm, tiling: Tiling) -> tuple[Argument, ...]:
 def weight_map(gemm: Gemm, pointer: Pointer, tiling: Tiling) -> TensorMap:
     """A weight, in boxes of one stage's k: a tile's columns at once where they are rows in memory."""
     if gemm.transposed:
-        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (K_STEP, columns(gemm, tiling) // tiling.cluster_m))
-    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (PIECE, K_STEP // tiling.cluster_m))
+        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (K_STEP, columns(gemm, tiling)))
+    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (PIECE, K_STEP))
 
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
@@ -233,5 +221,6 @@ def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[
 
 
 def band(gemm: Gemm, tiling: Tiling) -> int:
-    """Rows of tiles (of clusters) that are computed before the next columns: those in flight form about a square."""
-    return max(1, 8 // tiling.cluster_m * 128 // tiling.m)
+    """Rows of tiles that are computed before the next columns: some 2048 of y, so that weights are read few times."""
+    rows, most = -(-gemm.m // tiling.m), max(1, 2048 // tiling.m)
+    return -(-rows // -(-rows // most))

@@ -34,8 +34,8 @@ struct Vectors {
     }
 };
 
-// A thread's part of the vectors for a piece: two columns of every eight. As all that a piece needs, read before the
-// first store_matrices, which later reads would have to wait for.
+// A thread's part of the vectors for a piece: two columns of every eight. Read before the first store_matrices, which
+// later reads would have to wait for.
 __device__ __forceinline__ void read_added(const float2* vectors, int column, Added (&added)[8]) {
     const float2* at = vectors + column / 2;
 #pragma unroll
@@ -77,15 +77,9 @@ struct Output {
                                          float beta) const {
         Added added[8];
         read_added(vectors, column, added);
-        const u32 first = piece + lane_at;  // 16 columns on are at first ^ 32 in swizzled rows
-        constexpr bool ROOM = ATOMS * COLUMNS <= 256;  // in registers, for the residuals of a piece
-        u32 residuals[4][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if constexpr (RESIDUAL && ROOM) hopper::load_matrices(first ^ i << 5, residuals[i]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if constexpr (RESIDUAL && !ROOM) hopper::load_matrices(first ^ i << 5, residuals[i]);
+            const u32 place = (piece + lane_at) ^ i << 5;  // 16 columns on, in swizzled rows
             float results[2][4];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -94,17 +88,18 @@ struct Output {
             }
             u32 words[4];
             if constexpr (RESIDUAL) {
+                hopper::load_matrices(place, words);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     float both[2];
-                    widen(T(), residuals[i][j], both);
+                    widen(T(), words[j], both);
                     results[j / 2][j % 2 * 2] += both[0];
                     results[j / 2][j % 2 * 2 + 1] += both[1];
                 }
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[j] = narrow(T(), &results[j / 2][j % 2 * 2]);
-            hopper::store_matrices(first ^ i << 5, words);
+            hopper::store_matrices(place, words);
         }
     }
 
@@ -213,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
         for (const TensorMap* map : results.y) hopper::prefetch(*map);
     }
     init_barriers(barriers, CONSUMERS);
-    sync_cluster();
+    sync_blocks();
     const Tiles tiles(m, weights.columns(), group);
     release_successor();
     const int steps = (k + K_STEP - 1) / K_STEP;
@@ -226,5 +221,4 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
         wait_for_predecessor();
         consume(results, residual, memory, barriers, tiles, weights, up_bias, scale, alpha, beta, steps);
     }
-    if constexpr (CLUSTER > 1) hopper::cluster_barrier_relaxed();  // others may yet arrive at its barriers
 }

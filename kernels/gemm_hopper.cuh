@@ -7,9 +7,7 @@
 //   PINGPONG        1: each consumer warpgroup has tiles of its own, one finishes while the other multiplies
 //                   0: the two consumers share a tile, the upper and the lower half of its rows
 //   STAGES          of the ring of operand tiles in shared memory, 64 elements of k each
-//   CLUSTER_M, CLUSTER_N  blocks of a cluster along m, which share tiles of w, or along n, which share tiles of x:
-//                   each loads its part and multicasts it. Not both above 1
-//   SPLIT           blocks that share a tile, each with a part of k: 1 but for gemm_hopper_split.cu
+//   SPLIT           blocks of a cluster, which share a tile, each with a part of k: 1 but for gemm_hopper_split.cu
 //   PRODUCTS        of x with as many weights, each of its own n and with its own y and bias: 1 to 3. Above 1 neither
 //                   GATED nor anything but a BIAS
 //   WEIGHTS_CONSTANT  1: no kernel writes them, so that the first are read before the one in front of this has ended
@@ -27,7 +25,6 @@ using T = ELEMENT;
 
 constexpr int K_STEP = 64;
 constexpr int ROW_BYTES = 128;
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;  // blocks that share operands
 constexpr int COLUMNS = TILE_N * (1 + GATED);   // of accumulators: those of up follow those of w
 constexpr int CONSUMERS = 2;
 constexpr int GROUP_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
@@ -37,7 +34,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;    // 128 (40 +
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
 static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256 && (PINGPONG || TILE_M % 128 == 0));
-static_assert(CLUSTER <= 2);
 static_assert(PRODUCTS == 1 || !(GATED || UP_BIAS || COLUMN_SCALE || RESIDUAL || SPLIT > 1));
 
 // Of the stages: `full` is complete when TMA has filled one, `empty` when it has been read.
@@ -52,13 +48,13 @@ __device__ __forceinline__ void init_barriers(const Barriers& barriers, int more
     const int i = int(threadIdx.x) - 128;  // a thread each; thread 0 has other things to do
     if (i < 0 || i >= 2 * STAGES + more) return;
     const bool empty = i >= STAGES && i < 2 * STAGES;
-    hopper::barrier_init(barriers.first + 8 * i, empty ? CLUSTER * (PINGPONG ? 1 : CONSUMERS) : 1);
+    hopper::barrier_init(barriers.first + 8 * i, empty && !PINGPONG ? CONSUMERS : 1);
     hopper::barrier_init_fence();
 }
 
-// After init_barriers, by all threads: the blocks of the cluster have started, and see each other's barriers.
-__device__ __forceinline__ void sync_cluster() {
-    if constexpr (CLUSTER * SPLIT > 1) hopper::cluster_barrier_relaxed();
+// After init_barriers, by all threads: they see the barriers, and the other blocks that share the tile have started.
+__device__ __forceinline__ void sync_blocks() {
+    if constexpr (SPLIT > 1) hopper::cluster_barrier_relaxed();
     else __syncthreads();
 }
 
@@ -99,9 +95,7 @@ struct Weights {
     const TensorMap* maps[PRODUCTS];
     int n[PRODUCTS];
 
-    static __device__ __forceinline__ int columns_of(int n) {  // of clusters
-        return (n + TILE_N * CLUSTER_N - 1) / (TILE_N * CLUSTER_N);
-    }
+    static __device__ __forceinline__ int columns_of(int n) { return (n + TILE_N - 1) / TILE_N; }
     __device__ __forceinline__ int columns() const {
         int sum = 0;
 #pragma unroll
@@ -113,7 +107,7 @@ struct Weights {
         int product = 0;
 #pragma unroll
         for (int i = 0; i < PRODUCTS - 1; ++i) {
-            const int width = columns_of(n[i]) * (TILE_N * CLUSTER_N);
+            const int width = columns_of(n[i]) * TILE_N;
             if (column < width) break;
             column -= width;
             ++product;
@@ -124,60 +118,43 @@ struct Weights {
 
 // Tiles in an order in which those that run together share operands in L2: down `group` rows of tiles, then right.
 struct Tiles {
-    int rows, columns, group;  // in clusters
-    u32 rank;
+    int rows, columns, group;
 
     __device__ __forceinline__ Tiles(int m, int columns, int group)
-        : rows((m + TILE_M * CLUSTER_M - 1) / (TILE_M * CLUSTER_M)), columns(columns), group(group),
-          rank(CLUSTER > 1 ? hopper::cluster_rank() : 0) {}
+        : rows((m + TILE_M - 1) / TILE_M), columns(columns), group(group) {}
 
-    __device__ __forceinline__ int first() const { return blockIdx.x / (CLUSTER * SPLIT); }
-    __device__ __forceinline__ int step() const { return gridDim.x / (CLUSTER * SPLIT); }
+    __device__ __forceinline__ int first() const { return blockIdx.x / SPLIT; }
+    __device__ __forceinline__ int step() const { return gridDim.x / SPLIT; }
     __device__ __forceinline__ int count() const { return rows * columns; }
 
     // The first row and column of a tile; columns of all products count.
     __device__ __forceinline__ int2 origin(int tile) const {
         const int band = tile / (group * columns), within = tile - band * group * columns;
         const int height = min(group, rows - band * group);
-        const int row = band * group + within % height, column = within / height;
-        return {(row * CLUSTER_M + int(rank) % CLUSTER_M) * TILE_M,
-                (column * CLUSTER_N + int(rank) / CLUSTER_M) * TILE_N};
+        return {(band * group + within % height) * TILE_M, within / height * TILE_N};
     }
 };
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
-// PARTS blocks of the cluster need the same box: each loads its part for all.
-template <int PARTS>
-__device__ __forceinline__ void load_part(const TensorMap& map, u32 to, u32 full, int c0, int c1) {
-    if constexpr (PARTS == 1) hopper::load(map, to, full, c0, c1);
-    else hopper::load_multicast(map, to, full, (1 << PARTS) - 1, c0, c1);
-}
-
-__device__ __forceinline__ void load_weight(const TensorMap& w, u32 to, u32 full, int part, int column, int k) {
+__device__ __forceinline__ void load_weight(const TensorMap& w, u32 to, u32 full, int column, int k) {
     if constexpr (TRANSPOSED) {
-        constexpr int ROWS = TILE_N / CLUSTER_M;
-        load_part<CLUSTER_M>(w, to + part * ROWS * ROW_BYTES, full, k, column + part * ROWS);
+        hopper::load(w, to, full, k, column);
     } else {
-        constexpr int ROWS = K_STEP / CLUSTER_M;
 #pragma unroll
-        for (int i = 0; i < TILE_N / 64; ++i)
-            load_part<CLUSTER_M>(w, to + (i * K_STEP + part * ROWS) * ROW_BYTES, full, column + 64 * i,
-                                 k + part * ROWS);
+        for (int i = 0; i < TILE_N / 64; ++i) hopper::load(w, to + i * K_STEP * ROW_BYTES, full, column + 64 * i, k);
     }
 }
 
-__device__ __forceinline__ void load_weights(const TensorMap& w, const TensorMap& up, u32 stage, u32 full, int part,
-                                             int column, int k) {
-    load_weight(w, stage + X_BYTES, full, part, column, k);
-    if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, part, column, k);
+__device__ __forceinline__ void load_weights(const TensorMap& w, const TensorMap& up, u32 stage, u32 full, int column,
+                                             int k) {
+    load_weight(w, stage + X_BYTES, full, column, k);
+    if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, column, k);
 }
 
 // `range`: the first step along k, and the one after the last.
 __device__ __forceinline__ void produce(const TensorMap& x, const Weights& weights, const TensorMap& up, u32 shared,
                                         const Barriers& barriers, const Tiles& tiles, int2 range) {
-    constexpr int ROWS = TILE_M / CLUSTER_N;
-    const int x_part = CLUSTER_N > 1 ? tiles.rank : 0, w_part = CLUSTER_M > 1 ? tiles.rank : 0;
     int ahead = 0;  // stages that have their weights, but not yet x
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
         int2 origin = tiles.origin(tiles.first());
@@ -185,7 +162,7 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Weights& weigh
         for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
             const u32 stage = shared + ahead * STAGE_BYTES, full = barriers.full(ahead);
             hopper::barrier_arrive_expect(full, STAGE_BYTES);
-            load_weights(w, up, stage, full, w_part, origin.y, (range.x + ahead) * K_STEP);
+            load_weights(w, up, stage, full, origin.y, (range.x + ahead) * K_STEP);
         }
     }
     wait_for_predecessor();
@@ -200,23 +177,15 @@ __device__ __forceinline__ void produce(const TensorMap& x, const Weights& weigh
             } else {
                 hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
                 hopper::barrier_arrive_expect(full, STAGE_BYTES);
-                load_weights(w, up, stage, full, w_part, origin.y, step * K_STEP);
+                load_weights(w, up, stage, full, origin.y, step * K_STEP);
             }
-            load_part<CLUSTER_N>(x, stage + x_part * ROWS * ROW_BYTES, full, step * K_STEP, origin.x + x_part * ROWS);
+            hopper::load(x, stage, full, step * K_STEP, origin.x);
             ring.next();
         }
     }
 }
 
 // ---- the consumers ----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void release(u32 empty, int thread) {
-    if constexpr (CLUSTER == 1) {
-        if (thread == 0) hopper::barrier_arrive(empty);
-    } else {
-        if (thread < CLUSTER) hopper::barrier_arrive_at(empty, thread);
-    }
-}
 
 // Named barriers 1 and 2: all threads of a consumer. 3 and 4, of both: it is this consumer's turn to multiply. A
 // consumer that takes turns has not seen the other's stages fill, and could not tell a phase from the last but one.
@@ -248,12 +217,12 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
                     with_low(w, w_low + stage + i * W_STEP), step > 0 || i > 0);
         hopper::wgmma_commit();
         hopper::wgmma_wait<1>();
-        if (step > 0) release(before, thread);
+        if (step > 0 && thread == 0) hopper::barrier_arrive(before);
         before = barriers.empty(ring.at);
         ring.next();
     }
     hopper::wgmma_wait<0>();
-    release(before, thread);
+    if (thread == 0) hopper::barrier_arrive(before);
 #pragma unroll
     for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
 }

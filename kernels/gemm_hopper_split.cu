@@ -1,7 +1,7 @@
 // gemm_hopper.cu for products of few tiles and long k: the SPLIT blocks of a cluster share a tile, and each sums over a
 // part of k. Then each finishes a part of the columns, with the others' sums of them in its shared memory.
 //
-// Constants: those of gemm_hopper.cuh, without PINGPONG and with no other cluster. Every block has a step of k or more.
+// Constants: those of gemm_hopper.cuh, without PINGPONG. Every block has a step of k or more.
 #include "gemm_hopper.cuh"
 
 namespace {
@@ -13,7 +13,7 @@ constexpr int SUMS_AT = STAGES * STAGE_BYTES;
 constexpr int SUMS_BYTES = (SPLIT - 1) * OWN * (1 + GATED) * THREADS * 16;
 constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
 
-static_assert(SPLIT > 1 && CLUSTER == 1 && !PINGPONG);
+static_assert(SPLIT > 1 && !PINGPONG);
 
 // The sums that other blocks have of the columns that this one finishes.
 struct Exchange {
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
         if constexpr (GATED) hopper::prefetch(up);
     }
     init_barriers(barriers, 0);
-    sync_cluster();  // the other blocks have started: their shared memory may be written
+    sync_blocks();
     const Weights weights{{&w}, {n}};
     const Tiles tiles(m, weights.columns(), group);
     release_successor();

@@ -66,14 +66,6 @@ __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier at the same place in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{ .reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank)
-                 : "memory");
-}
-
 // Returns once the phase of that parity is complete: 0 is the first; a fresh barrier counts as past phase 1.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred done;\n"
@@ -116,14 +108,6 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
     TMA_LOAD("5d", "{%3, %4, %5, %6, %7}", "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4));
 }
 #undef TMA_LOAD
-
-// The same box into the same place, with the same barrier, of every block whose bit is set in `blocks`.
-__device__ __forceinline__ void load_multicast(const TensorMap& map, u32 to, u32 barrier, unsigned short blocks, int c0,
-                                               int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "h"(blocks)
-                 : "memory");
-}
 
 // Stores a box; what lies outside the tensor is not written. Ordinary stores to `from` need store_fence before.
 #define TMA_STORE(rank, places, ...)                                                                               \

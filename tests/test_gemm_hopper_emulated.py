@@ -62,12 +62,11 @@ CASES = [
     Case(Tiling(128, 256), 200, 520, 136, "float16", False, LINEAR, 2),
     Case(Tiling(256, 128), 300, 264, 136, "bfloat16", True, (), 2),
     Case(Tiling(128, 192), 200, 392, 264, "float16", True, LINEAR, 1),
-    Case(Tiling(128, 128, pingpong=True, cluster_m=2), 300, 264, 200, "float16", False, LINEAR, 2),
-    Case(Tiling(128, 128, pingpong=True, cluster_n=2), 200, 392, 200, "float16", True, (), 2),
+    Case(Tiling(192, 128, pingpong=True), 300, 264, 200, "float16", False, ("bias", "residual"), 2),
     Case(Tiling(128, 64, split=3), 100, 136, 456, "float16", False, LINEAR, None),
     Case(Tiling(128, 128, split=2), 100, 136, 200, "bfloat16", True, GATED, None),
     Case(Tiling(128, 128, pingpong=True), 200, 264, 136, "float16", False, ("bias",), 2, (136, 72)),
-    Case(Tiling(64, 64, pingpong=True, cluster_n=2), 100, 72, 200, "bfloat16", True, ("bias",), 2, (136,)),
+    Case(Tiling(128, 64), 100, 72, 200, "bfloat16", True, ("bias",), 2, (136,)),
 ]
 
 

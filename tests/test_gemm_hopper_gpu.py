@@ -22,7 +22,7 @@ from onnxfuse.provider.source import architecture, options, source_text
 
 pytestmark = pytest.mark.gpu
 
-# One element of everything; k below and inside a stage; odd m; n that ends inside a piece, a tile, a cluster; more
+# One element of everything; k below and inside a stage; odd m; n that ends inside a piece and a tile; more
 # tiles than multiprocessors, so that rings and slots go around; k of many rounds.
 SIZES = [(1, 8, 8), (1, 4096, 64), (129, 264, 40), (300, 1032, 328), (1000, 200, 1000), (2100, 2104, 136),
          (4096, 768, 768), (77, 96, 8192)]  # fmt: skip

@@ -306,7 +306,6 @@ inline void barrier_init(u32 barrier, u32 arrivals) {
 inline void barrier_init_fence() {}
 inline void barrier_arrive(u32 barrier) { count(here, barrier, 1, 0); }
 inline void barrier_arrive_expect(u32 barrier, u32 bytes) { count(here, barrier, 1, bytes); }
-inline void barrier_arrive_at(u32 barrier, u32 block) { count(cluster[block], barrier, 1, 0); }
 inline void barrier_wait(u32 barrier, u32 parity) {
     std::unique_lock<std::mutex> held(lock);
     const Barrier& waited = here->barriers[barrier];
@@ -322,11 +321,6 @@ inline void prefetch(const TensorMap&) {}
 inline void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
     load_into(here, *map.map, to, barrier, c0, c1);
 }
-inline void load_multicast(const TensorMap& map, u32 to, u32 barrier, unsigned short blocks, int c0, int c1) {
-    for (size_t i = 0; i < cluster.size(); ++i)
-        if (blocks >> i & 1) load_into(cluster[i], *map.map, to, barrier, c0, c1);
-}
-
 inline void store(const TensorMap& map, u32 from, int c0, int c1) {
     if (stores.empty()) stores.emplace_back();
     stores.back().push_back({map.map, from, c0, c1});
