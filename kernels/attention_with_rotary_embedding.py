@@ -64,9 +64,7 @@ def _places(problem: Attention) -> tuple[Heads, Heads]:
     return q, k
 
 
-def _rotary(
-    node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, places: tuple[Heads, Heads]
-) -> Rotary:
+def _rotary(node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, places: tuple[Heads, Heads]) -> Rotary:
     cos, sin = required(node, inputs, "cos"), required(node, inputs, "sin")
     operator = node.attributes.get("rotary", "rotate_half") == "operator"
     rotated = cos.shape[-1] * (2 if operator else 1)
