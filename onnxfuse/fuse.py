@@ -86,7 +86,7 @@ def _sweep(
         if not node.outputs or op_of(node) not in by_root or id(node) in later:
             continue
         matches, missed = _matches_at(node, by_root[op_of(node)])
-        matches = _without_ends(graph, matches, by_root)
+        matches = _without_ends(matches, by_root)
         if matches and matches[0].siblings:
             later |= {id(other): (other, None) for other in matches[0].nodes} | {id(node): (node, matches[0])}
         else:
@@ -115,17 +115,16 @@ def _matches_at(node: Node, matchers: Sequence[Matcher]) -> tuple[list[Match], l
     return sorted(matches, key=lambda m: (-len(m.nodes), m.fusion.name)), [m for m in found if isinstance(m, Miss)]
 
 
-def _without_ends(graph: Graph, matches: Sequence[Match], by_root: Mapping[str, Sequence[Matcher]]) -> list[Match]:
+def _without_ends(matches: Sequence[Match], by_root: Mapping[str, Sequence[Matcher]]) -> list[Match]:
     """A smaller match first where the largest has an output inside which another fusion may end with.
 
-    What is written for others anyway costs nothing there: a product that adds its residual and a norm of the sum move
-    four tensors, a product and the norm of a sum, which writes the sum too, five.
+    So a product adds its residual, and a norm only reads the sum. Where others read the sum too, that saves a tensor's
+    way to memory; where none do, it is as much traffic, but part of it is hidden by the product's arithmetic: 4096x768
+    in float16 on an H200 takes 3.6 us as layer_norm, 6.6 as add_layer_norm, and a residual makes a product 0.8 longer.
     """
-    if len(matches) < 2 or len(matches[0].outputs) < 2 or matches[0].siblings:
+    if len(matches) < 2 or matches[0].siblings:
         return list(matches)
-    inside = {id(node) for node in matches[0].nodes}
-    read = [t for t in matches[0].outputs[1:] if graph.is_kept(t) or any(id(n) not in inside for n in t.outputs)]
-    ends = {id(t.inputs[0]) for t in read if _ends_here(t, by_root)}
+    ends = {id(t.inputs[0]) for t in matches[0].outputs[1:] if _ends_here(t, by_root)}
     return sorted(matches, key=lambda match: any(id(node) in ends for node in match.nodes))
 
 

@@ -66,7 +66,7 @@ def test_the_json_says_what_was_measured_and_where(measured: tuple[Result, dict[
                            "ops", "ops_error", "copy_bytes_per_second"}  # fmt: skip
     assert (result["schema"], result["provider"], result["model"]) == (1, "cpu", str(BERT))
     assert result["inputs"] == {"input_ids": "3x16 int64", "attention_mask": "3x16 int64"}
-    assert result["fused"]["add_layer_norm"] == 4
+    assert result["fused"]["layer_norm"] == 5
     assert {"python", "onnxfuse", "numpy"} <= set(result["versions"])
     assert result["copy_bytes_per_second"] > 1e8
 

@@ -38,23 +38,15 @@ def of(architecture: Formulas, config: Config) -> Counts:
     return {name: count for name, formula in sorted(architecture.items()) if (count := formula(config))}
 
 
-# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add.  Where the sum goes on, as before
-# every norm but the last in a pre-norm model, the product before takes the Add in, elsewhere the norm.  The norm that
-# follows the embeddings has none: their sum is broadcast over the batch, or there is no sum.
-POST_NORM = {
-    "add_layer_norm": lambda c: 2 * c["layers"],
-    "layer_norm": lambda c: 1,  # after the embeddings
+# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add, which the product before takes.
+# One more norm follows the embeddings, or the last layer.
+POST_NORM = PRE_NORM = {
+    "layer_norm": lambda c: 2 * c["layers"] + 1,
     "attention": lambda c: c["layers"],
 }
-PRE_NORM = {
-    "add_layer_norm": lambda c: 1,
-    "layer_norm": lambda c: 2 * c["layers"],
-    "attention": lambda c: c["layers"],
-}
-RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"] - 1}  # output and down without biases, but the last
+RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"]}  # output and down, without biases
 DECODER: Formulas = RESIDUALS | {
-    "add_rms_norm": lambda c: 1,
-    "rms_norm": lambda c: 2 * c["layers"],
+    "rms_norm": lambda c: 2 * c["layers"] + 1,
     "attention_with_rotary_embedding": lambda c: c["layers"],  # which norms of queries and keys are parts of, too
 }
 PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
@@ -84,7 +76,6 @@ FUSED: Mapping[str, Formulas] = {
     "phi3": DECODER | {"gated_gemm": lambda c: c["layers"]},  # of the halves of one weight
     "qwen3": LLAMA,
     "t5_encoder": {
-        "add_rms_norm": LLAMA["add_rms_norm"],
         "rms_norm": LLAMA["rms_norm"],
         "attention": lambda c: c["layers"],
         "parallel_gemm": lambda c: c["layers"],
@@ -99,15 +90,15 @@ FUSED: Mapping[str, Formulas] = {
     },
     "clip_text": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"]},
     "transformer_encoder": {
-        "add_layer_norm": lambda c: 2 * c["layers"],
+        "layer_norm": lambda c: 2 * c["layers"],
         "attention": lambda c: c["layers"],
         "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
     },
     "swin": {
-        # In all 2 a block, one for embedding or patch merging, and the last.  Products add the residual at the end of
-        # all blocks but a stage's last, and before where one window is the whole map, so that no moves lie between.
-        "add_layer_norm": lambda c: sum(c["depths"]) - c["depths"][-1] + 1,
-        "layer_norm": lambda c: sum(c["depths"]) + c["depths"][-1] + len(c["depths"]),
+        # In all 2 a block, one for embedding or patch merging, and the last.  Products cannot add the residual where
+        # moves of windows lie between: after attention, but where one window is the whole map.
+        "add_layer_norm": lambda c: sum(c["depths"]) - c["depths"][-1],
+        "layer_norm": lambda c: sum(c["depths"]) + c["depths"][-1] + len(c["depths"]) + 1,
         "attention": lambda c: sum(c["depths"]),
         "parallel_gemm": lambda c: sum(c["depths"]),
         "gemm_bias_activation": lambda c: THREE_LINEARS * sum(c["depths"]),
@@ -131,10 +122,10 @@ PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
     "vit": {"Conv": lambda c: 1},  # patches
-    "llama": {"MatMul": lambda c: 2},  # the last down, and logits
+    "llama": {"MatMul": lambda c: 1},  # logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
-    "t5_encoder": {"MatMul": lambda c: 1},  # the last
+    "t5_encoder": {},
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
     "transformer_encoder": {},
@@ -144,14 +135,15 @@ PLAIN: Mapping[str, Formulas] = {
     "whisper_encoder": {},
 }
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
-PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: c["layers"] + 2}}
+PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: c["layers"] + 1}}
 
-# Residuals that norms add although their sums go on, because the product before cannot.
+# Residuals that norms add, because the product before cannot.
 ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     # Attention's result goes on as rows, and so does its product, but the residual has three axes.
     **{f"gpt2_{attention}_dynamo_{dtype}.onnx": lambda c: c["layers"] for attention in ("sdpa", "eager")
        for dtype in ("fp16", "fp32")},
-    "llama_sdpa_ts_fp16.onnx": lambda c: 1,  # the converter has put the first Add into float32
+    "transformer_encoder_dynamo_fp32.onnx": lambda c: c["layers"],
+    "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
 
 
