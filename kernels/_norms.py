@@ -67,7 +67,7 @@ def _tilings(
     weight_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in _present(node, inputs, "scale", "bias"))
     most_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     usual = tiling(rows, length, wide, device, item_bytes, weight_bytes, most_threads)
-    loop = looping(usual, rows, device, item_bytes, weight_bytes)
+    loop = looping(usual, rows, length, device, item_bytes, weight_bytes)
     if loop is None or usual.width * usual.chunks < USUAL_VALUES:
         return [usual]
     return [loop, usual] if loops_win(usual, loop, rows, device) else [usual, loop]

@@ -138,7 +138,9 @@ def _warp_rows(rows: int, length: int, width: int, few: bool, adds: bool, device
     return Tiling(width, threads, chunks, side_by_side, early=early)
 
 
-def looping(tiles: Tiling, rows: int, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> Tiling | None:
+def looping(
+    tiles: Tiling, rows: int, length: int, device: Device, item_bytes: Sequence[int], weight_bytes: int
+) -> Tiling | None:
     """The same with resident blocks only, which load their next rows while they compute.
 
     None where a row has a block, where all rows are resident, and where registers cannot hold it all.
@@ -149,7 +151,8 @@ def looping(tiles: Tiling, rows: int, device: Device, item_bytes: Sequence[int],
     most = resident * device.multiprocessors
     pack = 4 * tiles.width + sum(max(4, tiles.width * size) for size in item_bytes)  # bytes in registers
     words = tiles.chunks * (pack + (tiles.width * weight_bytes if warp else 0)) // 4
-    if words > most_words or tiles.cluster > 1 or tiles.held or device.arch not in MANY_BLOCKS:
+    kept = _fits(length // tiles.width, tiles.threads, tiles.chunks, 1) and not tiles.held
+    if words > most_words or not kept or device.arch not in MANY_BLOCKS or (device.arch < 90 and not warp):
         return None
     if _over(rows, tiles.rows_per_block) <= most:
         return None
@@ -164,6 +167,8 @@ def loops_win(usual: Tiling, loop: Tiling, rows: int, device: Device) -> bool:
 
 def _one_wave(rows: int, tiles: Tiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
     """Resident blocks that take all rows at once, as far as there are registers for inputs or values, and weights."""
+    if device.arch < 80:
+        return 1  # its code needs more registers than this counts
     words = max(4, sum(item_bytes)) + weight_bytes  # of a value, in bytes
     registers = 16 + tiles.width * tiles.chunks * words // 4
     wanted = _over(_over(rows, tiles.rows_per_block), device.multiprocessors)
