@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import copies, per_launch, versions
 from onnxfuse.kernels import attention
 from onnxfuse.provider import planner
-from onnxfuse.provider.compile import gpu
+from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import FusedNode, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
@@ -261,23 +261,6 @@ def text(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['name']:36}{us:10.2f}{peers}  {rate} (target {row['target'] or 'none'}; {best}{chosen})"
 
 
-def precompile(plans: Sequence[Plan]) -> None:
-    """Compile with many compilers at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import cupy
-
-    from onnxfuse.provider.source import architecture, options, source_text
-
-    def one(step: Launch) -> None:
-        kernel = step.kernel
-        own = (f"-arch={architecture(kernel, gpu(0).arch)}",) if kernel.arch_specific else ()
-        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=(*options(kernel), *own)).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, [step for plan in plans for step in plan.steps if isinstance(step, Launch)]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -288,7 +271,10 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     kinds = set(filter(None, given.only.split(",")))
     chosen = [case for dtype in given.dtypes.split(",") for case in cases(dtype) if not kinds or case.kind in kinds]
-    precompile([plan for case in chosen for plan in ways(case, case.tensors()).values()])
+    for plan in [plan for case in chosen for plan in ways(case, case.tensors()).values()]:
+        for step in plan.steps:
+            if isinstance(step, Launch):
+                compile_kernel(step.kernel, 0)
     rows: list[dict[str, Any]] = []
     print(f"{'':36}{'ours us':>10}{''.join(f'{peer:>10}' for peer in PEERS)}")
     for case in chosen:

@@ -11,6 +11,7 @@ import pytest
 
 from onnxfuse.kernels._attention import Attention, Heads, Scores
 from onnxfuse.kernels._attention_hopper import plans
+from onnxfuse.kernels.attention import ways
 from onnxfuse.provider.plan import Device, Launch, Pointer, Scalar, TensorMap
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -124,6 +125,13 @@ def test_what_a_mask_leaves_out_is_infinitely_low(changes: dict[str, Any]) -> No
         assert isinstance(launch, Launch)
         numbers = [x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"]
         assert numbers[2] == -math.inf
+
+
+def test_a_mask_of_all_heads_is_not_judged_by_random_values() -> None:
+    """They leave no tile out, as masks of models do; what differs between heads is a bias, and timed."""
+    assert [way.name for way in ways(problem(64, **additive("float16")), H200)] == ["hopper 64x64, 2 stages, 3 blocks"]
+    every_head = dataclasses.replace(scores("float16"), head=LENGTH * LENGTH)
+    assert len(ways(problem(64, mask_kind="additive", mask=every_head), H200)) > 3
 
 
 @pytest.mark.parametrize("masked", [-1e4, -3.4028234663852886e38])
