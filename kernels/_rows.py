@@ -152,9 +152,9 @@ def looping(
     pack = 4 * tiles.width + sum(max(4, tiles.width * size) for size in item_bytes)  # bytes in registers
     words = tiles.chunks * (pack + (tiles.width * weight_bytes if warp else 0)) // 4
     kept = _fits(length // tiles.width, tiles.threads, tiles.chunks, 1) and not tiles.held
-    if words > most_words or not kept or device.arch not in MANY_BLOCKS or (device.arch < 90 and not warp):
+    if words > most_words or not kept or device.arch not in MANY_BLOCKS or _over(rows, tiles.rows_per_block) <= most:
         return None
-    if _over(rows, tiles.rows_per_block) <= most:
+    if not warp and (device.arch < 90 or max(item_bytes) > 2):  # which spill
         return None
     return replace(tiles, early=warp, min_blocks=resident, most_blocks=most)
 
