@@ -25,6 +25,7 @@ import importlib
 import json
 import math
 import multiprocessing
+import os
 import queue
 import statistics
 import threading
@@ -303,6 +304,7 @@ def work(given: argparse.Namespace, number: int, ready: Any, turn: Any, rows: An
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, as they come."""
     spawn = multiprocessing.get_context("spawn")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
     given.processes = min(given.processes, len(chosen(given)))
     shared = spawn.Barrier(given.processes), spawn.Lock(), spawn.Queue()
     workers = [spawn.Process(target=work, args=(given, i, *shared), daemon=True) for i in range(given.processes)]
