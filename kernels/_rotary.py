@@ -78,7 +78,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
         "Y_T": STORAGE[problem.y_dtype], "SCALE_T": STORAGE[problem.scale_dtype or "float32"],
         "SIZE": problem.size, "ROTATED": problem.rotated, "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
-        "HEADS_EACH": each, "GROUPS_EACH": math.gcd(groups, GROUPS_EACH), "PLACES_EACH": 0,
+        "HEADS_EACH": each, "GROUPS_EACH": math.gcd(groups, GROUPS_EACH),
         "WIDTH": wide, "LANES": lanes, "NORM": int(bool(problem.scale_dtype)),
         "INTERLEAVED": int(problem.interleaved), "WHOLE_TABLE": int(problem.whole_table),
         "TABLE_BATCHED": int(problem.tables.shape[0] > 1), "THREADS": THREADS,

@@ -7,7 +7,6 @@
 //   SIZE           of a head; ROTATED of them are rotated, the rest is copied
 //   HEADS          of the first tensor, MORE_HEADS of the second (0: there is none); HEADS_EACH of them per thread
 //   GROUPS_EACH    groups of as many heads that lie side by side in a block before the next place; divides their number
-//   PLACES_EACH    places in a row of one group, before the next group's; divides their number; 0: all of them
 //   WIDTH          elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   LANES          threads of a head; with NORM a power of two up to 32
 //   INTERLEAVED    1: the elements of a pair are neighbours; 0: half of ROTATED apart
@@ -167,11 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!NORM && !present) return;  // the lanes of a norm wait for each other
     const int lane = int(item % LANES);
     const INDEX side = item / LANES % GROUPS_EACH, beside = item / (LANES * GROUPS_EACH);
-    const INDEX run = PLACES_EACH ? PLACES_EACH : seq, above = beside / run;
+    const INDEX place = beside % seq, above = beside / seq;
     const int group = int(above % (ALL_GROUPS / GROUPS_EACH)) * GROUPS_EACH + int(side);
-    const INDEX beyond = above / (ALL_GROUPS / GROUPS_EACH);
-    const INDEX batch = PLACES_EACH ? beyond / (seq / run) : beyond;
-    const INDEX place = (PLACES_EACH ? beyond % (seq / run) * run : 0) + beside % run;
+    const INDEX batch = above / (ALL_GROUPS / GROUPS_EACH);
     const INDEX table = ((TABLE_BATCHED ? batch : 0) * seq + place) * TABLE_ROW;
     release_successor();
     wait_for_predecessor();
