@@ -54,7 +54,7 @@ def run(cache: Path, full: bool = False, tune: str = "never") -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
