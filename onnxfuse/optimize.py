@@ -24,6 +24,7 @@ from onnxfuse.gate_halves import split_gates
 from onnxfuse.graph import Array, Graph
 from onnxfuse.graph_protos import read_graph, write_model
 from onnxfuse.normalize import normalize
+from onnxfuse.patches import patches_to_products
 from onnxfuse.report import Dropped, Report, Traffic, traffic
 from onnxfuse.shapes import Shapes, infer_shapes
 from onnxfuse.terms import Fusion
@@ -183,7 +184,7 @@ def prepare(graph: Graph, shapes: Shapes, weights: bool = True) -> list[Folded]:
     folded: list[Folded] = []
     for _ in range(ROUNDS):
         new = [*fold_constants(graph, shapes), *fold_shapes(graph, shapes)]
-        changes = normalize(graph, shapes) + thin_masks(graph, shapes)
+        changes = normalize(graph, shapes) + thin_masks(graph, shapes) + patches_to_products(graph, shapes)
         if weights:
             new += fold_batch_norm(graph, shapes) + split_gates(graph, shapes)
         folded += new

@@ -60,7 +60,8 @@ FOUR_LINEARS = 4  # and query, key and value, which are one in the model
 FUSED: Mapping[str, Formulas] = {
     "bert": POST_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
     "gpt2": PRE_NORM | {"gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"]},
-    "vit": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 1},  # the pooler
+    # and patches and the pooler
+    "vit": PRE_NORM | PROJECTIONS | {"gemm_bias_activation": lambda c: THREE_LINEARS * c["layers"] + 2},
     "llama": LLAMA,
     "resnet50": {
         "conv_bias_activation": lambda c: 1 + 3 * sum(c["depths"]),  # the stem, and three in a bottleneck
@@ -101,7 +102,7 @@ FUSED: Mapping[str, Formulas] = {
         "layer_norm": lambda c: sum(c["depths"]) + c["depths"][-1] + len(c["depths"]) + 1,
         "attention": lambda c: sum(c["depths"]),
         "parallel_gemm": lambda c: sum(c["depths"]),
-        "gemm_bias_activation": lambda c: THREE_LINEARS * sum(c["depths"]),
+        "gemm_bias_activation": lambda c: THREE_LINEARS * sum(c["depths"]) + 1,  # patches
     },
     "convnext": {
         "layer_norm": lambda c: 1 + sum(c["depths"]) + (len(c["depths"]) - 1) + 1,  # stem, blocks, downsampling, end
@@ -121,7 +122,7 @@ FUSED: Mapping[str, Formulas] = {
 PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
-    "vit": {"Conv": lambda c: 1},  # patches
+    "vit": {},
     "llama": {"MatMul": lambda c: 1},  # logits
     "resnet50": {"Conv": lambda c: len(c["depths"])},  # the shortcuts
     "mobilenetv3": {"Conv": lambda c: 11 - 6},  # projections without a residual
@@ -129,7 +130,7 @@ PLAIN: Mapping[str, Formulas] = {
     "gpt_neox": {"MatMul": lambda c: 1},  # logits
     "clip_text": {},
     "transformer_encoder": {},
-    "swin": {"Conv": lambda c: 1, "MatMul": lambda c: len(c["depths"]) - 1},  # patches, and merging them
+    "swin": {"MatMul": lambda c: len(c["depths"]) - 1},  # merging patches
     "convnext": {"Conv": lambda c: 1 + sum(c["depths"]) + len(c["depths"]) - 1},  # stem, depthwise, downsampling
     "efficientnet_b0": {"Conv": lambda c: 16 - 9},
     "whisper_encoder": {},
