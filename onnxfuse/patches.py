@@ -1,8 +1,8 @@
 """A convolution whose windows lie side by side is a matrix product of patches, as vision transformers read images.
 
 With `Conv > Reshape > Transpose` a runtime computes (batch, channels, places) and turns it; the product computes
-(batch, places, channels), and what follows can be fused into it. On an H200 that takes 0.43 of the 2.86 ms off a ViT-B/16
-of 32 images in float16.
+(batch, places, channels), and what follows can be fused into it. On an H200 a ViT-B/16 of 32 images in float16 takes
+2.43 ms so, and 2.86 with its convolution.
 """
 
 from __future__ import annotations
