@@ -47,6 +47,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 L2_BYTES = 60 << 20
 MOST_SETS = 64
 REPLAYS = 11
+PAGE = 2 << 20  # bytes
 LATE = 30.0  # seconds that processes wait for each other
 GRAPH_US = 1000.0  # of work in a graph, at least
 
@@ -150,9 +151,13 @@ def measure(case: Case, peers: Peers) -> dict[str, Any]:
     if compiled := peers.inductor:
         row["inductor_us"], _ = per_launch([lambda r=r: compiled(*r) for r in read], moved)
         row["inductor_chain_us"], _ = per_launch([chained_formula(case, compiled, read[0])], moved)
+    failed = dict(peers.failed)
     if peers.ort:
-        row["ort_chain_us"] = peers.ort()
-    return {**row, **peers.failed}
+        try:
+            row["ort_chain_us"] = peers.ort()
+        except Exception as error:
+            failed["ort_failed"] = str(error).splitlines()[0]
+    return {**row, **failed}
 
 
 def rotated(plan: Plan, read: list[list[torch.Tensor]], written: list[list[torch.Tensor]]) -> list[Callable[[], None]]:
@@ -190,8 +195,9 @@ def chained_formula(case: Case, formula: Callable[..., Any], read: list[torch.Te
 
 
 def copies(moved: int, count: int) -> list[Callable[[], Any]]:
-    """Device copies that read and write `moved` bytes together."""
-    sources = [torch.empty(max(16, moved // 2), device="cuda", dtype=torch.uint8).random_(0, 255) for _ in range(count)]
+    """Device copies that read and write `moved` bytes together: whole pages, as others may take half as long again."""
+    size = moved // 2 // PAGE * PAGE or max(16, moved // 2)
+    sources = [torch.empty(size, device="cuda", dtype=torch.uint8).random_(0, 255) for _ in range(count)]
     return [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
 
 
