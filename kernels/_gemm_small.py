@@ -21,7 +21,6 @@ from onnxfuse.kernels._types import EARLY_ARCH, ITEM_BYTES, VECTOR_BYTES
 from onnxfuse.provider.plan import Device, Kernel, Launch
 
 MOST_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
-MOST_STREAMED_ROWS: Final = 128
 MOST_DOT_ROWS: Final = 8
 
 
@@ -44,9 +43,10 @@ class Dots:
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to multiply a few rows, the likeliest first; none for many rows."""
-    streamed = gemm.m <= MOST_STREAMED_ROWS and _gemm_stream.usable(gemm, device)
-    streams = _gemm_stream.plans(gemm, device) if streamed else []
-    if gemm.beside or gemm.m > MOST_ROWS:
+    if gemm.m > MOST_ROWS:
+        return []
+    streams = _gemm_stream.plans(gemm, device) if _gemm_stream.usable(gemm, device) else []
+    if gemm.beside:
         return streams
     tiles = _tilings(gemm, device) if usable(gemm, device) and not streams else []
     tiled = [candidate(gemm, tiling, device) for tiling in tiles]

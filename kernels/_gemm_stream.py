@@ -70,7 +70,7 @@ def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to multiply these rows, the likeliest first: what asks for most of the weights at once."""
     rows = next((count for count in ROWS if gemm.m <= count), ROWS[-1])
     found = [stream for columns in COLUMNS if (stream := _chosen(gemm, rows, columns, device))]
-    return [candidate(gemm, stream) for stream in sorted(found, key=lambda each: -_asked(gemm, each, device))]
+    return [candidate(gemm, stream) for stream in sorted(found, key=lambda each: -_worth(gemm, each, device))]
 
 
 def _chosen(gemm: Gemm, rows: int, columns: int, device: Device) -> Stream | None:
@@ -109,6 +109,15 @@ def _asked(gemm: Gemm, stream: Stream, device: Device) -> int:
     each = min(stream.warps * stream.stages, -(-_steps(gemm) // stream.cluster)) * stream.columns
     resident = min(2, (device.shared_per_block + RESERVED_BYTES) // (stream.shared(parts(gemm)) + RESERVED_BYTES))
     return min(_blocks(gemm, stream), resident * device.multiprocessors) * each
+
+
+def _worth(gemm: Gemm, stream: Stream, device: Device) -> int:
+    """The same; where it is not all of them, blocks of larger clusters, of which some start late, get half as far.
+
+    16x2048x8192 on an H200: 12.7 us in clusters of eight, 10.4 in pairs.
+    """
+    asked, every = _asked(gemm, stream, device), _steps(gemm) * sum(one.n for one in (gemm, *gemm.beside))
+    return every if asked >= every else asked // (2 if stream.cluster > 2 else 1)
 
 
 def _tiles(gemm: Gemm, rows: int, columns: int) -> int:
