@@ -12,8 +12,6 @@ from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Sc
 K_STEP: Final = 64  # elements of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
 PIECE: Final = 64  # rows and columns of y that are stored at once
-CONSUMERS: Final = 2
-THREADS: Final = 128 * (1 + CONSUMERS)
 FEWEST_STAGES: Final = 3
 MOST_STAGES: Final = 12
 MOST_CANDIDATES: Final = 6
@@ -30,6 +28,11 @@ class Tiling:
     split: int = 1  # blocks of a cluster, which share a tile, each with a part of k
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return 3 if self.m == 192 and not self.pingpong else 2
+
+    @property
     def name(self) -> str:
         """For reports."""
         return f"{self.m}x{self.n}{' pingpong' if self.pingpong else f' k/{self.split}' if self.split > 1 else ''}"
@@ -42,6 +45,7 @@ TILINGS: Final = (
     Tiling(128, 256),
     Tiling(256, 128),
     Tiling(128, 192),
+    Tiling(192, 192),
     Tiling(128, 128),
     Tiling(64, 256, pingpong=True),
     Tiling(64, 192, pingpong=True),
@@ -139,11 +143,11 @@ def columns(gemm: Gemm, tiling: Tiling) -> int:
 def fixed_bytes(gemm: Gemm, tiling: Tiling) -> int:
     """Shared memory besides the ring of operand tiles."""
     if tiling.split > 1:
-        eights = tiling.m // PIECE // CONSUMERS * columns(gemm, tiling) // 8  # columns of y that a thread has sums of
+        eights = tiling.m // PIECE // tiling.consumers * columns(gemm, tiling) // 8  # of a thread's columns of y
         products = 2 if gemm.up else 1
-        return (tiling.split - 1) * -(-eights // tiling.split) * products * CONSUMERS * 128 * 16 + RESERVED_BYTES
-    results = tiling.m * columns(gemm, tiling) * 2 * (CONSUMERS if tiling.pingpong else 1)
-    return results + CONSUMERS * vectors(gemm) * columns(gemm, tiling) * 4 + RESERVED_BYTES
+        return (tiling.split - 1) * -(-eights // tiling.split) * products * tiling.consumers * 128 * 16 + RESERVED_BYTES
+    results = tiling.m * columns(gemm, tiling) * 2 * (2 if tiling.pingpong else 1)
+    return results + tiling.consumers * vectors(gemm) * columns(gemm, tiling) * 4 + RESERVED_BYTES
 
 
 def stage_bytes(tiling: Tiling) -> int:
@@ -164,7 +168,7 @@ def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
     launch = Launch(
         Kernel(source, source, defines(gemm, tiling, count), arch_specific=True),
         (blocks, 1, 1),
-        (THREADS, 1, 1),
+        (128 * (1 + tiling.consumers), 1, 1),
         arguments(gemm, tiling),
         shared=count * stage_bytes(tiling) + fixed_bytes(gemm, tiling),
         cluster=tiling.split,
@@ -179,7 +183,8 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
     return {
         "ELEMENT": STORAGE[gemm.dtype], "TRANSPOSED": int(gemm.transposed), "GATED": int(gemm.up is not None),
         "TILE_M": tiling.m, "TILE_N": columns(gemm, tiling), "PINGPONG": int(tiling.pingpong),
-        "STAGES": stages, "SPLIT": tiling.split, "ACTIVATION": gemm.activation, "PRECISE": 0,
+        "STAGES": stages, "SPLIT": tiling.split, "CONSUMERS": tiling.consumers,
+        "ACTIVATION": gemm.activation, "PRECISE": 0,
         "PRODUCTS": len(products(gemm)), "WEIGHTS_CONSTANT": int(all(each.constant for each in products(gemm))),
         "BIAS": has_bias(gemm), "UP_BIAS": int(gemm.up_bias is not None),
         "COLUMN_SCALE": int(gemm.column_scale is not None), "RESIDUAL": int(gemm.residual is not None),

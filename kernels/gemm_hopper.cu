@@ -1,6 +1,6 @@
 // y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual, with wgmma and TMA (sm_90a).
 //
-// A block has a producer warpgroup, of which one thread issues all loads, and two consumers; it stays and takes every
+// A block has a producer warpgroup, of which one thread issues all loads, and consumers; it stays and takes every
 // gridDim.x-th tile. Results go to memory by TMA, through shared memory, and residuals come the same way, during the
 // multiplications before.
 #include "gemm_hopper.cuh"

@@ -5,7 +5,8 @@
 //
 //   TILE_M, TILE_N  of y: what one round through k computes. GATED: two products of that size, side by side
 //   PINGPONG        1: each consumer warpgroup has tiles of its own, one finishes while the other multiplies
-//                   0: the two consumers share a tile, the upper and the lower half of its rows
+//                   0: the consumers share a tile, each has as many of its rows
+//   CONSUMERS       warpgroups that multiply: 2, or 3 that share a tile
 //   STAGES          of the ring of operand tiles in shared memory, 64 elements of k each
 //   SPLIT           blocks of a cluster, which share a tile, each with a part of k: 1 but for gemm_hopper_split.cu
 //   PRODUCTS        of x with as many weights, each of its own n and with its own y and bias: 1 to 3. Above 1 neither
@@ -26,14 +27,15 @@ using T = ELEMENT;
 constexpr int K_STEP = 64;
 constexpr int ROW_BYTES = 128;
 constexpr int COLUMNS = TILE_N * (1 + GATED);   // of accumulators: those of up follow those of w
-constexpr int CONSUMERS = 2;
 constexpr int GROUP_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = GROUP_ROWS / 64;                              // wgmmas above each other
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;    // 128 (40 + 2 * 232) of the 65536
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;        // 128 (40 + 2 * 232) of the 65536,
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;      // or 128 (32 + 3 * 160)
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
-static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256 && (PINGPONG || TILE_M % 128 == 0));
+static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256);
+static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
 static_assert(PRODUCTS == 1 || !(GATED || UP_BIAS || COLUMN_SCALE || RESIDUAL || SPLIT > 1));
 
 // Of the stages: `full` is complete when TMA has filled one, `empty` when it has been read.

@@ -61,6 +61,7 @@ CASES = [
     Case(Tiling(64, 64, pingpong=True), 200, 264, 136, "float16", False, ("residual",), 3),
     Case(Tiling(128, 256), 200, 520, 136, "float16", False, LINEAR, 2),
     Case(Tiling(256, 128), 300, 264, 136, "bfloat16", True, (), 2),
+    Case(Tiling(192, 192), 300, 392, 200, "float16", False, LINEAR, 2),
     Case(Tiling(128, 192), 200, 392, 264, "float16", True, LINEAR, 1),
     Case(Tiling(192, 128, pingpong=True), 300, 264, 200, "float16", False, ("bias", "residual"), 2),
     Case(Tiling(128, 64, split=3), 100, 136, 456, "float16", False, LINEAR, None),

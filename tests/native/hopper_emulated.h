@@ -129,8 +129,8 @@ struct Warp {
 struct Block {
     char* memory;
     std::map<u32, Barrier> barriers;
-    Meeting named[16], warpgroups[3];
-    Warp warps[12];
+    Meeting named[16], warpgroups[4];
+    Warp warps[16];
 };
 
 struct Stored {
@@ -139,7 +139,11 @@ struct Stored {
     int c0, c1;
 };
 
+#ifdef CONSUMERS
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+#else
 constexpr int THREADS = 384;
+#endif
 constexpr std::chrono::seconds PATIENCE(60);
 
 static std::mutex lock;
