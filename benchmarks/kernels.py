@@ -47,7 +47,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 L2_BYTES = 60 << 20
 MOST_SETS = 64
 REPLAYS = 11
-PAGE = 2 << 20  # bytes
+PAGE = 1 << 16  # bytes
 LATE = 30.0  # seconds that processes wait for each other
 GRAPH_US = 1000.0  # of work in a graph, at least
 
