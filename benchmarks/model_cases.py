@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx
 
-from onnxfuse.inputs import Array, generate, inputs_of, roles_of, sizes_to_try
-from onnxfuse.timing import Provider
+from onnxfuse.bench.timing import Provider
+from onnxfuse.verify.inputs import Array, generate, inputs_of, roles_of, sizes_to_try
 
 MODELS = Path(__file__).parent.parent / "models"
 

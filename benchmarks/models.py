@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model_cases import Case, Work, from_models, job_of
 from peers import PEERS, QUICK, Peer, reference, relative_error, release
 
-from onnxfuse.bench import versions
-from onnxfuse.session import first_line
-from onnxfuse.timing import WARM_UP, default_provider, device, interleaved, runs_within
+from onnxfuse.bench.bench import versions
+from onnxfuse.bench.timing import WARM_UP, default_provider, device, interleaved, runs_within
+from onnxfuse.verify.session import first_line
 
 CASES = (
     Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),

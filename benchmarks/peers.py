@@ -16,10 +16,10 @@ import onnx
 from model_cases import Case, Work, feeds_of, job_of, model_of
 from torch_peers import in_torch, in_torch_in_place
 
-from onnxfuse.inputs import Array
+from onnxfuse.bench.timing import bind, start
+from onnxfuse.model.widen import half_of, widened, widened_arrays
 from onnxfuse.optimize import optimize
-from onnxfuse.timing import bind, start
-from onnxfuse.widen import half_of, widened, widened_arrays
+from onnxfuse.verify.inputs import Array
 
 SAMPLE = 2**20  # values of an output that are compared
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values

@@ -10,7 +10,7 @@ from typing import Any
 
 from model_cases import Work, feeds_of, from_models, job_of
 
-from onnxfuse.inputs import Array
+from onnxfuse.verify.inputs import Array
 
 
 @functools.lru_cache(maxsize=1)

@@ -20,18 +20,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
-from onnxfuse import catalog, chart
-from onnxfuse.bench import bench
-from onnxfuse.document import signature, summary
+from onnxfuse.bench import chart
+from onnxfuse.bench.bench import bench
+from onnxfuse.bench.timing import default_provider
+from onnxfuse.bench.tuning import tune_file, tuning_tables
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.explain import explain, nearest, where_fused
-from onnxfuse.files import load
-from onnxfuse.inputs import load_inputs
+from onnxfuse.language import catalog
+from onnxfuse.language.document import signature, summary
+from onnxfuse.model.files import load
+from onnxfuse.model.save import save
 from onnxfuse.optimize import Clock, Run, optimize
-from onnxfuse.save import save
-from onnxfuse.timing import default_provider
-from onnxfuse.tuning import tune_file, tuning_tables
-from onnxfuse.verify import compare
+from onnxfuse.verify.inputs import load_inputs
+from onnxfuse.verify.verify import compare
 
 PATIENCE = 2.0  # seconds before a progress bar appears
 PACKAGES = "onnx", "onnx-graphsurgeon", "onnxruntime", "onnxruntime-gpu", "numpy", "cupy-cuda13x", "click", "rich"

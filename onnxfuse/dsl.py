@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from onnxfuse.errors import PatternError
-from onnxfuse.spans import Span, here
-from onnxfuse.terms import (
+from onnxfuse.language.spans import Span, here
+from onnxfuse.language.terms import (
     Apply,
     Capture,
     Choose,

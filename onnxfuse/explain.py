@@ -5,9 +5,9 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterable, Sequence
 
+from onnxfuse.language.spans import Span
 from onnxfuse.match import Miss
-from onnxfuse.rewrite import Fused
-from onnxfuse.spans import Span
+from onnxfuse.rewrite.replace import Fused
 
 
 def explain(miss: Miss) -> str:

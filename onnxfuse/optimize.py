@@ -14,22 +14,22 @@ from typing import Literal
 
 import onnx
 
-from onnxfuse import catalog
-from onnxfuse.batch_norm import fold_batch_norm
 from onnxfuse.errors import UsageError, VerificationError
-from onnxfuse.files import load
-from onnxfuse.fold import Folded, fold_constants, fold_shapes
-from onnxfuse.fuse import Fusing, fuse
-from onnxfuse.gate_halves import split_gates
-from onnxfuse.graph import Array, Graph
-from onnxfuse.graph_protos import read_graph, write_model
-from onnxfuse.normalize import normalize
-from onnxfuse.patches import patches_to_products
+from onnxfuse.language import catalog
+from onnxfuse.language.terms import Fusion
+from onnxfuse.model.files import load
+from onnxfuse.model.graph import Array, Graph
+from onnxfuse.model.linking import read_graph, write_model
+from onnxfuse.passes.batch_norm import fold_batch_norm
+from onnxfuse.passes.fold import Folded, fold_constants, fold_shapes
+from onnxfuse.passes.gate_halves import split_gates
+from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.patches import patches_to_products
+from onnxfuse.passes.thin import thin_masks
 from onnxfuse.report import Dropped, Report, Traffic, traffic
-from onnxfuse.shapes import Shapes, infer_shapes
-from onnxfuse.terms import Fusion
-from onnxfuse.thin import thin_masks
-from onnxfuse.verify import Verification, compare, first_difference
+from onnxfuse.rewrite.fuse import Fusing, fuse
+from onnxfuse.shapes.inference import Shapes, infer_shapes
+from onnxfuse.verify.verify import Verification, compare, first_difference
 
 ROUNDS = 4
 WEIGHTS = "batch_norm"  # the name under which folding into weights is reported when it is taken back

@@ -15,14 +15,14 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from onnxfuse.dims import Size, evaluate, symbols
 from onnxfuse.errors import ModelError
-from onnxfuse.fold import Folded
-from onnxfuse.graph import Graph, op_of
 from onnxfuse.match import Miss
-from onnxfuse.rewrite import Fused
-from onnxfuse.shapes import Shapes
-from onnxfuse.verify import Verification
+from onnxfuse.model.graph import Graph, op_of
+from onnxfuse.passes.fold import Folded
+from onnxfuse.rewrite.replace import Fused
+from onnxfuse.shapes.dims import Size, evaluate, symbols
+from onnxfuse.shapes.inference import Shapes
+from onnxfuse.verify.verify import Verification
 
 FREE = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 BATCH, OTHER = 1, 128  # assumed for dimensions that the model leaves open: those named like a batch, and the rest

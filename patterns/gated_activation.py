@@ -3,7 +3,7 @@
 from typing import Any
 
 from onnxfuse.dsl import fusion, part, rearrange, require, tensor
-from onnxfuse.graph import is_constant
+from onnxfuse.model.graph import is_constant
 from onnxfuse.patterns._activations import gate as activated
 
 

@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from runtimes import run
 from spellings import Unfused
 
-from onnxfuse.graph import schema
-from onnxfuse.terms import Fusion
+from onnxfuse.language.terms import Fusion
+from onnxfuse.model.graph import schema
 
 AXES = {"axis", "axes", "perm"}
 MOVES = {"Expand", "Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}

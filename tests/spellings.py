@@ -16,18 +16,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse import layout
-from onnxfuse.build import Builder, Variant, body
-from onnxfuse.dims import Dim, evaluate, symbol
-from onnxfuse.dims import Size as DimSize
 from onnxfuse.errors import PatternError
-from onnxfuse.graph import schema
-from onnxfuse.graph_protos import read_graph
-from onnxfuse.match import count
-from onnxfuse.match.names import unify
-from onnxfuse.match.siblings import may_be_absent, siblings
-from onnxfuse.shapes import infer_shapes
-from onnxfuse.terms import (
+from onnxfuse.language.terms import (
     Apply,
     Capture,
     Choose,
@@ -44,6 +34,16 @@ from onnxfuse.terms import (
     parts,
     walk,
 )
+from onnxfuse.match import count
+from onnxfuse.match.names import unify
+from onnxfuse.match.siblings import may_be_absent, siblings
+from onnxfuse.model.graph import schema
+from onnxfuse.model.linking import read_graph
+from onnxfuse.rewrite.build import Builder, Variant, body
+from onnxfuse.shapes import layout
+from onnxfuse.shapes.dims import Dim, evaluate, symbol
+from onnxfuse.shapes.dims import Size as DimSize
+from onnxfuse.shapes.inference import infer_shapes
 
 NEWEST, OLDEST = 24, 9
 LEADING = {"batch": 2, "seq": 3, "extra": 4}  # the axes that "..." stands for: as many of the first ones as asked for

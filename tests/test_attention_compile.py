@@ -13,12 +13,12 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from onnxfuse.build import Variant, function
-from onnxfuse.catalog import builtin
-from onnxfuse.graph import DOMAIN
 from onnxfuse.kernels import _attention_decode, _attention_mma, attention
 from onnxfuse.kernels._gemm import Candidate
+from onnxfuse.language.catalog import builtin
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.provider.plan import Device, FusedNode, Launch, TensorSpec
+from onnxfuse.rewrite.build import Variant, function
 
 T4 = Device("T4", 75, 40, 65536)
 H200 = Device("H200", 90, 132, 232448)

@@ -14,11 +14,11 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from test_attention_compile import ARGUMENTS, DEVICES, H200, T4
 
-from onnxfuse.build import Variant, function
-from onnxfuse.catalog import builtin
-from onnxfuse.graph import DOMAIN
 from onnxfuse.kernels import attention_with_cache
+from onnxfuse.language.catalog import builtin
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.provider.plan import Device, Launch, TensorSpec
+from onnxfuse.rewrite.build import Variant, function
 
 HALF = "float16"
 

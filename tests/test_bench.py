@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 from conftest import EXPORTED
 
 from onnxfuse import optimize
-from onnxfuse.bench import Bench, Contender, bench, with_speed_ups
+from onnxfuse.bench.bench import Bench, Contender, bench, with_speed_ups
+from onnxfuse.bench.timing import Spread, copy_rate, spread
 from onnxfuse.cli import main
-from onnxfuse.timing import Spread, copy_rate, spread
 
 BERT, RESNET = EXPORTED / "bert_sdpa_dynamo_fp16.onnx", EXPORTED / "resnet50_dynamo_fp32.onnx"
 DONE, FAILED, USAGE = 0, 1, 2
@@ -201,7 +201,7 @@ def test_without_times_of_operators_the_models_are_shown(monkeypatch: pytest.Mon
     def fail(*_: object, **more: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("onnxfuse.bench.op_times", fail)
+    monkeypatch.setattr("onnxfuse.bench.bench.op_times", fail)
     result = run(BERT, "--runs", "2")
     assert (result.exit_code, "Operators were not timed alone: no memory" in result.stdout) == (DONE, True)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from onnxfuse.dim_bounds import lower_bound, maximum, minimum, unclamped, upper_bound
-from onnxfuse.dim_text import parse_size
-from onnxfuse.dims import Dim, Size, divide, evaluate, is_known, product, symbol, symbols
+from onnxfuse.shapes.bounds import lower_bound, maximum, minimum, unclamped, upper_bound
+from onnxfuse.shapes.dim_text import parse_size
+from onnxfuse.shapes.dims import Dim, Size, divide, evaluate, is_known, product, symbol, symbols
 
 NAMES = ("batch", "past", "seq")
 VALUES = st.fixed_dictionaries({name: st.integers(1, 9) for name in NAMES})

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from onnxfuse.catalog import builtin
 from onnxfuse.cli import main
-from onnxfuse.document import catalogue
+from onnxfuse.language.catalog import builtin
+from onnxfuse.language.document import catalogue
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if path.name != "fusions.md")
@@ -19,7 +19,7 @@ PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if
 
 def test_the_catalogue_is_up_to_date() -> None:
     page = ROOT / "docs" / "fusions.md"
-    advice = "docs/fusions.md is not what patterns/ declares; run `python -m onnxfuse.document > docs/fusions.md`"
+    advice = "docs/fusions.md is out of date; run `python -m onnxfuse.language.document > docs/fusions.md`"
     assert page.exists(), advice
     assert page.read_text(encoding="utf-8") == catalogue(builtin()), advice
 

@@ -19,7 +19,6 @@ from onnxfuse import (
     PatternError,
     UsageError,
     attribute,
-    catalog,
     choose,
     contrib,
     either,
@@ -37,12 +36,13 @@ from onnxfuse import (
     tensor,
     weight,
 )
-from onnxfuse.build import Variant
-from onnxfuse.fuse import Fusing
-from onnxfuse.graph import DOMAIN
+from onnxfuse.language import catalog
+from onnxfuse.language.spans import Span
+from onnxfuse.language.terms import Apply, Either, Product, Sum, Term, walk
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.optimize import Clock, Run
-from onnxfuse.spans import Span
-from onnxfuse.terms import Apply, Either, Product, Sum, Term, walk
+from onnxfuse.rewrite.build import Variant
+from onnxfuse.rewrite.fuse import Fusing
 
 NUMBERS = {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0}
 INPUTS = {name: np.random.default_rng(len(name)).standard_normal((3, 8)).astype(np.float32) for name in "abcd"}
@@ -643,7 +643,7 @@ def test_a_product_of_products_is_one_product() -> None:
 
 def test_a_required_operand_is_never_left_out() -> None:
     """An operand that the fusion can do without is still needed where the operator asks for it."""
-    from onnxfuse.build import Builder
+    from onnxfuse.rewrite.build import Builder
 
     variant = Variant(20, {"x": 1}, (1,), {"x": 2}, 2, choices={})
     builder = Builder(variant, lambda _, options: options[0])

@@ -11,8 +11,8 @@ import onnx.parser
 import pytest
 from weight_files import HEAD, RELU, WEIGHT, as_root, external, model
 
-from onnxfuse import files
 from onnxfuse.errors import ModelError
+from onnxfuse.model import files
 
 
 def sentence(source: object) -> str:

@@ -13,14 +13,14 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from onnxfuse.batch_norm import fold_batch_norm
-from onnxfuse.dim_text import parse_size
-from onnxfuse.dims import evaluate
-from onnxfuse.fold import Folded, fold_constants, fold_shapes
-from onnxfuse.graph import Graph
-from onnxfuse.graph_protos import read_graph, write_model
-from onnxfuse.normalize import normalize
-from onnxfuse.shapes import Shapes, infer_shapes
+from onnxfuse.model.graph import Graph
+from onnxfuse.model.linking import read_graph, write_model
+from onnxfuse.passes.batch_norm import fold_batch_norm
+from onnxfuse.passes.fold import Folded, fold_constants, fold_shapes
+from onnxfuse.passes.normalize import normalize
+from onnxfuse.shapes.dim_text import parse_size
+from onnxfuse.shapes.dims import evaluate
+from onnxfuse.shapes.inference import Shapes, infer_shapes
 
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
 INDEX = json.loads((EXPORTED / "index.json").read_text())["models"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_fold import apply, assert_same, ops, parse
 
-from onnxfuse.gate_halves import split_gates
+from onnxfuse.passes.gate_halves import split_gates
 
 RANDOM = np.random.default_rng(3)
 WEIGHTS = {

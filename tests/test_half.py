@@ -14,11 +14,11 @@ import onnx.parser
 import pytest
 from onnx import TensorProto
 
-from onnxfuse import verify
-from onnxfuse.difference import OutputError, difference
-from onnxfuse.protos import tensors
-from onnxfuse.verify import compare, first_difference
-from onnxfuse.widen import half_of, widened
+from onnxfuse.model.protos import tensors
+from onnxfuse.model.widen import half_of, widened
+from onnxfuse.verify import verify
+from onnxfuse.verify.difference import OutputError, difference
+from onnxfuse.verify.verify import compare, first_difference
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
 EXPORTED = sorted((Path(__file__).parent.parent / "models" / "exported").glob("*fp16.onnx"))

@@ -12,10 +12,10 @@ import onnx.parser
 import pytest
 from onnx import TensorProto
 
-from onnxfuse import verify
 from onnxfuse.errors import UsageError
-from onnxfuse.inputs import load_inputs, roles_of
-from onnxfuse.verify import compare
+from onnxfuse.verify import verify
+from onnxfuse.verify.inputs import load_inputs, roles_of
+from onnxfuse.verify.verify import compare
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.dims import Size, symbol
-from onnxfuse.layout import (
+from onnxfuse.shapes.dims import Size, symbol
+from onnxfuse.shapes.layout import (
     Arrangement,
     Atom,
     Layout,

@@ -11,11 +11,11 @@ import onnxruntime as ort
 import pytest
 
 import onnxfuse
-from onnxfuse.difference import TOLERANCES
+from onnxfuse.model.widen import widened
 from onnxfuse.provider import compile as gpu_compile
 from onnxfuse.provider.session import InferenceSession, explain_session
 from onnxfuse.provider.source import kernel_module
-from onnxfuse.widen import widened
+from onnxfuse.verify.difference import TOLERANCES
 
 CUDA = "CUDAExecutionProvider"
 FOLDER = Path(__file__).parents[1] / "models" / "exported"

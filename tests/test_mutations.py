@@ -11,11 +11,12 @@ from mutations import Mutant, Mutation, mutations
 from runtimes import assert_close, evaluate, run
 from spellings import build, longest, richest
 
-from onnxfuse import Fusion, catalog
+from onnxfuse import Fusion
 from onnxfuse.explain import explain
-from onnxfuse.fuse import Fusing
-from onnxfuse.graph import DOMAIN
+from onnxfuse.language import catalog
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.optimize import Clock, Run
+from onnxfuse.rewrite.fuse import Fusing
 
 OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became an input
 

@@ -9,10 +9,10 @@ import onnx
 import pytest
 from test_fold import apply, assert_same, ops, parse, random, run
 
-from onnxfuse.graph_protos import read_graph
-from onnxfuse.normalize import merge_repeats, normalize, remove_no_ops
-from onnxfuse.shapes import infer_shapes
-from onnxfuse.views import compose_views
+from onnxfuse.model.linking import read_graph
+from onnxfuse.passes.normalize import merge_repeats, normalize, remove_no_ops
+from onnxfuse.passes.views import compose_views
+from onnxfuse.shapes.inference import infer_shapes
 
 CONSTANTS = {
     "one": np.float32(1), "zero": np.float32(0), "one11": np.ones((1, 1), np.float32), "ones": np.ones(8, np.float32),

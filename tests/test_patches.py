@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_fold import apply, assert_same, ops, parse, random
 
-from onnxfuse.patches import patches_to_products
+from onnxfuse.passes.patches import patches_to_products
 
 PRODUCT = "Reshape Transpose Reshape Transpose Reshape MatMul"
 HEADER = "(float[N,3,8,12] x) => (y)"

@@ -98,7 +98,7 @@ def test_a_model_that_comes_from_no_file() -> None:
 
 
 def test_an_infinite_error_is_null_in_json() -> None:
-    from onnxfuse.verify import compare
+    from onnxfuse.verify.verify import compare
 
     other = parse(EVERYTHING.replace("Relu (n)", "Log (n)").replace("float half", "float[1,1] half"))
     data = compare(parse(EVERYTHING), other).to_json()

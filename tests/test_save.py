@@ -13,10 +13,10 @@ import pytest
 from onnx import TensorProto
 from weight_files import HEAD, RELU, WEIGHT, as_root, external, model, names, two_weights, weights
 
-from onnxfuse import files
-from onnxfuse import save as saving
 from onnxfuse.errors import ModelError
-from onnxfuse.save import save
+from onnxfuse.model import files
+from onnxfuse.model import save as saving
+from onnxfuse.model.save import save
 
 
 def test_save_writes_the_model_and_nothing_else(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from onnxfuse.dim_text import parse_size
-from onnxfuse.dims import Size, evaluate, is_known, symbol, symbols
-from onnxfuse.graph import Graph, Tensor
-from onnxfuse.graph_protos import read_graph
-from onnxfuse.shapes import Shapes, infer_shapes
+from onnxfuse.model.graph import Graph, Tensor
+from onnxfuse.model.linking import read_graph
+from onnxfuse.shapes.dim_text import parse_size
+from onnxfuse.shapes.dims import Size, evaluate, is_known, symbol, symbols
+from onnxfuse.shapes.inference import Shapes, infer_shapes
 
 EXPORTED = Path(__file__).parents[1] / "models" / "exported"
 INDEX = json.loads((EXPORTED / "index.json").read_text())["models"] if (EXPORTED / "index.json").exists() else {}

@@ -13,11 +13,12 @@ from onnx import helper, numpy_helper
 from runtimes import assert_close, evaluate, run
 from spellings import Spelling, Unfused, build, every_label, every_option, spellings
 
-from onnxfuse import Fusion, Report, catalog, optimize
-from onnxfuse.build import body
-from onnxfuse.graph import DOMAIN, default
+from onnxfuse import Fusion, Report, optimize
+from onnxfuse.language import catalog
+from onnxfuse.language.terms import walk
 from onnxfuse.match.siblings import siblings
-from onnxfuse.terms import walk
+from onnxfuse.model.graph import DOMAIN, default
+from onnxfuse.rewrite.build import body
 
 FUSIONS = catalog.builtin()
 ALL = [spelling for fusion in FUSIONS for spelling in spellings(fusion).written]

@@ -7,14 +7,14 @@ import onnx
 import pytest
 from test_fold import apply, ops, parse, run
 
-from onnxfuse.dims import symbol
-from onnxfuse.fold import fold_constants, fold_shapes
-from onnxfuse.graph import Graph
-from onnxfuse.graph_protos import read_graph
-from onnxfuse.normalize import normalize
-from onnxfuse.places import Entry, Index, Places, along
-from onnxfuse.shapes import Shapes, infer_shapes
-from onnxfuse.thin import thin_masks
+from onnxfuse.model.graph import Graph
+from onnxfuse.model.linking import read_graph
+from onnxfuse.passes.fold import fold_constants, fold_shapes
+from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.thin import thin_masks
+from onnxfuse.shapes.dims import symbol
+from onnxfuse.shapes.inference import Shapes, infer_shapes
+from onnxfuse.shapes.places import Entry, Index, Places, along
 
 CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "minus": np.array(-1), "i0": np.array([0]), "i1": np.array([1]),

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import onnx.parser
 
-from onnxfuse import timing
+from onnxfuse.bench import timing
 
 MODEL = """<ir_version: 8, opset_import: ["" : 17]>
 g (float[n] x) => (float[n] a, float[n] b) { t = Neg(x) a = Abs(t) b = Add(a, x) }"""

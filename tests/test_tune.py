@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 
 from stand_in import CPU, HEAD, SHIFT, Stage, feed, load, model, node, session, stage
 
-from onnxfuse import op_times
-from onnxfuse.bench import bench
+from onnxfuse.bench import op_times
+from onnxfuse.bench.bench import bench
+from onnxfuse.bench.timing import Spread
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.provider import planner, preferences, tune, verdicts
 from onnxfuse.provider.plan import Kernel
 from onnxfuse.provider.session import InferenceSession, explain_session, register
-from onnxfuse.timing import Spread
 
 TWO = (
     "g (float[n, d] x, float[d] b) => (float[n, d] y, float[n, d] z) { "

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, session, stage
 
-from onnxfuse.bench import bench
+from onnxfuse.bench.bench import bench
 from onnxfuse.provider import choose, planner
 from onnxfuse.provider.choose import candidates, name_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec

@@ -14,11 +14,11 @@ import onnx.parser
 import pytest
 from onnx import TensorProto
 
-from onnxfuse import save as saving
-from onnxfuse import session
-from onnxfuse.difference import TOLERANCES, difference
 from onnxfuse.errors import ModelError, VerificationError
-from onnxfuse.verify import compare, first_difference
+from onnxfuse.model import save as saving
+from onnxfuse.verify import session
+from onnxfuse.verify.difference import TOLERANCES, difference
+from onnxfuse.verify.verify import compare, first_difference
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
 EXPORTED = sorted((Path(__file__).parent.parent / "models" / "exported").glob("*.onnx"))

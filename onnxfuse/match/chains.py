@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from onnxfuse.graph import Node, Tensor, op_of, producer
+from onnxfuse.language.terms import Capture, Constant, Product, Sum, Term, bare
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin
-from onnxfuse.terms import Capture, Constant, Product, Sum, Term, bare
+from onnxfuse.model.graph import Node, Tensor, op_of, producer
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from onnx import helper
 
-from onnxfuse.graph import Node, Tensor, op_of
-from onnxfuse.legality import refusal
+from onnxfuse.language.terms import Guard, Term, bare
+from onnxfuse.match.legality import refusal
 from onnxfuse.match.siblings import may_be_absent
 from onnxfuse.match.state import FLOATS, Match, State
 from onnxfuse.match.words import node_name
-from onnxfuse.terms import Guard, Term, bare
+from onnxfuse.model.graph import Node, Tensor, op_of
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxfuse.graph import Tensor, constant_value, is_constant
+from onnxfuse.language.terms import Absent, Capture, Constant, Filled
 from onnxfuse.match.names import unify
 from onnxfuse.match.state import State
 from onnxfuse.match.views import unscaled
 from onnxfuse.match.words import origin, shape_text, spec_text
-from onnxfuse.terms import Absent, Capture, Constant, Filled
+from onnxfuse.model.graph import Tensor, constant_value, is_constant
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

@@ -11,19 +11,8 @@ from typing import Any
 from onnx import TensorProto
 
 from onnxfuse.errors import PatternError
-from onnxfuse.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
-from onnxfuse.match.chains import Chain, Way
-from onnxfuse.match.ending import complete, holds
-from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
-from onnxfuse.match.names import unify_first
-from onnxfuse.match.operators import match_operator
-from onnxfuse.match.siblings import computed_from, siblings
-from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import Source, match_rearrange, match_scaled
-from onnxfuse.match.words import count, node_name, number_text, origin, root_ops
-from onnxfuse.shapes import Shapes
-from onnxfuse.spans import Span
-from onnxfuse.terms import (
+from onnxfuse.language.spans import Span
+from onnxfuse.language.terms import (
     Absent,
     Apply,
     Capture,
@@ -46,6 +35,17 @@ from onnxfuse.terms import (
     parts,
     walk,
 )
+from onnxfuse.match.chains import Chain, Way
+from onnxfuse.match.ending import complete, holds
+from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
+from onnxfuse.match.names import unify_first
+from onnxfuse.match.operators import match_operator
+from onnxfuse.match.siblings import computed_from, siblings
+from onnxfuse.match.state import FLOATS, Match, Miss, State
+from onnxfuse.match.views import Source, match_rearrange, match_scaled
+from onnxfuse.match.words import count, node_name, number_text, origin, root_ops
+from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.shapes.inference import Shapes
 
 # By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
 TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from onnxfuse import layout as layouts
-from onnxfuse.dims import Size as DimSize
+from onnxfuse.shapes import layout as layouts
+from onnxfuse.shapes.dims import Size as DimSize
 
 Token: TypeAlias = tuple[str, bool]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxfuse.cuts import taken
-from onnxfuse.graph import Node, Tensor, attribute, default, op_of, producer, schema
+from onnxfuse.language.terms import Absent, Apply, Capture, Size, bare
 from onnxfuse.match.state import State
 from onnxfuse.match.words import origin, short
-from onnxfuse.shape_rules import Undecided
-from onnxfuse.terms import Absent, Apply, Capture, Size, bare
+from onnxfuse.model.graph import Node, Tensor, attribute, default, op_of, producer, schema
+from onnxfuse.shapes.cuts import taken
+from onnxfuse.shapes.rules import Undecided
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from onnxfuse import layout as layouts
-from onnxfuse.cuts import CUTS, taken
-from onnxfuse.dims import Size, product
-from onnxfuse.graph import Node, Tensor, op_of
-from onnxfuse.shape_rules import Undecided
+from onnxfuse.model.graph import Node, Tensor, op_of
+from onnxfuse.shapes import layout as layouts
+from onnxfuse.shapes.cuts import CUTS, taken
+from onnxfuse.shapes.dims import Size, product
+from onnxfuse.shapes.rules import Undecided
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

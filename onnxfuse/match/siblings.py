@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from onnxfuse.graph import Tensor, op_of
+from onnxfuse.language.terms import Apply, Capture, Fusion, Product, Rearrange, Sum, Term, bare, walk
 from onnxfuse.match.words import VIEWS
-from onnxfuse.terms import Apply, Capture, Fusion, Product, Rearrange, Sum, Term, bare, walk
+from onnxfuse.model.graph import Tensor, op_of
 
 DEEPEST = 4  # nodes from a shared operand to an output: flatten, multiply, unflatten, add
 MOST = 64  # readers looked at

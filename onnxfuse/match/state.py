@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from onnx import TensorProto
 
-from onnxfuse.graph import Node, Tensor
-from onnxfuse.spans import Span
-from onnxfuse.terms import Fusion
+from onnxfuse.language.spans import Span
+from onnxfuse.language.terms import Fusion
+from onnxfuse.model.graph import Node, Tensor
 
 FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "float32",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from onnxfuse import layout as layouts
-from onnxfuse.cuts import CUTS
-from onnxfuse.dims import Size as DimSize
-from onnxfuse.graph import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.language.terms import Capture, Part, Rearrange, Scaled, bare
 from onnxfuse.match.names import fitted
 from onnxfuse.match.parts import moved, part_of
 from onnxfuse.match.state import State
 from onnxfuse.match.words import VIEWS, shape_text
-from onnxfuse.terms import Capture, Part, Rearrange, Scaled, bare
+from onnxfuse.model.graph import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.shapes import layout as layouts
+from onnxfuse.shapes.cuts import CUTS
+from onnxfuse.shapes.dims import Size as DimSize
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

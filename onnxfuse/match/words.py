@@ -6,9 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnxfuse.dims import Size as DimSize
-from onnxfuse.graph import Tensor, is_constant, op_of, producer
-from onnxfuse.terms import (
+from onnxfuse.language.terms import (
     Absent,
     Apply,
     Capture,
@@ -23,6 +21,8 @@ from onnxfuse.terms import (
     Term,
     parts,
 )
+from onnxfuse.model.graph import Tensor, is_constant, op_of, producer
+from onnxfuse.shapes.dims import Size as DimSize
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"}
 

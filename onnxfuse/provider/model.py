@@ -12,7 +12,7 @@ import onnx
 from onnx import helper
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph import DOMAIN
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import FusedNode
 from onnxfuse.provider.planner import fused_node

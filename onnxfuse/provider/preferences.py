@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import onnx
 
-from onnxfuse.graph import DOMAIN
+from onnxfuse.model.graph import DOMAIN
 from onnxfuse.provider import verdicts
 from onnxfuse.provider.model import Call
 from onnxfuse.provider.verdicts import Environment, Verdict

@@ -14,10 +14,19 @@ from typing import Any, Final
 
 import onnx
 
+from onnxfuse.bench.op_times import OpTime, op_times
+from onnxfuse.bench.timing import (
+    PROVIDERS,
+    WARM_UP,
+    Bound,
+    Provider,
+    bind,
+    check_available,
+    interleaved,
+    runs_within,
+    start,
+)
 from onnxfuse.errors import UsageError
-from onnxfuse.given_shapes import described, feeds_of_known_sizes
-from onnxfuse.inputs import Array
-from onnxfuse.op_times import OpTime, op_times
 from onnxfuse.provider import planner, verdicts
 from onnxfuse.provider.model import Call, read_calls, read_model
 from onnxfuse.provider.preferences import (
@@ -35,8 +44,9 @@ from onnxfuse.provider.preferences import (
 )
 from onnxfuse.provider.session import explain_session
 from onnxfuse.provider.target import allows_tf32
-from onnxfuse.session import first_line
-from onnxfuse.timing import PROVIDERS, WARM_UP, Bound, Provider, bind, check_available, interleaved, runs_within, start
+from onnxfuse.verify.given_shapes import described, feeds_of_known_sizes
+from onnxfuse.verify.inputs import Array
+from onnxfuse.verify.session import first_line
 
 log: Final = logging.getLogger("onnxfuse")
 # As CUDA, onnxruntime's allocator and its gpu_mem_limit say it.

@@ -1,0 +1,1 @@
+"""Times: original beside fused, each operator alone, and what is kept of them."""

@@ -1,0 +1,228 @@
+"""The result of a benchmark for the eye: a table, a page with bars, or a picture."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape as escaped
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from onnxfuse.bench.bench import Bench, Contender, write_text
+from onnxfuse.bench.op_times import OTHER, OpTime
+from onnxfuse.errors import ModelError, UsageError
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; }}
+svg {{ width: 100%; height: auto; }}
+text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
+.plain {{ fill: #8a94a6; }} .fused {{ fill: #2f6fde; }} .wrong {{ fill: #c9463d; }}
+.range {{ stroke: currentColor; stroke-width: 1.5; }}
+</style></head><body>
+<h1>{title}</h1><p>{subtitle}</p>
+{charts}
+</body></html>
+"""
+WIDTH, LABELS, NUMBERS, ROW, THICK = 960, 330, 190, 26, 16  # pixels of a chart
+SHOWN = 12  # operators in the terminal
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its length, the quartiles where they are known, and what is written behind it."""
+
+    label: str
+    value: float
+    quartiles: tuple[float, float] | None
+    note: str
+    kind: str  # plain, fused or wrong
+
+
+def check_name(path: Path) -> None:
+    """Raise UsageError unless a chart of this name can be drawn here."""
+    if path.suffix not in (".html", ".png"):
+        raise UsageError(f"--chart '{path}' ends in '{path.suffix}'; charts are .html or .png")
+    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--chart '{path}' needs matplotlib, which is not installed; pip install matplotlib, or give "
+                         "a name that ends in .html")  # fmt: skip
+
+
+def draw(result: Bench, path: Path) -> None:
+    """Write the chart.  Raises ModelError where that fails."""
+    if path.suffix == ".html":
+        write_text(path, page(result))
+    else:
+        _picture(result, path)
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def tables(result: Bench) -> Group:
+    """What the terminal shows."""
+    parts: list[Any] = [escape(_subtitle(result)), _models(result.contenders)]
+    parts += [f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}"
+              for each in result.contenders if each.reason]  # fmt: skip
+    parts += [f"Operators were not timed alone: {escape(result.ops_error)}"] if result.ops_error else []
+    fused = [op for op in result.ops if op.how != OTHER]
+    others = [op for op in result.ops if op.how == OTHER]
+    return Group(*parts, *(_ops(fused) if fused else []), *(_others(fused, others) if others else []))
+
+
+def _models(contenders: Sequence[Contender]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in "model", "mode":
+        table.add_column(name)
+    for name in "median ms", "quartiles ms", "runs", "speed-up":
+        table.add_column(name, justify="right")
+    for each in contenders:
+        time = each.spread
+        cells = ["-", "-", "-"]
+        if time:
+            cells = [f"{1e3 * time.median:.3f}", f"{1e3 * time.q1:.3f} - {1e3 * time.q3:.3f}", str(time.runs)]
+        table.add_row(escape(each.name), each.mode, *cells, _verdict(each))
+    return table
+
+
+def _verdict(each: Contender) -> str:
+    if each.agrees is None:
+        return "did not run"
+    return "wrong result" if not each.agrees else f"{each.speed_up:.2f}x" if each.speed_up else ""
+
+
+def _ops(ops: Sequence[OpTime]) -> list[Any]:
+    table = Table(title="Fused operators", title_justify="left", box=None, pad_edge=False)
+    table.add_column("fusion", no_wrap=True)
+    table.add_column("inputs", overflow="fold")
+    for name in "nodes", "kernel us", "body us", "MB", "of a copy":
+        table.add_column(name, justify="right")
+    for op in ops[:SHOWN]:
+        share = "" if op.share is None else f"{op.share:.0%}"
+        megabytes = f"{op.bytes / 1e6:.3g}"
+        table.add_row(op.fusion, _inputs(op), str(len(op.nodes)), _us(op.kernel), _us(op.body), megabytes, share)
+    more = [f"{len(ops) - SHOWN} more; --json FILE writes all of them."] if len(ops) > SHOWN else []
+    failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in ops if op.error)
+    return [table, *more, *map(escape, failed)]
+
+
+def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Any]:
+    """The operators that nothing fused, those of a kind together, and the sums."""
+    table = Table(title="Other operators", title_justify="left", box=None, pad_edge=False)
+    table.add_column("operator", no_wrap=True)
+    for name in "nodes", "us of all":
+        table.add_column(name, justify="right")
+    kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
+    totals = {kind: total_of(each) for kind, each in kinds.items()}
+    for kind, each in sorted(kinds.items(), key=lambda pair: -totals[pair[0]]):
+        known = any(op.seconds is not None for op in each)
+        table.add_row(kind, str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
+    sums = 1e6 * total_of(fused), 1e6 * total_of(others)
+    return [table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
+
+
+def total_of(ops: Sequence[OpTime]) -> float:
+    """Seconds of all nodes, as far as they were timed."""
+    return sum((op.seconds or 0.0) * len(op.nodes) for op in ops)
+
+
+def _inputs(op: OpTime) -> str:
+    """Dims of the inputs, and their dtype once where it is one."""
+    pairs = [shape.partition(" ") for shape in op.shapes]
+    dtypes = {dtype for _, _, dtype in pairs if dtype}
+    if len(dtypes) == 1:
+        return f"{', '.join(dims for dims, _, _ in pairs)} {dtypes.pop()}"
+    return ", ".join(op.shapes)
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:.1f}"
+
+
+def _subtitle(result: Bench) -> str:
+    inputs = ", ".join(f"{name} {shape}" for name, shape in result.inputs.items())
+    rate = f"; copy {result.copy_rate / 1e12:.2f} TB/s" if result.copy_rate else ""
+    return f"{Path(result.model).name} on {result.device['name']} ({result.provider}); {inputs}{rate}"
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+
+
+def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
+    """Milliseconds of a run."""
+    for each in contenders:
+        if each.spread:
+            kind = "wrong" if not each.agrees else "fused" if each.name == "fused" else "plain"
+            verdict = _verdict(each)
+            note = f"{1e3 * each.spread.median:.3f} ms" + (f", {verdict}" if verdict else "")
+            quartiles = 1e3 * each.spread.q1, 1e3 * each.spread.q3
+            yield Bar(f"{each.name}, {each.mode}", 1e3 * each.spread.median, quartiles, note, kind)
+
+
+def bars_of_ops(ops: Sequence[OpTime]) -> Iterator[Bar]:
+    """Microseconds of all nodes of an operator."""
+    for op in (each for each in ops if each.how != OTHER):
+        label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
+        for kind, name, seconds in ("fused", "kernel", op.kernel), ("plain", "body", op.body):
+            if seconds is not None:
+                share = f", {op.share:.0%} of a copy" if op.share is not None and name == op.how else ""
+                total = 1e6 * seconds * len(op.nodes)
+                yield Bar(f"{label}: {name}", total, None, f"{total:.1f} us{share}", kind)
+
+
+def page(result: Bench) -> str:
+    """An HTML page without scripts, which is well-formed XML as well."""
+    charts = [("Milliseconds of a run, with quartiles", list(bars_of_models(result.contenders))),
+              ("Microseconds in fused operators, all nodes", list(bars_of_ops(result.ops)))]  # fmt: skip
+    parts = [f"<h2>{escaped(title)}</h2>\n{svg(bars)}" for title, bars in charts if bars]
+    parts += [f"<p>{escaped(f'{each.name}, {each.mode}: {each.reason}')}</p>"
+              for each in result.contenders if each.reason]  # fmt: skip
+    title = f"onnxfuse bench {Path(result.model).name}"
+    return PAGE.format(title=escaped(title), subtitle=escaped(_subtitle(result)), charts="\n".join(parts))
+
+
+def svg(bars: Sequence[Bar]) -> str:
+    """Horizontal bars from zero."""
+    longest = max(max(bar.value, *(bar.quartiles or ())) if bar.quartiles else bar.value for bar in bars) or 1.0
+    scale = (WIDTH - LABELS - NUMBERS) / longest
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {ROW * len(bars) + 4}" role="img">']
+    for row, bar in enumerate(bars):
+        top, end = ROW * row + 4, LABELS + scale * bar.value
+        middle = top + THICK / 2
+        lines.append(f'<text x="{LABELS - 8}" y="{top + 13}" text-anchor="end">{escaped(bar.label)}</text>')
+        lines.append(f'<rect class="{bar.kind}" x="{LABELS}" y="{top}" width="{scale * bar.value:.1f}" '
+                     f'height="{THICK}"/>')  # fmt: skip
+        if bar.quartiles:
+            low, high = (LABELS + scale * value for value in bar.quartiles)
+            lines.append(f'<line class="range" x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}"/>')
+            end = max(end, high)
+        lines.append(f'<text x="{end + 8:.1f}" y="{top + 13}">{escaped(bar.note)}</text>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _picture(result: Bench, path: Path) -> None:
+    bars = [*bars_of_models(result.contenders)]
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(9, 1 + 0.4 * len(bars)))
+    places = range(len(bars))
+    errors = [[max(b.value - b.quartiles[0], 0) if b.quartiles else 0 for b in bars],
+              [max(b.quartiles[1] - b.value, 0) if b.quartiles else 0 for b in bars]]  # fmt: skip
+    colors = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
+    axes.barh(places, [b.value for b in bars], xerr=errors, color=[colors[b.kind] for b in bars])
+    axes.set_yticks(places, [f"{b.label}\n{b.note}" for b in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of a run")
+    axes.set_title(_subtitle(result), fontsize=8, wrap=True)
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        raise ModelError(f"cannot write '{path}': {error.strerror}; give another name") from error

@@ -1,0 +1,1 @@
+"""What fusions are written in, found in and printed as."""

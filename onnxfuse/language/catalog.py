@@ -1,0 +1,85 @@
+"""Which fusions there are: every module in onnxfuse.patterns, the entry-point group, and the user's own folders."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from onnxfuse.errors import PatternError, UsageError
+from onnxfuse.language.terms import Fusion
+
+ENTRY_POINTS = "onnxfuse.patterns"
+
+
+@functools.cache
+def builtin() -> tuple[Fusion, ...]:
+    """The fusions of onnxfuse and of installed packages that offer some, in alphabetical order."""
+    import onnxfuse.patterns as package
+
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    modules += [entry.load() for entry in entry_points(group=ENTRY_POINTS)]
+    return by_name(f for module in modules for f in declared(module))
+
+
+def declared(module: ModuleType) -> list[Fusion]:
+    """The fusions that a module declares."""
+    return [value for value in vars(module).values() if isinstance(value, Fusion)]
+
+
+def from_folder(folder: Path) -> list[Fusion]:
+    """The fusions declared in a folder's Python files."""
+    if not folder.is_dir():
+        raise UsageError(f"'{folder}' is not a folder; --patterns takes a folder of Python files with fusions")
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        if path.name.startswith("_"):
+            continue
+        spec = importlib.util.spec_from_file_location(f"onnxfuse_user_patterns.{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise PatternError(f"{path}: {type(error).__name__}: {error}") from error
+        found.extend(declared(module))
+    if not found:
+        raise UsageError(f"'{folder}' declares no fusion; decorate a function with @onnxfuse.fusion(out=...)")
+    return found
+
+
+def with_folders(folders: Iterable[str | os.PathLike[str]]) -> tuple[Fusion, ...]:
+    """The built-in fusions and those of the user's folders, which replace a built-in one of their name."""
+    return by_name([*builtin(), *(f for folder in folders for f in from_folder(Path(folder)))])
+
+
+def choose(fusions: Sequence[Fusion], only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Fusion]:
+    """The fusions named by `only` (all, if none is named) without those named by `skip`; unknown names are errors."""
+    only, skip = list(only), list(skip)
+    names = [f.name for f in fusions]
+    for name in (*only, *skip):
+        known(name, names)
+    return [f for f in fusions if (not only or f.name in only) and f.name not in skip]
+
+
+def known(name: str, names: Sequence[str]) -> None:
+    """Raise UsageError, with the nearest name, unless `name` is among `names`."""
+    if name not in names:
+        near = get_close_matches(name, names, 1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(names)}."
+        raise UsageError(f"there is no fusion '{name}'. {hint}")
+
+
+def by_name(fusions: Iterable[Fusion]) -> tuple[Fusion, ...]:
+    """The fusions in alphabetical order; of several with one name the last counts, so that users can replace one."""
+    return tuple(f for _, f in sorted({f.name: f for f in fusions}.items()))

@@ -1,0 +1,1 @@
+"""ONNX files and messages: read, linked into a graph, written, widened."""

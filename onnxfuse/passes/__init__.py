@@ -1,0 +1,1 @@
+"""Rewrites that need no pattern: one spelling for what means the same, constants computed, weights rescaled."""

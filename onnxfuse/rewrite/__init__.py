@@ -1,0 +1,1 @@
+"""From matches to fused nodes: which match wins, whether it may, and the function that stands for it."""

@@ -1,0 +1,90 @@
+"""Read the expressions that exporters write as the names of dimensions: `past + seq`, `(batch*seq)//batch`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+from onnxfuse.shapes.bounds import maximum, minimum
+from onnxfuse.shapes.dims import Size, floor_divide, modulo, product, symbol
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_size(text: str) -> Size:
+    """Read an exporter's `dim_param`; a text that is no expression is one symbol of that name."""
+    tokens = [match.lastgroup and match[0].strip() for match in _TOKEN.finditer(text)]
+    try:
+        rest = [token for token in tokens if token is not None]
+        size = _parse_sum(rest)
+        if rest or None in tokens:
+            return symbol(text.strip())
+        return size
+    except (ValueError, IndexError, ZeroDivisionError, RecursionError):
+        return symbol(text.strip())
+
+
+# A hyphen between letters belongs to a name ("batch-size"): exporters write spaces around a minus.  Group-less = error.
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?![\w.]))|(?P<name>[A-Za-z_?][\w.?]*(?:-[A-Za-z_][\w.]*)*)|(?P<sign>\*\*|//|[-+*%(),]))\s*|."
+)
+_FUNCTIONS: dict[str, Callable[..., Size]] = {
+    "max": maximum, "min": minimum, "floordiv": floor_divide, "mod": modulo, "pythonmod": modulo,
+}
+
+
+def _parse_sum(tokens: list[str]) -> Size:
+    size = _parse_product(tokens)
+    while tokens and tokens[0] in ("+", "-"):
+        sign = 1 if tokens.pop(0) == "+" else -1
+        size = size + _parse_product(tokens) * sign
+    return size
+
+
+def _parse_product(tokens: list[str]) -> Size:
+    size = _parse_power(tokens)
+    while tokens and tokens[0] in ("*", "//", "%"):
+        operator, other = tokens.pop(0), _parse_power(tokens)
+        size = size * other if operator == "*" else size // other if operator == "//" else size % other
+    return size
+
+
+def _parse_power(tokens: list[str]) -> Size:
+    if tokens[0] == "-":
+        tokens.pop(0)
+        return _parse_power(tokens) * -1
+    size = _parse_atom(tokens)
+    if tokens and tokens[0] == "**":
+        tokens.pop(0)
+        return product([size] * int(tokens.pop(0)))
+    return size
+
+
+def _parse_atom(tokens: list[str]) -> Size:
+    token = tokens.pop(0)
+    if token == "(":
+        return _parse_arguments(tokens, 1)[0]
+    if token.isdigit():
+        return int(token)
+    if tokens and tokens[0] == "(":
+        tokens.pop(0)
+        function = _FUNCTIONS.get(token.lower())
+        if function is None:
+            raise ValueError(f"no function {token}")
+        arguments = _parse_arguments(tokens)
+        if function in (floor_divide, modulo) and len(arguments) != 2:
+            raise ValueError(f"{token} takes two arguments")
+        return function(*arguments)
+    if not (token[0].isalpha() or token[0] in "_?"):
+        raise ValueError(f"unexpected {token}")
+    return symbol(token)
+
+
+def _parse_arguments(tokens: list[str], limit: int = 1000) -> list[Size]:
+    arguments = [_parse_sum(tokens)]
+    while tokens[0] == "," and len(arguments) < limit:
+        tokens.pop(0)
+        arguments.append(_parse_sum(tokens))
+    if tokens.pop(0) != ")":
+        raise ValueError("missing )")
+    return arguments

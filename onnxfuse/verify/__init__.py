@@ -1,0 +1,1 @@
+"""Original against optimized on the CPU: inputs, sizes, runs, and how far outputs may be apart."""
