@@ -6,11 +6,13 @@ import functools
 import importlib
 import logging
 import os
+import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from onnxfuse.provider.cubin import compile_cubin
@@ -35,10 +37,25 @@ _recent: deque[Function] = deque(maxlen=256)  # sessions come and go; what the l
 _lock = threading.RLock()
 
 
+def cupy_module() -> Any:
+    """CuPy, which cannot be imported where its cache folder cannot be made: there its cache is in memory.
+
+    Raises ImportError where it is not installed.
+    """
+    folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("kernels are not cached on disk from now on: %s", error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # a folder that is there; nothing is written
+    return importlib.import_module("cupy")
+
+
 def unavailable() -> str | None:
     """Why kernels cannot be compiled here; None where they can."""
     try:
-        cupy: Any = importlib.import_module("cupy")
+        cupy = cupy_module()
         importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
         count = cupy.cuda.runtime.getDeviceCount()
     except ImportError as error:
@@ -51,7 +68,7 @@ def unavailable() -> str | None:
 @functools.cache
 def gpu(ordinal: int) -> Device:
     """The GPU of that number."""
-    cupy: Any = importlib.import_module("cupy")
+    cupy = cupy_module()
     properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
     return Device(
         properties["name"].decode(),
@@ -78,7 +95,7 @@ def compile_kernel(kernel: Kernel, ordinal: int) -> Function:
 
 
 def _compile(kernel: Kernel, text: str, flags: tuple[str, ...], ordinal: int) -> Function:
-    cupy: Any = importlib.import_module("cupy")
+    cupy = cupy_module()
     with cupy.cuda.Device(ordinal):
         raw = cupy.RawKernel(text, kernel.entry, options=flags)
         try:

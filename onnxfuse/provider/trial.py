@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from onnxfuse.provider.compile import despite_disk
+from onnxfuse.provider.compile import cupy_module, despite_disk
 from onnxfuse.provider.direct import ReadyPlan
 from onnxfuse.provider.native import libcuda
 from onnxfuse.provider.plan import Device, Plan, TensorSpec
@@ -43,7 +42,7 @@ class GpuTrial:
         self, inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device, ready: Callable[[Plan], ReadyPlan]
     ) -> None:
         """`ready` compiles a plan for the device."""
-        self._cupy: Any = importlib.import_module("cupy")
+        self._cupy: Any = cupy_module()
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
         constants = [spec for spec in self._inputs if spec.constant]
         computed = [*(spec for spec in self._inputs if not spec.constant), *self._outputs]

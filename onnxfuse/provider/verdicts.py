@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnxfuse.kernels
+from onnxfuse.provider.compile import cupy_module
 from onnxfuse.provider.plan import Device
 
 log: Final = logging.getLogger("onnxfuse")
@@ -192,7 +193,7 @@ def driver_version() -> str:
 def cuda_version() -> str:
     """Of the CUDA runtime and compiler that kernels are made with; empty where there is none."""
     try:
-        cuda: Any = import_module("cupy").cuda
+        cuda = cupy_module().cuda
         return f"{cuda.runtime.runtimeGetVersion()} nvrtc {'.'.join(map(str, cuda.nvrtc.getVersion()))}"
     except Exception:  # CuPy's own errors have no common class
         return ""

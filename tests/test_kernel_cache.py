@@ -1,0 +1,47 @@
+"""CuPy imported where its cache folder cannot be made; tests/test_kernel_cache_gpu.py runs sessions there."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from onnxfuse.provider.compile import cupy_module
+
+
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The cache folders that CuPy finds set when it is imported."""
+    seen: list[str] = []
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: seen.append(os.environ["CUPY_CACHE_DIR"]) or SimpleNamespace()
+    )
+    return seen
+
+
+def test_a_folder_that_can_be_made_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = folders(monkeypatch)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    cupy_module()
+    assert seen == [str(tmp_path / "new" / "cache")]
+    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = folders(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")
+    with caplog.at_level(logging.WARNING, "onnxfuse"):
+        cupy_module()
+        cupy_module()
+    assert seen == [tempfile.gettempdir()] * 2
+    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+    assert [record.getMessage()[:41] for record in caplog.records] == ["kernels are not cached on disk from now o"]
