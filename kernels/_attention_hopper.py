@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from onnxfuse.kernels import _attention_blocks
@@ -98,6 +98,9 @@ def plans(problem: Attention, device: Device) -> list[Candidate]:
     """The ways to run it, the likeliest first; none where this GPU, the dtype, sizes or alignment are not for it."""
     if device.arch != 90 or not _fits(problem):
         return []
+    if problem.mask_kind == "additive" and problem.mask and problem.mask.head and problem.bias is None:
+        # A bias by another name: a pass over it would read as much as the attention itself.
+        problem = replace(problem, mask_kind="none", mask=None, bias=problem.mask)
     wider = max(problem.size, problem.value_size)
     # Under a mask, heads up to 64 are fastest in small blocks, which leave more out.
     tilings = [

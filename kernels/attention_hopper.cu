@@ -77,9 +77,8 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
         barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
         return reread(barriers.tile[k_ring.stage]);
     };
-    const auto k_taken = [&] {  // by every warp, as each has read the tile's number
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+    const auto k_taken = [&] {  // one thread, as products begin once all warps have read the tile's number
+        if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
     const auto add_values = [&](const u32 (&p)[KEYS_TILE / 16][4]) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ void init(Barriers& barriers) {
     for (int stage = 0; stage < STAGES; ++stage) {
         barrier_init(shared_address(barriers.k_full + stage), 1);
         barrier_init(shared_address(barriers.v_full + stage), 1);
-        barrier_init(shared_address(barriers.k_empty + stage), GROUPS * 4);
+        barrier_init(shared_address(barriers.k_empty + stage), GROUPS);
         barrier_init(shared_address(barriers.v_empty + stage), GROUPS);
     }
     barriers.wanted = 0;

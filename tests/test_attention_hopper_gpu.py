@@ -23,6 +23,9 @@ pytestmark = pytest.mark.gpu
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST_WEIGHT = 2.0**-25  # what rounds to 0 in fp16, beside the largest weight of its row
 SCORE = 4e-6  # of the largest score: what fp32 sums of 256 products and the exponent's argument lose
+# Of the largest score of a row once the mask is added: a mask's -65504 in other units, the sum and its exponent are
+# rounded to fp32, which shows in rows of which such a mask leaves nothing.
+MASKED_SCORE = 3 * 2.0**-24
 
 LOWEST = float(np.finfo(np.float32).min)
 LOWEST_HALF = float(np.finfo(np.float16).min)
@@ -179,6 +182,7 @@ def attention(case: Case, problem: Attention, q: Any, k: Any, v: Any, mask: Any,
     powers = cupy.nan_to_num(powers) if problem.zero_rows else powers
     total = powers.sum(-1, keepdims=True)
     p = powers / (cupy.where(total == 0, 1, total) if problem.zero_rows else total)
+    lost = lost + MASKED_SCORE * cupy.abs(cupy.where(cupy.isinf(top), 0.0, top))
     expected, spread = p @ v, p @ cupy.abs(v)
     rounding = ROUNDING[problem.dtype]
     return expected, rounding * (cupy.abs(expected) + spread) + lost * spread + SMALLEST_WEIGHT * cupy.abs(v).sum(2)[
