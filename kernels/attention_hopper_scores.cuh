@@ -102,7 +102,10 @@ struct Terms {
         if constexpr (MASK && !ROW_MASK) {
             const u32* from = bits_from + (long long)(own_tiles + tile) * BIT_WORDS * 128 + threadIdx.x % 128;
 #pragma unroll
-            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = kind(info) == 3 ? __ldg(from + w * 128) : 0;
+            for (int w = 0; w < BIT_WORDS; ++w) {
+                bits[w] = 0;
+                if (kind(info) == 3) load_bytes<Use::OFTEN, 4>(reinterpret_cast<const char*>(from + w * 128), bits + w);
+            }
         }
     }
 

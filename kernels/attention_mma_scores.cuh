@@ -26,7 +26,7 @@ struct Addend {
     static __device__ __forceinline__ u32 one(const M* from) {
         if constexpr (sizeof(M) == 1) {
             u32 value;
-            asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(value) : "l"(from));
+            asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(from));
             return value;
         } else {
             return load_cached<1>(from).words[0];

@@ -46,6 +46,7 @@ ATTENTION: dict[str, Case | CachedCase] = {
     "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
     "attention of one query": Case(2, 4, 4, 1, 500),
     "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
+    "attention under a boolean mask": Case(2, 4, 4, 70, 70, 40, 40, mask="boolean"),
     "attention with a cache": cached(400, 1, batch=2, heads=4, kv_heads=4),
 }
 
