@@ -21,6 +21,7 @@ CONSTANTS = {
     "true": np.array(True), "first": np.array([1, 2, 3]), "queries": np.array([0, 1, 3]), "keys": np.array([0, 1, 2]),
     "column": np.array([-1]), "none": np.array(0.0, np.float32), "lowest": np.array(-np.inf, np.float32),
     "types": np.zeros((1, 9), np.int64), "table": np.arange(10, dtype=np.float32).reshape(2, 5),
+    "huge": np.array(2**63 - 1), "beyond": np.array(2**32 - 1),
     "ones": np.ones((1, 1, 1, 1), bool), "mixed": np.array([[[[True, False, True, True, True]]]]),
 }  # fmt: skip
 # The scores s (2 heads) of B sequences of N tokens, the padding p, and the ranges of their axes.
@@ -130,6 +131,12 @@ def test_an_output_of_the_graph_keeps_its_size() -> None:
     assert "And" in ops(after).split()
 
 
+def test_what_others_were_told_of_is_still_computed() -> None:
+    """The rows of `a`, all of them in order, are `a`, and `a` is p."""
+    after = thinned(f"{RANGES} a = And(true, p) some = Gather(a, b0) c = Cast<to=1>(some) y = Neg(c)")
+    assert ops(after) == "Cast Neg"
+
+
 def test_a_second_pass_finds_nothing_left() -> None:
     always = "since = GreaterOrEqual(q, zero) keep = And(since, padding)"
     after = thinned(f"{RANGES}{BY_GATHER_ND}{always}{ADDED}")
@@ -180,6 +187,8 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("a = Less(n, zero) c = Equal(n, zero) v = And(a, c)", False),
         ("a = Less(n, length) c = Equal(n, zero) v = Or(a, c)", True),
         ("v = Less(k, b)", None),
+        ("a = Add(n, huge) b2 = Add(a, one) v = GreaterOrEqual(b2, zero)", None),
+        ("a = Add(n, beyond) b2 = Cast<to=6>(a) v = Cast<to=7>(b2)", None),
     ],
 )  # fmt: skip
 def test_places(nodes: str, expected: object) -> None:

@@ -42,7 +42,8 @@ def _replace(graph: Graph, shapes: Shapes, conv: Node) -> bool:
     # kernels for that
     x = _moved(graph, shapes, x, (-1, rows, wide, columns), (product((batch, depth, high)), rows, wide, columns))
     x = _moved(graph, shapes, x, (-1, depth, high * wide, rows * columns), (batch, depth, high * wide, rows * columns))
-    x = _made(graph, shapes, "Reshape", [x, graph.constant(f"{end.name}_patches", np.array([0, 0, -1]))],
+    patches = graph.constant(f"{end.name}_patches", np.array([-1, high * wide, depth * rows * columns]))
+    x = _made(graph, shapes, "Reshape", [x, patches],
               (batch, high * wide, depth * rows * columns), shapes.dtype(image))  # fmt: skip
     matrix = constant_value(graph, weight).reshape(channels, -1).T
     shape = (batch, high * wide, channels)

@@ -31,7 +31,7 @@ def thin_masks(graph: Graph, shapes: Shapes) -> int:
     graph.sort()
     thinner = Thinner(graph, shapes)
     count = sum(thinner.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
-    if thinner.known:
+    if count or thinner.known:
         graph.remove_dead()
         graph.sort()
     return count
@@ -66,10 +66,11 @@ class Thinner:
         out = node.outputs[0]
         if tensor is None:
             return False
-        if self.shapes.shape(tensor) != self.shapes.shape(out) or not self.graph.replace(out, tensor):
+        shape = self.shapes.shape(tensor)
+        same = shape is not None and shape == self.shapes.shape(out)
+        if not same or self.graph.is_kept(out) or not self.graph.replace(out, tensor):
             self.known[out.name] = tensor
             return False
-        node.inputs.clear()
         return True
 
     def _reshaped(self, out: Tensor, value: Entry) -> Tensor | None:
@@ -80,6 +81,8 @@ class Thinner:
         axes = [index.terms[0][0] if index.terms else 0 for index in value.indices]
         whole = all(index == along(axis, size) for index, axis, size in zip(value.indices, axes, sizes, strict=True))
         used = [axis for axis in axes if axis]
+        if any(-axis > len(shape) or shape[axis] != size for axis, size in zip(axes, sizes, strict=True) if axis):
+            return None  # sizes that only broadcast: one is 1
         thin = [size if i - len(shape) in used else 1 for i, size in enumerate(shape)]
         target = reshape_target(sizes, thin)
         if not whole or used != sorted(set(used)) or target is None:
@@ -103,11 +106,11 @@ class Thinner:
         if (only := self._only(op_of(node), inputs)) is not None:
             return self._stand_for(node, only)
         known = [self.shapes.shape(t) for t in inputs]
+        if None in known or inputs == list(node.inputs):
+            return False
         try:
             shape = broadcast(self.shapes, *(each for each in known if each is not None))
         except Undecided:
-            return False
-        if None in known or inputs == list(node.inputs):
             return False
         if shape == self.shapes.shape(node.outputs[0]):
             for place, tensor in enumerate(inputs):

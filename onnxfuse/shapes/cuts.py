@@ -34,7 +34,10 @@ def taken(s: Shapes, node: Node, made: Tensor) -> Cut:
     whole = shape[axis]
     if index.size != 1 or not isinstance(whole, int):
         raise Undecided
-    return {axis: (int(index.reshape(())) % whole, 1)}
+    place = index.reshape(()).item()
+    if not isinstance(place, int):
+        raise Undecided
+    return {axis: (place % whole, 1)}
 
 
 def _run(size: Size, start: object, end: object, step: object) -> tuple[int, int]:

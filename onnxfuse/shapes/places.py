@@ -54,9 +54,9 @@ class Index:
         low: Size = self.offset
         high: Size = self.offset
         for _, size, factor in self.terms:
-            if not isinstance(factor, int):
+            if (least := lower_bound(factor)) is None or (least < 0 and not isinstance(factor, int)):
                 return None, None
-            low, high = (low, high + (size - 1) * factor) if factor > 0 else (low + (size - 1) * factor, high)
+            low, high = (low, high + (size - 1) * factor) if least >= 0 else (low + (size - 1) * factor, high)
         return lower_bound(low), upper_bound(high)
 
 
@@ -90,7 +90,17 @@ class Places:
             rule, out = RULES.get(op_of(node)), node.outputs[0] if len(node.outputs) == 1 else None
             if rule is not None and out is not None and shapes.dtype(out) in READ:
                 size = self._size(out)
-                self.values[out.name] = rule(self, node) if size is None else size
+                self.values[out.name] = self._held(rule(self, node), out) if size is None else size
+
+    def _held(self, value: Value | None, tensor: Tensor) -> Value | None:
+        """None where the sum might leave the integers of its type: sizes are below 2**31."""
+        if not isinstance(value, Index):
+            return value
+        wide = self.shapes.dtype(tensor) == TensorProto.INT64
+        parts = [value.offset, *(factor for _, _, factor in value.terms)]
+        factor, offset = (2**31, 2**62) if wide else (1, 2**30)
+        fits = all(abs(p) <= (factor if i else offset) for i, p in enumerate(parts) if isinstance(p, int))
+        return value if fits else None
 
     def of(self, tensor: Tensor) -> Value | None:
         """What the tensor holds at a place."""
@@ -129,6 +139,8 @@ class Places:
 
     def entry(self, tensor: Tensor, indices: Sequence[Index]) -> Entry | None:
         """An element of a tensor, or rather of what the tensor is a view of."""
+        if any((low := index.bounds()[0]) is None or low < 0 for index in indices):
+            return None  # which counts from the end
         while (node := producer(tensor)) is not None and op_of(node) in VIEWS:
             source, shape = self.shapes.shape(node.inputs[0]), self.shapes.shape(tensor)
             found = None if source is None or shape is None else _unraveled(_raveled(indices, shape), source)
@@ -178,7 +190,8 @@ def _view(p: Places, n: Node) -> Value | None:
     if isinstance(value, bool) or value is None or before is None or after is None:
         return value
     old, new = ([i - len(s) for i, size in enumerate(s) if size != 1] for s in (before, after))
-    if [before[i] for i in old] != [after[i] for i in new]:
+    own = value.indices if isinstance(value, Entry) else (value,)
+    if [before[i] for i in old] != [after[i] for i in new] or {t[0] for i in own for t in i.terms} - {*old}:
         return None
     return _moved(value, dict(zip(old, new, strict=True)))
 
