@@ -1,8 +1,7 @@
 """A convolution whose windows lie side by side is a matrix product of patches, as vision transformers read images.
 
 With `Conv > Reshape > Transpose` a runtime computes (batch, channels, places) and turns it; the product computes
-(batch, places, channels), and what follows can be fused into it. On an H200 a ViT-B/16 of 32 images in float16 takes
-2.43 ms so, and 2.86 with its convolution.
+(batch, places, channels), and what follows can be fused into it.
 """
 
 from __future__ import annotations

@@ -14,15 +14,13 @@ from onnx import TensorProto
 
 from onnxfuse.errors import ModelError
 from onnxfuse.model.graph import Array, Graph, Node, Tensor, constant_value, is_constant, op_of
-from onnxfuse.shapes import arithmetic as shape_arithmetic
-from onnxfuse.shapes import rules_of_views as shape_views
-from onnxfuse.shapes import rules_of_windows as shape_windows
+from onnxfuse.shapes import arithmetic, rules_of_views, rules_of_windows
 from onnxfuse.shapes.dims import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.shapes.rules import SHAPE_RULES, Partial, Shape, Undecided
 from onnxfuse.shapes.sources import Stated, constant_dtype, infer_by_onnx, output_dtype
 from onnxfuse.shapes.values import LIMIT, VALUE_RULES, exact
 
-assert shape_arithmetic and shape_views and shape_windows  # imported for their rules
+assert arithmetic and rules_of_views and rules_of_windows  # imported for their rules
 INTEGERS = frozenset(
     TensorProto.DataType.Value(name)
     for name in ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
