@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +18,8 @@ import numpy as np
 import pytest
 
 from onnxfuse.provider import build_native, native, planner
-from onnxfuse.provider.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.provider.plan import Device, FusedNode, Kernel, Plan, TensorSpec
+from onnxfuse.provider.source import architecture, options, source_text
 
 cupy: Any = pytest.importorskip("cupy")
 
@@ -95,6 +101,24 @@ def compile_native() -> None:
     newest = max(source.stat().st_mtime for source in (native.PACKAGE / "native").iterdir())
     if library is None or library.stat().st_mtime < newest:
         build_native.build(native.PACKAGE / "_native.abi3.so")
+
+
+def compile_all(kernels: Iterable[Kernel], gpu: Device) -> None:
+    """Fill CuPy's cache on disk, sharing the work with other processes of the tests that begin at the same time.
+
+    NVRTC compiles one program at a time in a process.  A kernel that another process has begun is left to it; what does
+    not compile says so when it is launched.
+    """
+    claims = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
+    claims.mkdir(exist_ok=True)
+    for kernel in kernels:
+        text, flags = source_text(kernel.source), options(kernel)
+        if kernel.arch_specific:
+            flags += (f"-arch={architecture(kernel, gpu.arch)}",)
+        key = hashlib.sha256(repr((text, flags, kernel.entry)).encode()).hexdigest()
+        with contextlib.suppress(FileExistsError, cupy.cuda.compiler.CompileException):
+            (claims / key).touch(exist_ok=False)
+            cupy.RawKernel(text, kernel.entry, options=flags).compile()
 
 
 def result(buffer: Any, spec: TensorSpec, aligned: bool) -> np.ndarray:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_cases import DTYPES, FLOATS, INFINITE, LOWEST, NUMPY, Case, formula, generated, joined, split
-from kernel_runs import cupy, launch, result, upload
+from kernel_runs import compile_all, launch, result, upload
 
 from onnxfuse.kernels import _attention_decode, _attention_hopper, _attention_mma, attention
 from onnxfuse.kernels._gemm import Candidate
-from onnxfuse.provider.plan import Device, Kernel, Launch, Plan
-from onnxfuse.provider.source import architecture, options, source_text
+from onnxfuse.provider.plan import Device, Launch, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -42,22 +39,6 @@ def plans(case: Case, device: Device) -> list[tuple[str, Plan]]:
     for kernels in _attention_mma, _attention_decode, _attention_hopper:
         found += kernels.plans(problem, here) if not case.out_dtype or kernels is not _attention_hopper else []
     return [(way.name, Plan((y,), way.steps, way.scratch)) for way in found]
-
-
-def compiled(cases: Sequence[Case], device: Device) -> None:
-    """Fill CuPy's disk cache with many compilers at once; what does not compile says so when it is launched."""
-    launches = [s for case in cases for _, plan in plans(case, device) for s in plan.steps if isinstance(s, Launch)]
-    kernels = {(k.source, k.entry, tuple(sorted(k.defines.items()))): k for k in (step.kernel for step in launches)}
-
-    def compile_one(kernel: Kernel) -> None:
-        flags = options(kernel)
-        if kernel.arch_specific:
-            flags += (f"-arch={architecture(kernel, device.arch)}",)
-        with contextlib.suppress(Exception):
-            cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, kernels.values()))
 
 
 def check(case: Case, device: Device) -> None:
@@ -105,7 +86,8 @@ def sized(dtype: str, size: int, value_size: int) -> Case:
 @pytest.fixture(scope="module")
 def grid(device: Device) -> None:
     sizes = [sized(dtype, *pair) for dtype in DTYPES for pair in SIZES]
-    compiled([*map(generated, SEEDS), *sizes], device)
+    found = [plan for case in [*map(generated, SEEDS), *sizes] for _, plan in plans(case, device)]
+    compile_all((step.kernel for plan in found for step in plan.steps if isinstance(step, Launch)), device)
 
 
 @pytest.mark.parametrize("causal", [False, True])

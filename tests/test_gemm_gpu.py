@@ -6,7 +6,6 @@ import importlib
 import itertools
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +13,26 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from kernel_references import ACTIVATIONS, PARAMETERS
-from kernel_runs import DTYPES, NUMPY, RELATIVE, compile_native, cupy, launch, normal, result, rounded, upload
+from kernel_runs import (
+    DTYPES,
+    NUMPY,
+    RELATIVE,
+    compile_all,
+    compile_native,
+    cupy,
+    launch,
+    normal,
+    result,
+    rounded,
+    upload,
+)
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.kernels import parallel_gemm
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_operands import gemm_of
-from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Matmul, Plan, TensorSpec
-from onnxfuse.provider.source import architecture, options, source_text
+from onnxfuse.provider.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -109,22 +119,11 @@ def compiled(request: pytest.FixtureRequest, gpu: Device) -> None:
     """CuPy's disk cache filled by many compilers at once: one at a time, these kernels take minutes."""
     compile_native()
     cases = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    kernels: dict[Any, Kernel] = {}
     for case in {case for case in cases if isinstance(case, Case)}:
         shapes = {name: np.empty(value.shape, np.uint8) for name, value in case.arrays().items()}
         gemm, _ = case.product(set_up(case, gpu), shapes)
-        for step in (step for way in ways(gemm, set_up(case, gpu)) for step in way.steps):
-            if isinstance(step, Launch):
-                kernels[step.kernel.source, step.kernel.entry, options(step.kernel)] = step.kernel
-
-    def fill(kernel: Kernel) -> None:
-        flags = options(kernel)
-        if kernel.arch_specific:
-            flags += (f"-arch={architecture(kernel, gpu.arch)}",)
-        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, kernels.values()))
+        steps = (step for way in ways(gemm, set_up(case, gpu)) for step in way.steps)
+        compile_all((step.kernel for step in steps if isinstance(step, Launch)), gpu)
 
 
 # ---- references --------------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_runs import NUMPY, RELATIVE, compile_native, cupy, launch, result, upload
+from kernel_runs import NUMPY, RELATIVE, compile_all, compile_native, cupy, launch, result, upload
 from test_gemm_gpu import Case, expect, run
 from test_kernels_gpu import ACTIVATIONS
 
@@ -17,8 +16,7 @@ from onnxfuse.kernels import _gemm_hopper
 from onnxfuse.kernels._gemm import Candidate, together
 from onnxfuse.provider import planner
 from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import Kernel, Launch, Plan, Pointer, TensorSpec
-from onnxfuse.provider.source import architecture, options, source_text
+from onnxfuse.provider.plan import Launch, Plan, Pointer, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -66,20 +64,9 @@ def epilogues() -> Iterator[Case]:
 def compiled() -> None:
     """CuPy's disk cache filled by many compilers at once: one at a time, these kernels take minutes."""
     compile_native()
-    found: dict[tuple[str, ...], Kernel] = {}
     everything = [(case, _gemm_hopper.TILINGS) for case in sizes()] + [(case, KINDS) for case in epilogues()]
-    for case, tilings in everything:
-        for way in candidates(case, tilings)[0]:
-            for step in way.steps:
-                assert isinstance(step, Launch)
-                found[step.kernel.source, *options(step.kernel)] = step.kernel
-
-    def fill(kernel: Kernel) -> None:
-        flags = (*options(kernel), f"-arch={architecture(kernel, 90)}")
-        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, found.values()))
+    steps = (s for case, tilings in everything for way in candidates(case, tilings)[0] for s in way.steps)
+    compile_all((step.kernel for step in steps if isinstance(step, Launch)), gpu(0))
 
 
 def check(name: str, values: np.ndarray, expected: np.ndarray, slack: np.ndarray) -> None:
