@@ -136,7 +136,8 @@ def part(value: Term, name: str) -> Term:
 
     Of a last axis "(a b)" each of the `a` runs of `b` elements may be one of several that lie there side by side.
     Where something is left out, the attribute `<name>_offset` says how many elements of the axis come before the first
-    one, and `<name>_pitch` how many lie from the beginning of one run to that of the next, where it is not `b`.
+    one, and `<name>_pitch` how many lie from the beginning of one run to that of the next, where it is not `b`; the
+    axis has `<name>_blocks` blocks of so many elements.
     """
     return Part(inner=value, name=name, span=here())
 

@@ -17,6 +17,7 @@ from onnxfuse import optimize
 from onnxfuse.patterns.attention import attention
 
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
+CASES = Path(__file__).parent / "cases"
 LAYOUTS = ("packed", "seq_first", "bshd", "bhsd")
 RESULTS = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
 LOWEST = float(np.finfo(np.float32).min)
@@ -137,3 +138,16 @@ def test_exported_models(name: str) -> None:
     assert bodies
     for body in bodies:
         assert any(node.op_type == "MultiHeadAttention" for node in body.node)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 48), (2, 0, 48), (0, 3, 48)])
+def test_heads_of_queries_keys_and_values_of_nothing(shape: tuple[int, ...]) -> None:
+    """A Reshape to -1 would fail where another axis is empty."""
+    text = (CASES / "attention_with_heads_of_queries_keys_and_values_in_turn.txt").read_text(encoding="utf-8")
+    model = onnx.parser.parse_model(text[text.index("<") : text.index("---")])
+    optimized, report = optimize(model)
+    assert report.counts == {"attention": 1}
+    inputs = {"qkv": np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
+    (expected, _), (actual, reason) = run(model, inputs), run(optimized, inputs)
+    assert expected is not None and actual is not None, reason
+    assert_close(expected, actual, TensorProto.FLOAT)

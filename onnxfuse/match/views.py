@@ -125,6 +125,8 @@ def _arrangement(
         numbers = {f"{part}_offset": offset, **({} if pitch is None else {f"{part}_pitch": pitch})}
         if any(state.values.get(name, number) != number for name, number in numbers.items()):
             return None
+        if pitch is not None:
+            part_sizes = {**part_sizes, f"{part}_blocks": start[-1] // pitch}
         return _with_sizes(pattern, arrangement, part_sizes, state._replace(values={**state.values, **numbers}))
     sizes = layouts.solve(arrangement, start, end, {**known, **leading})
     if sizes is None:

@@ -78,7 +78,8 @@ def _taken(builder: Builder, value: Value, name: str, arrangement: Arrangement) 
         return value
     if pitch is None:
         return _slice(builder, value, {len(others): (offset, product(sizes))})
-    apart = builder.constant([*(0 for _ in others), -1, pitch], TensorProto.INT64)
+    blocks = builder.size(f"{name}_blocks")  # not -1: the other axes may be empty
+    apart = builder.constant([*(0 for _ in others), blocks, pitch], TensorProto.INT64)
     value = builder.node("Reshape", [value, apart], value.dtype)
     axis = len(others)
     runs = {axis: (offset // pitch, product(sizes[:-1])), axis + 1: (offset % pitch, sizes[-1])}
