@@ -10,12 +10,16 @@ Each array has an allocation of its own, so that memcheck sees what lies beyond 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +28,7 @@ import pytest
 
 HERE = Path(__file__).parent
 FOUND = 9  # what compute-sanitizer exits with where it has found something
+MERCY = 20.0  # seconds after the time is up, in which a test may end
 MOST_LINES = 60  # of what one process says
 PYTEST = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
 
@@ -39,19 +44,30 @@ def tests(chosen: list[str]) -> list[str]:
 
 
 def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], str]:
-    """Run these tests under the tool: whether all was well, which ones did not begin, and what it printed."""
+    """Run these tests under the tool: whether all was well, which ones did not end, and what it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        listing, begun = Path(folder, "tests"), Path(folder, "begun")
+        listing, ended = Path(folder, "tests"), Path(folder, "ended")
         listing.write_text("\n".join(ids), encoding="utf-8")
         Path(folder, "until").write_text(str(until), encoding="utf-8")
-        begun.touch()
+        ended.touch()
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
         worker = [sys.executable, __file__, "--worker", folder]
-        run = subprocess.run([*command, *worker], capture_output=True, text=True, check=False)
-        ran = set(begun.read_text(encoding="utf-8").splitlines())
-    text = run.stdout + run.stderr
-    clean = re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", text)
-    return run.returncode == 0 and clean is not None, [name for name in ids if name not in ran], text
+        with Path(folder, "said").open("w+", encoding="utf-8") as said:
+            run = subprocess.Popen([*command, *worker], stdout=said, stderr=said, start_new_session=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(timeout=min(until - time.time() + MERCY, threading.TIMEOUT_MAX))
+            stopped = run.poll() is None
+            if stopped:  # what it has found until then counts
+                os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
+            said.seek(0)
+            text = said.read()
+        done = set(ended.read_text(encoding="utf-8").splitlines())
+    if stopped:
+        well = not re.search(r"hazard|Invalid|FAILED|ERROR", text)
+    else:
+        well = run.returncode == 0 and "SUMMARY: 0 " in text
+    return well, [name for name in ids if name not in done], text
 
 
 def telling(text: str) -> list[str]:
@@ -61,13 +77,13 @@ def telling(text: str) -> list[str]:
 
 
 class Until:
-    """A pytest plugin: notes which tests begin, and begins none after a while."""
+    """A pytest plugin: notes which tests end, and begins none after a while."""
 
-    def __init__(self, begun: Path, until: float) -> None:
-        self._begun, self._until = begun, until
+    def __init__(self, ended: Path, until: float) -> None:
+        self._ended, self._until = ended, until
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        with self._begun.open("a", encoding="utf-8") as notes:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        with self._ended.open("a", encoding="utf-8") as notes:
             notes.write(f"{nodeid}\n")
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
@@ -85,7 +101,7 @@ def work(folder: Path) -> int:
 
     cupy.cuda.set_allocator(None)
     ids, until = (Path(folder, name).read_text(encoding="utf-8").splitlines() for name in ("tests", "until"))
-    return int(pytest.main([*PYTEST, "-o", "addopts=", *ids], plugins=[Until(folder / "begun", float(until[0]))]))
+    return int(pytest.main([*PYTEST, "-o", "addopts=", *ids], plugins=[Until(folder / "ended", float(until[0]))]))
 
 
 def parse() -> argparse.Namespace:
@@ -94,8 +110,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tools", default="memcheck,racecheck")
     parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=1e9, help="of a tool, after which no test begins")
-    parser.add_argument("--left", type=Path, help="where to list the tests that did not begin under the last tool")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of a tool; soon after, no test goes on")
+    parser.add_argument("--left", type=Path, help="where to list the tests that did not end under the last tool")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("test_kernels*_gpu.py"))))
     return parser.parse_args()
