@@ -1,6 +1,7 @@
 """Attention: every candidate of the host beside PyTorch's backends and onnxruntime's MultiHeadAttention.
 
     python benchmarks/attention.py --out results [--only prefill,decode] [--dtypes float16,bfloat16] [--onnxruntime]
+        [--add results/attention.json]
 
 A time is the cost of one more node in a CUDA graph, over sets of operands that together exceed the L2 cache where
 memory allows; onnxruntime's is that of one more step of a chain.  Operations are those of both products, half of them
@@ -13,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from compiling import compile_all
+from rows import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import copies, per_launch, versions
+from kernels import copies, per_launch
 from onnxfuse.kernels import attention
 from onnxfuse.provider import planner
-from onnxfuse.provider.compile import compile_kernel, gpu
+from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import FusedNode, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
@@ -267,26 +269,23 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds, separated by commas: prefill, short, bias, decode")
     parser.add_argument("--dtypes", default="float16", help="separated by commas")
     parser.add_argument("--onnxruntime", action="store_true", help="also MultiHeadAttention")
+    parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
     kinds = set(filter(None, given.only.split(",")))
     chosen = [case for dtype in given.dtypes.split(",") for case in cases(dtype) if not kinds or case.kind in kinds]
-    for plan in [plan for case in chosen for plan in ways(case, case.tensors()).values()]:
-        for step in plan.steps:
-            if isinstance(step, Launch):
-                compile_kernel(step.kernel, 0)
-    rows: list[dict[str, Any]] = []
+    plans = [plan for case in chosen for plan in ways(case, case.tensors()).values()]
+    compile_all(step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch))
+    rows = Rows(given.out / "attention.json", ("name", "dtype"), given.add)
     print(f"{'':36}{'ours us':>10}{''.join(f'{peer:>10}' for peer in PEERS)}")
     for case in chosen:
         try:
-            rows.append(measure(case, given.onnxruntime))
-            print(*text(rows[-1]), sep="\n", flush=True)
+            row = measure(case, given.onnxruntime)
+            print(*text(row), sep="\n", flush=True)
         except Exception:  # the others are still worth measuring
-            rows.append({"name": case.name, "dtype": case.dtype, "failed": traceback.format_exc()})
-            print(f"{case.name}: {rows[-1]['failed'].strip().splitlines()[-1]}", flush=True)
+            row = {"name": case.name, "dtype": case.dtype, "failed": traceback.format_exc()}
+            print(f"{case.name}: {row['failed'].strip().splitlines()[-1]}", flush=True)
+        rows.put(row)
         torch.cuda.empty_cache()
-        report = json.dumps({"versions": versions(), "rows": rows}, indent=1, default=str)
-        Path(given.out, "attention.json").write_text(report, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every candidate for fused matrix products beside the bare product of cuBLASLt, PyTorch and onnxruntime.
 
     python benchmarks/gemm.py --out results [--only 4096x3072x768,…] [--dtypes float16] [--epilogues none,…]
-        [--eager] [--inductor] [--onnxruntime]
+        [--eager] [--inductor] [--onnxruntime] [--add results/gemm.json]
 
 A time is the cost of one more product in a CUDA graph.  As in a model each has constants (weights and biases) of its
 own, which together exceed the L2 cache, while x and the residual are where the product before left them.  What is
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import math
 import statistics
 import time
@@ -30,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from compiling import compile_all
 from replays import Calls, captured, in_turns, per_call
+from rows import Rows
 
-from kernels import versions
 from onnxfuse.kernels import _gemm_candidates, _gemm_library
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_operands import gemm_of
@@ -293,13 +292,13 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="time PyTorch's eager mode too")
     parser.add_argument("--inductor", action="store_true", help="and torch.compile, which takes seconds a case")
     parser.add_argument("--onnxruntime", action="store_true", help="and onnxruntime")
+    parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
     peers = [peer for peer, wanted in ((eager, given.eager), (inductor, given.inductor)) if wanted]
     cases = list(chosen(given))
     compile_all(kernels_of(cases))
-    rows: list[dict[str, Any]] = []
-    found = {"versions": {**versions(), "copy_tb_per_s": copy_bytes_per_us() / 1e6}, "rows": rows}
+    copied = copy_bytes_per_us() / 1e6
+    rows = Rows(given.out / "gemm.json", ("shape", "dtype", "epilogue"), given.add, copy_tb_per_s=copied)
     for case in cases:
         row: dict[str, Any] = {"shape": [case.m, case.n, case.k], "dtype": case.dtype, "epilogue": case.epilogue}
         try:
@@ -308,9 +307,8 @@ def main() -> None:
         except Exception:  # the others are still worth measuring
             row["failed"] = traceback.format_exc()
             print(f"{case}: {row['failed'].strip().splitlines()[-1]}", flush=True)
-        rows.append(row)
+        rows.put(row)
         torch.cuda.empty_cache()
-        Path(given.out, "gemm.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import importlib
-import json
 import math
 import multiprocessing
 import os
@@ -36,9 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cupy
 import torch
 from kernel_cases import DTYPES, Case, cases
+from rows import Rows
 
 from onnxfuse.provider import planner
 from onnxfuse.provider.plan import Launch, Plan, TensorSpec
@@ -229,22 +227,6 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['fusion']:17}{activation:6}{shape:16}{us}{copy}{inductor}{share}{''.join(chain)}  {row['dtype']}"
 
 
-def onnxruntime_version() -> str:
-    try:
-        return str(importlib.import_module("onnxruntime").__version__)
-    except ImportError:
-        return "none"
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-        "cupy": cupy.__version__, "cuda": str(torch.version.cuda),
-        "driver": str(cupy.cuda.runtime.driverGetVersion()), "onnxruntime": onnxruntime_version(),
-    }  # fmt: skip
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -268,20 +250,6 @@ def chosen(given: argparse.Namespace) -> list[Case]:
         and (not shapes or "x".join(map(str, case.shape)) in shapes)
         and (not dtypes or case.dtype in dtypes)
     ]
-
-
-def key(row: dict[str, Any]) -> str:
-    return json.dumps([row["fusion"], row["shape"], row["dtype"], row["attributes"]])
-
-
-def earlier(path: Path | None) -> dict[str, dict[str, Any]]:
-    """The rows of a file of results, which must be of this device and these versions."""
-    if path is None:
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found["versions"] != versions():
-        raise SystemExit(f"{path} was measured with {found['versions']}; here are {versions()}")
-    return {key(row): row for row in found["rows"]}
 
 
 def work(given: argparse.Namespace, number: int, ready: Any, turn: Any, rows: Any) -> None:
@@ -323,15 +291,12 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     given = parse()
-    given.out.mkdir(parents=True, exist_ok=True)
-    rows = earlier(given.add)
+    rows = Rows(given.out / "kernels.json", ("fusion", "shape", "dtype", "attributes"), given.add)
     print(HEAD, flush=True)
     for row in measured(given):
-        rows[key(row)] = row
+        rows.put(row)
         failed = row.get("failed", "").strip().splitlines()
         print(f"{row['fusion']} {row['shape']}: {failed[-1]}" if failed else line(row), flush=True)
-        text = json.dumps({"versions": versions(), "rows": list(rows.values())}, indent=1, default=str)
-        Path(given.out, "kernels.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

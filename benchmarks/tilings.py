@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from kernel_cases import Case, row_cases
+from rows import versions
 
-from kernels import chained, copies, difference, per_launch, rotated, sets_of, versions
+from kernels import chained, copies, difference, per_launch, rotated, sets_of
 from onnxfuse.kernels._rows import Tiling, held_bytes
 from onnxfuse.provider.compile import compile_kernel, gpu
 from onnxfuse.provider.plan import Launch

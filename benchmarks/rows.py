@@ -1,0 +1,57 @@
+"""A benchmark's file of results: rows that later runs add to, or put in the place of others."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import torch
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of the device, the day, and all that has a part in a time."""
+    return {
+        "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "torch": torch.__version__,
+        "cupy": cupy.__version__, "cuda": str(torch.version.cuda),
+        "driver": str(cupy.cuda.runtime.driverGetVersion()), "onnxruntime": onnxruntime_version(),
+    }  # fmt: skip
+
+
+def onnxruntime_version() -> str:
+    try:
+        return str(importlib.import_module("onnxruntime").__version__)
+    except ImportError:
+        return "none"
+
+
+class Rows:
+    """What is written to `path` after each row; a row replaces the one with equal `fields`."""
+
+    def __init__(self, path: Path, fields: Sequence[str], earlier: Path | None = None, **more: Any) -> None:
+        """Begin with the rows of `earlier`, which must be of this device and these versions; `more` is written too.
+
+        Raises SystemExit where it is not.
+        """
+        self._path, self._fields, self._more = path, fields, more
+        self._rows: dict[str, Mapping[str, Any]] = {}
+        if earlier is not None:
+            found = json.loads(earlier.read_text(encoding="utf-8"))
+            if found["versions"] != versions():
+                raise SystemExit(f"{earlier} was measured with {found['versions']}; here are {versions()}")
+            self._rows = {self._key(row): row for row in found["rows"]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def _key(self, row: Mapping[str, Any]) -> str:
+        return json.dumps([row[name] for name in self._fields], default=str)
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        self._rows[self._key(row)] = row
+        found = {"versions": versions(), **self._more, "rows": list(self._rows.values())}
+        self._path.write_text(json.dumps(found, indent=1, default=str), encoding="utf-8")
