@@ -45,7 +45,7 @@ def complete(m: Matcher, state: State) -> Match | None:
     nodes, outputs = tuple(state.nodes.values()), (m.root, *others)
     refused = refusal(m.graph, nodes, outputs, state.operands)
     if refused:
-        m.refused = True
+        m.nearest.refused = True
         m.fail(m.fusion.outputs[0], state, lambda: refused.sentence, hint=refused.hint, whole=True)
         return None
     return Match(m.fusion, outputs, state.operands, values, state.dims, state.choices, nodes, bool(m.siblings))

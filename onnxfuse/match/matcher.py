@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from onnx import TensorProto
 
 from onnxfuse.errors import PatternError
-from onnxfuse.language.spans import Span
 from onnxfuse.language.terms import (
     Absent,
     Apply,
@@ -39,16 +37,16 @@ from onnxfuse.match.chains import Chain, Way
 from onnxfuse.match.ending import complete, holds
 from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
 from onnxfuse.match.names import unify_first
+from onnxfuse.match.nearest import Nearest
 from onnxfuse.match.operators import match_operator
+from onnxfuse.match.reader import Reader
 from onnxfuse.match.siblings import computed_from, siblings
 from onnxfuse.match.state import FLOATS, Match, Miss, State
 from onnxfuse.match.views import Source, match_rearrange, match_scaled
-from onnxfuse.match.words import count, node_name, number_text, origin, root_ops
-from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.match.words import number_text, origin, root_ops
+from onnxfuse.model.graph import Graph, Tensor, op_of
 from onnxfuse.shapes.inference import Shapes
 
-# By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
-TOLERANCE: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
 LEAVES = {Absent, Capture, Constant, Filled}
 PASSED = {Part, Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
@@ -79,12 +77,12 @@ def _scalable(terms: Sequence[Term]) -> Iterator[Term]:
             work.extend(parts(term))
 
 
-class Matcher:
+class Matcher(Reader):
     """Matches one fusion against one graph."""
 
     def __init__(self, graph: Graph, shapes: Shapes, fusion: Fusion) -> None:
-        self.graph, self.shapes, self.fusion = graph, shapes, fusion
-        self._numbers: dict[str, float | None] = {}
+        super().__init__(graph, shapes, fusion.casts)
+        self.fusion = fusion
         self._rules: dict[type[Term], Callable[..., Iterator[State]]] = {
             Capture: functools.partial(match_capture, self),
             Constant: functools.partial(match_constant, self),
@@ -102,7 +100,6 @@ class Matcher:
         self._chains: dict[int, Chain] = {}
         self.splits: dict[tuple[int, bool], Sequence[Way]] = {}  # of the tensors met since `at` was called
         self.sources: dict[tuple[int, bool, bool], Sequence[Source]] = {}
-        self.casts = fusion.casts
         terms = list(walk(*fusion.outputs))
         self._ops = {id(term): root_ops(term) for term in terms}
         for term in _scalable(terms):
@@ -115,27 +112,28 @@ class Matcher:
         if ends is None:
             raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
         self.roots = ends | {"Cast"} if fusion.casts else ends
-        self._best: tuple[tuple[int, int], Callable[[], str], Span, State, str] | None = None
-        self._sizes_known: dict[tuple[tuple[str, str], ...], int] = {}
+        self.nearest = Nearest(fusion)
+        self.fail = self.nearest.fail
         self.root: Tensor = None
         self._steps = 0
-        self.refused = False
 
     def at(self, tensor: Tensor) -> Match | Miss:
         """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
-        self._best, self.root, self._steps, self.refused = None, tensor, 0, False
+        self.root, self._steps = tensor, 0
+        self.nearest.forget()
         self.splits.clear()
         self.sources.clear()
         dtype = self.shapes.dtype(tensor)
         if dtype not in FLOATS:
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
-            return self._miss_now(f"'{tensor.name}' is {name}; required float32, float16 or bfloat16", tensor, hint)
+            said = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"
+            return self.nearest.at_once(said, tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
             found = complete(self, self._with_siblings(state))
             if found is not None:
                 return found
-        return self._nearest(tensor)
+        return self.nearest.miss(tensor)
 
     def _start(self, tensor: Tensor) -> State:
         """Names of the output's dimensions are bound first, so that operands are held against them."""
@@ -172,7 +170,7 @@ class Matcher:
             return self._rules[type(term)](term, tensor, state)
         known = state.terms.get(id(term))
         if known is not None:
-            if self._stem(known, term) is self._stem(tensor, term):
+            if self.stem(known, term) is self.stem(tensor, term):
                 return iter((state,))
             self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
             return iter(())
@@ -273,104 +271,3 @@ class Matcher:
             self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")
             return
         yield state._replace(values={**state.values, term.name: value})
-
-    # --- constants ----------------------------------------------------------------------------------------------------
-
-    def number(self, tensor: Tensor) -> float | None:
-        """The value of a constant of one element."""
-        if not is_constant(tensor):
-            return None
-        if tensor.name not in self._numbers:
-            self._numbers[tensor.name] = self._read_number(tensor)
-        return self._numbers[tensor.name]
-
-    def _read_number(self, tensor: Tensor) -> float | None:
-        if math.prod(tensor.shape) != 1:
-            return None
-        value = constant_value(self.graph, tensor)
-        return float(value.reshape(())) if value.dtype != object else None
-
-    def widening(self, node: Node) -> Tensor | None:
-        """The constant of one element that has more axes than all that it meets, and so gives the result more."""
-        numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
-        if not numbers:
-            return None
-        widest = max(numbers, key=lambda t: len(t.shape))
-        ranks = [self.shapes.rank(t) for t in node.inputs if t.name and self.number(t) is None]
-        most = max((1 if rank is None else rank for rank in ranks), default=len(widest.shape))
-        return widest if len(widest.shape) > most else None
-
-    def close(self, found: float, required: float, tensor: Tensor) -> bool:
-        """Whether a stored constant is the required number, rounded to the dtype it is stored in."""
-        tolerance = TOLERANCE.get(self.shapes.dtype(tensor), 2e-5)
-        return found == required or math.isclose(found, required, rel_tol=tolerance)
-
-    # --- casts ---------------------------------------------------------------------------------------------------
-
-    def float_cast(self, tensor: Tensor) -> Node | None:
-        """The Cast between floating dtypes that computes a tensor; None where another operator does."""
-        node = producer(tensor)
-        if node is None or op_of(node) != "Cast":
-            return None
-        return node if {self.shapes.dtype(tensor), self.shapes.dtype(node.inputs[0])} <= FLOATS.keys() else None
-
-    def widens(self, node: Node) -> bool:
-        """Whether a Cast is to float32."""
-        return self.shapes.dtype(node.outputs[0]) == TensorProto.FLOAT
-
-    def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
-        """What is under the Casts on a tensor, where the fusion absorbs them."""
-        nodes = []
-        while self.casts and (node := self.float_cast(tensor)):
-            nodes.append(node)
-            tensor = node.inputs[0]
-        return tensor, state.with_nodes(nodes)
-
-    def _stem(self, tensor: Tensor, term: Term) -> Tensor:
-        """What a value is, Casts aside."""
-        while self.casts and (node := self.float_cast(tensor)):
-            if isinstance(term, Capture) and not self.widens(node):
-                break
-            tensor = node.inputs[0]
-        return tensor
-
-    # --- misses -------------------------------------------------------------------------------------------------------
-
-    def fail(
-        self,
-        term: Term,
-        state: State,
-        sentence: Callable[[], str],
-        span: Span | None = None,
-        hint: str = "",
-        *,
-        whole: bool = False,
-    ) -> None:
-        """Remember why `term` does not fit, if more agreed than at any failure before.
-
-        Where all of the term agreed and a condition on the `whole` failed, that says more than a part that did not fit.
-        """
-        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands)
-        if self._best is None or reached > self._best[0]:
-            self._best = (reached, sentence, span or term.span, state, hint)
-
-    def _nearest(self, tensor: Tensor) -> Miss:
-        if self._best is None:
-            return self._miss_now(f"no reading of '{tensor.name}' fits", tensor)
-        _, sentence, span, state, hint = self._best
-        names = tuple(str(n.name) for n in (*state.nodes.values(), *state.kept.values()))
-        size = self._size(state.choices)
-        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self.refused)
-
-    def _miss_now(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
-        size = self._size({})
-        return Miss(self.fusion, node_name(tensor), 0, size, lambda: sentence, self.fusion.span, (), hint)
-
-    def _size(self, choices: Mapping[str, str]) -> Callable[[], int]:
-        def size() -> int:
-            key = tuple(sorted(choices.items()))
-            if key not in self._sizes_known:
-                self._sizes_known[key] = count(self.fusion.outputs[0], choices)
-            return self._sizes_known[key]
-
-        return size
