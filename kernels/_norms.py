@@ -42,30 +42,35 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)
     if rows * length == 0:
         return [Plan(outputs, ())]
-    whole = _present(node, inputs, "x", "residual")
+    whole = present(node, inputs, "x", "residual")
     moved, item_bytes = [*whole, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in whole]
     defines = {
         **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed(moved),
-        "WEIGHTS_CONSTANT": constant(_present(node, inputs, "scale", "bias")),
+        "WEIGHTS_CONSTANT": constant(present(node, inputs, "scale", "bias")),
     }  # fmt: skip
     arguments = _arguments(node, len(outputs), len(whole) > 1, rows)
+    wide, weight_bytes = width(moved, length, weights=inputs), weight_item_bytes(node, inputs)
+    most_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     return [
         Plan(outputs, (row_launch(node.fusion, tiles, rows, defines, arguments, item_bytes, device),))
-        for tiles in _tilings(node, inputs, rows, width(moved, length, weights=inputs), item_bytes, device)
+        for tiles in norm_tilings(rows, length, wide, item_bytes, weight_bytes, most_threads, device)
     ]
 
 
-def _tilings(
-    node: FusedNode, inputs: Sequence[TensorSpec], rows: int, wide: int, item_bytes: Sequence[int], device: Device
+def norm_tilings(
+    rows: int,
+    length: int,
+    wide: int,
+    item_bytes: Sequence[int],
+    weight_bytes: int,
+    most_threads: int,
+    device: Device,
 ) -> list[Tiling]:
     """Blocks for all rows, or resident ones that take their rows in a loop, the next one being loaded meanwhile.
 
     Chained on an H200 in fp16, with all rows in blocks and in a loop: 6304x768 layer_norm 4.7 and 3.8 us, 2048x2048
     add_rms_norm 6.2 and 5.0, but 4096x768 add_layer_norm 4.3 and 4.2, and from memory 7.5 and 8.3.
     """
-    length = required(node, inputs, "x").shape[-1]
-    weight_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in _present(node, inputs, "scale", "bias"))
-    most_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     usual = tiling(rows, length, wide, device, item_bytes, weight_bytes, most_threads)
     loop = looping(usual, rows, length, device, item_bytes, weight_bytes)
     if loop is None or usual.width * usual.chunks < USUAL_VALUES:
@@ -73,7 +78,13 @@ def _tilings(
     return [loop, usual] if loops_win(usual, loop, rows, device) else [usual, loop]
 
 
-def _present(node: FusedNode, inputs: Sequence[TensorSpec], *names: str) -> list[TensorSpec]:
+def weight_item_bytes(node: FusedNode, inputs: Sequence[TensorSpec]) -> int:
+    """Bytes of scale and bias for an element of a row."""
+    return sum(ITEM_BYTES[tensor.dtype] for tensor in present(node, inputs, "scale", "bias"))
+
+
+def present(node: FusedNode, inputs: Sequence[TensorSpec], *names: str) -> list[TensorSpec]:
+    """Shapes and dtypes of those inputs that are there."""
     return [found for name in names if (found := spec(node, inputs, name)) is not None]
 
 

@@ -10,13 +10,21 @@ from cache_cases import CachedCase, cached
 from onnxfuse.provider.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"w", "w_2", "w_3", "up", "scale", "bias"}
+WEIGHTS = {"w", "w_2", "w_3", "up", "scale", "bias", "table", "table_2"}
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
     "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
     "add_layer_norm": ("add_layer_norm", {"x": X, "residual": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 2),
     "add_rms_norm": ("add_rms_norm", {"x": X, "residual": X, "scale": W}, {"epsilon": 1e-5}, 2),
+    "embedding_layer_norm": (
+        "embedding_layer_norm",
+        {"ids": (3, 100), "table": (50, D), "ids_2": (100,), "table_2": (20, D), "scale": W, "bias": W},
+        {"epsilon": 1e-5}, 2,
+    ),
+    "embedding_rms_norm": (
+        "embedding_rms_norm", {"ids": (300,), "table": (50, D), "scale": W}, {"epsilon": 1e-5}, 1,
+    ),
     "softmax": ("softmax", {"x": X}, {}, 1),
     "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
     "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
@@ -55,5 +63,6 @@ def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
     """One of NODES and its inputs, whose weights are the model's `constants` or are computed."""
     fusion, shapes, attributes, outputs = NODES[name]
     kept = WEIGHTS if constants and fusion != "gated_activation" else set()
-    inputs = [TensorSpec(shape, "float16", constant=operand in kept) for operand, shape in shapes.items()]
+    dtypes = {"ids": "int64", "ids_2": "int64"}
+    inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
     return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs

@@ -163,7 +163,7 @@ def test_a_kernel_that_does_not_wait_is_found(device: Device, racing: bool) -> N
 @pytest.mark.parametrize("name", NODES)
 def test_a_kernel_waits_for_what_is_in_front(device: Device, name: str, constants: bool) -> None:
     node, inputs = node_of(name, constants)
-    arrays = [normal(spec.shape, "float16", i, 0.2) for i, spec in enumerate(inputs)]
+    arrays = [values(spec, i) for i, spec in enumerate(inputs)]
     all_wait(node, inputs, arrays, device)
 
 
@@ -172,6 +172,12 @@ def test_attention_waits_for_what_is_in_front(device: Device, name: str) -> None
     arrays = list(ATTENTION[name].inputs().values())
     inputs = [TensorSpec(array.shape, array.dtype.name) for array in arrays]
     all_wait(ATTENTION[name].node(), inputs, arrays, device)
+
+
+def values(spec: TensorSpec, seed: int) -> np.ndarray:
+    """Normal values, or ids."""
+    ids = np.random.default_rng(seed).integers(0, 20, spec.shape)
+    return ids if spec.dtype == "int64" else normal(spec.shape, "float16", seed, 0.2)
 
 
 def all_wait(node: FusedNode, inputs: list[TensorSpec], arrays: list[np.ndarray], device: Device) -> None:

@@ -1,0 +1,121 @@
+// A norm along rows of a table, to which up to two others are added: rows of further tables, or of tensors.
+//
+//   ADDENDS           how many are added               FACTOR    1 where the table's rows are multiplied by a number
+//   TABLE_T, TYPE_2, TYPE_3, SCALE_T ... SUM_T         storage types; those of absent operands do not matter
+//   IDS_T, IDS_2_T, IDS_3_T                            of ids: int32_t or int64_t
+//   GATHERED_2, _3    1 where ids choose the addend's row    PLACE_2, _3  where it or its id lies: see Place
+//   INDEX_T           an unsigned type that counts the rows
+#pragma once
+
+using int32_t = int;
+using int64_t = long long;
+using uint32_t = unsigned;
+using uint64_t = unsigned long long;
+
+#define X_T TABLE_T  // what norm.cuh reads is not read there
+#define RESIDUAL_T TABLE_T
+#define RESIDUAL 0
+#include "norm.cuh"
+
+// What an addend has for (batch, seq) rows, as it broadcasts: one for each, for each position, for each batch, for all.
+enum Place { OF_ROW, OF_POSITION, OF_BATCH, OF_ALL };
+
+// Ids below 0 count from the end of the table. Outside of it there are zeros, as in onnxruntime's Gather on a GPU.
+template <class T, class Id, bool GATHERED, int PLACE, bool THERE = true>
+struct Source {
+    const T* values;
+    const Id* ids;
+    long long count;  // rows of the table
+
+    // Where the values for a row begin; null for zeros.
+    __device__ __forceinline__ const T* find(long long row, long long seq) const {
+        if constexpr (!THERE) return nullptr;
+        long long place = row;
+        if constexpr (PLACE == OF_POSITION) place = INDEX_T(row) % INDEX_T(seq);
+        if constexpr (PLACE == OF_BATCH) place = INDEX_T(row) / INDEX_T(seq);
+        if constexpr (PLACE == OF_ALL) place = 0;
+        if constexpr (GATHERED) {
+            place = ids[place];
+            if (place < 0) place += count;
+            if (place < 0 || place >= count) return nullptr;
+        }
+        return values + place * ROW;
+    }
+};
+
+using Tokens = Source<TABLE_T, IDS_T, true, OF_ROW>;
+using Second = Source<TYPE_2, IDS_2_T, GATHERED_2, PLACE_2, (ADDENDS > 0)>;
+using Third = Source<TYPE_3, IDS_3_T, GATHERED_3, PLACE_3, (ADDENDS > 1)>;
+
+// A vector of one of the rows that are added up.
+template <int NUMBER, class T, bool THERE = (NUMBER <= ADDENDS)>
+struct Part {
+    Pack<T, WIDTH> values;
+
+    __device__ __forceinline__ void fetch(const T* from, int pack) {
+        values = {};
+        if (from == nullptr) return;
+        if constexpr (NUMBER == 0) values = load_once<WIDTH>(from + pack * WIDTH);
+        else values = load_cached<WIDTH>(from + pack * WIDTH);  // which other rows add as well
+    }
+
+    __device__ __forceinline__ void copy(const T* from, int pack) {
+        if (from == nullptr) values = {};
+        else copy_later<WIDTH>(values, from + pack * WIDTH);
+    }
+
+    __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
+        float added[WIDTH];
+        unpack(values, added);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) sum[i] += added[i];
+    }
+};
+
+template <int NUMBER, class T>
+struct Part<NUMBER, T, false> {
+    __device__ __forceinline__ void fetch(const T*, int) {}
+    __device__ __forceinline__ void copy(const T*, int) {}
+    __device__ __forceinline__ void add_to(float (&)[WIDTH]) const {}
+};
+
+// A row op of rows.cuh: Norm of the sum, which is also written where SUM is 1.
+template <class Statistic>
+struct EmbeddingNorm : Norm<Statistic, false> {
+    using One = Part<0, TABLE_T>;
+    using Two = Part<1, TYPE_2>;
+    using Three = Part<2, TYPE_3>;
+    struct Raw : One, Two, Three {};
+
+    Tokens tokens;
+    Second second;
+    Third third;
+    float factor;
+    long long seq;
+
+    __device__ __forceinline__ Raw fetch(long long row, int pack) const {
+        Raw raw;
+        raw.One::fetch(tokens.find(row, seq), pack);
+        raw.Two::fetch(second.find(row, seq), pack);
+        raw.Three::fetch(third.find(row, seq), pack);
+        return raw;
+    }
+
+    __device__ __forceinline__ void copy(Raw& raw, long long row, int pack) const {
+        raw.One::copy(tokens.find(row, seq), pack);
+        raw.Two::copy(second.find(row, seq), pack);
+        raw.Three::copy(third.find(row, seq), pack);
+    }
+
+    __device__ __forceinline__ void open(const Raw& raw, long long row, int pack, float (&values)[WIDTH], bool first) {
+        unpack(raw.One::values, values);
+        if constexpr (FACTOR) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) values[i] *= factor;
+        }
+        raw.Two::add_to(values);
+        raw.Three::add_to(values);
+        if constexpr (SUM)
+            if (first) store<STREAMED>(this->sum + this->at(row, pack), values);
+    }
+};
