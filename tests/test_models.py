@@ -39,7 +39,7 @@ def of(architecture: Formulas, config: Config) -> Counts:
 
 
 # A block of layers reads its residual stream twice, so 2 norms a layer follow an Add, which the product before takes.
-# One more norm follows the embeddings, or the last layer.
+# One more norm follows the embeddings, or the last layer; where the first one follows them, it takes them in.
 POST_NORM = PRE_NORM = {
     "layer_norm": lambda c: 2 * c["layers"] + 1,
     "attention": lambda c: c["layers"],
@@ -147,13 +147,23 @@ ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
 
+EMBEDDINGS = {"bert", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text"}
+LEFT_EMBEDDINGS = {
+    # The number of positions is read off the embeddings of tokens.
+    *(f"gpt2_{attention}_ts_{dtype}.onnx" for attention in ("sdpa", "eager") for dtype in ("fp16", "fp32")),
+    "llama_sdpa_ts_fp16.onnx",  # the converter has put Casts behind them
+}
+
 
 def expected(name: str) -> tuple[Counts, Counts]:
     """The fused nodes of a model by fusion, and the products and convolutions that are left by operator."""
     architecture, config = INDEX[name]["architecture"], INDEX[name]["config"]
     fused, plain = Counter(of(FUSED[architecture], config)), Counter(of(PLAIN[architecture], config))
+    norm = "rms_norm" if "rms_norm" in fused else "layer_norm"
+    if architecture in EMBEDDINGS and name not in LEFT_EMBEDDINGS:
+        fused += Counter({f"embedding_{norm}": 1})
+        fused -= Counter({norm: 1})
     if (count := ADDED_BY_NORMS.get(name, lambda c: 0)(config)) > 0:
-        norm = "rms_norm" if "rms_norm" in fused else "layer_norm"
         fused += Counter({f"add_{norm}": count})
         fused -= Counter({norm: count})
         if norm == "rms_norm":  # of products without biases nothing is left to fuse
