@@ -66,7 +66,7 @@ def test_the_json_says_what_was_measured_and_where(measured: tuple[Result, dict[
                            "ops", "ops_error", "copy_bytes_per_second"}  # fmt: skip
     assert (result["schema"], result["provider"], result["model"]) == (1, "cpu", str(BERT))
     assert result["inputs"] == {"input_ids": "3x16 int64", "attention_mask": "3x16 int64"}
-    assert result["fused"]["layer_norm"] == 5
+    assert result["fused"]["layer_norm"] == 4
     assert {"python", "onnxfuse", "numpy"} <= set(result["versions"])
     assert result["copy_bytes_per_second"] > 1e8
 
@@ -110,7 +110,7 @@ def test_every_fused_operator_is_timed_alone(measured: tuple[Result, dict[str, A
 def test_what_nothing_fused_is_timed_alone(measured: tuple[Result, dict[str, Any], str]) -> None:
     printed, result, _ = measured
     others = {op["fusion"]: op for op in result["ops"] if op["how"] == "onnxruntime"}
-    assert {"Gather", "Add", "Where"} <= others.keys()
+    assert {"Gather", "Where"} <= others.keys()
     assert "Shape" not in others
     assert all(op["body_us"] is not None and op["kernel_us"] is None for op in others.values() if not op["error"])
     words = [line.split() for line in printed.stdout.splitlines()]
