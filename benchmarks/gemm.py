@@ -53,6 +53,7 @@ CONSTANTS = ("w", "up", "bias")
 EPILOGUES: dict[str, tuple[tuple[str, ...], str]] = {
     "none": ((), "none"),
     "bias+gelu": (("bias",), "gelu"),
+    "bias+relu": (("bias",), "relu"),
     "bias+residual": (("bias", "residual"), "none"),
     "silu": ((), "silu"),
     "gate": (("up",), "silu"),
@@ -94,7 +95,7 @@ class Case:
     def formula(self, x: Any, w: Any, *others: Any) -> Any:
         given = dict(zip(self.extra, others, strict=True))
         y = torch.addmm(given["bias"], x, w) if "bias" in given else x @ w
-        y = F.gelu(y) if self.activation == "gelu" else F.silu(y) if self.activation == "silu" else y
+        y = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "none": lambda y: y}[self.activation](y)
         y = y * (x @ given["up"]) if "up" in given else y
         return y + given["residual"] if "residual" in given else y
 
@@ -204,15 +205,16 @@ def inductor(case: Case, sets: list[list[torch.Tensor]]) -> Calls:
 def unfused(case: Case) -> bytes:
     """The model that onnxruntime gets: one operator for each step of the formula."""
     shapes = {**case.shapes(), "y": (case.m, case.n)}
-    nodes = ["p = MatMul (x, w)"]
+    gemm = case.epilogue == "bias+relu"  # as exporters write it for two axes; with more, and for GELU, it is a MatMul
+    nodes = ["biased = Gemm (x, w, bias)" if gemm else "p = MatMul (x, w)"]
 
     def then(name: str, op: str, inputs: str) -> str:
         nodes.append(f"{name} = {op} ({inputs})")
         return name
 
-    last = then("biased", "Add", "p, bias") if "bias" in case.extra else "p"
-    if case.activation == "gelu":
-        last = then("activated", "Gelu", last)
+    last = "biased" if gemm else then("biased", "Add", "p, bias") if "bias" in case.extra else "p"
+    if case.activation in ("gelu", "relu"):
+        last = then("activated", case.activation.title(), last)
     if case.activation == "silu":
         then("sigmoid", "Sigmoid", last)
         last = then("activated", "Mul", f"{last}, sigmoid")
