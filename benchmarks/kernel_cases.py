@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from onnxfuse.provider import choose
 from onnxfuse.provider.compile import gpu
 from onnxfuse.provider.plan import FusedNode, Plan, TensorSpec
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-WEIGHTS = ("scale", "bias", "cos", "sin")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "int64": torch.int64}
+WEIGHTS = ("scale", "bias", "cos", "sin", "table", "table_2", "row")
+IDS = {"ids": "table", "ids_2": "table_2"}  # and the tables whose rows they choose
 LARGE = [(16384, 4096), (8192, 8192)]
 SMALL = [(4096, 768), (512, 65536), (1, 4096), (33, 1023), (128, 128), (4096, 64)]
 
@@ -34,7 +35,14 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return next(iter(self.inputs.values()))
+        """Of the first input; of an embedding the rows that it looks up."""
+        first = next(iter(self.inputs.values()))
+        return (math.prod(first), self.inputs["table"][1]) if self.embeds else first
+
+    @property
+    def embeds(self) -> bool:
+        """Rows are read by ids, so that no launch can read what the one before it wrote."""
+        return "ids" in self.inputs
 
     @property
     def name(self) -> str:
@@ -44,7 +52,10 @@ class Case:
         return FusedNode(self.fusion, self.fusion, tuple(self.inputs), self.attributes, (self.dtype,) * self.outputs)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(shape, self.dtype, constant=name in WEIGHTS) for name, shape in self.inputs.items())
+        return tuple(TensorSpec(s, self.dtype_of(name), constant=name in WEIGHTS) for name, s in self.inputs.items())
+
+    def dtype_of(self, name: str) -> str:
+        return "int64" if name in IDS else self.dtype
 
     def plans(self) -> list[Plan]:
         """All ways to run it, the one that is expected to be fastest first."""
@@ -52,7 +63,21 @@ class Case:
         return choose.candidates(host, self.node(), self.specs(), gpu(0))
 
     def tensors(self) -> list[torch.Tensor]:
-        return [random(name, shape, DTYPES[self.dtype]) for name, shape in self.inputs.items()]
+        return [
+            torch.randint(0, self.inputs[IDS[name]][0], shape, device="cuda")
+            if name in IDS
+            else random(name, shape, DTYPES[self.dtype])
+            for name, shape in self.inputs.items()
+        ]
+
+    def moved(self, tensors: Iterable[torch.Tensor]) -> int:
+        """The bytes of inputs and outputs; of a table those of the rows looked up, at most all."""
+        whole = sum(t.numel() * t.element_size() for t in tensors)
+        for name, table in IDS.items():
+            if table in self.inputs:
+                (rows, size), looked_up = self.inputs[table], math.prod(self.inputs[name])
+                whole -= max(0, rows - looked_up) * size * DTYPES[self.dtype].itemsize
+        return whole
 
 
 def random(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -87,6 +112,24 @@ def rotary(x: Any, cos: Any, sin: Any) -> Any:
     return (heads * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]).contiguous()
 
 
+def embedded(ids: Any, table: Any, ids_2: Any, table_2: Any, row: Any, scale: Any, bias: Any) -> Any:
+    return layer_norm(F.embedding(ids, table) + F.embedding(ids_2, table_2) + row, scale, bias)
+
+
+def embedding(ids: Any, table: Any, scale: Any) -> tuple[Any, Any]:
+    rows = F.embedding(ids, table)
+    return rms_norm(rows, scale), rows
+
+
+def embedding_cases(dtype: str) -> Iterator[Case]:
+    """Words, positions and a type of BERT; the embeddings of a decoder, which are its residual stream too."""
+    d, epsilon = (768,), {"epsilon": 1e-5}
+    words = {"ids": (8, 512), "table": (30522, 768)}
+    bert = {**words, "ids_2": (1, 512), "table_2": (512, 768), "row": d, "scale": d, "bias": d}
+    yield Case("embedding_layer_norm", bert, embedded, dtype, 1, epsilon)
+    yield Case("embedding_rms_norm", {**words, "scale": d}, embedding, dtype, 2, epsilon)
+
+
 def row_cases(x: tuple[int, ...], dtype: str = "float16") -> Iterator[Case]:
     d, epsilon = x[-1:], {"epsilon": 1e-5}
     four = {"x": x, "residual": x, "scale": d, "bias": d}
@@ -117,6 +160,8 @@ def cases(quick: bool) -> Iterator[Case]:
     for shape in [LARGE[0], SMALL[0], SMALL[2]] if quick else [*LARGE, *SMALL]:
         yield from row_cases(shape)
     yield from other_cases()
+    for dtype in ["float16"] if quick else ["float16", "bfloat16"]:
+        yield from embedding_cases(dtype)
     for shape in [] if quick else LARGE:
         yield from row_cases(shape, "bfloat16")
     if not quick:

@@ -8,7 +8,7 @@ A time is the cost of one more node in a CUDA graph, the median of the graph's r
 - memory: launches over buffers that together exceed the L2 cache, where that takes no more than 64 sets of them;
   the device copy moves as many bytes.
 - chain: each launch reads what the one before it wrote, as operators of a model do; so do onnxruntime's kernels, which
-  run in a session of their own (ort_chain.py).
+  run in a session of their own (ort_chain.py).  Embeddings, in front of which is nothing, read the same rows each time.
 
 Where a host offers several plans each is timed, and the fastest one's time counts, as in a session; the results say
 which one it was.  Several processes compile and prepare what the peers need, then one after the other measures.  Peers
@@ -95,7 +95,7 @@ def sets_of(case: Case, plan: Plan) -> tuple[list[list[torch.Tensor]], list[list
     """Inputs and outputs, as many of them as exceed L2 four times; bytes of one set."""
     first = case.tensors()
     written = [torch.full(spec.shape, math.nan, device="cuda", dtype=DTYPES[spec.dtype]) for spec in plan.outputs]
-    moved = sum(t.numel() * t.element_size() for t in (*first, *written))
+    moved = case.moved((*first, *written))
     count = min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
     read = [first] + [[t.clone() for t in first] for _ in range(count - 1)]
     return read, [written] + [[torch.empty_like(t) for t in written] for _ in range(count - 1)], moved
@@ -139,7 +139,7 @@ def measure(case: Case, peers: Peers) -> dict[str, Any]:
         "sets": len(read),
     }  # fmt: skip
     alone = [per_launch(rotated(plan, read, written), moved) for plan in plans]
-    in_chain = [per_launch(chained(plan, read[0], written[0]), moved) for plan in plans]
+    in_chain = [per_launch(chained(case, plan, read[0], written[0]), moved) for plan in plans]
     for name, each in ("us", alone), ("chain_us", in_chain):
         (row[name], row[f"{name}_spread"]), plan = min(zip(each, plans, strict=True), key=lambda pair: pair[0])
         row[f"{name}_launch"] = described(plan)
@@ -173,15 +173,19 @@ def described(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chained(plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> list[Callable[[], None]]:
-    """Two launches, of which each reads what the other one writes."""
+def chained(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> list[Callable[[], None]]:
+    """Two launches, of which each reads what the other one writes; embeddings read the same rows."""
+    if case.embeds:
+        return [launcher(plan, read, there) for there in (written, [torch.empty_like(t) for t in written])]
     flowing = len(written)
     copied = [tensor.clone() for tensor in read[:flowing]]
     return [launcher(plan, [*here, *read[flowing:]], there) for here, there in ((copied, written), (written, copied))]
 
 
 def chained_formula(case: Case, formula: Callable[..., Any], read: list[torch.Tensor]) -> Callable[[], Any]:
-    """A call of the formula on what the call before it returned."""
+    """A call of the formula on what the call before it returned; of embeddings on the same ids."""
+    if case.embeds:
+        return functools.partial(formula, *read)
     flowing, fixed = [read[: case.outputs]], read[case.outputs :]
 
     def call() -> None:
@@ -205,7 +209,7 @@ def difference(case: Case, plan: Plan, read: list[torch.Tensor], written: list[t
         tensor.fill_(math.nan)
     launcher(plan, read, written)()
     wide = torch.float64 if case.dtype == "float32" else torch.float32
-    results = case.formula(*(t.to(wide) for t in read))
+    results = case.formula(*(t.to(wide) if t.is_floating_point() else t for t in read))
     pairs = zip(written, results if isinstance(results, tuple) else (results,), strict=True)
     return max(float((y.double() - r.double()).norm() / r.double().norm()) for y, r in pairs)
 
