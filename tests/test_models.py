@@ -148,11 +148,7 @@ ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
 }  # fmt: skip
 
 EMBEDDINGS = {"bert", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text"}
-LEFT_EMBEDDINGS = {
-    # The number of positions is read off the embeddings of tokens.
-    *(f"gpt2_{attention}_ts_{dtype}.onnx" for attention in ("sdpa", "eager") for dtype in ("fp16", "fp32")),
-    "llama_sdpa_ts_fp16.onnx",  # the converter has put Casts behind them
-}
+LEFT_EMBEDDINGS = {"llama_sdpa_ts_fp16.onnx"}  # the converter has put Casts behind them
 
 
 def expected(name: str) -> tuple[Counts, Counts]:

@@ -105,6 +105,27 @@ def test_forms_of_older_and_newer_opsets(opset: int, nodes: str, rest: str) -> N
     check(nodes, rest, opset)
 
 
+@pytest.mark.parametrize(
+    ("reader", "source"),
+    [
+        ("Gather(sizes, i1)", "ids"), ("Gather(sizes, i0)", "ids"),
+        ("Gather(sizes, i2)", "rows"), ("Gather(sizes, minus1)", "rows"),  # of the rows themselves
+        ("Slice(sizes, i0, i1)", "rows"), ("Abs(sizes)", "rows"),
+    ],
+)  # fmt: skip
+def test_sizes_of_rows_are_read_off_their_ids(reader: str, source: str) -> None:
+    """So that another operator may compute the rows on the way; they are those of the ids along these axes only."""
+    table = random(7, 4)
+    text = f"(int64[N,M] ids) => (y, z) {{ rows = Gather(table, ids) z = Abs(rows) sizes = Shape(rows) y = {reader} }}"
+    used = {name: CONSTANTS[name] for name in ("i0", "i1", "i2", "minus1") if re.search(rf"\b{name}\b", reader)}
+    model = parse(text, table=table, **used)
+    after, _ = apply(model, normalize)
+    assert next(list(node.input) for node in after.graph.node if node.op_type == "Shape") == [source]
+    feeds = {"ids": np.array([[0, 6, 3], [1, -1, 2]])}
+    for a, b in zip(run(model, feeds), run(after, feeds), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_dropout_that_drops_or_whose_mask_is_read_stays() -> None:
     dropouts = (
         "y, m = Dropout(x, ratio, on)", "y, m = Dropout(x, ratio, off) n = Not(m)", "y = Dropout(x, ratio, flag)",

@@ -184,6 +184,24 @@ def _rewrite_sum(graph: Graph, shapes: Shapes, node: Node) -> bool:
     return True
 
 
+def _read_shape_of_ids(graph: Graph, shapes: Shapes, node: Node) -> bool:
+    """Sizes of rows that ids choose are read off the ids, so that the rows need not be there by themselves."""
+    rows, sizes = producer(node.inputs[0]), node.outputs[0]
+    if rows is None or op_of(rows) != "Gather" or rows.attrs.get("axis", 0) or node.attrs or graph.is_kept(sizes):
+        return False
+    rank = shapes.rank(ids := rows.inputs[1])
+    if not rank or not all(0 <= axis < rank for reader in sizes.outputs for axis in _axes_read(graph, reader)):
+        return False
+    node.inputs = [ids]
+    return True
+
+
+def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
+    """The sizes that a reader of a Shape takes; -1 where it may take any."""
+    whole = op_of(node) != "Gather" or not is_constant(node.inputs[1])
+    return [-1] if whole else constant_value(graph, node.inputs[1]).reshape(-1).tolist()
+
+
 RULES: dict[str, Rule] = {
     "Identity": _drop,
     "Dropout": _drop_dropout,
@@ -199,6 +217,7 @@ RULES: dict[str, Rule] = {
     "Mean": _drop_lone,
     "Split": _drop_split,
     "Sum": _rewrite_sum,
+    "Shape": _read_shape_of_ids,
     **dict.fromkeys(NEUTRAL, _drop_neutral),
 }
 
