@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._norms import norm_tilings, present, weight_item_bytes
-from onnxfuse.kernels._rows import USUAL_THREADS, Tiling, row_launch
+from onnxfuse.kernels._rows import USUAL_THREADS, Tiling, row_launch, tiling
 from onnxfuse.kernels._types import (
     ABSENT,
     ITEM_BYTES,
@@ -87,19 +87,17 @@ def embedding_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: 
 def _tilings(
     rows: int, length: int, wide: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
 ) -> list[Tiling]:
-    """As of other norms.
+    """As of other norms; of three inputs one, without a loop, whose next row does not fit into registers beside this.
 
-    Of three vectors there are never all in registers as numbers: a warp's row needs no more of these than with two. In
-    large blocks, of which two are resident with fewer inputs, threads get twice the registers.
+    Three vectors are never all in registers as numbers: a warp's row needs no more of these than with two. In large
+    blocks, of which two are resident with fewer inputs, threads get twice the registers.
     """
-
-    def tilings(counted: Sequence[int]) -> list[Tiling]:
-        return norm_tilings(rows, length, wide, counted, weight_bytes, USUAL_THREADS, device)
-
-    found = tilings(item_bytes)
-    if len(item_bytes) > 2 and found[0].threads <= 32:
-        return tilings(item_bytes[:2])
-    return [replace(tiles, min_blocks=1) if len(item_bytes) > 2 and not tiles.held else tiles for tiles in found]
+    if len(item_bytes) < 3:
+        return norm_tilings(rows, length, wide, item_bytes, weight_bytes, USUAL_THREADS, device)
+    usual = tiling(rows, length, wide, device, item_bytes, weight_bytes)
+    if usual.threads <= 32:
+        return [tiling(rows, length, wide, device, item_bytes[:2], weight_bytes)]
+    return [usual if usual.held else replace(usual, min_blocks=1)]
 
 
 def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[Source]:

@@ -20,26 +20,28 @@ using uint64_t = unsigned long long;
 // What an addend has for (batch, seq) rows, as it broadcasts: one for each, for each position, for each batch, for all.
 enum Place { OF_ROW, OF_POSITION, OF_BATCH, OF_ALL };
 
+__device__ __align__(16) char zero_row[ROW * 4];  // of any type
+
 // Ids below 0 count from the end of the table. Outside of it there are zeros, as in onnxruntime's Gather on a GPU.
 template <class T, class Id, bool GATHERED, int PLACE, bool THERE = true>
 struct Source {
     const T* values;
     const Id* ids;
     long long count;  // rows of the table
+    const T* from;    // where the values for the present row begin
 
-    // Where the values for a row begin; null for zeros.
-    __device__ __forceinline__ const T* find(long long row, long long seq) const {
-        if constexpr (!THERE) return nullptr;
-        long long place = row;
-        if constexpr (PLACE == OF_POSITION) place = INDEX_T(row) % INDEX_T(seq);
-        if constexpr (PLACE == OF_BATCH) place = INDEX_T(row) / INDEX_T(seq);
-        if constexpr (PLACE == OF_ALL) place = 0;
-        if constexpr (GATHERED) {
-            place = ids[place];
-            if (place < 0) place += count;
-            if (place < 0 || place >= count) return nullptr;
-        }
-        return values + place * ROW;
+    // The id, or the place among the rows of a tensor.
+    __device__ __forceinline__ long long place(long long row, long long seq) const {
+        if constexpr (!THERE || PLACE == OF_ALL) row = 0;
+        else if constexpr (PLACE == OF_POSITION) row = INDEX_T(row) % INDEX_T(seq);
+        else if constexpr (PLACE == OF_BATCH) row = INDEX_T(row) / INDEX_T(seq);
+        return THERE && GATHERED ? ids[row] : row;
+    }
+
+    __device__ __forceinline__ void aim(long long place) {
+        if (GATHERED && place < 0) place += count;
+        const bool outside = GATHERED && (place < 0 || place >= count);
+        from = outside ? reinterpret_cast<const T*>(zero_row) : values + place * ROW;
     }
 };
 
@@ -53,16 +55,11 @@ struct Part {
     Pack<T, WIDTH> values;
 
     __device__ __forceinline__ void fetch(const T* from, int pack) {
-        values = {};
-        if (from == nullptr) return;
         if constexpr (NUMBER == 0) values = load_once<WIDTH>(from + pack * WIDTH);
         else values = load_cached<WIDTH>(from + pack * WIDTH);  // which other rows add as well
     }
 
-    __device__ __forceinline__ void copy(const T* from, int pack) {
-        if (from == nullptr) values = {};
-        else copy_later<WIDTH>(values, from + pack * WIDTH);
-    }
+    __device__ __forceinline__ void copy(const T* from, int pack) { copy_later<WIDTH>(values, from + pack * WIDTH); }
 
     __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
         float added[WIDTH];
@@ -82,6 +79,7 @@ struct Part<NUMBER, T, false> {
 // A row op of rows.cuh: Norm of the sum, which is also written where SUM is 1.
 template <class Statistic>
 struct EmbeddingNorm : Norm<Statistic, false> {
+    static constexpr bool SEEKS = true;
     using One = Part<0, TABLE_T>;
     using Two = Part<1, TYPE_2>;
     using Three = Part<2, TYPE_3>;
@@ -93,18 +91,25 @@ struct EmbeddingNorm : Norm<Statistic, false> {
     float factor;
     long long seq;
 
-    __device__ __forceinline__ Raw fetch(long long row, int pack) const {
+    __device__ __forceinline__ void seek(long long row) {
+        const long long one = tokens.place(row, seq), two = second.place(row, seq), three = third.place(row, seq);
+        tokens.aim(one);  // all ids are on their way before one is needed
+        second.aim(two);
+        third.aim(three);
+    }
+
+    __device__ __forceinline__ Raw fetch(long long, int pack) const {
         Raw raw;
-        raw.One::fetch(tokens.find(row, seq), pack);
-        raw.Two::fetch(second.find(row, seq), pack);
-        raw.Three::fetch(third.find(row, seq), pack);
+        raw.One::fetch(tokens.from, pack);
+        raw.Two::fetch(second.from, pack);
+        raw.Three::fetch(third.from, pack);
         return raw;
     }
 
-    __device__ __forceinline__ void copy(Raw& raw, long long row, int pack) const {
-        raw.One::copy(tokens.find(row, seq), pack);
-        raw.Two::copy(second.find(row, seq), pack);
-        raw.Three::copy(third.find(row, seq), pack);
+    __device__ __forceinline__ void copy(Raw& raw, long long, int pack) const {
+        raw.One::copy(tokens.from, pack);
+        raw.Two::copy(second.from, pack);
+        raw.Three::copy(third.from, pack);
     }
 
     __device__ __forceinline__ void open(const Raw& raw, long long row, int pack, float (&values)[WIDTH], bool first) {

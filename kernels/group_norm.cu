@@ -13,6 +13,7 @@ static_assert(SPATIAL % WIDTH == 0, "a vector lies in one channel");
 
 struct GroupNorm {
     static constexpr bool WEIGHTS_VARY = true;
+    static constexpr bool SEEKS = false;
     using Partial = Moments;
     using Raw = Pack<X_T, WIDTH>;
 

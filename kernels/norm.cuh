@@ -22,6 +22,7 @@ template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;
     static constexpr bool WEIGHTS_VARY = false;
+    static constexpr bool SEEKS = false;
     using Raw = Read<ADDS>;
     struct Weights {
         Pack<SCALE_T, WIDTH> scale;

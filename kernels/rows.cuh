@@ -20,6 +20,7 @@
 //   MIN_BLOCKS      blocks that must fit on a multiprocessor: a bound on registers
 //
 // A row op has
+//   SEEKS, void seek(row)                    what it does once before it fetches or copies packs of a row
 //   Raw fetch(row, pack)                     the loads of one pack
 //   void copy(raw, row, pack)                the same, to shared memory: copy_later
 //   void open(raw, row, pack, values, first) conversion to fp32; first: not the second reading of a long row
@@ -139,7 +140,13 @@ struct Rows {
                ((batch * CHUNKS + k + 1) * STRIDE <= PACKS || place(thread, batch, k) < PACKS);
     }
 
+    __device__ __forceinline__ void seek(long long row) const {
+        if constexpr (Op::SEEKS)
+            if (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) op.seek(row);
+    }
+
     __device__ __forceinline__ void fetch(long long row, int batch, Raw (&raw)[CHUNKS]) const {
+        seek(row);
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
             if (has(row, batch, k)) raw[k] = op.fetch(row, place(thread, batch, k));
@@ -148,6 +155,7 @@ struct Rows {
     // The thread's packs to its own places in shared memory, which no other thread reads.
     __device__ __forceinline__ void hold(long long row) const {
         Raw* held = reinterpret_cast<Raw*>(row_memory) + threadIdx.x;
+        seek(row);
 #pragma unroll 4
         for (int i = 0; i < BATCHES * CHUNKS; ++i)
             if (has(row, 0, i)) op.copy(held[i * THREADS], row, place(thread, 0, i));

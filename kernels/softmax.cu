@@ -8,6 +8,7 @@
 
 struct Softmax {
     static constexpr bool WEIGHTS_VARY = false;
+    static constexpr bool SEEKS = false;
     using Raw = Pack<X_T, WIDTH>;
     struct Partial {
         static constexpr int VALUES = 2;

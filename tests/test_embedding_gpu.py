@@ -88,7 +88,7 @@ def test_ids_outside_of_the_table_are_zeros(device: Device, size: int, ids_dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_candidate(device: Device, dtype: str, size: int, rms: bool) -> None:
     """More rows than are resident at once, which one of the candidates takes in a loop; the last ones end unevenly."""
-    addends = "none" if rms else "positions and a row"
+    addends = "none" if rms else "positions"
     case = Embedding((1, 137), size, addends, (137,), rms=rms, dtype=dtype)
     arrays, specs = inputs(case, NUMPY[dtype]), case.specs()
     host = importlib.import_module(f"onnxfuse.kernels.{case.fusion}")
