@@ -520,7 +520,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: int) -> np.
     if dtype == TensorProto.BOOL:
         return rng.random(shape) > 0.3
     if dtype == TensorProto.INT64:
-        return np.zeros(shape, np.int64)
+        return rng.integers(0, 2, shape)  # rows of a table
     return rng.standard_normal(shape).astype(helper.tensor_dtype_to_np_dtype(dtype))
 
 
