@@ -43,7 +43,7 @@ def launch(problem: Attention, mask: Scores, keys: int, flags: Pointer, bits: Po
     """The pass over the mask, of which tiles of `keys` keys are wanted."""
     defines: Defines = {
         "KEYS_TILE": keys,
-        "WIDTH": _width(problem, mask),
+        "WIDTH": _width(problem, mask, keys),
         **mask_defines(problem),
         "MASK_T": STORAGE.get(mask.dtype, "b8"),
         "MASK_KEY": mask.key,
@@ -61,9 +61,9 @@ def launch(problem: Attention, mask: Scores, keys: int, flags: Pointer, bits: Po
     return Launch(kernel, (tiles(problem, mask, keys), 1, 1), (THREADS, 1, 1), arguments, early=True)
 
 
-def _width(problem: Attention, mask: Scores) -> int:
-    """Elements of an access: all of them are before the last key, or none."""
+def _width(problem: Attention, mask: Scores, keys: int) -> int:
+    """Elements of an access: all of them are before the last key, or none, and half a tile's row is whole accesses."""
     if not (mask.aligned and mask.key):
         return 1
-    strides = (mask.batch, mask.head, mask.query, problem.keys)
+    strides = (mask.batch, mask.head, mask.query, problem.keys, keys // 2)
     return math.gcd(VECTOR_BYTES // ITEM_BYTES.get(mask.dtype, 1), *strides)

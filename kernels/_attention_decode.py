@@ -40,7 +40,7 @@ def plans(problem: Attention, device: Device, cache: Cache | None = None) -> lis
     if device.arch < TENSOR_CORES_FROM or rows > MOST_ROWS or max(problem.size, problem.value_size) > LARGEST_HEAD:
         return []
     found = [fitted(problem, tiling, device, shares=True) for tiling in _tilings(problem, rows, device, cache)]
-    tilings = dict.fromkeys(tiling for tiling in found if tiling)
+    tilings = dict.fromkeys(tiling for tiling in found if tiling and tiling.rows >= rows)  # a block has all rows
     return [way for tiling in tilings for way in _ways(problem, tiling, device, cache)]
 
 

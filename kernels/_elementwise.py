@@ -82,7 +82,8 @@ def element_plan(
     read = [tensor for tensor in inputs if tensor.shape == output.shape]
     wide = width([*read, output], *extents, weights=inputs)
     tiles, stream = spread(count, wide, len(inputs), device), streamed([*read, output])
-    return Plan((output,), (element_launch(node, tiles, output, stream, defines, arguments, device),))
+    reach = max(map(size, (*inputs, output)))
+    return Plan((output,), (element_launch(node, tiles, output, stream, defines, arguments, device, reach),))
 
 
 def element_launch(
@@ -93,15 +94,16 @@ def element_launch(
     defines: Defines,
     arguments: Sequence[Argument],
     device: Device,
+    reach: int = 0,
 ) -> Launch:
-    """The launch of a kernel of elementwise.cuh."""
+    """The launch of a kernel of elementwise.cuh; `reach`: elements of the largest tensor, if not the output's."""
     count = size(output)
     vectors, block = count // tiles.width, tiles.threads * tiles.chunks
     rest = int(count % tiles.width > 0)
     constants = {
         "WHOLE": int(vectors % block == 0), "REST": rest,
         "WIDTH": tiles.width, "THREADS": tiles.threads, "CHUNKS": tiles.chunks, "STREAMED": stream,
-        "INDEX": "u32" if count < 2**31 else "u64", "PRECISE": int(output.dtype == "float32"),
+        "INDEX": "u32" if max(count, reach) < 2**31 else "u64", "PRECISE": int(output.dtype == "float32"),
         "ACTIVATION": node.attributes.get("activation", "none"),
     }  # fmt: skip
     blocks = -(-vectors // block) + rest

@@ -69,8 +69,8 @@ def plans(gemm: Gemm, device: Device) -> list[Candidate]:
 
 
 def usable(gemm: Gemm, device: Device) -> bool:
-    """Whether mma.sync computes this product as precisely as it must be."""
-    return device.arch >= MMA_FROM and (gemm.dtype != "float32" or gemm.tf32)
+    """Whether mma.sync computes this product as precisely as it must be, and 32 bits count its rows."""
+    return device.arch >= MMA_FROM and (gemm.dtype != "float32" or gemm.tf32) and gemm.m < 2**31 - 2**16
 
 
 def parts(gemm: Gemm) -> int:

@@ -208,12 +208,16 @@ def _many_spread(packs: int, width: int, item_bytes: Sequence[int], device: Devi
 
 
 def _held(length: int, width: int, item_bytes: Sequence[int], device: Device) -> Tiling:
-    """Blocks with the row in shared memory; where it does not fit, they read it twice."""
+    """Blocks with the row in shared memory; where it does not fit, or inputs differ in width, they read it twice.
+
+    There a thread's vectors of all inputs lie side by side, each of them at a multiple of its size.
+    """
     cluster = _cluster(length * sum(item_bytes) / HELD_BYTES, device)
     threads, resident = HELD_BLOCKS[cluster > 1]
     chunks = min(HELD_CHUNKS if device.arch >= CLUSTER_ARCH else 2, MOST_VALUES // width)
     tiles = Tiling(width, threads, chunks, 1, cluster, held=True, min_blocks=resident)
-    if held_bytes(tiles, length, item_bytes) <= device.shared_per_block - SPARE_BYTES:
+    same = len(set(item_bytes)) == 1
+    if same and held_bytes(tiles, length, item_bytes) <= device.shared_per_block - SPARE_BYTES:
         return tiles
     return Tiling(width, LONG_THREADS, min(LONG_CHUNKS, USUAL_VALUES // width), 1, _cluster(MAX_CLUSTER, device))
 

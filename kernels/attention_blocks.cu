@@ -13,7 +13,7 @@ constexpr int LANES = KEYS_TILE / WIDTH;              // threads to a row
 constexpr int ACCESSES = 64 * LANES / 128;            // of a thread
 constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of them under way
 constexpr int PITCH = KEYS_TILE + 16;                 // bytes of a row: eight rows are in different banks
-static_assert(ACCESSES % BATCH == 0, "all accesses are in batches");
+static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
 
 // A byte each, 1 where the score counts.
 __device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[WIDTH]) {

@@ -1,0 +1,67 @@
+"""Tilings cover what they are chosen for; no GPU needed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from test_attention_compile import case
+
+from onnxfuse.kernels import _attention_blocks, _attention_decode, attention, gated_activation
+from onnxfuse.kernels._attention import Scores
+from onnxfuse.kernels._rows import tiling
+from onnxfuse.provider.plan import Device, FusedNode, Launch, Pointer, TensorSpec
+
+H200 = Device("H200", 90, 132, 232448)
+L40S = Device("L40S", 89, 142, 101376)
+A100 = Device("A100", 80, 108, 166912)
+
+
+@pytest.mark.parametrize("device", [L40S, A100, H200], ids=lambda device: device.name)
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("size", [64, 128, 160, 256])
+@pytest.mark.parametrize(("heads", "queries"), [((32, 1), 1), ((32, 1), 2), ((8, 8), 48), ((64, 1), 1), ((8, 8), 17)])
+def test_a_block_of_decode_has_all_rows(
+    heads: tuple[int, int], queries: int, size: int, dtype: str, tf32: bool, device: Device
+) -> None:
+    """Less shared memory makes a tiling smaller, and never smaller than its queries times heads."""
+    device = Device(device.name, device.arch, device.multiprocessors, device.shared_per_block, tf32)
+    node, inputs = case(1, heads, queries, 2048, (size, size), dtype)
+    problem, _ = attention.attention_of(node, inputs, device)
+    rows = queries * heads[0] // heads[1]
+    for way in _attention_decode.plans(problem, device):
+        defines = next(step for step in way.steps if isinstance(step, Launch)).kernel.defines
+        assert 16 * int(defines["MT"]) * int(defines["WARPS_M"]) >= rows, way.name
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "float32"])
+@pytest.mark.parametrize("keys", range(16, 257, 16))
+def test_accesses_of_a_mask_are_as_many_for_each_thread(keys: int, dtype: str) -> None:
+    """64 rows of a tile are read by 128 threads, in vectors that end before the last key."""
+    node, inputs = case(1, (8, 8), 512, 512, (64, 64), mask=("boolean", (1, 1, 512, 512), "bool"))
+    problem, _ = attention.attention_of(node, inputs, H200)
+    mask = Scores(Pointer("input", 3), dtype, 0, 0, 512, 1, True)
+    launch = _attention_blocks.launch(problem, mask, keys, Pointer("scratch", 0), Pointer("scratch", 1))
+    width = int(launch.kernel.defines["WIDTH"])
+    assert keys % width == 0 and 64 * (keys // width) % 128 == 0
+    assert width == math.gcd(width, 512)
+
+
+@pytest.mark.parametrize("device", [L40S, A100, H200], ids=lambda device: device.name)
+@pytest.mark.parametrize("length", [8192, 12288, 16384, 65536, 131072])
+def test_held_rows_are_of_one_width(length: int, device: Device) -> None:
+    """In shared memory a thread's vectors of all inputs lie side by side: 8 bytes and 16 would not be aligned."""
+    for rows in 64, 4096:
+        assert not tiling(rows, length, 4, device, (4, 2)).held
+        assert not tiling(rows, length, 4, device, (2, 4)).held
+
+
+@pytest.mark.parametrize(("rows", "index"), [(100, "u32"), (40_000, "u64"), (65_536, "u64")])
+def test_places_in_a_wide_product_are_counted(rows: int, index: str) -> None:
+    """A third of each row is read: fewer elements than 2^31, at places beyond it."""
+    parts = {"activation": "silu", "d": 22_016, "gate_offset": 0, "up_offset": 22_016}
+    node = FusedNode("gated_activation", "", ("gate", "up"), parts, ("float16",))
+    product = TensorSpec((rows, 66_048), "float16")
+    (step,) = gated_activation.plan(node, [product, product], H200).steps
+    assert isinstance(step, Launch) and step.kernel.defines["INDEX"] == index
