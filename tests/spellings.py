@@ -403,6 +403,8 @@ def _variant(
         for word, number in part.items()
         if word != "width"
     }
+    runs = {named[operand]: part["width"] // part["pitch"] for operand, part in parts.items() if "pitch" in part}
+    dims = {**dims, **{f"{name}_blocks": count for name, count in runs.items()}}
     return Variant(spelling.opset, dtypes, out, rank, {**_values(spelling), **places}, dims, chosen(spelling))
 
 
