@@ -37,8 +37,9 @@ class Attention:
 
     Query head h reads key and value head h // (heads // kv_heads). Where `mask_kind` is boolean a score counts where
     the mask is true and is `masked_score` elsewhere; inverted is the opposite; additive adds the mask. `causal` is
-    None, or the number c for which query i sees the keys up to i + c and no others. Where every score of a row is -inf
-    the row of the result is 0 if `zero_rows`, else NaN.
+    None, or the number c for which query i sees the keys up to i + c and no others: scores of those are -inf. With
+    `added`, `masked_score` is added to all scores that `causal` or a boolean mask, if there is one, leaves out. Where
+    every score of a row is -inf the row of the result is 0 if `zero_rows`, else NaN.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class Attention:
     masked_score: float = float("-inf")
     bias: Scores | None = None
     causal: int | None = None
+    added: bool = False
     softcap: float = 0.0  # cap(s) = softcap * tanh(s / softcap); 0: no cap
     zero_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32

@@ -92,6 +92,7 @@ TILINGS: Final = {
 ENDS: Final = 100  # keys' worth of time that a block takes to begin and to end
 TILE_KEYS: Final = 8  # keys' worth of time that each tile takes besides its own
 OTHER_REGISTERS: Final = 28  # of a thread, besides scores, weights, results and what is added to scores
+ADDED_REGISTERS: Final = 8  # more, where what the mask and the diagonal leave out is one sum
 
 
 def plans(problem: Attention, device: Device) -> list[Candidate]:
@@ -135,7 +136,8 @@ def _registers(problem: Attention, tiling: Tiling, late: bool) -> int:
     columns = ALIGNMENT * math.ceil(problem.value_size / ALIGNMENT)
     added = [x for x in (problem.bias, None if late else problem.mask) if x and x.dtype != "bool"]
     words = sum((tiling.keys // 8 if x.key else 1) * (2 if x.query else 1) * ITEM_BYTES[x.dtype] // 2 for x in added)
-    return tiling.keys // 2 + tiling.keys // 4 + columns // 2 + words + OTHER_REGISTERS
+    others = OTHER_REGISTERS + problem.added * ADDED_REGISTERS
+    return tiling.keys // 2 + tiling.keys // 4 + columns // 2 + words + others
 
 
 def _fits(problem: Attention) -> bool:
@@ -148,6 +150,7 @@ def _fits(problem: Attention) -> bool:
     return (
         problem.dtype in ("float16", "bfloat16")
         and problem.aligned
+        and not (problem.added and problem.masked_score > _attention_blocks.NEGLIGIBLE[problem.dtype][0])
         and all(0 < size <= LARGEST_HEAD and size % ALIGNMENT == 0 for size in (problem.size, problem.value_size))
         and min(problem.batch, problem.heads, problem.queries, problem.keys) > 0
         and all(_mappable(x, rows, heads, problem.batch) for x, rows, heads in tensors)
@@ -213,7 +216,8 @@ def _launch(problem: Attention, tiling: Tiling, mask: Scores | None, flags: Argu
 def _raw(problem: Attention) -> bool:
     """Whether scores keep the units of q k^T until they are exponentiated."""
     plain = problem.scale > 0 and not (problem.softcap or problem.bias)
-    return plain and (problem.mask is None or SCALES[0] <= problem.scale <= SCALES[1])
+    divided = problem.mask is not None or problem.added
+    return plain and (not divided or SCALES[0] <= problem.scale <= SCALES[1])
 
 
 def _units(problem: Attention) -> tuple[float, float, float, float]:
@@ -223,11 +227,13 @@ def _units(problem: Attention) -> tuple[float, float, float, float]:
     masked, wanted = problem.masked_score, problem.masked_score + UNLIKE
     if problem.mask and problem.mask_kind == "additive":
         wanted = _attention_blocks.NEGLIGIBLE[problem.mask.dtype][1]
+    if problem.added:
+        wanted = _attention_blocks.NEGLIGIBLE[problem.dtype][1]
     return masked if math.isinf(masked) else max(masked * unit, lowest), unit, lowest, max(wanted * unit, lowest)
 
 
 def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines:
-    additive = problem.mask_kind == "additive"
+    additive = mask is not None and problem.mask_kind == "additive"
     return {
         "T": STORAGE[problem.dtype],
         "SIZE": problem.size,
@@ -243,7 +249,8 @@ def _defines(problem: Attention, tiling: Tiling, mask: Scores | None) -> Defines
         "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows),
         **_attention_blocks.mask_defines(problem),
-        "FINITE": int(mask is not None and (additive or math.isfinite(problem.masked_score))),
+        "ADDED": int(problem.added),
+        "FINITE": int(additive or ((problem.added or mask is not None) and math.isfinite(problem.masked_score))),
         "LATE": int(additive and _registers(problem, tiling, late=False) > tiling.registers),
         **_access("MASK", problem, mask),
         "BIAS": int(problem.bias is not None),

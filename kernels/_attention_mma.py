@@ -100,6 +100,7 @@ def defines(problem: Attention, tiling: Tiling, device: Device) -> Defines:
         "MIN_BLOCKS": tiling.min_blocks, "ACCESS": access(problem), "OUT_ACCESS": out_access(problem),
         "RAW": int(_is_raw(problem)), "CAUSAL": int(problem.causal is not None), "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows), "MASK": MASKS[problem.mask_kind], "BIAS": int(problem.bias is not None),
+        "ADDED": int(problem.added),
         **_scores_defines("MASK", problem.mask, problem), **_scores_defines("BIAS", problem.bias, problem),
     }  # fmt: skip
 
@@ -107,7 +108,8 @@ def defines(problem: Attention, tiling: Tiling, device: Device) -> Defines:
 def _is_raw(problem: Attention) -> bool:
     """Whether scores can stay without their scale until they are exponentiated."""
     replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
-    changed = replaced or problem.mask_kind == "additive" or problem.bias is not None or problem.softcap != 0
+    added = problem.added or problem.mask_kind == "additive"
+    changed = replaced or added or problem.bias is not None or problem.softcap != 0
     return problem.scale > 0 and not changed
 
 
@@ -183,7 +185,7 @@ def _score_strides(scores: Scores | None) -> tuple[int, int, int]:
 
 def _score_units(problem: Attention) -> tuple[float, float, float]:
     """scale, masked, cap: what makes scores, in units of log2(e), of products."""
-    masked = problem.masked_score if problem.mask_kind in ("boolean", "inverted") else 0.0
+    masked = problem.masked_score if problem.added or problem.mask_kind in ("boolean", "inverted") else 0.0
     masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))
     if problem.softcap:
         return problem.scale / problem.softcap, masked, problem.softcap * LOG2_E
@@ -222,7 +224,7 @@ def _ranked(problem: Attention, device: Device) -> list[Tiling]:
 
     if problem.mask or problem.bias:  # their elements are in registers, too
         tilings = [tiling for tiling in tilings if tiling.tiles == 1]
-    if _by_row(problem, problem.mask) or _by_row(problem, problem.bias):
+    if problem.added or _by_row(problem, problem.mask) or _by_row(problem, problem.bias):
         tilings = [tiling for tiling in tilings if tiling.row_warps <= 4]
     if problem.mask and problem.bias:
         tilings = [replace(t, min_blocks=1, keys=max(t.keys // 2, 16 * t.key_warps)) for t in tilings]

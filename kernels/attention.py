@@ -16,7 +16,7 @@ from onnxfuse.provider.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "seq_first", "bshd", "bhsd")
 OUT_LAYOUTS: Final = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
-MASK_KINDS: Final = ("none", "boolean", "inverted", "additive")
+MASK_KINDS: Final = ("none", "boolean", "inverted", "additive", "causal")
 CHOICES: Final = (
     *((f"{name}_layout", LAYOUTS, "packed") for name in "qkv"),
     ("out_layout", OUT_LAYOUTS, "packed"),
@@ -70,7 +70,7 @@ def _refuse_dtypes(node: FusedNode, dtypes: dict[str, str], device: Device) -> s
         if dtype != dtypes["q"] and name in dtypes:
             return f"attention: {name} is {dtype}, q is {dtypes['q']}; required one dtype"
     kind = _mask_kind(node, dtypes.get("mask"))
-    known = {"mask": ("bool",) if kind in ("boolean", "inverted") else tuple(STORAGE), "bias": tuple(STORAGE)}
+    known = {"mask": ("bool",) if kind in ("boolean", "inverted", "causal") else tuple(STORAGE), "bias": tuple(STORAGE)}
     for name, accepted in known.items():
         if name in dtypes and dtypes[name] not in accepted:
             return f"attention: {name} of kind {kind} is {dtypes[name]}; the kernels take {', '.join(accepted)}"
@@ -98,6 +98,8 @@ def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
 
 def ways(problem: Attention, device: Device) -> list[Candidate]:
     """The candidates of all kernels, what is expected to be fastest first."""
+    if math.isinf(problem.masked_score):
+        problem = replace(problem, added=False)  # to add it is to put it in the score's place
     decode = _attention_decode.plans(problem, device)
     hopper = [] if problem.out_dtype else _attention_hopper.plans(problem, device)
     general = _attention_mma.plans(problem, device)
@@ -141,23 +143,34 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape else k.length
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
+    kind = _mask_kind(node, mask.dtype if mask else None)
+    masked_score = -math.inf if operator else float(node.attributes.get("masked_score", -math.inf))
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.size, v.size, tensors["q"].dtype,
         all(tensor.aligned for tensor in tensors.values()),
         q.at(_pointer(node, "q"), item), k.at(_pointer(node, "k"), item), v.at(_pointer(node, "v"), item),
         Operand(*full[:1], q.length, heads, v.size, strides).at(Pointer("output", 0), out_item),
         scale=float(node.attributes.get("scale", 1 / math.sqrt(max(1, q.size)) if operator else 1.0)),
-        mask_kind=_mask_kind(node, mask.dtype if mask else None),  # type: ignore[arg-type]
+        mask_kind=kind if kind != "causal" else "boolean" if mask else "none",  # type: ignore[arg-type]
         mask=_scores(node, "mask", mask, full),
-        masked_score=-math.inf if operator else float(node.attributes.get("masked_score", -math.inf)),
+        masked_score=masked_score,
         bias=_scores(node, "bias", spec(node, inputs, "bias"), full),
-        causal=0 if operator and node.attributes.get("is_causal", 0) else None,
+        causal=_causal(node, kind, q.length, keys),
+        added=kind == "causal",
         softcap=float(node.attributes.get("softcap", 0.0)) if operator else 0.0,
         # The operator's rows without a key are 0, and a product over no keys at all is.
         zero_rows=operator or node.attributes.get("fully_masked") == "zero" or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y
+
+
+def _causal(node: FusedNode, kind: str, queries: int, keys: int) -> int | None:
+    """The operator's first query sees the first key; a causal mask's last query sees the last key."""
+    if kind == "causal":
+        return keys - queries if queries > 1 else None
+    operator = node.attributes.get("form", "softmax") == "operator"
+    return 0 if operator and node.attributes.get("is_causal", 0) else None
 
 
 def _mask_kind(node: FusedNode, dtype: str | None) -> str:

@@ -13,7 +13,7 @@
 // Masks: attention_blocks.cu has found what a mask leaves of each tile; what a mask that is the same for all queries
 // leaves, the copying warp finds itself. Tiles of which nothing is left are skipped; a mask's elements are read only
 // where they change scores that count. Where what a mask leaves out is finite, a row without a score above `wanted`
-// may need it nevertheless: then the whole block begins again, with all tiles.
+// may need it nevertheless: then the whole block begins again, with all tiles, also, if ADDED, behind the diagonal.
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_scores.cuh"
 
@@ -187,15 +187,15 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                      at.first + i / K_PANELS * 64, at.head, at.batch);
         }
         Feed copies = {k, v, at, k_buffers, barriers};
-        const int tiles = tiles_of(shape, at.first);
+        const int tiles = tiles_of(shape, at.first), all = ADDED ? key_tiles : tiles;
         if constexpr (ROW_MASK) {
             RowMask rows = {mask + mask_plane, keys, lane};
-            feed(copies, rows, tiles, lane == 0);
+            feed(copies, rows, tiles, all, lane == 0);
         } else {
             const int row_tile = at.first / 64;
             const unsigned char* const from = flags + (long long)(plane + row_tile) * key_tiles;
             Flags found = {from, key_tiles, min(GROUPS, row_tiles - row_tile), lane};
-            feed(copies, found, tiles, lane == 0);
+            feed(copies, found, tiles, all, lane == 0);
         }
         return;
     }

@@ -54,6 +54,7 @@ struct RowMask {
     }
 };
 
+// Of the block's rows on this side of the diagonal.
 __device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
     int keys = shape.keys;
     if (CAUSAL) keys = min(keys, min(first + ROWS, shape.queries) + shape.causal);
@@ -97,12 +98,13 @@ struct Feed {
     }
 };
 
-// Copies what counts, and then, if a row wants it, everything.
+// Copies what counts of the first `tiles` tiles, and then, if a row wants it, all of `all`.
 template <class Mask>
-__device__ __forceinline__ void feed(Feed& feed, Mask& mask, int tiles, bool leader) {
+__device__ __forceinline__ void feed(Feed& feed, Mask& mask, int tiles, int all, bool leader) {
     u32 bits[BIT_WORDS] = {};
 #pragma unroll 1
     for (int pass = 0; pass < 1 + RETURNS; ++pass) {
+        if (pass == 1) tiles = all;
         if (MASK) mask.ahead(tiles - 1);
 #pragma unroll 1
         for (int tile = tiles - 1; tile >= 0; --tile) {

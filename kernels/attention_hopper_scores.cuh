@@ -138,7 +138,9 @@ struct Terms {
             for (int i = 0; i < SCORES; ++i) s[i] = SOFTCAP ? capped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
             if constexpr (BIAS) added_bias.add(s, unit, lowest);
         }
-        if (ADDITIVE && kind(info) == 1) {
+        if constexpr (ADDED) {
+            leave_out(s, first, MASK && kind(info) != 2);
+        } else if (ADDITIVE && kind(info) == 1) {
             add_mask(s, first);
         } else if (MASK && kind(info) != 2) {
 #pragma unroll
@@ -148,19 +150,27 @@ struct Terms {
         if (first - column + KEYS_TILE > unlimited) {
 #pragma unroll
             for (int i = 0; i < SCORES; ++i)
-                if (first + i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] = minus_infinity();
+                if (first + i / 4 * 8 + i % 2 >= (ADDED ? keys : limit[i / 2 % 2])) s[i] = minus_infinity();
         }
+    }
+
+    // `masked` is added where the mask or the diagonal leaves a score out.
+    __device__ __forceinline__ void leave_out(float (&s)[SCORES], int first, bool by_mask) const {
+        if (!by_mask && first - column + KEYS_TILE <= unlimited) return;
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i)
+            if ((by_mask && !counts(i)) || first + i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] += masked;
     }
 };
 
 // LAZY: a row's reference is raised only once its largest score is 2^8 times above; weights up to 256 are as exact in
 // fp16 and bf16 as those up to 1, and results are rescaled in few tiles instead of most.
 // FAR: below it a RAW score's product with the scale, rounded, is so far from the exact one that weights overflow. Only
-// rows of which a mask leaves nothing come there, and of masks in fp16 none.
+// rows of which a mask leaves nothing come there, and of additive masks in fp16 none.
 constexpr float FAR = 1e7f;
 template <class E> constexpr bool IS_HALF = false;
 template <> constexpr bool IS_HALF<f16> = true;
-constexpr bool FAR_SCORES = RETURNS && !IS_HALF<MASK_T>;
+constexpr bool FAR_SCORES = RETURNS && (ADDED || !IS_HALF<MASK_T>);
 
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};

@@ -33,7 +33,7 @@ static_assert(!REBALANCED || GROUPS * OWN_REGISTERS + COPY_REGISTERS == 65536 / 
               "nobody waits for registers that there are not");
 
 constexpr int BIT_WORDS = ((ROW_MASK ? KEYS_TILE : SCORES) + 31) / 32;  // a row's, or a thread's
-constexpr bool RETURNS = MASK && FINITE;  // what was left out may count after all
+constexpr bool RETURNS = FINITE;          // what was left out may count after all
 constexpr int KINDS = 24;                 // where a tile's kinds begin, above its number: 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;

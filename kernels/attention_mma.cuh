@@ -15,7 +15,7 @@
 //   OUT_ACCESS                     elements of an access to the result
 //   MASK, MASK_T, MASK_ROWS, MASK_PAIRS   kind; storage; whether rows differ; whether two keys are one access
 //   BIAS, BIAS_T, BIAS_ROWS, BIAS_PAIRS   likewise
-//   CAUSAL, SOFTCAP, ZERO_ROWS     as in _attention.py
+//   CAUSAL, ADDED, SOFTCAP, ZERO_ROWS   as in _attention.py
 //   RAW                            scores are scaled where they are exponentiated: the scale is positive, and nothing
 //                                  but -inf takes the place of a score
 #pragma once

@@ -77,7 +77,7 @@ __device__ __forceinline__ float capped(float score, float cap) {  // cap * tanh
 // What happens to the scores of a warp between the two products.
 struct Scores {
     const Problem& p;
-    int limits[MT][2];  // a row sees the keys before its limit
+    int limits[MT][2];  // a row sees the keys before its limit; ADDED: to the scores of others `masked` is added
     int last;           // the limit of the warp's last row; 0 where it has no rows
     int unlimited;      // every row of the block sees the keys before it
 #if MASK
@@ -97,7 +97,7 @@ struct Scores {
             for (int half = 0; half < 2; ++half) {
                 const int row = min(at.row + warp.row(mt, half), p.queries * GROUP - 1), query = row / GROUP;
                 [[maybe_unused]] const int head = at.kv * GROUP + row % GROUP;
-                limits[mt][half] = last_key(query, p.keys, p.causal);
+                limits[mt][half] = seen_keys(query, p.keys, p.causal);
 #if MASK
                 mask.place(2 * mt + half, p.mask + at.batch * p.mask_batch + head * p.mask_head + query * p.mask_query);
 #endif
@@ -133,15 +133,17 @@ struct Scores {
 #pragma unroll
                 for (int t = 0; t < KEY_TILES; ++t) {
                     float* x = &s[mt][t][2 * half];
-                    one(x, mt, half, t);
+                    one(x, mt, half, t, limits[mt][half] - own - 8 * t);
                     if (limited) {
 #pragma unroll
-                        for (int c = 0; c < 2; ++c) x[c] = own + 8 * t + c < limits[mt][half] ? x[c] : NOTHING;
+                        for (int c = 0; c < 2; ++c)
+                            x[c] = own + 8 * t + c < (ADDED ? p.keys : limits[mt][half]) ? x[c] : NOTHING;
                     }
                 }
     }
 
-    __device__ __forceinline__ void one(float* x, int mt, int half, int t) const {
+    // `seen`: of these two keys and those after them the row sees so many.
+    __device__ __forceinline__ void one(float* x, int mt, int half, int t, [[maybe_unused]] int seen) const {
         if (!RAW) x[0] *= p.scale, x[1] *= p.scale;
 #if SOFTCAP
         x[0] = capped(x[0], p.cap), x[1] = capped(x[1], p.cap);
@@ -151,7 +153,15 @@ struct Scores {
         bias.get(2 * mt + half, t, added);
         x[0] += added[0], x[1] += added[1];
 #endif
+#if ADDED
+        float keep[2] = {1.0f, 1.0f};
 #if MASK
+        mask.get(2 * mt + half, t, keep);
+#endif
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            if (__float_as_uint(keep[c]) == 0 || c >= seen) x[c] += p.masked;
+#elif MASK
         float keep[2];
         mask.get(2 * mt + half, t, keep);
 #pragma unroll

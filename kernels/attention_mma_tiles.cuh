@@ -177,8 +177,12 @@ struct Place {
     int batch, kv, row, end;  // first row; keys of the block's rows are before `end`
 };
 
-__device__ __forceinline__ int last_key(int query, int keys, int causal) {  // one more than
+// One more than the last key that a query's place lets count; and that has a say at all.
+__device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
     return CAUSAL ? min(keys, query + causal + 1) : keys;
+}
+__device__ __forceinline__ int last_key(int query, int keys, int causal) {
+    return ADDED ? keys : seen_keys(query, keys, causal);
 }
 
 // Tiles that see most keys begin first.

@@ -40,7 +40,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     apart = _apart(node, cache)
     if 0 in outputs[0].shape:
         return [Plan(outputs, grow, apart=apart)]
-    at_once = problem.causal is None and problem.keys == cache.rows
+    # The launch writes the keys that it reads: all of them, where a diagonal adds to scores and does not replace them.
+    at_once = (problem.causal is None or problem.added) and problem.keys == cache.rows
     found = _attention_decode.plans(problem, device, cache)[: attention.MOST - 1] if at_once else []
     for way in attention.ways(problem, device):
         found.append(Candidate(f"attention_append, {way.name}", (*grow, *way.steps), way.scratch))

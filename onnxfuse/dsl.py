@@ -17,6 +17,7 @@ from onnxfuse.language.spans import Span, here
 from onnxfuse.language.terms import (
     Apply,
     Capture,
+    Causal,
     Choose,
     Either,
     Filled,
@@ -40,6 +41,7 @@ __all__ = [
     "Fusion",
     "Term",
     "attribute",
+    "causal",
     "choose",
     "contrib",
     "either",
@@ -152,6 +154,16 @@ def scaled(value: Term, scale: Term) -> Term:
 def shared(value: Term) -> Term:
     """A value that others may read too; its nodes stay for them."""
     return Shared(inner=value, span=here())
+
+
+def causal(written: Term, dims: str, score: Any = None) -> Term:
+    """A tensor of the dimensions `dims`, "queries keys", that is true up to the diagonal at which both end.
+
+    Query i of q sees the keys up to i + k - q of k.  With a scalar parameter `score` the tensor is 0 where a key is
+    seen, and `score` elsewhere.  Matches any tensor that holds this, however it is computed; `written` is how it is
+    stored.
+    """
+    return Causal(inner=written, dims=dims, score=score, span=here())
 
 
 def wide(value: Term) -> Term:

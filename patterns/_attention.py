@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from onnxfuse.dsl import Term, choose, contrib, either, filled, given, narrow, op, part, rearrange, size
+from onnxfuse.dsl import Term, causal, choose, contrib, either, filled, given, narrow, op, part, rearrange, size
 
 LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 INFINITY = float("inf")
@@ -36,6 +36,23 @@ def in_layout(context: Term, axes: str) -> Term:
     )
 
 
+def hidden(queries: Term, keys: Term, mask: Any, like: Term, masked_score: Any) -> Term:
+    """What is added to scores where a key is behind its query, or a boolean mask, if there is one, leaves it out.
+
+    `queries` and `keys` are their numbers; the last query sees the last key.
+    """
+    rows = op.Unsqueeze(op.Range(keys - queries, keys, 1), axes=[1])
+    before = op.LessOrEqual(op.Range(0, keys, 1), rows)
+    seen = op.And(causal(before, "queries keys"), mask)
+    alone = causal(op.Where(before, 0.0, masked_score), "queries keys", masked_score)
+    return narrow(either(op.Where(seen, 0.0, masked_score), alone), like=like)
+
+
+def length(x: Term, axis: int) -> Term:
+    """The size of an axis, as a number of no axes."""
+    return op.Gather(op.Shape(x), axis)
+
+
 # --- com.microsoft.MultiHeadAttention ----------------------------------------------------------------------------
 #
 # It takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of which the last
@@ -57,7 +74,7 @@ def multi_head_attention(
             queries, keys, values, *more, num_heads=size("heads"), scale=scale, **attributes
         )
 
-    added = _of_all_pairs(_added(queries, mask, bias, masked_score), queries, keys)
+    added = _of_all_pairs(_added(queries, keys, mask, bias, masked_score), queries, keys)
     with_bias = attended(None, None, added)
     softmax = either(
         given(
@@ -91,12 +108,13 @@ def _adding_is_exact(mask_kind: str, masked_score: float, dtype: str) -> bool:
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < LOWEST)
 
 
-def _added(queries: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
+def _added(queries: Term, keys: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
     """What is added to the scores."""
     masks = {
         "boolean": narrow(op.Where(mask, 0.0, masked_score), like=queries),
         "inverted": narrow(op.Where(mask, masked_score, 0.0), like=queries),
         "additive": mask,
+        "causal": hidden(length(queries, 1), length(keys, 1), mask, queries, masked_score),
     }
     both = {kind: bias + term for kind, term in masks.items()}
     return choose(
@@ -107,12 +125,12 @@ def _added(queries: Term, mask: Any, bias: Any, masked_score: Any) -> Term:
 def _of_all_pairs(added: Term, queries: Term, keys: Term) -> Term:
     """(batch or 1, heads or 1, queries, keys)."""
 
-    def length(x: Term) -> Term:
+    def one(x: Term) -> Term:
         return op.Slice(op.Shape(x), starts=[1], ends=[2], axes=[0])
 
     return either(
         op.Expand(added, shape=[1, 1, size("queries"), size("keys")]),
-        op.Expand(added, op.Concat(filled(1, "2"), length(queries), length(keys), axis=0)),
+        op.Expand(added, op.Concat(filled(1, "2"), one(queries), one(keys), axis=0)),
     )
 
 
@@ -127,7 +145,7 @@ def _guarded(context: Term, added: Term) -> Term:
             context,
             never,
             lambda masked_score, mask_kind, bias_kind: bias_kind == "none"
-            and mask_kind in ("boolean", "inverted")
+            and mask_kind in ("boolean", "inverted", "causal")
             and masked_score > -INFINITY,
         ),
         cleared,

@@ -15,17 +15,32 @@ from onnxfuse.dsl import (
     stored,
     tensor,
 )
-from onnxfuse.patterns._attention import KEYS, LOWEST, QUERIES, VALUES, by_layout, in_layout, multi_head_attention
+from onnxfuse.patterns._attention import (
+    KEYS,
+    LOWEST,
+    QUERIES,
+    VALUES,
+    by_layout,
+    hidden,
+    in_layout,
+    length,
+    multi_head_attention,
+)
 
 MAX_FLOAT16 = 65504
 SCORES = "batch? heads? queries? keys?"
 
 
-def masked(scores, mask, masked_score):
-    """The kinds of mask; a boolean one is true where a key counts (inverted: where it does not)."""
+def masked(scores, queries, columns, mask, masked_score):
+    """The kinds of mask; a boolean one is true where a key counts (inverted: where it does not).
+
+    A causal one adds `masked_score` behind the diagonal, and where a boolean mask beside it is false.
+    """
     keep = shared(op.Where(mask, 0.0, masked_score))
+    behind = shared(hidden(length(queries, 2), length(columns, 3), mask, scores, masked_score))
     return choose(
         "mask_kind",
+        causal=scores + behind,
         boolean=either(
             op.Where(mask, scores, masked_score),
             given(
@@ -44,7 +59,7 @@ def attended(queries, columns, keys, values, mask, bias, scale, masked_score, is
     """softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention."""
     scores = scaled(op.MatMul(queries, columns), scale)
     biased = choose("bias_kind", position=scores + bias, none=scores)
-    probabilities = op.Softmax(masked(biased, mask, masked_score), axis=-1)
+    probabilities = op.Softmax(masked(biased, queries, columns, mask, masked_score), axis=-1)
     guarded = choose(
         "fully_masked",
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),

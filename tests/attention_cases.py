@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -30,7 +30,10 @@ EXPONENT = 4e-7  # of a score: three fp32 roundings before the exponential
 
 @dataclass(frozen=True)
 class Case:
-    """A node and the sizes of its inputs; `mask_axes` and `bias_axes` say which of (b, h, q, k) they have."""
+    """A node and the sizes of its inputs; `mask_axes` and `bias_axes` say which of (b, h, q, k) they have.
+
+    A causal mask may be without an operand: `mask_axes` is () then.
+    """
 
     batch: int = 1
     heads: int = 2
@@ -72,7 +75,7 @@ class Case:
         else:
             given |= {"mask_kind": self.mask, "bias_kind": "position" if self.bias_axes else "none"}
             given |= {"form": "softmax", "fully_masked": "zero" if self.zero else "softmax"}
-        if self.mask in ("boolean", "inverted"):
+        if self.mask in ("boolean", "inverted", "causal"):
             given["masked_score"] = self.masked
         if self.scale is not None:
             given["scale"] = self.scale
@@ -81,7 +84,7 @@ class Case:
         return FusedNode("attention", "n", tuple(self.inputs()), given, (self.out_dtype or self.dtype,))
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """Random operands; of a mask, row 1 leaves nothing."""
+        """Random operands; of a mask, row 1 leaves nothing, and neither does a causal one of its first rows."""
         random = np.random.default_rng(self.queries * 4099 + self.keys)
 
         def normal(shape: Sequence[int], dtype: str, scale: float = 1.0) -> np.ndarray:
@@ -95,15 +98,17 @@ class Case:
             "k": normal(self._shape(1, self.kv_heads, self.keys, self.size), self.dtype),
             "v": normal(self._shape(2, self.kv_heads, self.keys, self.value_size), self.dtype),
         }
-        if self.mask != "none":
+        if self.mask != "none" and self.mask_axes:
             kept = random.random(shape(self.mask_axes)) < 0.7
             if kept.shape[2] > 1:
                 kept[:, :, 1] = False
+            if self.mask == "causal":
+                kept[..., : self.keys - self.queries + 3] = False
             if self.mask == "additive":
                 added = np.where(kept, random.standard_normal(kept.shape), self.masked)
                 made["mask"] = added.astype(np.float32).astype(NUMPY[self.mask_dtype])
             else:
-                made["mask"] = kept if self.mask == "boolean" else ~kept
+                made["mask"] = ~kept if self.mask == "inverted" else kept
         if self.bias_axes:
             made["bias"] = normal(shape(self.bias_axes), self.mask_dtype)
         return made
@@ -184,6 +189,9 @@ def formula(case: Case, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.n
         scores = scores + inputs["bias"].astype(FLOATS)
     if case.mask == "additive":
         scores = scores + lengthened(case, inputs["mask"], INFINITE).astype(FLOATS)
+    elif case.mask == "causal":
+        kept = np.tri(case.queries, case.keys, case.keys - case.queries, dtype=bool) & inputs.get("mask", True)
+        scores = np.where(kept, scores, scores + case.masked)
     elif case.mask != "none":
         kept = lengthened(case, inputs["mask"], False) == (case.mask == "boolean")
         scores = np.where(kept, scores, case.masked)
@@ -228,7 +236,7 @@ def generated(seed: int) -> Case:
     def axes() -> tuple[int, ...]:
         return tuple(choose.randint(0, 1) for _ in range(4))
 
-    return Case(
+    found = Case(
         batch=choose.choice((1, 2)), kv_heads=kv_heads, heads=kv_heads * choose.choice((1, 1, 2, 4)),
         queries=choose.choice((1, 2, 5, 16, 33, 64, 100, 197, 300)),
         keys=choose.choice((1, 3, 17, 49, 64, 100, 197, 513, 1030, 4097)),
@@ -242,3 +250,7 @@ def generated(seed: int) -> Case:
         scale=None if operator else choose.choice((1.0, 0.125, -0.2)), tf32=choose.random() < 0.5,
         aligned=choose.random() < 0.8,
     )  # fmt: skip
+    if operator or seed % 4:
+        return found
+    own = choose.choice(((), (1, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 0, 1, 0)))
+    return replace(found, mask="causal", mask_axes=own, masked=choose.choice((INFINITE, -1e4, -65504.0, LOWEST)))

@@ -69,6 +69,10 @@ def cases() -> Iterator[Case]:
     yield case(1, (8, 8), 2048, 2048, (64, 64), mask=("additive", (1, 8, 2048, 2048), HALF), bias=(1, 8, 2048, 2048))
     yield case(1, (8, 8), 197, 197, (128, 128), mask=("inverted", (197, 1), "bool"), bias=(8, 197, 197))
     yield case(4, (8, 2), 300, 301, (64, 64), mask=("additive", (4, 1, 300, 301), FULL))
+    for size in 64, 128, 256:
+        yield case(4, (8, 2), 300, 300, (size, size), mask=("causal", (4, 1, 1, 300), "bool"), masked_score=-65504.0)
+    yield case(1, (8, 2), 300, 300, (64, 64), mask_kind="causal", masked_score=-65504.0)
+    yield case(1, (8, 2), 4, 3000, (64, 64), mask_kind="causal", masked_score=-65504.0)
     yield case(1, (8, 2), 300, 300, (128, 128), form="operator", is_causal=1, softcap=30.0)
     yield case(8, (32, 8), 2, 8192, (128, 128), mask=("additive", (8, 1, 2, 8192), HALF))
 
@@ -257,7 +261,7 @@ def small(seed: int) -> attention_cases.Case:
     found = attention_cases.generated(seed)
     lengths = {"queries": SMALL[seed % 5], "keys": SMALL[seed // 5 % 5], "size": found.size % 24 + 1}
     # In float64 scores survive an addition that they do not in float32.
-    masked = -30.0 if found.mask == "additive" and found.masked > -math.inf else found.masked
+    masked = -30.0 if found.mask in ("additive", "causal") and found.masked > -1e5 else found.masked
     changes = {**lengths, "value_size": found.value_size % 24 + 1, "dtype": FULL, "mask_dtype": FULL, "masked": masked}
     return dataclasses.replace(found, **changes)
 

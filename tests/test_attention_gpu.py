@@ -157,6 +157,35 @@ def test_rows_without_a_key(device: Device, dtype: str, kind: str, masked: float
         check(dataclasses.replace(case, scale=0.125, amplitude=0.1), device)
 
 
+@pytest.mark.parametrize("masked", [INFINITE, LOWEST, -65504.0, -50.0])
+@pytest.mark.parametrize("axes", [(), (1, 0, 0, 1), (1, 0, 1, 1)], ids=["no mask", "padding", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_masks(device: Device, dtype: str, axes: tuple[int, ...], masked: float) -> None:
+    """Padding in front, and more queries than keys: rows without a key attend to all, also to those behind them."""
+    for queries, keys in (300, 300), (70, 45), (3, 2000), (1, 700):
+        case = Case(2, 4, 2, queries, keys, dtype=dtype, mask="causal", mask_axes=axes, masked=masked, zero=False)
+        check(dataclasses.replace(case, scale=0.125), device)
+        if dtype == "float16" and axes == (1, 0, 0, 1):
+            check(dataclasses.replace(case, scale=0.125, bias_axes=(0, 1, 1, 1)), device)
+
+
+def test_scores_that_outweigh_a_causal_mask(device: Device) -> None:
+    """The only key that a query sees has a score far below those of keys behind it, less 65504."""
+    case = Case(queries=200, keys=200, heads=1, kv_heads=1, mask="causal", mask_axes=(), masked=-65504.0)
+    inputs = case.inputs()
+    inputs["q"][..., :] = 0
+    inputs["q"][..., 0] = -300
+    inputs["k"][..., 0] = 0
+    inputs["k"][:, :10, 0] = np.linspace(250, 200, 10)  # scores of -75000 to -60000
+    expected, tolerance = formula(case, inputs)
+    assert np.abs(expected[0, 0] - inputs["v"][0, 0]).max() > 0.1
+    for name, plan in plans(case, device):
+        written = upload(np.zeros(plan.outputs[0].shape, np.float16))
+        launch(plan, [upload(value) for value in inputs.values()], [written])
+        excess = np.abs(result(written, plan.outputs[0], True).astype(FLOATS) - expected) - tolerance
+        assert excess.max() <= 0, name
+
+
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("kind", ["boolean", "inverted", "additive"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -48,6 +48,7 @@ def additive(dtype: str) -> dict[str, Any]:
 
 BOOLEAN: dict[str, Any] = {"mask_kind": "boolean", "mask": scores("bool")}
 FINITE: dict[str, Any] = {"mask_kind": "inverted", "mask": scores("bool", query=0), "masked_score": -1e9}
+CAUSAL: dict[str, Any] = {"causal": 0, "added": True, "masked_score": -65504.0}
 PROBLEMS = [
     *(problem(size) for size in (8, 32, 64, 128)),
     *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
@@ -55,6 +56,9 @@ PROBLEMS = [
     *(problem(size, **mask) for size in (64, 128, 256) for mask in (BOOLEAN, FINITE, additive("float32"))),
     *(problem(size, bias=scores("float16"), causal=0) for size in (64, 128, 192, 256)),
     *(problem(size, bias=scores("float32"), softcap=30.0, **additive("float32")) for size in (64, 128, 192, 256)),
+    *(problem(size, **CAUSAL, mask_kind="boolean", mask=scores("bool", query=0)) for size in (64, 128, 192, 256)),
+    *(problem(size, **CAUSAL) for size in (64, 128)),
+    problem(64, **CAUSAL, **BOOLEAN, bias=scores("float16")),
     *(problem(64, bias=scores("float16", query, key)) for query, key in ((0, 1), (LENGTH, 0), (LENGTH + 1, 1))),
 ]
 

@@ -51,6 +51,7 @@ class Case:
     mask_kind: Any = "none"
     mask_dtype: str = "bool"
     masked_score: float = MINUS_INFINITY
+    added: bool = False
     bias_dtype: str = ""
     softcap: float = 0.0
     zero_rows: bool = False
@@ -85,6 +86,12 @@ CASES = [
     Case(64, softcap=5.0, amplitude=3.0),
     Case(128, softcap=20.0, bias_dtype="float16", mask_kind="boolean", causal=True),
     Case(64, softcap=20.0, bias_dtype="float32", mask_kind="additive", mask_dtype="float32"),
+    *(Case(size, causal=True, added=True, masked_score=LOWEST_HALF, mask_kind="boolean") for size in (64, 128, 256)),
+    *(Case(64, causal=True, added=True, masked_score=LOWEST_HALF, **more) for more in ({}, {"amplitude": 50.0})),
+    Case(64, added=True, masked_score=LOWEST_HALF, mask_kind="boolean"),
+    Case(64, causal=True, added=True, masked_score=-1e9, mask_kind="boolean", dtype="bfloat16"),
+    Case(64, causal=True, added=True, masked_score=LOWEST, mask_kind="boolean", scale=2.0),
+    Case(64, causal=True, added=True, masked_score=LOWEST_HALF, mask_kind="boolean", bias_dtype="float16"),
 ]
 
 
@@ -168,13 +175,18 @@ def attention(case: Case, problem: Attention, q: Any, k: Any, v: Any, mask: Any,
     s = problem.softcap * cupy.tanh(s / problem.softcap) if problem.softcap else s
     s = s if bias is None else s + bias
     lost = SCORE * float(cupy.abs(s).max())
-    if mask is not None:
+    sees = cupy.ones((), bool) if mask is None or mask.dtype != bool else mask != (problem.mask_kind == "inverted")
+    if problem.causal is not None:
+        sees = sees & (cupy.arange(problem.keys) <= cupy.arange(problem.queries)[:, None] + problem.causal)
+    if problem.added:
+        s = cupy.where(sees, s, s + problem.masked_score)
+    elif mask is not None:
         s = {
             "boolean": lambda: cupy.where(mask, s, problem.masked_score),
             "inverted": lambda: cupy.where(mask, problem.masked_score, s),
             "additive": lambda: (s.astype("f4") + mask.astype("f4")).astype("f8"),  # -3.4e38 swallows a score
         }[problem.mask_kind]()
-    if problem.causal is not None:
+    if problem.causal is not None and not problem.added:
         sees = cupy.arange(problem.keys) <= cupy.arange(problem.queries)[:, None] + problem.causal
         s = cupy.where(sees, s, MINUS_INFINITY)
     top = s.max(-1, keepdims=True)
@@ -231,6 +243,7 @@ def run(case: Case, sizes: Sizes, variant: int, device: Device, which: slice) ->
         masked_score=case.masked_score,
         bias=None if bias is None else scores(len(inputs) - 1, bias),
         causal=(sizes.keys - sizes.queries, 0)[variant % 2] if case.causal else None,
+        added=case.added,
         softcap=case.softcap,
         zero_rows=case.zero_rows,
     )
@@ -276,6 +289,7 @@ def test_attention(case: Case, device: Device) -> None:
         *(Case(64), Case(128, causal=True), Case(64, mask_kind="boolean"), Case(64, bias_dtype="float16")),
         *(Case(size, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF) for size in (64, 128)),
         Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST),
+        *(Case(size, mask_kind="boolean", masked_score=LOWEST_HALF, causal=True, added=True) for size in (64, 128)),
     ],
     ids=str,
 )
@@ -292,6 +306,7 @@ def test_every_tiling(case: Case, device: Device) -> None:
         Case(64, mask_kind="inverted", masked_score=-1e9),
         Case(64, mask_kind="additive", mask_dtype="float32"),
         Case(64, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF),
+        Case(64, mask_kind="boolean", masked_score=LOWEST_HALF, causal=True, added=True),
     ],
     ids=str,
 )

@@ -123,6 +123,13 @@ def test_causal_and_masks_of_every_kind(device: Device) -> None:
         check(cached(past, 5, heads=4, kv_heads=2, mask="boolean", bias_axes=(0, 1, 1, 1)), device)
 
 
+@pytest.mark.parametrize("masked", [-np.inf, -65504.0])
+def test_masks_that_are_causal_by_place(device: Device, masked: float) -> None:
+    for past, new in (40, 5), (1500, 5), (1500, 1), (100, 200), (0, 70):
+        for axes in (1, 0, 0, 1), ():
+            check(cached(past, new, batch=2, heads=4, kv_heads=2, mask="causal", mask_axes=axes, masked=masked), device)
+
+
 @pytest.mark.parametrize(("batch", "past", "new"), [(0, 5, 2), (2, 5, 0), (2, 0, 0)])
 def test_empty(device: Device, batch: int, past: int, new: int) -> None:
     each = cached(past, new, batch=batch, queries=new or 3)

@@ -161,6 +161,15 @@ class Shared(Term):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Causal(Term):
+    """Any tensor that holds what `inner` does: up to a diagonal true, or 0, and behind it false, or `score`."""
+
+    inner: Term
+    dims: str
+    score: Capture | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Precision(Term):
     """A value that the body computes in float32 (`like` None) or casts to `like`'s dtype; matching passes through."""
 
@@ -258,7 +267,7 @@ def parts(term: Term) -> tuple[Term, ...]:
             return inner, scale
         case Rearrange(inner=inner) | Shared(inner=inner) | Precision(inner=inner) | Given(inner=inner):
             return (inner,)
-        case Stored(inner=inner) | Part(inner=inner):
+        case Stored(inner=inner) | Part(inner=inner) | Causal(inner=inner):
             return (inner,)
         case _:
             return ()

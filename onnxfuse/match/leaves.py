@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxfuse.language.terms import Absent, Capture, Constant, Filled
+import numpy as np
+
+from onnxfuse.language.terms import Absent, Capture, Causal, Constant, Filled
 from onnxfuse.match.names import unify
 from onnxfuse.match.state import State
 from onnxfuse.match.views import unscaled
 from onnxfuse.match.words import origin, shape_text, spec_text
-from onnxfuse.model.graph import Tensor, constant_value, is_constant
+from onnxfuse.model.graph import Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.shapes.places import LARGEST_MASK, Value, triangle, up_to_diagonal
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -87,6 +91,34 @@ def match_filled(m: Matcher, term: Filled, tensor: Tensor, state: State) -> Iter
     else:
         told = f"'{tensor.name}' has an element {odd:g}; required {term.value:g} everywhere"
         m.fail(term, state, lambda: told)
+
+
+def match_causal(m: Matcher, term: Causal, tensor: Tensor, state: State) -> Iterator[State]:
+    """The tensor as one of which it is known that it tells the keys up to a query's place from all others."""
+    shape = m.shapes.shape(tensor)
+    dims = None if shape is None else unify(term.dims, shape[-2:], state.dims)
+    if dims is None or shape is None or any(size != 1 for size in shape[:-2]):
+        wanted = spec_text(term.dims, state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+        return
+    where, here, elsewhere = (m.places.of(tensor), 0.0, None) if term.score is None else _numbers(m, tensor)
+    if where != up_to_diagonal(*shape[-2:]) or here != 0.0 or (elsewhere is None) != (term.score is None):
+        m.fail(term, state, lambda: f"'{tensor.name}' is not known to leave out the keys behind a query, and no others")
+        return
+    state = state._replace(dims=dims)
+    yield from m.value(term.score, elsewhere, state) if term.score else (state,)
+
+
+def _numbers(m: Matcher, tensor: Tensor) -> tuple[Value | None, float | None, float | None]:
+    """Where a tensor has one of two numbers, that number, and the other one."""
+    node = producer(tensor)
+    if node is not None and op_of(node) == "Where":
+        return m.places.of(node.inputs[0]), m.number(node.inputs[1]), m.number(node.inputs[2])
+    if not is_constant(tensor) or not 0 < math.prod(tensor.shape) <= LARGEST_MASK:
+        return None, None, None
+    values = constant_value(m.graph, tensor)
+    first, last = values.reshape(-1, values.shape[-1])[[-1, 0], [0, -1]].tolist()
+    return triangle(values == first) if np.all((values == first) | (values == last)) else None, first, last
 
 
 def match_absent(m: Matcher, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:

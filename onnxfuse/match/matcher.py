@@ -14,6 +14,7 @@ from onnxfuse.language.terms import (
     Absent,
     Apply,
     Capture,
+    Causal,
     Choose,
     Constant,
     Either,
@@ -35,7 +36,7 @@ from onnxfuse.language.terms import (
 )
 from onnxfuse.match.chains import Chain, Way
 from onnxfuse.match.ending import complete, holds
-from onnxfuse.match.leaves import match_absent, match_capture, match_constant, match_filled
+from onnxfuse.match.leaves import match_absent, match_capture, match_causal, match_constant, match_filled
 from onnxfuse.match.names import unify_first
 from onnxfuse.match.nearest import Nearest
 from onnxfuse.match.operators import match_operator
@@ -46,8 +47,9 @@ from onnxfuse.match.views import Source, match_rearrange, match_scaled
 from onnxfuse.match.words import number_text, origin, root_ops
 from onnxfuse.model.graph import Graph, Tensor, op_of
 from onnxfuse.shapes.inference import Shapes
+from onnxfuse.shapes.places import Places
 
-LEAVES = {Absent, Capture, Constant, Filled}
+LEAVES = {Absent, Capture, Causal, Constant, Filled}
 PASSED = {Part, Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
@@ -88,6 +90,7 @@ class Matcher(Reader):
             Constant: functools.partial(match_constant, self),
             Filled: functools.partial(match_filled, self),
             Absent: functools.partial(match_absent, self),
+            Causal: functools.partial(match_causal, self),
             Apply: functools.partial(match_operator, self),
             Sum: self._chain,
             Product: self._chain,
@@ -116,6 +119,11 @@ class Matcher(Reader):
         self.fail = self.nearest.fail
         self.root: Tensor = None
         self._steps = 0
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """What integer and boolean tensors hold; what is fused meanwhile changes no values."""
+        return Places(self.graph, self.shapes)
 
     def at(self, tensor: Tensor) -> Match | Miss:
         """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""

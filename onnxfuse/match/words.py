@@ -10,6 +10,7 @@ from onnxfuse.language.terms import (
     Absent,
     Apply,
     Capture,
+    Causal,
     Choose,
     Constant,
     Either,
@@ -30,7 +31,7 @@ VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "I
 def root_ops(term: Term) -> frozenset[str] | None:
     """The operators that can compute a term; None where any can, or none, as for an operand."""
     match term:
-        case Capture() | Constant() | Filled() | Absent():
+        case Capture() | Constant() | Filled() | Absent() | Causal():
             return None
         case Apply(op="Slice"):
             return frozenset(["Slice", "Split"])
@@ -58,6 +59,8 @@ COMMON = {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Wh
 def needed_ops(term: Term) -> frozenset[str]:
     """Operators of which a term contains at least one, however it is spelled; empty where nothing can be said."""
     match term:
+        case Causal():
+            return frozenset()
         case Apply(op=op):
             return _rarest([*map(needed_ops, parts(term)), frozenset([op])])
         case Either() | Choose():
@@ -81,6 +84,8 @@ def count(term: Term, choices: Mapping[str, str], seen: set[int] | None = None) 
         return 0
     seen.add(id(term))
     match term:
+        case Causal():
+            return 0
         case Choose(name=name, options=options) if name in choices:
             return count(options[choices[name]], choices, seen)
         case Either() | Choose():

@@ -18,6 +18,7 @@ from onnxfuse.language.terms import (
     Absent,
     Apply,
     Capture,
+    Causal,
     Choose,
     Constant,
     Either,
@@ -144,6 +145,8 @@ class Builder:
                 return self.cast(self.value(inner), TensorProto.FLOAT)
             case Precision(inner=inner, like=Term() as like):
                 return self.cast(self.value(inner), self.value(like).dtype)
+            case Causal(inner=inner):
+                return self.value(inner)
             case Rearrange():
                 return rearranged(self, term)
             case Scaled():

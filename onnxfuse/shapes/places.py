@@ -15,12 +15,13 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.errors import ModelError
-from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.model.graph import Array, Graph, Node, Tensor, constant_value, is_constant, op_of, producer
 from onnxfuse.shapes.bounds import lower_bound, upper_bound
 from onnxfuse.shapes.dims import Size, product
 from onnxfuse.shapes.inference import Shapes
 
 LARGEST = 2**16  # elements of a constant that is looked at
+LARGEST_MASK = 2**22  # where it may be a mask
 READ = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 VIEWS = frozenset({"Flatten", "Reshape", "Squeeze", "Unsqueeze"})
 
@@ -35,7 +36,7 @@ class Index:
     def plus(self, other: Index) -> Index:
         """The sum of two."""
         factors: dict[tuple[int, Size], Size] = {}
-        for axis, size, factor in self.terms + other.terms:
+        for axis, size, factor in sorted(self.terms + other.terms, key=lambda term: term[0]):
             factors[axis, size] = factors.get((axis, size), 0) + factor
         return Index(tuple((*key, factor) for key, factor in factors.items() if factor != 0),
                      self.offset + other.offset)  # fmt: skip
@@ -61,6 +62,13 @@ class Index:
 
 
 @dataclass(frozen=True)
+class AtMostZero:
+    """True where a sum of indices is 0 or less."""
+
+    index: Index
+
+
+@dataclass(frozen=True)
 class Entry:
     """The element of a tensor at these indices, one for each of its axes."""
 
@@ -69,13 +77,18 @@ class Entry:
     tensor: Tensor = field(compare=False, repr=False)
 
 
-Value: TypeAlias = bool | Index | Entry
+Value: TypeAlias = bool | Index | AtMostZero | Entry
 Rule: TypeAlias = Callable[["Places", Node], "Value | None"]
 
 
 def along(axis: int, size: Size) -> Index:
     """The index along an axis; 0 where there is only one."""
     return Index() if size == 1 else Index(((axis, size, 1),))
+
+
+def up_to_diagonal(rows: Size, columns: Size) -> Value | None:
+    """What a tensor holds that is true up to the diagonal at which its last two axes end."""
+    return _ordered(along(-1, columns), along(-2, rows), rows - columns)
 
 
 class Places:
@@ -117,8 +130,10 @@ class Places:
         return value if isinstance(value, bool) else Index(offset=value)
 
     def _constant(self, tensor: Tensor) -> Value | None:
-        """A constant that is one number throughout, or counts along one axis."""
-        if self.shapes.dtype(tensor) not in READ or not 0 < math.prod(tensor.shape) <= LARGEST:
+        """A constant that is one number throughout, counts along one axis, or is true up to a diagonal."""
+        dtype = self.shapes.dtype(tensor)
+        largest = LARGEST_MASK if dtype == TensorProto.BOOL else LARGEST
+        if dtype not in READ or not 0 < math.prod(tensor.shape) <= largest:
             return None
         try:
             value = constant_value(self.graph, tensor)
@@ -128,7 +143,9 @@ class Places:
         if np.all(value == first):
             return first if isinstance(first, bool) else Index(offset=first)
         longer = [axis for axis, size in enumerate(value.shape) if size > 1]
-        if value.dtype == np.bool_ or len(longer) > 1 or np.any(np.diff(value.reshape(-1)) != 1):
+        if value.dtype == np.bool_:
+            return triangle(value)
+        if len(longer) > 1 or np.any(np.diff(value.reshape(-1)) != 1):
             return None
         return Index(((longer[0] - value.ndim, value.size, 1),), first)
 
@@ -148,6 +165,18 @@ class Places:
                 break
             tensor, indices = node.inputs[0], found
         return Entry(tensor.name, tuple(indices), tensor)
+
+
+def triangle(value: Array) -> Value | None:
+    """What a boolean array holds that is true up to a diagonal of its last two axes; the others have a size of 1."""
+    rows, columns = (1, 1, *value.shape)[-2:]
+    if value.size != rows * columns:
+        return None
+    of_row = np.count_nonzero(value.reshape(rows, columns), axis=1)
+    for offset in (int(of_row[-1]) - rows, int(of_row[0]) - 1):
+        if np.array_equal(value.reshape(rows, columns), np.tri(rows, columns, offset)):
+            return _ordered(along(-1, columns), along(-2, rows).plus(Index(offset=offset)))
+    return None
 
 
 def _raveled(indices: Sequence[Index], shape: Sequence[Size]) -> Index:
@@ -190,7 +219,7 @@ def _view(p: Places, n: Node) -> Value | None:
     if isinstance(value, bool) or value is None or before is None or after is None:
         return value
     old, new = ([i - len(s) for i, size in enumerate(s) if size != 1] for s in (before, after))
-    own = value.indices if isinstance(value, Entry) else (value,)
+    own = value.indices if isinstance(value, Entry) else (value.index if isinstance(value, AtMostZero) else value,)
     if [before[i] for i in old] != [after[i] for i in new] or {t[0] for i in own for t in i.terms} - {*old}:
         return None
     return _moved(value, dict(zip(old, new, strict=True)))
@@ -205,9 +234,11 @@ def _transpose(p: Places, n: Node) -> Value | None:
     return _moved(value, {axis - rank: place - rank for place, axis in enumerate(perm)})
 
 
-def _moved(value: Index | Entry, axes: Mapping[int, int]) -> Index | Entry:
+def _moved(value: Index | AtMostZero | Entry, axes: Mapping[int, int]) -> Index | AtMostZero | Entry:
     if isinstance(value, Index):
         return value.moved(axes)
+    if isinstance(value, AtMostZero):
+        return AtMostZero(value.index.moved(axes))
     return replace(value, indices=tuple(index.moved(axes) for index in value.indices))
 
 
@@ -220,7 +251,7 @@ def _cast(p: Places, n: Node) -> Value | None:
     value, to = p.of(n.inputs[0]), p.shapes.dtype(n.outputs[0])
     if to == TensorProto.BOOL:
         return (value.offset != 0 if isinstance(value, Index) and not value.terms and isinstance(value.offset, int)
-                else value if isinstance(value, bool) else None)  # fmt: skip
+                else value if isinstance(value, bool | AtMostZero) else None)  # fmt: skip
     if isinstance(value, bool):
         return Index(offset=int(value))
     return value if isinstance(value, Index) and to in (TensorProto.INT64, TensorProto.INT32) else None
@@ -277,26 +308,35 @@ def _compared(p: Places, n: Node) -> Value | None:
     left, right = p.index(n), p.index(n, 1)
     if left is None or right is None:
         return None
-    low, high = left.plus(right.times(-1)).bounds()
-    positive, negative = low is not None and low > 0, high is not None and high < 0
-    never_less, never_more = low is not None and low >= 0, high is not None and high <= 0
-    always, never = {
-        "Less": (negative, never_less), "LessOrEqual": (never_more, positive),
-        "Greater": (positive, never_more), "GreaterOrEqual": (never_less, negative),
-        "Equal": (never_less and never_more, positive or negative),
-    }[op_of(n)]  # fmt: skip
-    return True if always else False if never else None
+    if op_of(n) == "Equal":
+        same = [_ordered(left, right), _ordered(right, left)]
+        return False if False in same else True if same == [True, True] else None
+    if op_of(n).startswith("Greater"):
+        left, right = right, left
+    return _ordered(left, right, 0 if op_of(n).endswith("OrEqual") else 1)
+
+
+def _ordered(low: Index, high: Index, least: Size = 0) -> Value:
+    """Where `low` and `least` are at most `high`."""
+    over = low.plus(high.times(-1)).plus(Index(offset=least))
+    least_over, most_over = over.bounds()
+    if most_over is not None and most_over <= 0:
+        return True
+    return False if least_over is not None and least_over > 0 else AtMostZero(over)
 
 
 def _joined(p: Places, n: Node) -> Value | None:
     values, settles = [p.of(t) for t in n.inputs], op_of(n) == "Or"
     if any(value is settles for value in values):
         return settles
-    return not settles if all(value is (not settles) for value in values) else None
+    left = [value for value in values if value is not (not settles)]
+    return left[0] if len(left) == 1 else None if left else not settles
 
 
 def _not(p: Places, n: Node) -> Value | None:
     value = p.of(n.inputs[0])
+    if isinstance(value, AtMostZero):
+        return _ordered(Index(offset=1), value.index)
     return not value if isinstance(value, bool) else None
 
 
