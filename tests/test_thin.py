@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 import pytest
@@ -14,7 +16,7 @@ from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.thin import thin_masks
 from onnxfuse.shapes.dims import symbol
 from onnxfuse.shapes.inference import Shapes, infer_shapes
-from onnxfuse.shapes.places import Entry, Index, Places, along
+from onnxfuse.shapes.places import AtMostZero, Entry, Index, Places, along
 
 CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "minus": np.array(-1), "i0": np.array([0]), "i1": np.array([1]),
@@ -41,6 +43,7 @@ row = Gather(shape, i1) begin = Mul(b, row) place = Add(k, begin)
 flat = Flatten<axis=2>(p) found = Gather(flat, place) padding = Squeeze(found, column)
 """
 ADDED = " m = Where(keep, none, lowest) y = Add(s, m)"
+BOTH = [(BY_GATHER_ND, "Unsqueeze"), (BY_GATHER, "Reshape")]
 
 
 def until_settled(graph: Graph, shapes: Shapes) -> int:
@@ -54,13 +57,15 @@ def until_settled(graph: Graph, shapes: Shapes) -> int:
     return total
 
 
-def thinned(nodes: str, header: str = HEADER) -> onnx.ModelProto:
-    """The model afterwards, which gives the same values at two sizes."""
+def thinned(
+    nodes: str, header: str = HEADER, sizes: Sequence[tuple[int, int]] = ((3, 5), (1, 1))
+) -> onnx.ModelProto:
+    """The model afterwards, which gives the same values at all sizes."""
     used = {name: value for name, value in CONSTANTS.items() if name in nodes}
     before = parse(f"{header} {{ {nodes} }}", **used)
     after, _ = apply(before, until_settled)
     random = np.random.default_rng(0)
-    for batch, length in (3, 5), (1, 1):
+    for batch, length in sizes:
         feeds = {"s": random.standard_normal((batch, 2, length, length)).astype(np.float32)}
         feeds["p"] = random.random((batch, length)) < 0.6
         feeds["x"] = random.standard_normal((batch, length, 5)).astype(np.float32)
@@ -70,21 +75,26 @@ def thinned(nodes: str, header: str = HEADER) -> onnx.ModelProto:
     return after
 
 
-@pytest.mark.parametrize("gathered", [BY_GATHER_ND, BY_GATHER])
-def test_a_padding_mask_is_a_reshape_of_what_it_was_gathered_from(gathered: str) -> None:
-    assert ops(thinned(f"{RANGES}{gathered} keep = Identity(padding) {ADDED}")) == "Reshape Where Add"
+@pytest.mark.parametrize(("gathered", "view"), BOTH)
+def test_a_padding_mask_is_a_view_of_what_it_was_gathered_from(gathered: str, view: str) -> None:
+    assert ops(thinned(f"{RANGES}{gathered} keep = Identity(padding) {ADDED}")) == f"{view} Where Add"
 
 
-@pytest.mark.parametrize("gathered", [BY_GATHER_ND, BY_GATHER])
-def test_a_condition_that_always_holds_makes_a_mask_no_larger(gathered: str) -> None:
+def test_there_may_be_no_sequence_or_no_token() -> None:
+    after = thinned(f"{RANGES}{BY_GATHER_ND} keep = Identity(padding) {ADDED}", sizes=[(0, 4), (3, 0), (2, 1)])
+    assert ops(after) == "Unsqueeze Where Add"
+
+
+@pytest.mark.parametrize(("gathered", "view"), BOTH)
+def test_a_condition_that_always_holds_makes_a_mask_no_larger(gathered: str, view: str) -> None:
     always = "since = GreaterOrEqual(q, zero) seen = And(true, since) keep = And(seen, padding)"
-    assert ops(thinned(f"{RANGES}{gathered}{always}{ADDED}")) == "Reshape Where Add"
+    assert ops(thinned(f"{RANGES}{gathered}{always}{ADDED}")) == f"{view} Where Add"
 
 
 def test_causality_stays_beside_the_padding() -> None:
     causal = "before = LessOrEqual(k, q) seen = And(true, before) keep = And(seen, padding)"
     left = ops(thinned(f"{RANGES}{BY_GATHER_ND}{causal}{ADDED}")).split()
-    assert left[-5:] == ["LessOrEqual", "Reshape", "And", "Where", "Add"]
+    assert left[-5:] == ["LessOrEqual", "Unsqueeze", "And", "Where", "Add"]
     assert not {"GatherND", "Expand", "Max", "Concat"} & set(left)
 
 
@@ -182,11 +192,15 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("v = Sub(n, n)", Index()),
         ("v = Less(n, zero)", False),
         ("v = Less(n, length)", True),
-        ("v = LessOrEqual(n, zero)", None),
+        ("v = LessOrEqual(n, zero)", AtMostZero(along(-1, LENGTH))),
         ("a = Less(n, zero) v = Not(a)", True),
         ("a = Less(n, zero) c = Equal(n, zero) v = And(a, c)", False),
         ("a = Less(n, length) c = Equal(n, zero) v = Or(a, c)", True),
-        ("v = Less(k, b)", None),
+        ("v = Less(k, b)", AtMostZero(Index(((-4, BATCH, -1), (-1, LENGTH, 1)), 1))),
+        ("v = Equal(k, b)", None),
+        ("a = Greater(k, q) v = Not(a)", AtMostZero(Index(((-2, LENGTH, -1), (-1, LENGTH, 1))))),
+        ("a = LessOrEqual(k, q) v = And(a, true)", AtMostZero(Index(((-2, LENGTH, -1), (-1, LENGTH, 1))))),
+        ("a = LessOrEqual(k, q) c = LessOrEqual(b, q) v = And(a, c)", None),
         ("a = Add(n, huge) b2 = Add(a, one) v = GreaterOrEqual(b2, zero)", None),
         ("a = Add(n, beyond) b2 = Cast<to=6>(a) v = Cast<to=7>(b2)", None),
     ],

@@ -14,7 +14,7 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, is_constant, op_of
+from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, input_place, is_constant, op_of
 from onnxfuse.passes.fold import reshape_target
 from onnxfuse.passes.linear import SMALL
 from onnxfuse.shapes.inference import Shapes
@@ -83,13 +83,19 @@ class Thinner:
         used = [axis for axis in axes if axis]
         if any(-axis > len(shape) or shape[axis] != size for axis, size in zip(axes, sizes, strict=True) if axis):
             return None  # sizes that only broadcast: one is 1
-        thin = [size if i - len(shape) in used else 1 for i, size in enumerate(shape)]
+        new = [i for i in range(len(shape)) if i - len(shape) not in used]
+        thin = [1 if i in new else size for i, size in enumerate(shape)]
         target = reshape_target(sizes, thin)
-        if not whole or used != sorted(set(used)) or target is None:
+        if not whole or used != sorted(set(used)) or (target is None and 0 in axes):
             return None
         made = self.graph.variable(f"{out.name}_thin")
         self.shapes.put(made, thin, self.shapes.dtype(out))
-        self.graph.add("Reshape", [value.tensor, self.graph.constant(f"{made.name}_shape", np.array(target))], [made])
+        # A source's axes of size 1 may have another place; without such a -1 for a size of 0 is avoided.
+        op, numbers = ("Reshape", target) if 0 in axes else ("Unsqueeze", new)
+        if op == "Unsqueeze" and input_place(op, "axes", self.graph.opset) is None:
+            self.graph.add(op, [value.tensor], [made], axes=numbers)
+        else:
+            self.graph.add(op, [value.tensor, self.graph.constant(f"{made.name}_places", np.array(numbers))], [made])
         return made
 
     def _row(self, node: Node) -> Tensor | None:
