@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._attention import Attention, Heads, Scores
+from onnxfuse.kernels._attention_blocks import NEGLIGIBLE
 from onnxfuse.kernels._gemm import Candidate
 from onnxfuse.kernels._types import ABSENT, EARLY_ARCH, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Scalar
@@ -88,9 +89,14 @@ def fitted(problem: Attention, tiling: Tiling, device: Device, shares: bool = Fa
     return tiling
 
 
-def defines(problem: Attention, tiling: Tiling, device: Device) -> Defines:
-    """The kernel's constants, which do not depend on lengths: a growing cache needs no new kernel."""
+def defines(problem: Attention, tiling: Tiling, device: Device, returns: bool = False) -> Defines:
+    """The kernel's constants, which do not depend on lengths: a growing cache needs no new kernel.
+
+    `returns`: a block may begin again with what it has left out, as it has all keys of its rows.
+    """
     group = problem.heads // problem.kv_heads
+    most, wanted = NEGLIGIBLE[problem.dtype]
+    returns = returns and problem.added and problem.causal is not None and problem.masked_score <= most
     return {
         "T": STORAGE[problem.dtype], "OUT_T": STORAGE[problem.out_dtype or problem.dtype],
         "SIZE": problem.size, "VALUE_SIZE": problem.value_size, "GROUP": group,
@@ -100,7 +106,7 @@ def defines(problem: Attention, tiling: Tiling, device: Device) -> Defines:
         "MIN_BLOCKS": tiling.min_blocks, "ACCESS": access(problem), "OUT_ACCESS": out_access(problem),
         "RAW": int(_is_raw(problem)), "CAUSAL": int(problem.causal is not None), "SOFTCAP": int(problem.softcap != 0),
         "ZERO_ROWS": int(problem.zero_rows), "MASK": MASKS[problem.mask_kind], "BIAS": int(problem.bias is not None),
-        "ADDED": int(problem.added),
+        "ADDED": int(problem.added), "RETURNS": int(returns), "WANTED": wanted * LOG2_E,
         **_scores_defines("MASK", problem.mask, problem), **_scores_defines("BIAS", problem.bias, problem),
     }  # fmt: skip
 
@@ -205,7 +211,8 @@ def _candidate(problem: Attention, tiling: Tiling, device: Device) -> Candidate:
     rows = problem.queries * (problem.heads // problem.kv_heads)
     row_tiles = -(-rows // tiling.rows)
     blocks = row_tiles * problem.kv_heads * problem.batch
-    kernel = Kernel("attention_mma", "attention_mma", defines(problem, tiling, device))
+    constants = defines(problem, tiling, device, returns=tiling.key_warps == 1)
+    kernel = Kernel("attention_mma", "attention_mma", constants)
     shared = shared_bytes(problem, tiling, device, tiling.key_warps > 1)
     early = device.arch >= EARLY_ARCH
     step = Launch(kernel, (blocks, 1, 1), (tiling.threads, 1, 1), arguments(problem, row_tiles), shared, early=early)
@@ -222,7 +229,7 @@ def _ranked(problem: Attention, device: Device) -> list[Tiling]:
         enough = blocks >= device.multiprocessors
         return (tiling.rows > _up(rows, 16), not enough, -tiling.rows if enough else -blocks)
 
-    if problem.mask or problem.bias:  # their elements are in registers, too
+    if problem.mask or problem.bias or problem.added:  # their elements, or what is seen, are in registers, too
         tilings = [tiling for tiling in tilings if tiling.tiles == 1]
     if problem.added or _by_row(problem, problem.mask) or _by_row(problem, problem.bias):
         tilings = [tiling for tiling in tilings if tiling.row_warps <= 4]

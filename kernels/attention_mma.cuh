@@ -16,6 +16,7 @@
 //   MASK, MASK_T, MASK_ROWS, MASK_PAIRS   kind; storage; whether rows differ; whether two keys are one access
 //   BIAS, BIAS_T, BIAS_ROWS, BIAS_PAIRS   likewise
 //   CAUSAL, ADDED, SOFTCAP, ZERO_ROWS   as in _attention.py
+//   RETURNS, WANTED                tiles behind the diagonal are left out unless a row has no score above WANTED
 //   RAW                            scores are scaled where they are exponentiated: the scale is positive, and nothing
 //                                  but -inf takes the place of a score
 #pragma once

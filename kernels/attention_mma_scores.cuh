@@ -88,9 +88,10 @@ struct Scores {
 #endif
 
     __device__ __forceinline__ Scores(const Problem& problem, const Place& at, const Warp& warp) : p(problem) {
-        unlimited = last_key(at.row / GROUP, p.keys, p.causal);
+        unlimited = ADDED ? p.keys : last_key(at.row / GROUP, p.keys, p.causal);
         const int rows = p.queries * GROUP, first_row = at.row + warp.m * MT * 16;
-        last = first_row < rows ? last_key((min(first_row + MT * 16, rows) - 1) / GROUP, p.keys, p.causal) : 0;
+        const int last_query = (min(first_row + MT * 16, rows) - 1) / GROUP;
+        last = first_row >= rows ? 0 : ADDED ? at.end : last_key(last_query, p.keys, p.causal);
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
 #pragma unroll

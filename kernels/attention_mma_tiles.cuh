@@ -182,7 +182,7 @@ __device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
     return CAUSAL ? min(keys, query + causal + 1) : keys;
 }
 __device__ __forceinline__ int last_key(int query, int keys, int causal) {
-    return ADDED ? keys : seen_keys(query, keys, causal);
+    return ADDED && !RETURNS ? keys : seen_keys(query, keys, causal);
 }
 
 // Tiles that see most keys begin first.

@@ -259,6 +259,16 @@ struct Warp {
         return factor;
     }
 
+    // Whether one of the block's `rows` rows, a finished one of this lane, has no score that makes up for a mask.
+    __device__ __forceinline__ bool lacks(int rows) const {
+        bool found = false;
+#pragma unroll
+        for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) found |= row(mt, half) < rows && top[mt][half] <= float(WANTED);
+        return found;
+    }
+
     __device__ __forceinline__ void finish(float scale) {
 #pragma unroll
         for (int mt = 0; mt < MT; ++mt)
