@@ -21,6 +21,7 @@ from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
 import onnxfuse
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.provider import planner
+from onnxfuse.provider.external_data import FOLDER, stated_folder
 from onnxfuse.provider.model import Call
 from onnxfuse.provider.plan import Kernel
 from onnxfuse.provider.preferences import Preference
@@ -184,8 +185,10 @@ def test_a_newer_domain_version_is_refused() -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "text.onnx"
     path.write_text("not a model")
-    with pytest.raises(ModelError, match=r"text\.onnx cannot be read as ONNX"):
+    with pytest.raises(ModelError, match=r"text\.onnx' is not an ONNX file"):
         InferenceSession(path, providers=[CPU])
+    with pytest.raises(ModelError, match=r"the model is empty \(0 bytes\); expected an ONNX file"):
+        InferenceSession(b"", providers=[CPU])
 
 
 @pytest.mark.parametrize("name", ["qwen3_sdpa_dynamo_fp32", "gpt2_eager_ts_fp32", "llama_sdpa_dynamo_fp32"])
@@ -208,16 +211,68 @@ def test_every_kernel_of_an_exported_model_is_planned(gpu: Stage, monkeypatch: p
 
 
 def test_a_split_model_still_finds_its_weights_outside_the_file(gpu: Stage, tmp_path: Path) -> None:
+    run = InferenceSession(mixed_with_weights(tmp_path, [1, 2, 3]), providers=[CPU])
+    assert [r.how for r in explain_session(run)] == ["kernel", "body"]
+    assert shifted(run) == [[1, 2, 3]] * 2
+
+
+def mixed_with_weights(folder: Path, weights: list[int]) -> Path:
+    """A model that is split, whose weights lie beside it."""
     graph = "g (float[n, 3] x) => (float[n, 3] y, float16[n, 3] z) {{ h = Cast<to = 10>(x) {} {} }}".format(
         node("shift", "x, w", "y", operands="x bias"),
         node("shift", "h, v", "z", operands="x bias", types="10"),
     )
     proto = onnx.load_from_string(model(graph))
     for name, dtype in (("w", np.float32), ("v", np.float16)):
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(3).astype(dtype), name))
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(weights, dtype), name))
+    folder.mkdir(exist_ok=True)
+    onnx.save(proto, folder / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    return folder / "model.onnx"
+
+
+def shifted(run: ort.InferenceSession) -> list[list[float]]:
+    """Zeros and the weights of `mixed_with_weights`."""
+    y, z = run.run(None, {"x": np.zeros((2, 3), np.float32)})
+    assert y.tolist() == z.tolist()
+    return y.tolist()  # type: ignore[no-any-return]
+
+
+def test_session_options_do_not_carry_weights_from_one_model_to_the_next(gpu: Stage, tmp_path: Path) -> None:
+    first, second = mixed_with_weights(tmp_path / "a", [1, 2, 3]), mixed_with_weights(tmp_path / "b", [4, 5, 6])
+    options = ort.SessionOptions()
+    runs = [InferenceSession(path, options, providers=[CPU]) for path in (first, second)]
+    assert [shifted(run)[0] for run in runs] == [[1, 2, 3], [4, 5, 6]]
+    assert stated_folder(options) is None
+
+
+def test_the_folder_that_session_options_name_is_taken(gpu: Stage, tmp_path: Path) -> None:
+    first, second = mixed_with_weights(tmp_path / "a", [1, 2, 3]), mixed_with_weights(tmp_path / "b", [4, 5, 6])
+    options = ort.SessionOptions()
+    options.add_session_config_entry(FOLDER, str(second.parent))
+    assert shifted(InferenceSession(first, options, providers=[CPU]))[0] == [4, 5, 6]
+    assert stated_folder(options) == second.parent
+
+
+def test_a_split_model_finds_the_weights_of_a_branch(gpu: Stage, tmp_path: Path) -> None:
+    proto = onnx.load_from_string(mixed())
+    branches = onnx.parser.parse_graph(
+        "g (bool c) => (float[3] q) { q = If (c) <"
+        "then_branch = g () => (float[3] t) <float[3] w = {1, 2, 3}> { t = Neg(w) },"
+        "else_branch = g () => (float[3] e) <float[3] v = {4, 5, 6}> { e = Neg(v) }> }"
+    )
+    for branch in branches.node[0].attribute:
+        (tensor,) = branch.g.initializer
+        data = onnx.numpy_helper.to_array(tensor).tobytes()
+        (tmp_path / tensor.name).write_bytes(data)
+        tensor.raw_data = data
+        onnx.external_data_helper.set_external_data(tensor, tensor.name)
+        tensor.ClearField("raw_data")
+        tensor.ClearField("float_data")
+    proto.graph.node.extend(branches.node)
+    proto.graph.input.extend(branches.input)
+    proto.graph.output.extend(branches.output)
     path = tmp_path / "model.onnx"
-    onnx.save(proto, path, save_as_external_data=True, location="weights", size_threshold=0)
+    path.write_bytes(proto.SerializeToString())
     run = InferenceSession(path, providers=[CPU])
     assert [r.how for r in explain_session(run)] == ["kernel", "body"]
-    y, z = run.run(None, {"x": np.ones((2, 3), np.float32)})
-    assert y.tolist() == z.tolist() == [[1, 2, 3]] * 2
+    assert run.run(["q"], {"x": np.float32([1]), "c": np.array(True)})[0].tolist() == [-1, -2, -3]

@@ -38,13 +38,19 @@ def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx
     if isinstance(source, onnx.ModelProto):
         model, folder, name = source, None, "the model"
     elif isinstance(source, bytes):
-        model, folder, name = _parse(source, "the model"), None, "the model"
+        model, folder, name = read(source), None, "the model"
     else:
-        path = Path(source)
-        name = f"'{path}'"
-        model, folder = _parse(_read(path), name), path.parent
+        model, folder, name = read(source), Path(source).parent, f"'{Path(source)}'"
     check(model, folder, name)
     return model, folder
+
+
+def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
+    """Read a model without its external data, and without checking it.  Raises ModelError for what is no model."""
+    if isinstance(source, bytes):
+        return _parse(source, "the model")
+    path = Path(source)
+    return _parse(_read(path), f"'{path}'")
 
 
 def check(model: onnx.ModelProto, folder: Path | None = None, name: str = "the model") -> None:
@@ -78,6 +84,8 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
+        if path.exists() and not path.is_file():  # which could be read once only
+            raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file, so write it to one first")
         if path.stat().st_size > PROTOBUF_LIMIT:
             raise ModelError(f"'{path}' is larger than 2 GiB, which no ONNX file can be; export with external data")
         return path.read_bytes()

@@ -12,6 +12,7 @@ import onnx
 from onnx import helper
 
 from onnxfuse.errors import ModelError
+from onnxfuse.model.files import read
 from onnxfuse.model.graph import DOMAIN
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import FusedNode
@@ -45,15 +46,7 @@ class Call:
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
     """The model, without its external data.  Raises ModelError."""
-    if isinstance(source, onnx.ModelProto):
-        return source
-    try:
-        if isinstance(source, bytes):
-            return onnx.load_from_string(source)
-        return onnx.load(str(source), load_external_data=False)
-    except Exception as error:  # protobuf's errors have no common class
-        name = "the model" if isinstance(source, bytes) else source
-        raise ModelError(f"{name} cannot be read as ONNX: {error}") from error
+    return source if isinstance(source, onnx.ModelProto) else read(source)
 
 
 def read_calls(model: onnx.ModelProto) -> list[Call]:
@@ -129,11 +122,6 @@ def split(model: onnx.ModelProto, calls: Collection[Call]) -> onnx.ModelProto:
             result.functions.add().CopyFrom(function)
             result.functions[-1].name = renamed[function.name]
     return result
-
-
-def has_external_data(model: onnx.ModelProto) -> bool:
-    """Whether weights lie outside the model file."""
-    return any(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
 
 
 def _all_model_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:

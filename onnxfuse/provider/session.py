@@ -16,14 +16,8 @@ import onnxruntime as ort
 
 from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
 from onnxfuse.provider import native, verdicts
-from onnxfuse.provider.model import (
-    Call,
-    attribute_kinds,
-    has_external_data,
-    read_calls,
-    read_model,
-    split,
-)
+from onnxfuse.provider.external_data import found_in, has_external_data
+from onnxfuse.provider.model import Call, attribute_kinds, read_calls, read_model, split
 from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, Tune, preferences
 from onnxfuse.provider.source import kernel_module
 from onnxfuse.provider.target import NoTarget, Providers, Target, find_target, native_library
@@ -93,14 +87,13 @@ def open_session(
     reasons = _reasons(calls, target)
     preferred = _preferred(model, calls, reasons, target, prefer)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
+    folder = source.parent if mixed and isinstance(source, Path) and has_external_data(model) else None
     if mixed:
-        if isinstance(source, Path) and has_external_data(model):
-            folder = str(source.parent.resolve())
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         source = split(model, mixed).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels}, measure)
-    session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
+    with found_in(folder, options):
+        session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
     _runs[session] = _report(calls, reasons, preferred, target)
     return session
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from onnxfuse.bench.timing import (
 )
 from onnxfuse.errors import UsageError
 from onnxfuse.provider import planner, verdicts
+from onnxfuse.provider.external_data import stated_folder
 from onnxfuse.provider.model import Call, read_calls, read_model
 from onnxfuse.provider.preferences import (
     BODIES,
@@ -53,7 +53,6 @@ log: Final = logging.getLogger("onnxfuse")
 NO_MEMORY: Final = re.compile("out of memory|failed to allocate|smaller than requested", re.IGNORECASE)
 SECONDS: Final = 2.0  # of runs of each variant of the whole model
 NOT_FOR_TIMING: Final = ("enable_cuda_graph", "user_compute_stream", "has_user_compute_stream")
-FOLDER: Final = "session.model_external_initializers_file_folder_path"
 Progress = Callable[[str, int, int], None]
 
 
@@ -146,10 +145,7 @@ def tune_session(
     model = read_model(source if isinstance(source, bytes | onnx.ModelProto) else Path(source))
     texts = [f"{key}:{'x'.join(map(str, dims))}" for key, dims in shapes.items()]
     feeds = feeds_of_known_sizes(model, texts, {}, "shapes={'input': (8, 512)}")
-    place = None
-    if session_options is not None:
-        with contextlib.suppress(RuntimeError):  # which says that there is no such entry
-            place = Path(session_options.get_session_config_entry(FOLDER))
+    place = stated_folder(session_options) if session_options is not None else None
     plain = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
     try:
         work = _work(model, place or (path.parent if path else None), feeds, provider, plain, _silent)
