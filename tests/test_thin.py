@@ -15,8 +15,9 @@ from onnxfuse.passes.fold import fold_constants, fold_shapes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.thin import thin_masks
 from onnxfuse.shapes.dims import symbol
+from onnxfuse.shapes.indices import AtMostZero, Entry, Index, along
 from onnxfuse.shapes.inference import Shapes, infer_shapes
-from onnxfuse.shapes.places import AtMostZero, Entry, Index, Places, along
+from onnxfuse.shapes.places import Places
 
 CONSTANTS = {
     "zero": np.array(0), "one": np.array(1), "minus": np.array(-1), "i0": np.array([0]), "i1": np.array([1]),

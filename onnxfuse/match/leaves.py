@@ -14,7 +14,8 @@ from onnxfuse.match.state import State
 from onnxfuse.match.views import unscaled
 from onnxfuse.match.words import origin, shape_text, spec_text
 from onnxfuse.model.graph import Tensor, constant_value, is_constant, op_of, producer
-from onnxfuse.shapes.places import LARGEST_MASK, Value, triangle, up_to_diagonal
+from onnxfuse.shapes.indices import Value, triangle, up_to_diagonal
+from onnxfuse.shapes.places import LARGEST_MASK
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher

@@ -17,8 +17,9 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, input_place, is_constant, op_of
 from onnxfuse.passes.fold import reshape_target
 from onnxfuse.passes.linear import SMALL
+from onnxfuse.shapes.indices import Entry, along
 from onnxfuse.shapes.inference import Shapes
-from onnxfuse.shapes.places import Entry, Places, along
+from onnxfuse.shapes.places import Places
 from onnxfuse.shapes.rules import Undecided, broadcast
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
