@@ -1,0 +1,139 @@
+"""Masks that are causal by place: which are told from how they are computed, which not, and that rows stay exact."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from runtimes import run
+
+from onnxfuse import optimize
+
+LOWEST = float(np.finfo(np.float32).min)
+HEADS, SIZE = 2, 8
+
+# Ranges of queries (b, 1, q, 1) and keys (b, 1, 1, k), the padding (b, 1, 1, k), and attention under a mask.
+BEFORE = """
+  lengths = Shape (p)
+  keys = Gather (lengths, one)
+  shape = Shape (q)
+  queries = Gather (shape, two)
+  n = Range (zero, keys, one)
+  k = Unsqueeze (n, first)
+  past = Sub (keys, queries)
+  i = Range (past, keys, one)
+  q_column = Unsqueeze (i, column)
+  padding = Unsqueeze (p, middle)
+"""
+AFTER = """
+  kt = Transpose <perm = [0, 1, 3, 2]> (k_heads)
+  scores = MatMul (q, kt)
+  masked = Add (scores, mask)
+  weights = Softmax <axis = -1> (masked)
+  context = MatMul (weights, v)
+  rows = Transpose <perm = [0, 2, 1, 3]> (context)
+  y = Reshape (rows, join)
+"""
+SEEN = "seen = LessOrEqual (k, q_column)"
+KEEP = "keep = And (seen, padding) mask = Where (keep, none, least)"
+ALONE = f"{SEEN} mask = Where (seen, none, least)"
+
+
+def model(nodes: str, queries: str = "n", keys: str = "n", masked: float = -65504.0) -> onnx.ModelProto:
+    q, kv = (f"float[b,{HEADS},{length},{SIZE}]" for length in (queries, keys))
+    signature = f"main ({q} q, {kv} k_heads, {kv} v, bool[b,{keys}] p) => (float[b,{queries},{HEADS * SIZE}] y)"
+    text = f'<ir_version: 8, opset_import: ["" : 17]>\n{signature} {{ {BEFORE} {nodes} {AFTER} }}'
+    found = onnx.parser.parse_model(text)
+    constants = {
+        "zero": np.array(0), "one": np.array(1), "two": np.array(2), "first": np.array([0, 1, 2]),
+        "column": np.array([0, 1, 3]), "middle": np.array([1, 2]), "join": np.array([0, 0, HEADS * SIZE]),
+        "none": np.array(0, np.float32), "least": np.array(masked, np.float32), "unit": np.array(1, np.float32),
+        "true": np.array(True),
+    }  # fmt: skip
+    read = {name for node in found.graph.node for name in node.input}
+    found.graph.initializer.extend(numpy_helper.from_array(v, name) for name, v in constants.items() if name in read)
+    return found
+
+
+def fused(original: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, object]]:
+    """The model afterwards, and the attributes of its attention."""
+    optimized, report = optimize(original)
+    assert report.counts == {"attention": 1} and not report.dropped
+    (node,) = [node for node in optimized.graph.node if node.domain]
+    return optimized, {each.name: helper.get_attribute_value(each) for each in node.attribute}
+
+
+CAUSAL = [
+    ALONE,
+    f"{SEEN} {KEEP}",
+    f"{SEEN} keep = And (padding, seen) mask = Where (keep, none, least)",
+    f"seen = GreaterOrEqual (q_column, k) {KEEP}",
+    f"later = Greater (k, q_column) seen = Not (later) {KEEP}",
+    f"next = Add (q_column, one) seen = Less (k, next) {KEEP}",
+    f"far = Sub (q_column, k) seen = GreaterOrEqual (far, zero) {KEEP}",
+    f"before = LessOrEqual (k, q_column) seen = And (true, before) {KEEP}",
+]
+
+
+@pytest.mark.parametrize("nodes", CAUSAL)
+@pytest.mark.parametrize("lengths", [("n", "n"), ("5", "5")], ids=["open", "static"])
+def test_masks_that_are_causal(nodes: str, lengths: tuple[str, str]) -> None:
+    optimized, attributes = fused(model(nodes, *lengths))
+    assert (attributes["mask_kind"], attributes["masked_score"]) == (b"causal", -65504.0)
+    assert attributes["operands"] == (b"q k v" if nodes is ALONE else b"q k v mask")
+    left = [node.op_type for node in optimized.graph.node]
+    assert left == (["attention"] if nodes is ALONE else ["Unsqueeze", "attention"])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        f"seen = Less (k, q_column) {KEEP}",
+        f"seen = LessOrEqual (q_column, k) {KEEP}",
+        f"next = Add (q_column, one) seen = LessOrEqual (k, next) {KEEP}",
+        f"{SEEN} keep = Or (seen, padding) mask = Where (keep, none, least)",
+        f"{SEEN} keep = And (seen, padding) mask = Where (keep, least, none)",
+        f"{SEEN} mask = Where (seen, least, none)",
+        f"{SEEN} mask = Where (seen, unit, least)",
+    ],
+)
+@pytest.mark.parametrize("length", ["n", "5"])
+def test_masks_that_are_not(nodes: str, length: str) -> None:
+    _, attributes = fused(model(nodes, length, length, -100.0))
+    assert attributes["mask_kind"] == b"additive"
+
+
+def test_lengths_that_are_not_known_to_be_equal() -> None:
+    """Queries are counted from 0: the first sees the first key, whatever the difference of both lengths is."""
+    nodes = f"j = Range (zero, queries, one) j_column = Unsqueeze (j, column) seen = LessOrEqual (k, j_column) {KEEP}"
+    assert fused(model(nodes))[1]["mask_kind"] == b"causal"
+    assert fused(model(nodes, "q", "n"))[1]["mask_kind"] == b"additive"
+    assert fused(model(f"{SEEN} {KEEP}", "q", "n"))[1]["mask_kind"] == b"causal", "the last query sees the last key"
+
+
+PADDINGS = {
+    "none": lambda i: i >= 0,
+    "left": lambda i: i >= 3,
+    "right": lambda i: i < 4,
+    "both": lambda i: (i >= 2) & (i < 5),
+    "all": lambda i: i < 0,
+}
+
+
+@pytest.mark.parametrize("masked", [-65504.0, -1e4, LOWEST, -math.inf])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 6), (1, 6), (9, 6), (1, 1)])
+@pytest.mark.parametrize("nodes", [f"{SEEN} {KEEP}", ALONE], ids=["padding", "alone"])
+def test_rows_without_a_key_attend_as_in_the_original(nodes: str, queries: int, keys: int, masked: float) -> None:
+    """Left padding leaves the first queries nothing: they attend to all keys, those behind them as well."""
+    original = model(nodes, "q", "k" if queries != keys else "q", masked)
+    optimized, attributes = fused(original)
+    assert attributes["mask_kind"] == b"causal"
+    random = np.random.default_rng(queries)
+    shapes = {"q": queries, "k_heads": keys, "v": keys}
+    feeds = {name: random.standard_normal((len(PADDINGS), HEADS, n, SIZE), np.float32) for name, n in shapes.items()}
+    feeds["p"] = np.stack([keep(np.arange(keys)) for keep in PADDINGS.values()])
+    (expected,), (found,) = (run(each, feeds)[0] for each in (original, optimized))
+    np.testing.assert_allclose(found, expected, atol=2e-6, equal_nan=True)
