@@ -7,7 +7,8 @@ import gc
 import json
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 import stand_in
 from stand_in import CPU, SHIFT, Stage, model, node, stage
 
+from onnxfuse.errors import UsageError
 from onnxfuse.provider import planner
 from onnxfuse.provider.plan import Plan
 from onnxfuse.provider.plan_file import INDEX, PlanFileError, load_plans, save_plans
@@ -121,6 +123,7 @@ def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.Monke
         ({"format": 99}, r"\(format 99\)"),
         ({"plans": 3}, r"no plan file, or corrupted: TypeError"),
         ({"device": None}, r"no plan file, or corrupted: TypeError"),
+        ({"cubins": []}, r"no plan file, or corrupted: AttributeError"),
         ({"plans": [{"node": {}}]}, r"a plan is malformed: KeyError"),
     ],
 )
@@ -142,11 +145,54 @@ def test_a_truncated_file_is_refused(saved: Path, size: int) -> None:
         load_plans(saved, CPU)
 
 
+# Of a zip's central directory: the bit that says encrypted, and the number of the compression.
+@pytest.mark.parametrize("place, value, error", [(8, 1, "RuntimeError"), (10, 99, "NotImplementedError")])
+def test_what_no_zip_reader_reads_is_refused(saved: Path, place: int, value: int, error: str) -> None:
+    data = bytearray(saved.read_bytes())
+    data[data.index(b"PK\x01\x02") + place] = value
+    saved.write_bytes(data)
+    with pytest.raises(PlanFileError, match=f"no plan file, or corrupted: {error}"):
+        load_plans(saved, CPU)
+
+
+def test_an_index_without_end_is_refused(saved: Path) -> None:
+    with pytest.raises(PlanFileError, match="no plan file, or corrupted: RecursionError"):
+        load_plans(rewritten(saved, INDEX, lambda data: b"[" * 100_000), CPU)
+
+
+def test_a_number_that_is_none_is_refused(saved: Path) -> None:
+    def change(data: bytes) -> bytes:
+        index = json.loads(data)
+        index["plans"][0]["steps"][0]["shared"] = float("inf")
+        return json.dumps(index).encode()
+
+    with pytest.raises(PlanFileError, match="a plan is malformed: OverflowError"):
+        load_plans(rewritten(saved, INDEX, change), CPU)
+    assert not planner.stored
+
+
+def test_one_file_is_written_by_many_at_once(saved: Path) -> None:
+    run = new()
+    run.run(None, X)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: save_plans(saved, CPU), range(64))) == [1] * 64
+    assert load_plans(saved, CPU) == 1
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+@pytest.mark.parametrize("act", [save_plans, load_plans])
+def test_a_provider_without_kernels_is_named(saved: Path, act: Callable[[Path, str], int]) -> None:
+    with pytest.raises(UsageError, match=r"kernels run on .*, not on CUDAExecutionProvide; there are no plans"):
+        act(saved, "CUDAExecutionProvide")
+
+
 def test_a_missing_file_and_a_full_folder_are_errors(gpu: Stage, tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="no plan file, or corrupted: FileNotFoundError"):
         load_plans(tmp_path / "none", CPU)
-    with pytest.raises(PlanFileError, match="cannot be written"):
-        save_plans(tmp_path / "no" / "folder", CPU)
+    (tmp_path / "file").touch()
+    for parent in "no", "file":
+        with pytest.raises(PlanFileError, match="cannot be written"):
+            save_plans(tmp_path / parent / "plans", CPU)
 
 
 def test_sizes_in_a_file_are_checked_when_the_plan_is_used(gpu: Stage, saved: Path) -> None:

@@ -6,13 +6,15 @@ import dataclasses
 import hashlib
 import io
 import json
+import uuid
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from onnxfuse.errors import OnnxfuseError
+from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.provider import direct, native, planner
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import (
@@ -30,7 +32,7 @@ from onnxfuse.provider.plan import (
     TensorMap,
     TensorSpec,
 )
-from onnxfuse.provider.planner import Planned, backends, signature
+from onnxfuse.provider.planner import Backend, Planned, backends, signature
 
 FORMAT: Final = 3
 INDEX: Final = "plans.json"
@@ -41,8 +43,11 @@ class PlanFileError(OnnxfuseError):
 
 
 def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
-    """Write the plans that living sessions have made on GPUs like `device_id`; the number of plans."""
-    backend = backends[provider]
+    """Write the plans that living sessions have made on GPUs like `device_id`; the number of plans.
+
+    Raises PlanFileError where it cannot be written, UsageError for a provider without kernels.
+    """
+    backend = _backend(provider)
     device = backend.device(device_id)
     plans = {signature(p.node, p.inputs, p.device): p for p in planner.living() if _gpu(p.device) == _gpu(device)}
     kernels: dict[str, bytes] = {}
@@ -68,9 +73,13 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
 
 
 def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
-    """Use a file's plans from now on; the number of plans.  Raises PlanFileError, and uses none, where one is bad."""
+    """Use a file's plans from now on; the number of plans.
+
+    Raises PlanFileError, and uses none, where one is bad; UsageError for a provider without kernels.
+    """
+    backend = _backend(provider)
     index, cubins = _read(Path(path))
-    here = _gpu(backends[provider].device(device_id))
+    here = _gpu(backend.device(device_id))
     if index["device"] != here:
         raise PlanFileError(f"{path}: made for {_describe(index['device'])}, this GPU is {_describe(here)}")
     _check_cublaslt(path, index.get("cublaslt"))
@@ -79,7 +88,7 @@ def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
         plans = {signature(p.node, p.inputs, p.device): (p, names) for p, names in entries}
         if missing := {name for _, names in plans.values() for name in names} - set(cubins):
             raise KeyError(f"cubin {min(missing)}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # JSON may hold anything in any place
         raise PlanFileError(f"{path}: a plan is malformed: {type(error).__name__}: {error}") from error
     modules: dict[tuple[str, str, int], Function] = {}
 
@@ -100,6 +109,12 @@ def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
 
     planner.stored.append(find)
     return len(plans)
+
+
+def _backend(provider: str) -> Backend:
+    if provider not in backends:
+        raise UsageError(f"kernels run on {', '.join(backends)}, not on {provider}; there are no plans")
+    return backends[provider]
 
 
 def _gpu(device: Device) -> dict[str, Any]:
@@ -223,7 +238,7 @@ def _describe(device: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, index: Mapping[str, Any], cubins: Mapping[str, bytes]) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{uuid.uuid4().hex}.part")  # others may write the same file now
     try:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
             file.writestr(INDEX, json.dumps(index, indent=1))
@@ -231,7 +246,8 @@ def _write(path: Path, index: Mapping[str, Any], cubins: Mapping[str, bytes]) ->
                 file.writestr(name, code)
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise PlanFileError(f"{path}: cannot be written: {error}") from error
 
 
@@ -250,6 +266,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                 raise PlanFileError(f"{path}: {name} is corrupted; make the file again")
         if not isinstance(index["device"], dict) or not isinstance(index["plans"], list):
             raise TypeError("device or plans")
-    except (OSError, zipfile.BadZipFile, zipfile.zlib.error, ValueError, KeyError, TypeError, EOFError) as error:  # type: ignore[attr-defined]
+    except PlanFileError:
+        raise
+    except Exception as error:  # zipfile's errors have no common class, and JSON may hold anything in any place
         raise PlanFileError(f"{path}: no plan file, or corrupted: {type(error).__name__}: {error}") from error
     return index, cubins

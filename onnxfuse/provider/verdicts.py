@@ -120,6 +120,8 @@ def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
             raise ValueError(f"format {record['format']}, required {FORMAT}")
         if _digest([record["environment"], record["subject"]]) != _digest([environment, subject]):
             raise ValueError("it is about something else")
+        if _digest(record["case"]) != path.stem:
+            raise ValueError("it is about another case than its name says")
         seconds = {str(name): float(value) for name, value in record["seconds"].items()}
         if not all(math.isfinite(value) and value > 0 for value in seconds.values()):
             raise ValueError(f"its times are {seconds}")
@@ -127,7 +129,7 @@ def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
         return Verdict(record["case"], str(record["chosen"]), seconds, record["measured"])
     except FileNotFoundError:  # another process may tidy up
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _tell(f"verdict {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
         return None
 
@@ -214,4 +216,3 @@ def _sources(folders: tuple[str, ...]) -> str:
     """A digest of the kernels and their hosts: a verdict about others means nothing."""
     files = sorted(path for folder in folders for path in Path(folder).glob("*.*") if path.suffix in SOURCES)
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
