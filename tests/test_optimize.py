@@ -246,6 +246,36 @@ def test_branches_stay_and_what_they_read_stays(outer: str, fused: int) -> None:
     assert report.verified.passed
 
 
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+@pytest.mark.parametrize("inside", ["p", "s"])
+def test_what_is_added_to_a_product_in_a_branch_or_outside_is_no_sibling(op: str, inside: str) -> None:
+    text = f"""g (float[batch,8] x, bool flag) => (float[batch,6] s, float[batch,6] y)
+    <float[8,6] w, float[6] b, float[6] c>
+    {{ p = {op} (x, w)
+      s = Add (p, b)
+      y = If <then_branch = yes () => (float[batch,6] t) {{ t = Add ({inside}, c) }},
+              else_branch = no () => (float[batch,6] e) {{ q = {op} (x, w) e = Add (q, c) }}> (flag) }}"""
+    model = parse(text)
+    result, report = optimize(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert ops(result) == ([op, "Add", "If"] if inside == "p" else ["gemm_bias_activation", "If"])
+    assert subgraphs(result) == subgraphs(model)
+    assert report.verified.passed
+
+
+def test_a_packed_weight_that_a_branch_reads_is_not_split() -> None:
+    text = """g (float[batch,8] x, bool flag) => (float[batch,6] y, float[batch,12] z)
+    <float[8,12] w, int64[2] halves = {6, 6}>
+    { packed = MatMul (x, w)
+      gate, up = Split <axis = -1> (packed, halves)
+      s = Sigmoid (gate) silu = Mul (gate, s) y = Mul (silu, up)
+      z = If <then_branch = yes () => (float[batch,12] t) { t = MatMul (x, w) },
+              else_branch = no () => (float[batch,12] e) { p = MatMul (x, w) e = Neg (p) }> (flag) }"""
+    result, report = optimize(parse(text))
+    assert [tuple(t.dims) for t in result.graph.initializer if len(t.dims) == 2] == [(8, 12)]
+    assert report.verified.passed
+
+
 def test_what_a_branch_reads_survives_normalizing() -> None:
     text = """g (float[batch,8] x, bool flag) => (float[batch,8] y)
     { copy = Identity (x)

@@ -21,7 +21,11 @@ def refusal(
 ) -> Refusal | None:
     """The reason not to replace `nodes` by one node that reads `operands` and computes `outputs`; None where it may."""
     inside, read = {id(n) for n in nodes}, {id(t) for t in operands.values()}
-    found = _needed_outside(graph, nodes, inside, outputs, read) or _read_inside(inside, operands)
+    found = (
+        _needed_outside(graph, nodes, inside, outputs, read)
+        or _read_inside(inside, operands)
+        or _continued(inside, outputs[0])
+    )
     interior = (t for n in nodes for t in n.outputs if t is not outputs[0])
     if found or all(id(reader) in inside for t in interior for reader in t.outputs):  # no operand can come from there
         return found
@@ -84,6 +88,14 @@ def _read_inside(inside: set[int], operands: Mapping[str, Tensor]) -> Refusal | 
                 "compute the operand from something else",
             )
     return None
+
+
+def _continued(inside: set[int], first: Tensor) -> Refusal | None:
+    """Whether another output is computed from the first one, as `a` and `a + b`: then it would be computed twice."""
+    reader = next((r for r in first.outputs if id(r) in inside), None)
+    if reader is None:
+        return None
+    return Refusal(f"{_label(reader)} goes on from '{first.name}'; required outputs computed beside each other")
 
 
 def _cycle(graph: Graph, nodes: Sequence[Node], operands: Mapping[str, Tensor]) -> Refusal | None:

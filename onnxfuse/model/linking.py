@@ -40,6 +40,8 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     for part in (imported, *imported.subgraphs(recursive=True)):
         for node in part.nodes:
             node.__class__ = LinkedNode
+            if part is not imported:  # written as it was read, and what it reads is pinned: no reader to fuse with
+                node.inputs.clear()
     for node, proto in zip(imported.nodes, graph.node, strict=True):
         result.protos[id(node)] = (node, proto)
     return result

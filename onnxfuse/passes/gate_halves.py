@@ -31,7 +31,7 @@ def split_gates(graph: Graph, shapes: Shapes) -> list[Folded]:
 
 def _split(graph: Graph, shapes: Shapes, product: Node) -> list[Folded]:
     x, weight = product.inputs
-    if len(unique(weight.outputs)) > 1 or not weight.outputs:
+    if len(unique(weight.outputs)) > 1 or not weight.outputs or graph.is_kept(weight):
         return []
     bias = _bias(graph, product)
     whole = product.outputs[0] if bias is None else only_reader(graph, product.outputs[0]).outputs[0]  # type: ignore[union-attr]
