@@ -341,6 +341,24 @@ def test_big_external_weight_is_not_read(tmp_path: Path) -> None:
     assert [n.op for n in graph.nodes] == ["Transpose", "MatMul"]
 
 
+def test_a_constant_node_reads_its_file_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = parse("(float[n,2] x) => (y) { a = Constant<value=float[2] {1,2}>() y = Add(x, a) }")
+    stored = model.graph.node[0].attribute[0].t
+    stored.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stored)))  # as bytes, which may lie elsewhere
+    (tmp_path / "elsewhere").mkdir()
+    for folder, numbers in (tmp_path, [3, 4]), (tmp_path / "elsewhere", [5, 6]):
+        (folder / "a.bin").write_bytes(np.array(numbers, np.float32).tobytes())
+    onnx.external_data_helper.set_external_data(stored, "a.bin")
+    stored.ClearField("raw_data")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    before = model.SerializeToString(deterministic=True)
+    graph = read_graph(model, tmp_path)
+    fold_constants(graph, infer_shapes(graph))
+    assert ops(after := write_model(graph)) == "Add"
+    assert value(after, "a") == [3, 4]
+    assert model.SerializeToString(deterministic=True) == before
+
+
 def test_static_shape_arithmetic() -> None:
     text = """(float[n,4,6] x) => (y) {
         s = Shape(x) i = Gather(s, two) u = Unsqueeze(i, zero) c = Concat<axis=0>(minus, u) y = Reshape(x, c) }"""

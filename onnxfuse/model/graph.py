@@ -227,9 +227,14 @@ def constant_value(graph: Graph, tensor: Tensor) -> Array:
     proto = stored.tensor
     if isinstance(proto, onnx.SparseTensorProto):
         return np.asarray(stored.load())
+    return array_of(graph, proto, tensor.name)
+
+
+def array_of(graph: Graph, proto: onnx.TensorProto, name: str) -> Array:
+    """A stored tensor's value, read from the model's folder where it is external; the proto stays as it is."""
     if external_data_helper.uses_external_data(proto):
         if graph.folder is None:
-            raise ModelError(f"initializer '{tensor.name}' lies in an external file; give the model as a path")
+            raise ModelError(f"constant '{name}' lies in an external file; give the model as a path")
         loaded = onnx.TensorProto()
         loaded.CopyFrom(proto)
         external_data_helper.load_external_data_for_tensor(loaded, str(graph.folder))

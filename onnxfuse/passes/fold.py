@@ -19,6 +19,7 @@ from onnxfuse.model.graph import (
     Graph,
     Node,
     Tensor,
+    array_of,
     attribute,
     constant_value,
     is_constant,
@@ -79,17 +80,17 @@ def _fold_constant_nodes(graph: Graph) -> Iterator[Folded]:
             if graph.replace(node.outputs[0], node.inputs[0]):
                 yield Folded("constant", label(node), node.inputs[0].name)
         elif op == "Constant" and id(node) in graph.protos and not graph.is_kept(node.outputs[0]):
-            value = _attribute_value(graph.protos[id(node)][1].attribute[0])
+            value = _attribute_value(graph, graph.protos[id(node)][1])
             if value is not None:
                 yield _make_constant(node, node.outputs[0], value)
 
 
-def _attribute_value(stored: onnx.AttributeProto) -> Array | None:
+def _attribute_value(graph: Graph, constant: onnx.NodeProto) -> Array | None:
     """The value of a Constant node's one attribute; None for a sparse one."""
-    value = onnx.helper.get_attribute_value(stored)
-    match stored.name:
+    value = onnx.helper.get_attribute_value(constant.attribute[0])
+    match constant.attribute[0].name:
         case "value":
-            return onnx.numpy_helper.to_array(value)
+            return array_of(graph, value, constant.output[0])
         case "value_float" | "value_floats":
             return np.array(value, np.float32)
         case "value_int" | "value_ints":
