@@ -10,7 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
+
+import onnx.defs
 
 from onnxfuse.errors import PatternError
 from onnxfuse.language.spans import Span, here
@@ -104,11 +107,21 @@ class _Operators:
 
     def __getattr__(self, name: str) -> Callable[..., Term]:
         def apply(*inputs: Operand | None, **attributes: Any) -> Term:
+            if not self._prefix:
+                _check_operator(name)
             return Apply(
                 op=self._prefix + name, inputs=tuple(map(as_term, inputs)), attributes=attributes, span=here()
             )
 
         return apply
+
+
+def _check_operator(name: str) -> None:
+    """Raise PatternError, with the nearest name, unless an opset of the ONNX domain has this operator."""
+    if not onnx.defs.has(name):
+        near = get_close_matches(name, {s.name for s in onnx.defs.get_all_schemas() if not s.domain}, 1)
+        hint = f". Did you mean '{near[0]}'?" if near else ""
+        raise PatternError(f"{here()}: ONNX has no operator '{name}'{hint}")
 
 
 op = _Operators()

@@ -545,6 +545,14 @@ def no_term() -> Fusion:
     return wrong
 
 
+def no_operator() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n")):
+        return either(op.Sigmod(x), contrib.FastGelu(x))
+
+    return wrong
+
+
 def no_scalar() -> Fusion:
     @fusion(out="n")
     def wrong(x=tensor("n"), y=tensor("n")):
@@ -568,6 +576,7 @@ def no_parameter() -> Fusion:
         (other_default, "parameter 'slope' needs a default"),
         (too_many_outputs, "'wrong' returns 2 values, out= names 1"),
         (no_term, "a pattern is made of terms and numbers, not str"),
+        (no_operator, "ONNX has no operator 'Sigmod'. Did you mean 'Sigmoid'?"),
         (no_scalar, "scaled() needs a scalar parameter as its second argument"),
         (no_parameter, "example= names 'z', which is no parameter"),
     ],
@@ -698,6 +707,9 @@ def test_a_folder_replaces_a_fusion_of_the_same_name(tmp_path: Path) -> None:
 def test_a_file_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     with pytest.raises(PatternError, match=r"broken\.py: ModuleNotFoundError: No module named 'nothing_of_this_name'"):
+        catalog.from_folder(tmp_path)
+    (tmp_path / "broken.py").write_text("raise SystemExit(0)")
+    with pytest.raises(PatternError, match=r"broken\.py: SystemExit: 0"):
         catalog.from_folder(tmp_path)
 
 

@@ -50,7 +50,7 @@ def from_folder(folder: Path) -> list[Fusion]:
         sys.modules[spec.name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PatternError(f"{path}: {type(error).__name__}: {error}") from error
         found.extend(declared(module))
     if not found:
