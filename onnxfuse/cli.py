@@ -31,6 +31,7 @@ from onnxfuse.language.document import signature, summary
 from onnxfuse.model.files import load
 from onnxfuse.model.save import save
 from onnxfuse.optimize import Clock, Run, optimize
+from onnxfuse.report import check_name
 from onnxfuse.verify.inputs import load_inputs
 from onnxfuse.verify.verify import compare
 
@@ -94,6 +95,8 @@ def optimize_command(
     """Fuse SOURCE and write TARGET."""  # fmt: skip
     if target is None and not dry_run:
         raise UsageError("give the file to write as a second argument, or --dry-run")
+    if report:
+        check_name(report)
     model, folder = load(source)
     inputs = load_inputs(npz, model) if npz else None
     with _progress() as progress:
@@ -113,7 +116,7 @@ def optimize_command(
 @click.argument("source", type=model_file)
 @click.argument("fusion", required=False)
 @click.option("--node", help="Only what was tried around this node.")
-@click.option("--limit", default=5, show_default=True, help="How many misses to show.")
+@click.option("--limit", type=click.IntRange(0), default=5, show_default=True, help="How many misses to show.")
 @patterns_option
 def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
     """Show where SOURCE nearly matches a fusion, and what differs."""

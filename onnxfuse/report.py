@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.match import Miss
 from onnxfuse.model.graph import Graph, op_of
 from onnxfuse.passes.fold import Folded
@@ -94,8 +94,9 @@ class Report:
         return replace(self, output={**self.output, "path": str(path)})
 
     def write(self, path: Path) -> None:
-        """Write as JSON, or as a page where the name ends in .html.  Raises ModelError where that fails."""
-        if path.suffix == ".html":
+        """Write as JSON (.json) or a page (.html).  Raises UsageError for other names, ModelError where that fails."""
+        check_name(path)
+        if path.suffix.lower() == ".html":
             console = Console(record=True, width=120, file=io.StringIO())
             console.print(self.table())
             text = console.export_html()
@@ -109,6 +110,14 @@ class Report:
     def table(self) -> Group:
         """What the terminal shows."""
         return Group(_fused_table(self), *_lines(self), *_missed_table(self))
+
+
+def check_name(path: Path) -> None:
+    """Raise UsageError unless a report may have this name, ModelError unless its folder exists."""
+    if path.suffix.lower() not in (".json", ".html"):
+        raise UsageError(f"cannot write the report '{path}': its name must end in .json or .html")
+    if not path.parent.is_dir():
+        raise ModelError(f"cannot write the report '{path}': there is no folder '{path.parent}'; create it first")
 
 
 def miss_json(miss: Miss) -> dict[str, Any]:

@@ -147,6 +147,19 @@ def test_external_weights_travel_beside_the_model(tmp_path: Path) -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before.keys() & after.keys())
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs a shell's way to name a pipe")
+def test_a_pipe_is_refused(block: Path) -> None:
+    """As of `onnxfuse optimize <(cat block.onnx)`: it can be read once only."""
+    end, start = os.pipe()
+    os.write(start, block.read_bytes())
+    os.close(start)
+    try:
+        result = run("optimize", f"/dev/fd/{end}", "--dry-run")
+    finally:
+        os.close(end)
+    assert (result.exit_code, "is a device or a pipe; expected an ONNX file" in error_line(result)) == (FAILED, True)
+
+
 # --- reports -------------------------------------------------------------------------------------------------------
 
 
@@ -168,9 +181,20 @@ def test_the_report_as_a_page(block: Path, tmp_path: Path) -> None:
     assert "gemm_bias_activation" in page
 
 
-def test_a_report_that_cannot_be_written(block: Path, tmp_path: Path) -> None:
-    result = run("optimize", block, "--dry-run", "--report", tmp_path / "no" / "report.json")
-    assert (result.exit_code, "cannot write the report" in error_line(result)) == (FAILED, True)
+@pytest.mark.parametrize(
+    "name, code, sentence",
+    [
+        ("no/report.json", FAILED, "there is no folder '{}/no'; create it first"),
+        ("report.txt", USAGE, "its name must end in .json or .html"),
+        ("report", USAGE, "its name must end in .json or .html"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_told_before_any_work(
+    tmp_path: Path, name: str, code: int, sentence: str
+) -> None:
+    result = run("optimize", tmp_path / "not_even_read.onnx", "--dry-run", "--report", tmp_path / name)
+    assert result.exit_code == code
+    assert error_line(result) == f"cannot write the report '{tmp_path / name}': {sentence.format(tmp_path)}"
 
 
 # --- explain, list, show, verify, env ------------------------------------------------------------------------------
@@ -215,6 +239,11 @@ def test_explain_shows_as_many_as_asked(tmp_path: Path) -> None:
     result = run("explain", tmp_path / "m.onnx", "gemm_bias_activation", "--limit", "1")
     assert result.stdout.count("gemm_bias_activation: not at") == 1
     assert re.search(r"^\d+ more; --limit \d+ shows all\.$", result.stdout, re.MULTILINE)
+
+
+def test_explain_shows_no_negative_number_of_misses(block: Path) -> None:
+    result = run("explain", block, "--limit", "-1")
+    assert (result.exit_code, "-1 is not in the range x>=0" in result.stderr) == (USAGE, True)
 
 
 def test_explain_where_nothing_is_near(block: Path) -> None:

@@ -111,6 +111,7 @@ batch, past, seq = map(symbol, NAMES)
         ("batch - 1", "batch - 1"),
         ("?12 + 1", "?12 + 1"),
         ("7", "7"),
+        ("(s0 + 1)**2 - 2**3", "s0*s0 + 2*s0 - 7"),
     ],
 )
 def test_expressions_are_read(text: str, shown: str) -> None:
@@ -119,6 +120,11 @@ def test_expressions_are_read(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize("text", ["a b", "1if", "2d", "s0/2", "floor(s0)", "a//0", "input:0", "(", "s +", "Mod(3)"])
 def test_what_is_no_expression_is_one_symbol(text: str) -> None:
+    assert parse_size(text) == symbol(text)
+
+
+@pytest.mark.parametrize("text", ["s**99999999", "2**99999999", "((a + b + c + d)**4)**8"])
+def test_a_power_too_large_to_multiply_out_is_one_symbol(text: str) -> None:
     assert parse_size(text) == symbol(text)
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from test_optimize import BLOCK, parse
 
-from onnxfuse import ModelError, Report, optimize
+from onnxfuse import ModelError, Report, UsageError, optimize
 
 # A type, a list of one element's type, or a dict; `...` stands for any keys with values of one type.
 SCHEMA: dict[str, Any] = {
@@ -156,10 +156,13 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
 def test_writing(report: Report, tmp_path: Path) -> None:
     report.write(tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == report.to_json()
-    report.write(tmp_path / "r.html")
-    assert "conv_bias_activation" in (tmp_path / "r.html").read_text(encoding="utf-8")
-    with pytest.raises(ModelError, match="cannot write the report"):
-        report.write(tmp_path)
+    report.write(tmp_path / "R.HTML")
+    assert "conv_bias_activation" in (tmp_path / "R.HTML").read_text(encoding="utf-8")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ModelError, match=r"cannot write the report '.*folder\.json': Is a directory"):
+        report.write(tmp_path / "folder.json")
+    with pytest.raises(UsageError, match=r"cannot write the report '.*r\.txt': its name must end in \.json or \.html"):
+        report.write(tmp_path / "r.txt")
 
 
 def test_the_counts_of_a_model_in_which_nothing_is_fused() -> None:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 
 from onnxfuse.shapes.bounds import maximum, minimum
-from onnxfuse.shapes.dims import Size, floor_divide, modulo, product, symbol
+from onnxfuse.shapes.dims import Dim, Size, floor_divide, modulo, product, symbol
+
+LARGEST_EXPONENT, MOST_TERMS = 8, 256  # of a power, which is multiplied out
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,7 +58,11 @@ def _parse_power(tokens: list[str]) -> Size:
     size = _parse_atom(tokens)
     if tokens and tokens[0] == "**":
         tokens.pop(0)
-        return product([size] * int(tokens.pop(0)))
+        exponent = int(tokens.pop(0))
+        terms = len(size.terms) if isinstance(size, Dim) else 1
+        if exponent > LARGEST_EXPONENT or terms**exponent > MOST_TERMS:
+            raise ValueError(f"a power of {exponent}")
+        return product([size] * exponent)
     return size
 
 
