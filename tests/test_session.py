@@ -210,10 +210,13 @@ def test_every_kernel_of_an_exported_model_is_planned(gpu: Stage, monkeypatch: p
     assert gpu.launches() - before >= 2 * len(kernels)
 
 
-def test_a_split_model_still_finds_its_weights_outside_the_file(gpu: Stage, tmp_path: Path) -> None:
+def test_a_split_model_still_finds_its_weights_outside_the_file(
+    gpu: Stage, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = InferenceSession(mixed_with_weights(tmp_path, [1, 2, 3]), providers=[CPU])
     assert [r.how for r in explain_session(run)] == ["kernel", "body"]
     assert shifted(run) == [[1, 2, 3]] * 2
+    assert "will be overwritten" not in capfd.readouterr().err, "onnxruntime warns of what nobody did"
 
 
 def mixed_with_weights(folder: Path, weights: list[int]) -> Path:

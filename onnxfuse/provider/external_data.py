@@ -31,8 +31,11 @@ def stated_folder(options: ort.SessionOptions) -> Path | None:
 
 
 @contextmanager
-def found_in(folder: Path | None, options: ort.SessionOptions) -> Iterator[None]:
-    """A session made of bytes finds its weights in this folder, unless the options name one or it is None."""
+def found_in(folder: Path | None, options: ort.SessionOptions, *, shared: bool) -> Iterator[None]:
+    """A session made of bytes finds its weights in this folder, unless the options name one or it is None.
+
+    `shared` options may serve another model next: they come back without the folder, of which onnxruntime warns.
+    """
     if folder is None or stated_folder(options):
         yield
         return
@@ -40,4 +43,5 @@ def found_in(folder: Path | None, options: ort.SessionOptions) -> Iterator[None]
     try:
         yield
     finally:
-        options.add_session_config_entry(FOLDER, "")  # which is none: the options may serve another model next
+        if shared:
+            options.add_session_config_entry(FOLDER, "")  # which is none

@@ -92,7 +92,7 @@ def open_session(
         source = split(model, mixed).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels}, measure)
-    with found_in(folder, options):
+    with found_in(folder, options, shared=sess_options is not None):
         session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
     _runs[session] = _report(calls, reasons, preferred, target)
     return session
