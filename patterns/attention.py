@@ -16,6 +16,7 @@ from onnxfuse.dsl import (
     tensor,
 )
 from onnxfuse.patterns._attention import (
+    INFINITY,
     KEYS,
     LOWEST,
     QUERIES,
@@ -28,6 +29,7 @@ from onnxfuse.patterns._attention import (
 )
 
 MAX_FLOAT16 = 65504
+LEAST = {"float16": -MAX_FLOAT16, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
 SCORES = "batch? heads? queries? keys?"
 
 
@@ -40,7 +42,11 @@ def masked(scores, queries, columns, mask, masked_score):
     behind = shared(hidden(length(queries, 2), length(columns, 3), mask, scores, masked_score))
     return choose(
         "mask_kind",
-        causal=scores + behind,
+        causal=given(
+            scores + behind,
+            "what the mask adds is -inf, or a number that {dtype} has; it adds {masked_score}",
+            lambda masked_score, dtype: masked_score == -INFINITY or masked_score >= LEAST.get(dtype, -INFINITY),
+        ),
         boolean=either(
             op.Where(mask, scores, masked_score),
             given(
@@ -88,6 +94,9 @@ def attention(
 
     Key and value heads may be fewer than query heads, each serving `repeats` of these (Ainslie et al. 2023,
     arXiv:2305.13245).  `form` operator is ONNX's own Attention, whose scale is 1 / sqrt(size) where none is given.
+
+    `mask_kind` causal adds `masked_score` where a key is behind its query, the last query being level with the last
+    key, and where the mask, a boolean one, is false; without a mask only the former.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention, where that computes the same: not in bfloat16 or
     in several dtypes, not with softcap, a scale of 0, a masked score that is finite and would have to be added (but in
