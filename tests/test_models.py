@@ -277,6 +277,24 @@ def errors_without_onnxfuse(paths: Iterable[Path]) -> dict[str, list[dict[str, f
     return json.loads(done.stdout)
 
 
+EMPTY = (
+    "bert_sdpa_dynamo_fp32.onnx", "llama_eager_dynamo_fp32.onnx", "llama_kvcache_sdpa_dynamo_fp32.onnx",
+    "gemma_sdpa_dynamo_fp32.onnx", "qwen3_sdpa_dynamo_fp32.onnx",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_batch_may_be_empty(name: str, optimized: Callable[[str], Any]) -> None:
+    sizes = {**INDEX[name]["verified_sizes"][0], "batch": 0}
+    feeds = draw(INDEX[name]["inputs"], sizes)
+    expected, actual = (
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feeds)
+        for path in (optimized(name).original, optimized(name).path)
+    )
+    assert 0 in expected[0].shape
+    assert [(each.shape, each.dtype) for each in actual] == [(each.shape, each.dtype) for each in expected]
+
+
 SMALL = (
     "bert_sdpa_ts_fp32.onnx", "llama_sdpa_dynamo_fp32.onnx", "resnet50_dynamo_bn_fp32.onnx", "gpt2_eager_ts_fp32.onnx",
 )  # fmt: skip
@@ -299,7 +317,7 @@ def draw(inputs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> dict[
         random = np.random.default_rng(zlib.crc32(f"{name}{shape}".encode()))
         if each.get("prefix_mask"):  # padded on the right, but for the first row
             kept = random.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-            kept.flat[0] = shape[-1]
+            kept.flat[:1] = shape[-1]
             value = np.arange(shape[-1]) < kept
         elif "range" in each:
             value = random.integers(each["range"][0], each["range"][1] + 1, shape)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from onnxfuse.rewrite.build import Builder, Value
 
 KEPT: Final = "as it is"
-Target: TypeAlias = list[int] | str | None  # of a Reshape; None where two sizes are unknown
+SPACE: Final = None  # an axis of size 1 that is squeezed away again
+Target: TypeAlias = list[int | None] | str | None  # of a Reshape; None where two sizes are unknown
 
 
 def rearranged(builder: Builder, term: Rearrange) -> Value:
@@ -108,13 +109,16 @@ def _repeated(builder: Builder, order: Sequence[str], split: Sequence[str]) -> l
 
 
 def _repeat(builder: Builder, value: Value, order: Sequence[str], repeated: Sequence[int]) -> Value:
-    if builder.variant.opset >= 13:
-        axes = builder.constant(list(repeated), TensorProto.INT64)
-        value = builder.node("Unsqueeze", [value, axes], value.dtype)
-    else:
-        value = builder.node("Unsqueeze", [value], value.dtype, axes=list(repeated))
+    value = _with_axes(builder, "Unsqueeze", value, repeated)
     shape = [builder.size(name) if i in repeated else 1 for i, name in enumerate(order)]
     return builder.node("Expand", [value, builder.constant(shape, TensorProto.INT64)], value.dtype)
+
+
+def _with_axes(builder: Builder, op: str, value: Value, axes: Sequence[int]) -> Value:
+    """Squeeze or Unsqueeze."""
+    if builder.variant.opset < 13:
+        return builder.node(op, [value], value.dtype, axes=list(axes))
+    return builder.node(op, [value, builder.constant(list(axes), TensorProto.INT64)], value.dtype)
 
 
 def _target(builder: Builder, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]) -> Target:
@@ -124,13 +128,32 @@ def _target(builder: Builder, wanted: Sequence[tuple[str, ...]], present: Sequen
     )
     if wanted == present:
         return KEPT
-    target: list[int] = []
+    target: list[int | None] = []
     for i, names in enumerate(wanted):
         size: Any = product([builder.size(name) for name in names])
         known = isinstance(size, int) and size != 0
         same = i < len(present) and tuple(present[i]) == tuple(names)
         target.append(size if known else 0 if same else -1)
-    return target if target.count(-1) <= 1 else None
+    if target.count(-1) > 1:
+        return None
+    return (_spaced(target, wanted, present) if {0, -1} <= set(target) else None) or target
+
+
+def _spaced(
+    target: Sequence[int | None], wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
+) -> list[int | None] | None:
+    """The target with -1 replaced by 0, which copies the size at its place, and spaces in front that bring it there.
+
+    Beside a size that is 0 when the model runs, -1 could be any number, and runtimes refuse it.
+    """
+    result: list[int | None] = []
+    for size, names in zip(target, wanted, strict=True):
+        if size in (0, -1):
+            if names not in present or present.index(names) < len(result):
+                return None
+            result += [SPACE] * (present.index(names) - len(result))
+        result.append(0 if size == -1 else size)
+    return result
 
 
 def _reshaped(builder: Builder, value: Value, target: Target, term: Rearrange) -> Value:
@@ -138,4 +161,7 @@ def _reshaped(builder: Builder, value: Value, target: Target, term: Rearrange) -
         raise PatternError(f"{term.span}: a Reshape with two unknown sizes cannot be written")
     if target is KEPT:
         return value
-    return builder.node("Reshape", [value, builder.constant(target, TensorProto.INT64)], value.dtype)
+    spaces = [i for i, size in enumerate(target) if size is SPACE]
+    sizes = builder.constant([1 if size is SPACE else size for size in target], TensorProto.INT64)
+    value = builder.node("Reshape", [value, sizes], value.dtype)
+    return _with_axes(builder, "Squeeze", value, spaces) if spaces else value
