@@ -28,9 +28,13 @@ from onnxfuse.patterns._attention import (
     multi_head_attention,
 )
 
-MAX_FLOAT16 = 65504
-LEAST = {"float16": -MAX_FLOAT16, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
+LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
 SCORES = "batch? heads? queries? keys?"
+
+
+def stays(masked_score, dtype):
+    """Whether a number that a Cast to `dtype` may follow is the same there."""
+    return masked_score == -INFINITY or masked_score >= LEAST.get(dtype, -INFINITY)
 
 
 def masked(scores, queries, columns, mask, masked_score):
@@ -45,14 +49,14 @@ def masked(scores, queries, columns, mask, masked_score):
         causal=given(
             scores + behind,
             "what the mask adds is -inf, or a number that {dtype} has; it adds {masked_score}",
-            lambda masked_score, dtype: masked_score == -INFINITY or masked_score >= LEAST.get(dtype, -INFINITY),
+            stays,
         ),
         boolean=either(
             op.Where(mask, scores, masked_score),
             given(
                 scores + keep,
                 "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}",
-                lambda masked_score, dtype: masked_score < (LOWEST if dtype != "float16" else -MAX_FLOAT16),
+                lambda masked_score, dtype: masked_score < LOWEST and stays(masked_score, dtype),
             ),
         ),
         inverted=op.Where(mask, masked_score, scores),

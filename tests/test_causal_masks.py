@@ -137,3 +137,14 @@ def test_rows_without_a_key_attend_as_in_the_original(nodes: str, queries: int, 
     feeds["p"] = np.stack([keep(np.arange(keys)) for keep in PADDINGS.values()])
     (expected,), (found,) = (run(each, feeds)[0] for each in (original, optimized))
     np.testing.assert_allclose(found, expected, atol=2e-6, equal_nan=True)
+
+
+def test_a_number_that_becomes_infinite_is_not_added() -> None:
+    """What float32's lowest number is in float16: rows without a key have no weights there."""
+    nodes = f"{SEEN} {KEEP.replace('mask =', 'wide =')} mask = Cast <to = 10> (wide)"
+    text = onnx.printer.to_text(model(nodes, masked=LOWEST))
+    half = onnx.parser.parse_model(text.replace("float[b", "float16[b"))
+    optimized, report = optimize(half)
+    assert report.counts == {"attention": 1}
+    kinds = [each.s for node in optimized.graph.node for each in node.attribute if each.name == "mask_kind"]
+    assert kinds != [b"causal"]
