@@ -179,6 +179,14 @@ def test_a_model_that_does_not_run_at_this_size_is_a_sentence() -> None:
     assert (result.exit_code, "does not run on generated inputs" in result.stderr) == (FAILED, True)
 
 
+@pytest.mark.parametrize("seed", ["", "<seed = 1.0>"])  # which is of a session: its second run draws other numbers
+def test_a_model_that_draws_random_numbers_is_a_sentence(seed: str, tmp_path: Path) -> None:
+    text = f"g (float[b,4] x) => (float[b,4] y) {{ n = RandomNormalLike{seed}(x) y = Add(x, n) }}"
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'), tmp_path / "noisy.onnx")
+    result = run(tmp_path / "noisy.onnx")
+    assert (result.exit_code, "RandomNormalLike node 'n' draws random numbers" in result.stderr) == (FAILED, True)
+
+
 def test_a_model_with_other_inputs_did_not_run() -> None:
     result = bench(BERT, against=[RESNET], runs=2, ops=False)
     other = result.contenders[-1]

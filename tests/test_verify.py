@@ -207,10 +207,48 @@ def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
         first_difference(source, source, ["y"])
 
 
-def test_a_model_that_draws_random_numbers() -> None:
-    source = elementwise("n = RandomNormalLike(x)  y = Add(x, n)")
-    assert compare(source, source).passed is None
-    assert "RandomNormalLike node '' draws random numbers" in compare(source, source).reason
+NOISE = "n = RandomNormalLike(x)  y = Add(x, n)"
+SEEDED = "n = RandomNormalLike<seed = 1.0>(x)"
+DROPOUT = "half = Constant<value = float {{0.5}}>()  t = Constant<value = bool {{{}}}>()  n = Dropout(x, half, t)"
+IN_A_BRANCH = """go = Constant<value = bool {1}>()
+n = If<then_branch = yes () => (float[b, d] k) { k = RandomNormalLike(x) },
+       else_branch = no () => (float[b, d] e) { e = Neg(x) }>(go)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "node"),
+    [
+        (NOISE, "RandomNormalLike node 'n'"),
+        (f"{SEEDED}  k = Bernoulli(x)  y = Mul(n, k)", "Bernoulli node 'k'"),
+        (f"{DROPOUT.format(1)}  y = Add(x, n)", "Dropout node 'n'"),
+        (f"{IN_A_BRANCH}  y = Add(x, n)", "RandomNormalLike node 'k'"),
+    ],
+    ids=["alone", "after a seeded one", "dropout", "branch"],
+)
+def test_a_model_that_draws_random_numbers(body: str, node: str) -> None:
+    source = elementwise(body)
+    found = compare(source, source)
+    assert (found.passed, found.reason) == (None, f"{node} draws random numbers: no two runs are the same")
+
+
+def test_a_function_that_draws_random_numbers() -> None:
+    source = elementwise("y = mine.Noisy(x)")
+    source.opset_import.add(domain="mine", version=1)
+    head = '<domain: "mine", opset_import: ["" : 17]>'
+    source.functions.append(onnx.parser.parse_function(f"{head} Noisy (x) => (y) {{ {NOISE} }}"))
+    assert compare(source, source).reason.startswith("RandomNormalLike node 'n' draws random numbers")
+
+
+@pytest.mark.parametrize("body", [SEEDED, "n = Dropout(x)", DROPOUT.format(0)])
+def test_what_draws_nothing_new_is_compared(body: str) -> None:
+    source = elementwise(f"{body}  y = Add(x, n)")
+    assert compare(source, source).passed is True
+
+
+def test_dropout_that_the_caller_switches() -> None:
+    source = model("(float[b, d] x, bool t) => (float[b, d] y)", "y = Dropout(x, , t)")
+    assert compare(source, source).reason.startswith("Dropout node 'y' draws random numbers")
+    assert compare(source, source, inputs={"t": np.array(False)}).passed is True
 
 
 def test_inputs_that_are_no_tensors() -> None:

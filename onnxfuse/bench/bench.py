@@ -35,6 +35,7 @@ from onnxfuse.model.widen import from_half, half_of, widened, widened_arrays
 from onnxfuse.optimize import optimize
 from onnxfuse.provider.preferences import GRAPH, PLAIN, Tune
 from onnxfuse.verify.difference import difference
+from onnxfuse.verify.draws import drawing
 from onnxfuse.verify.given_shapes import described, feeds_to_try
 from onnxfuse.verify.inputs import Array
 from onnxfuse.verify.session import first_line
@@ -144,6 +145,8 @@ def bench(
     path = Path(model)
     progress("load", 0, 0)
     original, folder = load(path)
+    if drawn := drawing(original, inputs or {}, seeded=True):
+        raise VerificationError(drawn)
     others = [(name, *load(other)) for name, other in _named(against).items()]
     choices = list(feeds_to_try(original, shapes, inputs or {}))
     fused, counts = _fused(path, original, progress)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from onnxfuse.errors import VerificationError
 from onnxfuse.model import files
-from onnxfuse.model.protos import nodes
 from onnxfuse.model.widen import from_half, half_of, widened, widened_arrays
 from onnxfuse.verify.difference import OutputError, difference, worst
+from onnxfuse.verify.draws import drawing
 from onnxfuse.verify.inputs import check_inputs, generate, inputs_of, roles_of, sizes_to_try
 from onnxfuse.verify.session import first_line, open_session, run
 
@@ -25,7 +25,6 @@ Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 Progress: TypeAlias = Callable[[str], None]
 
 ROUNDS = 2
-DRAWS = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 GIVE_INPUTS = "give inputs that the model accepts: --input x.npz"
 
 
@@ -180,6 +179,8 @@ def _run_rounds(
 
     Raises VerificationError where none runs.
     """
+    if drawn := drawing(model, given):
+        raise VerificationError(drawn)
     inputs, roles = inputs_of(model), roles_of(model)
     session = _session_of_original(widened(model) if widen else model, folder)
     rounds: list[_Round] = []
@@ -200,9 +201,6 @@ def _run_rounds(
 
 
 def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Any:
-    random = next((n for n in nodes(model.graph) if n.op_type in DRAWS and not n.domain), None)
-    if random and not any(a.name == "seed" for a in random.attribute):
-        raise VerificationError(f"{random.op_type} node '{random.name}' draws random numbers: no two runs are the same")
     try:
         return open_session(model, folder)
     except VerificationError:
