@@ -152,6 +152,8 @@ def test_inputs_may_be_given(tmp_path: Path) -> None:
         (["--shape", "input_ids:8,16"], "--shape 'input_ids:8,16' is not of the form input:8x512"),
         (["--shape", "input_ids:8x16", "--shape", "input_ids:8x8"], "--shape is given twice for input 'input_ids'"),
         (["--shape", "input_ids:8x16", "--shape", "attention_mask:8x9"], "dim 'seq' is 16 in input 'input_ids' and 9"),
+        (["--shape", "input_ids:9999999999999x16"], "inputs of these sizes cannot be made: Unable to allocate"),
+        (["--shape", "input_ids:99999999999999999999x16"], "cannot be made: Maximum allowed dimension exceeded"),
         (["--chart", "out.pdf"], "charts are .html or .png"),
     ],
 )
@@ -181,10 +183,31 @@ def test_a_model_that_does_not_run_at_this_size_is_a_sentence() -> None:
 
 @pytest.mark.parametrize("seed", ["", "<seed = 1.0>"])  # which is of a session: its second run draws other numbers
 def test_a_model_that_draws_random_numbers_is_a_sentence(seed: str, tmp_path: Path) -> None:
-    text = f"g (float[b,4] x) => (float[b,4] y) {{ n = RandomNormalLike{seed}(x) y = Add(x, n) }}"
-    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'), tmp_path / "noisy.onnx")
-    result = run(tmp_path / "noisy.onnx")
+    text = f"(float[b,4] x) => (float[b,4] y) {{ n = RandomNormalLike{seed}(x) y = Add(x, n) }}"
+    result = run(saved(text, tmp_path / "noisy.onnx"))
     assert (result.exit_code, "RandomNormalLike node 'n' draws random numbers" in result.stderr) == (FAILED, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("(float[b,4] x) => (seq(float[b,4]) y) { r = Relu(x) y = SequenceConstruct(r, x) }", "a seq(tensor(float))"),
+        ("(float[b,4] x) => (float8e5m2[b,4] y) { y = Cast<to = 19>(x) }", "a tensor(float8e5m2)"),
+        ("(int8[b,4] x) => (int4[b,4] y) { y = Cast<to = 22>(x) }", "a tensor(int4)"),
+    ],
+)
+def test_an_output_that_is_no_array_is_a_sentence(text: str, kind: str, tmp_path: Path) -> None:
+    path = saved(text, tmp_path / "odd.onnx")
+    result = run(path)
+    assert (result.exit_code, f"output 'y' is {kind}, of which numpy makes no array" in result.stderr) == (FAILED, True)
+    plain = saved(f"{text.partition(' =>')[0]} => (int8[b,4] z) {{ z = Cast<to = 3>(x) }}", tmp_path / "plain.onnx")
+    assert bench(plain, against=[path], runs=2, ops=False).contenders[-1].reason.startswith("does not run: output 'y'")
+
+
+def saved(text: str, path: Path) -> Path:
+    """A model from ONNX text."""
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> g {text}'), path)
+    return path
 
 
 def test_a_model_with_other_inputs_did_not_run() -> None:

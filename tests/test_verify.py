@@ -256,6 +256,13 @@ def test_inputs_that_are_no_tensors() -> None:
     assert compare(source, source).reason.startswith("input 'x' is no tensor but sequence")
 
 
+def test_an_input_without_an_element_type() -> None:
+    source = elementwise("y = Relu(x)")
+    source.graph.input[0].type.tensor_type.elem_type = TensorProto.UNDEFINED
+    found = compare(source, source)
+    assert (found.passed, found.reason) == (None, "input 'x' has no element type; no values can be made for it")
+
+
 # Models with external data
 
 

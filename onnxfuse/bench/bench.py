@@ -22,6 +22,7 @@ from onnxfuse.bench.timing import (
     Provider,
     Spread,
     bind,
+    check_outputs,
     copy_rate,
     device,
     interleaved,
@@ -140,7 +141,8 @@ def bench(
     ops         also time each fused operator alone
     tune        how the fused model chooses between kernel and body: see onnxfuse.InferenceSession
 
-    Raises UsageError for a shape that the model does not take, VerificationError where the original does not run.
+    Raises UsageError for a shape that the model does not take, VerificationError where the original does not run, or
+    has outputs that cannot be compared.
     """
     path = Path(model)
     progress("load", 0, 0)
@@ -228,6 +230,7 @@ class _Run:
             raise
         except Exception as error:
             raise VerificationError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+        check_outputs(session)
         failures = []
         for feeds in choices:
             try:
@@ -268,6 +271,7 @@ class _Run:
                     options = {} if mode == PLAIN else {"enable_cuda_graph": 1}
                     how: dict[str, Any] = {"kernels": name != base, "tune": self.tune, "options": options}
                     session = start(model, folder, self.provider, **how)
+                    check_outputs(session)
                     bound[name, mode] = bind(session, feeds, self.provider, first.shapes() if options else None)
                 for _ in range(WARM_UP):
                     bound[name, mode].run()

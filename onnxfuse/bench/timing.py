@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.errors import OnnxfuseError, UsageError, VerificationError
 from onnxfuse.model.save import save, serialize
 from onnxfuse.provider.preferences import Tune
 from onnxfuse.verify.session import _from_ort, _to_ort, first_line
@@ -28,6 +28,7 @@ from onnxfuse.verify.session import _from_ort, _to_ort, first_line
 Array: TypeAlias = NDArray[Any]
 Provider: TypeAlias = Literal["cpu", "cuda"]
 PROVIDERS: Mapping[str, str] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+UNKNOWN_TO_NUMPY = "float8", "float4", "int4", "int2"  # in OrtValue.numpy
 WARM_UP = 3  # runs; with CUDA graphs the first one also runs twice and captures
 SMALLEST_COPY, LARGEST_COPY = 64 * 2**20, 2**30  # bytes moved: less measures launches, more changes nothing
 
@@ -233,6 +234,13 @@ def _empty(shape: Sequence[int], kind: str, provider: Provider, ordinal: int) ->
 
     dtype = onnx.TensorProto.DataType.Value(kind[len("tensor(") : -1].upper())
     return OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, provider, ordinal)
+
+
+def check_outputs(session: Any) -> None:
+    """Raise VerificationError for an output that no array can hold, so that it could not be compared."""
+    for each in session.get_outputs():
+        if not each.type.startswith("tensor(") or any(kind in each.type for kind in UNKNOWN_TO_NUMPY):
+            raise VerificationError(f"output '{each.name}' is a {each.type}, of which numpy makes no array to compare")
 
 
 def to_numpy(value: Any) -> Any:

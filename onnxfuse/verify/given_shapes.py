@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
@@ -12,22 +13,36 @@ import onnx
 
 from onnxfuse.errors import UsageError
 from onnxfuse.verify.inputs import Array, Input, check_inputs, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.verify.session import first_line
 
 
 def feeds_to_try(
     model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
 ) -> Iterator[dict[str, Array]]:
-    """Inputs of these shapes, plan by plan.  Raises UsageError for shapes that the model does not take."""
+    """Inputs of these shapes, plan by plan.  Raises UsageError for shapes that model or memory do not take."""
     wanted = inputs_of(model)
     check_inputs(given, wanted)
     asked = parse_shapes(shapes, wanted)
     dtypes = {each.name: each.dtype for each in wanted}
-    empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, np.float32)), dims) for name, dims in asked.items()}
+    with _possible_sizes():
+        empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, "f4")), dims) for name, dims in asked.items()}
     check_inputs(empty, wanted)
     _check_names(asked | {name: value.shape for name, value in given.items()}, wanted)
     fixed = [replace(each, dims=asked.get(each.name, each.dims)) for each in wanted]
     roles = roles_of(model)
-    return (generate(fixed, sizes, roles, given) for sizes in sizes_to_try(wanted, {**empty, **given}))
+    for sizes in sizes_to_try(wanted, {**empty, **given}):
+        with _possible_sizes():
+            feeds = generate(fixed, sizes, roles, given)
+        yield feeds
+
+
+@contextmanager
+def _possible_sizes() -> Iterator[None]:
+    """What numpy says of sizes that it or the memory cannot hold, as a UsageError."""
+    try:
+        yield
+    except (MemoryError, ValueError) as error:
+        raise UsageError(f"inputs of these sizes cannot be made: {first_line(error)}; give smaller ones") from error
 
 
 def feeds_of_known_sizes(

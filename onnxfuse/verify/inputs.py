@@ -73,6 +73,8 @@ def _input(value: onnx.ValueInfoProto) -> Input:
         kind = value.type.WhichOneof("value") or "no type"
         what = "a tensor of unknown rank" if kind == "tensor_type" else f"no tensor but {kind.removesuffix('_type')}"
         raise VerificationError(f"input '{value.name}' is {what}; values can be made for tensors of known rank only")
+    if not tensor.elem_type:
+        raise VerificationError(f"input '{value.name}' has no element type; no values can be made for it")
     dims: list[int | str] = []
     for axis, dim in enumerate(tensor.shape.dim):
         unnamed = dim.dim_param.strip() in UNNAMED
