@@ -25,7 +25,7 @@ from onnxfuse.bench.bench import bench
 from onnxfuse.bench.timing import default_provider
 from onnxfuse.bench.tuning import tune_file, tuning_tables
 from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.explain import explain, nearest, where_fused
+from onnxfuse.explain import explain, nearest, where_fused, where_inside
 from onnxfuse.language import catalog
 from onnxfuse.language.document import signature, summary
 from onnxfuse.model.files import load
@@ -124,6 +124,9 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if fusion:
         catalog.known(fusion, [f.name for f in fusions])
     model, folder = load(source)
+    if node and (place := where_inside(model, node)):
+        out.print(escape(place))
+        return
     if node:
         _known_node(node, model)
     with _progress() as progress:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import onnx
 
 from onnxfuse.language.spans import Span
 from onnxfuse.match import Miss
+from onnxfuse.model.protos import nodes, subgraphs
 from onnxfuse.rewrite.replace import Fused
 
 
@@ -45,3 +48,19 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
     """The fused node that replaced a node, in words; None where none did."""
     found = next((one for one in fused if node in one.replaces), None)
     return f"'{node}' is part of the {found.fusion} node '{found.node}'" if found else None
+
+
+def where_inside(model: onnx.ModelProto, name: str) -> str | None:
+    """What a node is inside of, in words, by its name or an output's; None in the main graph, and where there is none."""
+    if any(name in (node.name, *node.output) for node in model.graph.node):
+        return None
+    for part, where in _not_entered(model):
+        if any(name in (node.name, *node.output) for node in nodes(part)):
+            return f"'{name}' is inside {where}; only nodes of the main graph are fused"
+    return None
+
+
+def _not_entered(model: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto | onnx.FunctionProto, str]]:
+    for node in model.graph.node:
+        yield from ((part, f"a subgraph of {node.op_type} '{node.name or node.output[0]}'") for part in subgraphs(node))
+    yield from ((function, f"the function '{function.domain}.{function.name}'") for function in model.functions)

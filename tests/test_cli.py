@@ -234,6 +234,27 @@ def test_explain_says_where_a_node_went(block: Path) -> None:
     assert result.stdout == "'biased' is part of the gemm_bias_activation node 'active/gemm_bias_activation'\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("""g (float[2] x, bool c) => (float[2] y)
+            { [choice] y = If <then_branch = yes () => (float[2] t) { [deep] t = Relu (x) },
+                               else_branch = no () => (float[2] e) { e = Neg (x) }> (c) }""",
+         "a subgraph of If 'choice'"),
+        ("""g (float[2] x) => (float[2] y) { y = mine.twice (x) }
+            <domain: "mine", opset_import: ["" : 20]> twice (v) => (u) { [deep] u = Add (v, v) }""",
+         "the function 'mine.twice'"),
+    ],
+)  # fmt: skip
+def test_explain_of_a_node_outside_the_main_graph(tmp_path: Path, text: str, where: str) -> None:
+    model = parse(text)
+    model.opset_import.add(domain="mine", version=1)
+    onnx.save(model, tmp_path / "m.onnx")
+    result = run("explain", tmp_path / "m.onnx", "--node", "deep")
+    sentence = f"'deep' is inside {where}; only nodes of the main graph are fused"
+    assert (result.exit_code, " ".join(result.stdout.split())) == (DONE, sentence)
+
+
 def test_explain_shows_as_many_as_asked(tmp_path: Path) -> None:
     onnx.save(parse(ANOTHER_CONSTANT), tmp_path / "m.onnx")
     result = run("explain", tmp_path / "m.onnx", "gemm_bias_activation", "--limit", "1")

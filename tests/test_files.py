@@ -78,6 +78,7 @@ def test_a_refused_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
     ("text", "expected"),
     [
         (f"{HEAD} g (float[2] x) => (float[2] y) {{ }}", "has an empty graph"),
+        (f"{HEAD} g (float[2] x) => () {{ y = Relu(x) }}", "has no graph output"),
         (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Add(x, q) }}", "reads 'q', which nothing defines"),
         (f"{HEAD} g (float[2] x) => (float[2] y) {{ z = Relu(x) }}", "the graph output 'y', which no node writes"),
         (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Relu(x)\n y = Abs(x) }}",

@@ -315,6 +315,13 @@ def test_a_loop_stays() -> None:
     assert (report.counts, report.verified.passed) == ({}, True)
 
 
+def test_newer_fused_nodes_are_refused() -> None:
+    model = parse(BLOCK)
+    model.opset_import.add(domain="onnxfuse", version=7)
+    with pytest.raises(ModelError, match=r"uses version 7 .* this onnxfuse knows version 1; install a newer onnxfuse"):
+        optimize(model)
+
+
 FUNCTIONS = """
 g (float[batch,8] x) => (float[batch,6] y)
 <float[8,6] w, float[6] b, float[6] scale, float[6] shift>

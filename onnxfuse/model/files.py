@@ -57,6 +57,8 @@ def check(model: onnx.ModelProto, folder: Path | None = None, name: str = "the m
     """Raise ModelError unless the model is valid ONNX of a supported opset whose external data lies in `folder`."""
     if not model.graph.node:
         raise ModelError(f"{name} has an empty graph; expected at least one node")
+    if not model.graph.output:
+        raise ModelError(f"{name} has no graph output, so that nothing in it is needed; expected at least one")
     versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
     if not versions:
         raise ModelError(f"{name} imports no opset of the ONNX domain; expected one of {OPSETS[0]} to {OPSETS[-1]}")

@@ -24,7 +24,7 @@ Node: TypeAlias = Any  # gs.Node: graphsurgeon ships no types
 Tensor: TypeAlias = Any  # gs.Variable | gs.Constant
 Array: TypeAlias = NDArray[Any]
 
-DOMAIN = "onnxfuse"
+DOMAIN, VERSION = "onnxfuse", 1  # of the operators that we write
 G_LOGGER.severity = G_LOGGER.ERROR
 
 
@@ -167,6 +167,16 @@ class Graph:
             stuck = next(n.name or n.op for i, n in enumerate(nodes) if waits[i])
             raise ModelError(f"the graph has a cycle through node '{stuck}'; ONNX graphs must be acyclic")
         return order
+
+
+def check_version(model: onnx.ModelProto) -> None:
+    """Raise ModelError for a model that imports our operators in a version that is newer than ours."""
+    for opset in model.opset_import:
+        if opset.domain == DOMAIN and opset.version > VERSION:
+            raise ModelError(
+                f"the model uses version {opset.version} of the operators of domain {DOMAIN}, this onnxfuse knows "
+                f"version {VERSION}; install a newer onnxfuse"
+            )
 
 
 def _dim_param(text: str) -> str | None:

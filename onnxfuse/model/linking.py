@@ -14,12 +14,16 @@ import onnx.numpy_helper
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
-from onnxfuse.model.graph import DOMAIN, Graph, LinkedNode, Node, subgraph_names
+from onnxfuse.model.graph import DOMAIN, VERSION, Graph, LinkedNode, Node, check_version, subgraph_names
 from onnxfuse.model.protos import graphs, without
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
-    """Link a model's main graph.  `folder` is where its external data lies; initializers stay unread until needed."""
+    """Link a model's main graph.  `folder` is where its external data lies; initializers stay unread until needed.
+
+    Raises ModelError for a model whose fused nodes are newer than this version of onnxfuse.
+    """
+    check_version(model)
     graph = model.graph
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     imported = gs.import_onnx(model)
@@ -99,7 +103,7 @@ def _declare_functions(model: onnx.ModelProto) -> None:
     if not any(f.domain == DOMAIN for f in model.functions):
         return
     if not any(o.domain == DOMAIN for o in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     model.ir_version = max(model.ir_version, 8)
 
 

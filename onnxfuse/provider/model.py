@@ -13,12 +13,11 @@ from onnx import helper
 
 from onnxfuse.errors import ModelError
 from onnxfuse.model.files import read
-from onnxfuse.model.graph import DOMAIN
+from onnxfuse.model.graph import DOMAIN, check_version
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import FusedNode
 from onnxfuse.provider.planner import fused_node
 
-VERSION: Final = 1  # of the operator domain
 Type = tuple[int, int | None]  # dtype and rank of a tensor
 Types = Mapping[str, Type]
 LARGE: Final = 1024  # bytes; larger initializers are left out of shape inference
@@ -51,12 +50,7 @@ def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
 
 def read_calls(model: onnx.ModelProto) -> list[Call]:
     """The fused nodes of a model.  Raises ModelError where one is not what this version of onnxfuse can read."""
-    for opset in model.opset_import:
-        if opset.domain == DOMAIN and opset.version > VERSION:
-            raise ModelError(
-                f"the model uses version {opset.version} of the operators of domain {DOMAIN}, this onnxfuse knows "
-                f"version {VERSION}; install a newer onnxfuse"
-            )
+    check_version(model)
     bodies = {f.name for f in model.functions if f.domain == DOMAIN}
     nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
     if not any(node.domain == DOMAIN for node, _ in nodes):
