@@ -51,7 +51,7 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
 
 
 def where_inside(model: onnx.ModelProto, name: str) -> str | None:
-    """What a node is inside of, in words, by its name or an output's; None in the main graph, and where there is none."""
+    """What the node of this name, or output, is inside of, in words; None in the main graph, and for no node."""
     if any(name in (node.name, *node.output) for node in model.graph.node):
         return None
     for part, where in _not_entered(model):

@@ -249,7 +249,10 @@ def fold_shapes(graph: Graph, shapes: Shapes) -> list[Folded]:
 def _find_reshape_target(graph: Graph, shapes: Shapes, node: Node, wanted: list[Size]) -> list[int] | None:
     if attribute(graph, node, "allowzero") and 0 in wanted:
         return None  # a real 0, which could not be told from one that keeps a dimension
-    return reshape_target(shapes.shape(node.inputs[0]), wanted)
+    found = shapes.shape(node.outputs[0]) or wanted
+    pairs = zip(wanted, found, strict=True)  # a known size in place of -1, which an empty tensor cannot tell
+    sizes = [has if size == -1 and has and isinstance(has, int) else size for size, has in pairs]
+    return reshape_target(shapes.shape(node.inputs[0]), sizes)
 
 
 def reshape_target(shape: Sequence[Size] | None, wanted: Iterable[Size]) -> list[int] | None:
