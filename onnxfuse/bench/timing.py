@@ -187,7 +187,8 @@ class Bound:
 
     def values(self) -> dict[str, Any]:
         """The outputs of the last run, where they are."""
-        return dict(zip((o.name for o in self.session.get_outputs()), self.binding.get_outputs(), strict=True))
+        names = dict.fromkeys(o.name for o in self.session.get_outputs())  # a graph may list an output twice
+        return dict(zip(names, self.binding.get_outputs(), strict=True))
 
     def outputs(self) -> dict[str, Any]:
         """The outputs of the last run, copied to numpy."""

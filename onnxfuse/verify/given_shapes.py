@@ -38,11 +38,12 @@ def feeds_to_try(
 
 @contextmanager
 def _possible_sizes() -> Iterator[None]:
-    """What numpy says of sizes that it or the memory cannot hold, as a UsageError."""
+    """What is said of sizes that cannot be computed, or that numpy or the memory cannot hold, as a UsageError."""
     try:
         yield
-    except (MemoryError, ValueError) as error:
-        raise UsageError(f"inputs of these sizes cannot be made: {first_line(error)}; give smaller ones") from error
+    except (ArithmeticError, MemoryError, ValueError) as error:
+        what = f"inputs of these sizes cannot be made: {first_line(error)}"
+        raise UsageError(f"{what}; give others: --shape input:8x512") from error
 
 
 def feeds_of_known_sizes(
