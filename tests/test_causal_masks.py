@@ -9,8 +9,11 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 from runtimes import run
+from test_attention_compile import FULL, H200, HALF, case
 
 from onnxfuse import optimize
+from onnxfuse.kernels import _attention_hopper, _attention_mma, attention
+from onnxfuse.provider.plan import Launch
 
 LOWEST = float(np.finfo(np.float32).min)
 HEADS, SIZE = 2, 8
@@ -148,3 +151,33 @@ def test_a_number_that_becomes_infinite_is_not_added() -> None:
     assert report.counts == {"attention": 1}
     kinds = [each.s for node in optimized.graph.node for each in node.attribute if each.name == "mask_kind"]
     assert kinds != [b"causal"]
+
+
+# ---- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_causal_mask_is_a_diagonal_beside_the_padding(padded: bool) -> None:
+    for queries, keys, causal in (300, 300, 0), (5, 300, 295), (300, 200, -100), (1, 300, None):
+        mask = ("causal", (2, 1, 1, keys), "bool") if padded else None
+        node, inputs = case(2, (4, 2), queries, keys, (64, 64), mask=mask, mask_kind="causal", masked_score=-65504.0)
+        problem, _ = attention.attention_of(node, inputs, H200)
+        assert (problem.mask_kind, problem.causal, problem.added) == ("boolean" if padded else "none", causal, True)
+        assert all(len(way.steps) == 1 for way in _attention_hopper.plans(problem, H200)), "no pass over a padding mask"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "left_out"),
+    [(HALF, -65504.0, True), (HALF, -1e4, False), (FULL, -65504.0, False), (FULL, -3.4028234663852886e38, True)],
+)
+def test_tiles_behind_a_diagonal_are_left_out_where_its_number_outweighs_scores(
+    dtype: str, masked: float, left_out: bool
+) -> None:
+    node, inputs = case(2, (4, 2), 300, 300, (64, 64), dtype, mask_kind="causal", masked_score=masked)
+    problem, _ = attention.attention_of(node, inputs, H200)
+    assert bool(_attention_hopper.plans(problem, H200)) == (left_out and dtype == HALF)
+    for way in _attention_mma.plans(problem, H200):
+        (step,) = way.steps
+        assert isinstance(step, Launch)
+        whole = step.kernel.defines["WARPS_N"] == 1  # a block has all keys of its rows
+        assert step.kernel.defines["RETURNS"] == int(left_out and whole)
