@@ -23,7 +23,7 @@ CHOICES: Final = (
     ("mask_kind", MASK_KINDS, "none"),
     ("bias_kind", ("none", "position"), "none"),
     ("fully_masked", ("zero", "softmax"), "softmax"),
-    ("form", ("softmax", "operator"), "softmax"),
+    ("form", ("softmax", "operator", "causal_operator"), "softmax"),
 )
 FEW_ROWS: Final = 64  # queries times the query heads of a key head that one block can have
 MANY_KEYS: Final = 512  # keys from which few queries are worth several blocks
@@ -137,13 +137,13 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     out = Operand(q.batch, q.length, heads, v.size, (0, 0, 0))
     shape, strides = _out_shape(node, out)
     y = TensorSpec(shape, node.output_dtypes[0], tensors["q"].aligned)
-    operator = node.attributes.get("form", "softmax") == "operator"
+    operator = _is_operator(node)
     mask = spec(node, inputs, "mask")
     # The operator's mask may be shorter than the keys, of which the others then do not count.
-    keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape else k.length
+    kind = _mask_kind(node, mask.dtype if mask else None)
+    keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape and kind != "causal" else k.length
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
-    kind = _mask_kind(node, mask.dtype if mask else None)
     masked_score = -math.inf if operator else float(node.attributes.get("masked_score", -math.inf))
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.size, v.size, tensors["q"].dtype,
@@ -165,19 +165,22 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     return problem, y
 
 
+def _is_operator(node: FusedNode) -> bool:
+    return node.attributes.get("form") in ("operator", "causal_operator")
+
+
 def _causal(node: FusedNode, kind: str, queries: int, keys: int) -> int | None:
     """The operator's first query sees the first key; a causal mask's last query sees the last key."""
-    if kind == "causal":
-        return keys - queries if queries > 1 else None
-    operator = node.attributes.get("form", "softmax") == "operator"
-    return 0 if operator and node.attributes.get("is_causal", 0) else None
+    bounds = [keys - queries] if kind == "causal" and queries > 1 else []
+    bounds += [0] if _is_operator(node) and node.attributes.get("is_causal", 0) else []
+    return min(bounds, default=None)
 
 
 def _mask_kind(node: FusedNode, dtype: str | None) -> str:
     """The operator tells boolean from additive masks by their dtype, and none from others by presence."""
-    if node.attributes.get("form", "softmax") == "operator":
+    if node.attributes.get("form") == "operator":
         return "none" if dtype is None else "boolean" if dtype == "bool" else "additive"
-    return str(node.attributes.get("mask_kind", "none"))
+    return "causal" if _is_operator(node) else str(node.attributes.get("mask_kind", "none"))
 
 
 def _pointer(node: FusedNode, name: str) -> Pointer:

@@ -41,11 +41,18 @@ def hidden(queries: Term, keys: Term, mask: Any, like: Term, masked_score: Any) 
 
     `queries` and `keys` are their numbers; the last query sees the last key.
     """
+    alone = causal(op.Where(_before(queries, keys), 0.0, masked_score), "queries keys", masked_score)
+    return narrow(either(op.Where(seen(queries, keys, mask), 0.0, masked_score), alone), like=like)
+
+
+def seen(queries: Term, keys: Term, mask: Any) -> Term:
+    """Where a key is not behind its query and a boolean mask leaves it."""
+    return op.And(causal(_before(queries, keys), "queries keys"), mask)
+
+
+def _before(queries: Term, keys: Term) -> Term:
     rows = op.Unsqueeze(op.Range(keys - queries, keys, 1), axes=[1])
-    before = op.LessOrEqual(op.Range(0, keys, 1), rows)
-    seen = op.And(causal(before, "queries keys"), mask)
-    alone = causal(op.Where(before, 0.0, masked_score), "queries keys", masked_score)
-    return narrow(either(op.Where(seen, 0.0, masked_score), alone), like=like)
+    return op.LessOrEqual(op.Range(0, keys, 1), rows)
 
 
 def length(x: Term, axis: int) -> Term:
@@ -96,7 +103,7 @@ def multi_head_attention(
         and (not is_causal or queries == keys),
     )
     return given(
-        in_layout(choose("form", softmax=softmax, operator=operator), PACKED),
+        in_layout(choose("form", softmax=softmax, causal_operator=operator, operator=operator), PACKED),
         "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
         lambda dtypes, dtype, scale: {*dtypes.values()} - {"bool"} == {dtype} and dtype != "bfloat16" and scale != 0,
     )

@@ -26,6 +26,7 @@ from onnxfuse.patterns._attention import (
     in_layout,
     length,
     multi_head_attention,
+    seen,
 )
 
 LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
@@ -75,10 +76,13 @@ def attended(queries, columns, keys, values, mask, bias, scale, masked_score, is
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
         softmax=probabilities,
     )
+    attributes = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
+    diagonal = shared(seen(length(queries, 2), length(keys, 2), mask))
     return choose(
         "form",
         softmax=op.MatMul(narrow(guarded, like=values), values),
-        operator=op.Attention(queries, keys, values, mask, scale=scale, is_causal=is_causal, softcap=softcap),
+        causal_operator=op.Attention(queries, keys, values, diagonal, **attributes),
+        operator=op.Attention(queries, keys, values, mask, **attributes),
     )
 
 
@@ -100,7 +104,8 @@ def attention(
     arXiv:2305.13245).  `form` operator is ONNX's own Attention, whose scale is 1 / sqrt(size) where none is given.
 
     `mask_kind` causal adds `masked_score` where a key is behind its query, the last query being level with the last
-    key, and where the mask, a boolean one, is false; without a mask only the former.
+    key, and where the mask, a boolean one, is false; without a mask only the former.  `form` causal_operator is the
+    operator under such a mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention, where that computes the same: not in bfloat16 or
     in several dtypes, not with softcap, a scale of 0, a masked score that is finite and would have to be added (but in

@@ -71,7 +71,8 @@ class Case:
         given: dict[str, Any] = {**layouts, "out_layout": self.out_layout, "heads": self.heads}
         given |= {"kv_heads": self.kv_heads, "repeats": self.heads // self.kv_heads}
         if self.operator:
-            given |= {"form": "operator", "is_causal": int(self.causal), "softcap": self.softcap}
+            given |= {"is_causal": int(self.causal), "softcap": self.softcap}
+            given["form"] = "causal_operator" if self.mask == "causal" else "operator"
         else:
             given |= {"mask_kind": self.mask, "bias_kind": "position" if self.bias_axes else "none"}
             given |= {"form": "softmax", "fully_masked": "zero" if self.zero else "softmax"}
@@ -250,7 +251,8 @@ def generated(seed: int) -> Case:
         scale=None if operator else choose.choice((1.0, 0.125, -0.2)), tf32=choose.random() < 0.5,
         aligned=choose.random() < 0.8,
     )  # fmt: skip
-    if operator or seed % 4:
+    if seed % 4:
         return found
-    own = choose.choice(((), (1, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 0, 1, 0)))
-    return replace(found, mask="causal", mask_axes=own, masked=choose.choice((INFINITE, -1e4, -65504.0, LOWEST)))
+    own = choose.choice(((), (1, 0, 0, 1), (0, 0, 0, 1), (1, 0, 1, 1), (1, 1, 1, 1), (1, 0, 1, 0))[operator:])
+    masked = INFINITE if operator else choose.choice((INFINITE, -1e4, -65504.0, LOWEST))
+    return replace(found, mask="causal", mask_axes=own, masked=masked)

@@ -128,6 +128,8 @@ def test_masks_that_are_causal_by_place(device: Device, masked: float) -> None:
     for past, new in (40, 5), (1500, 5), (1500, 1), (100, 200), (0, 70):
         for axes in (1, 0, 0, 1), ():
             check(cached(past, new, batch=2, heads=4, kv_heads=2, mask="causal", mask_axes=axes, masked=masked), device)
+        given = {"operator": True, "mask": "causal", "mask_axes": (1, 0, 0, 1)}
+        check(cached(past, new, batch=2, heads=4, kv_heads=2, **given), device)
 
 
 @pytest.mark.parametrize(("batch", "past", "new"), [(0, 5, 2), (2, 5, 0), (2, 0, 0)])

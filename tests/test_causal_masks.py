@@ -41,14 +41,22 @@ AFTER = """
   y = Reshape (rows, join)
 """
 SEEN = "seen = LessOrEqual (k, q_column)"
+OPERATOR = """
+  context = Attention (q, k_heads, v, keep)
+  rows = Transpose <perm = [0, 2, 1, 3]> (context)
+  y = Reshape (rows, join)
+"""
 KEEP = "keep = And (seen, padding) mask = Where (keep, none, least)"
 ALONE = f"{SEEN} mask = Where (seen, none, least)"
 
 
-def model(nodes: str, queries: str = "n", keys: str = "n", masked: float = -65504.0) -> onnx.ModelProto:
+def model(
+    nodes: str, queries: str = "n", keys: str = "n", masked: float = -65504.0, after: str = AFTER
+) -> onnx.ModelProto:
     q, kv = (f"float[b,{HEADS},{length},{SIZE}]" for length in (queries, keys))
     signature = f"main ({q} q, {kv} k_heads, {kv} v, bool[b,{keys}] p) => (float[b,{queries},{HEADS * SIZE}] y)"
-    text = f'<ir_version: 8, opset_import: ["" : 17]>\n{signature} {{ {BEFORE} {nodes} {AFTER} }}'
+    opset = 17 if after is AFTER else 23
+    text = f'<ir_version: 11, opset_import: ["" : {opset}]>\n{signature} {{ {BEFORE} {nodes} {after} }}'
     found = onnx.parser.parse_model(text)
     constants = {
         "zero": np.array(0), "one": np.array(1), "two": np.array(2), "first": np.array([0, 1, 2]),
@@ -117,6 +125,13 @@ def test_lengths_that_are_not_known_to_be_equal() -> None:
     assert fused(model(f"{SEEN} {KEEP}", "q", "n"))[1]["mask_kind"] == b"causal", "the last query sees the last key"
 
 
+@pytest.mark.parametrize(("seen", "form"), [("LessOrEqual", b"causal_operator"), ("Less", b"operator")])
+def test_the_operator_under_a_causal_mask(seen: str, form: bytes) -> None:
+    nodes = f"seen = {seen} (k, q_column) keep = And (seen, padding)"
+    _, attributes = fused(model(nodes, "q", "n", after=OPERATOR))
+    assert (attributes["form"], attributes["operands"]) == (form, b"q k v mask")
+
+
 PADDINGS = {
     "none": lambda i: i >= 0,
     "left": lambda i: i >= 3,
@@ -164,6 +179,15 @@ def test_a_causal_mask_is_a_diagonal_beside_the_padding(padded: bool) -> None:
         problem, _ = attention.attention_of(node, inputs, H200)
         assert (problem.mask_kind, problem.causal, problem.added) == ("boolean" if padded else "none", causal, True)
         assert all(len(way.steps) == 1 for way in _attention_hopper.plans(problem, H200)), "no pass over a padding mask"
+
+
+def test_the_operator_has_a_causal_mask_as_well() -> None:
+    mask = ("", (2, 1, 1, 300), "bool")
+    for is_causal, queries, causal in (0, 300, 0), (0, 200, 100), (1, 200, 0), (0, 1, None):
+        given = {"form": "causal_operator", "is_causal": is_causal}
+        node, inputs = case(2, (4, 2), queries, 300, (64, 64), mask=mask, **given)
+        problem, _ = attention.attention_of(node, inputs, H200)
+        assert (problem.mask_kind, problem.causal, problem.masked_score) == ("boolean", causal, -math.inf)
 
 
 @pytest.mark.parametrize(
