@@ -17,7 +17,8 @@ from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
 from onnxfuse.match import Miss
-from onnxfuse.model.graph import Graph, op_of
+from onnxfuse.model.graph import Graph, Tensor, op_of
+from onnxfuse.model.lookups import lookups
 from onnxfuse.passes.fold import Folded
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.shapes.dims import Size, evaluate, symbols
@@ -31,7 +32,10 @@ SHOWN = 10  # misses in the terminal
 
 @dataclass(frozen=True)
 class Traffic:
-    """The roofline model: every node reads its inputs and writes its outputs once, in one launch."""
+    """The roofline model: every node reads its inputs and writes its outputs once, in one launch.
+
+    Of a table in which rows are looked up, it reads those.
+    """
 
     bytes: int
     launches: int
@@ -136,23 +140,34 @@ def traffic(graph: Graph, shapes: Shapes) -> Traffic:
     """Bytes and launches of a graph; tensors of unknown shape count nothing, open dimensions as BATCH and OTHER say."""
     total, launches = 0, 0
     known: dict[object, int] = {}
+    bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
+
+    def size(tensor: Tensor, first: int = 0) -> int:
+        key = shapes.shape(tensor), shapes.dtype(tensor), first
+        if key not in known:
+            known[key] = _bytes(*key)
+        return known[key]
+
     for node in graph.nodes:
-        if op_of(node) in FREE:
+        if (op := op_of(node)) in FREE:
             continue
         launches += 1
-        for tensor in {t.name: t for t in (*node.inputs, *node.outputs) if t.name}.values():
-            key = shapes.shape(tensor), shapes.dtype(tensor)
-            if key not in known:
-                known[key] = _bytes(*key)
-            total += known[key]
+        moved = {t.name: size(t) for t in (*node.inputs, *node.outputs) if t.name}
+        for place, ids in lookups(op, node.attrs, len(node.inputs), bodies.get(op)).items():
+            table, rows = node.inputs[place], node.inputs[ids]
+            if shapes.dtype(rows) and table.name in moved:
+                count = size(rows) // int(helper.tensor_dtype_to_np_dtype(shapes.dtype(rows)).itemsize)
+                moved[table.name] = min(moved[table.name], count * size(table, 1))
+        total += sum(moved.values())
     return Traffic(total, launches)
 
 
-def _bytes(shape: Sequence[Size] | None, dtype: int) -> int:
+def _bytes(shape: Sequence[Size] | None, dtype: int, first: int = 0) -> int:
+    """Of the axes from `first` on."""
     if shape is None or not dtype:
         return 0
     count = 1
-    for size in shape:
+    for size in shape[first:]:
         values = {name: BATCH if "batch" in name.lower() else OTHER for name in symbols(size)}
         count *= max(evaluate(size, values), 0)
     return count * int(helper.tensor_dtype_to_np_dtype(dtype).itemsize)

@@ -14,6 +14,7 @@ from rich.console import Console
 from test_optimize import BLOCK, parse
 
 from onnxfuse import ModelError, Report, UsageError, optimize
+from onnxfuse.bench.bench import bench
 
 # A type, a list of one element's type, or a dict; `...` stands for any keys with values of one type.
 SCHEMA: dict[str, Any] = {
@@ -170,3 +171,17 @@ def test_the_counts_of_a_model_in_which_nothing_is_fused() -> None:
     assert (report.counts, report.fused, report.missed) == ({}, (), ())
     assert report.verified.passed
     assert np.isfinite(report.verified.outputs[0].max_rel)
+
+
+def test_of_a_table_the_rows_that_are_read_count(tmp_path: Path) -> None:
+    text = """g (int64[batch, 4] ids) => (float[batch, 4, 8] y) <float[1000, 8] table, float[8] scale, float[8] bias>
+        { rows = Gather (table, ids)  y = LayerNormalization (rows, scale, bias) }"""
+    optimized, report = optimize(parse(text))
+    assert report.counts == {"embedding_layer_norm": 1}
+    ids, rows, vector = 8 * 4, 4 * 4 * 8, 4 * 8  # bytes, of one batch
+    assert report.before.bytes == (ids + 2 * rows) + (2 * rows + 2 * vector)
+    assert report.after.bytes == ids + 2 * rows + 2 * vector
+    onnx.save(optimized, tmp_path / "fused.onnx")
+    result = bench(tmp_path / "fused.onnx", shapes=["ids:3x4"], runs=1)
+    (fused,) = (op for op in result.ops if op.fusion == "embedding_layer_norm")
+    assert fused.bytes == 3 * (ids + 2 * rows) + 2 * vector

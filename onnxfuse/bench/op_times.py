@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ from onnxfuse.bench.timing import (
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.model.files import size_of
 from onnxfuse.model.graph import DOMAIN
+from onnxfuse.model.lookups import lookups
 from onnxfuse.model.protos import without
 from onnxfuse.provider.preferences import Tune
 from onnxfuse.verify.session import first_line
@@ -179,12 +181,14 @@ def _alike(
 def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Any]) -> str:
     if not name:
         return "-"
-    if name in weights:
-        dims, dtype = tuple(weights[name].dims), onnx.TensorProto.DataType.Name(weights[name].data_type).lower()
-    else:
-        dims, dtype = _type(values[name])
-        dtype = onnx.TensorProto.DataType.Name(dtype).lower()
+    dims = _dims(name, weights, values)
+    element = weights[name].data_type if name in weights else _type(values[name])[1]
+    dtype = onnx.TensorProto.DataType.Name(element).lower()
     return f"{'x'.join(map(str, dims)) or '()'} {dtype}"
+
+
+def _dims(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(weights[name].dims) if name in weights else _type(values[name])[0]
 
 
 def _type(value: Any) -> tuple[tuple[int, ...], int]:
@@ -201,11 +205,24 @@ def _described(op: _Op, how: str, why: str) -> OpTime:
     numbers = {name: value for name, value in attributes.items() if name not in NOT_A_SIZE}
     plain = {k: v.decode() if isinstance(v, bytes) else v if isinstance(v, int | float) else list(v)
              for k, v in numbers.items()}  # fmt: skip
-    names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
-    moved = sum(size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names)
     shapes = tuple(_shape(name, weights, op.values) for name in node.input)
     fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
-    return OpTime(fusion, tuple(map(name_of, op.nodes)), shapes, plain, how, why, moved)
+    return OpTime(fusion, tuple(map(name_of, op.nodes)), shapes, plain, how, why, _moved(op, weights))
+
+
+def _moved(op: _Op, weights: Mapping[str, onnx.TensorProto]) -> int:
+    """Bytes that a node reads and writes; of a table in which rows are looked up, those of the rows."""
+    node = op.nodes[0]
+    names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
+    moved = {n: size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names}
+    body = next((f for f in op.model.functions if (f.domain, f.name) == (node.domain, node.op_type)), None)
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    for place, ids in lookups(node.op_type, attributes, len(node.input), body).items():
+        table, rows = node.input[place], node.input[ids]
+        if moved.get(table):
+            (length, *_), count = _dims(table, weights, op.values), math.prod(_dims(rows, weights, op.values))
+            moved[table] = min(moved[table], count * (moved[table] // length))
+    return sum(moved.values())
 
 
 def _bytes(value: Any) -> int:
