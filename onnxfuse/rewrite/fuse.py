@@ -119,9 +119,9 @@ def _without_ends(matches: Sequence[Match], by_root: Mapping[str, Sequence[Match
     """A smaller match first where the largest has an output inside which another fusion may end with.
 
     So a product adds its residual, and a norm only reads the sum. Where others read the sum too, that saves a tensor's
-    way to memory; where none do, it is as much traffic, but part of it is hidden by the product's arithmetic. On an H200
-    (benchmarks/results) 4096x768 in float16 takes 5.1 us as layer_norm and 7.4 as add_layer_norm from memory, 3.2 and
-    4.3 from the L2 cache, and bias and residual make a product of 768 terms 1.0 us longer.
+    way to memory; where none do, it is as much traffic, but part of it is hidden by the product's arithmetic. On an
+    H200 (benchmarks/results) 4096x768 in float16 takes 5.1 us as layer_norm and 7.4 as add_layer_norm from memory, 3.2
+    and 4.3 from the L2 cache, and bias and residual make a product of 768 terms 1.0 us longer.
     """
     if len(matches) < 2 or matches[0].siblings:
         return list(matches)
