@@ -103,8 +103,10 @@ def tiling(
     """A tiling for `rows` rows of `length` elements, loaded `width` at a time.
 
     An element takes `item_bytes` of each input, and `weight_bytes` of what all rows share; `most_threads` of a block,
-    as long as these can hold the row.
+    as long as these can hold the row.  Raises ValueError for rows whose elements 31 bits do not count.
     """
+    if length >= 2**31:
+        raise ValueError(f"a row has {length} elements; the kernels take less than 2**31")
     few = rows <= 2 * device.multiprocessors
     if length <= 32 * WARP_VALUES and not (few and length // width > 32):
         tiles = _warp_rows(rows, length, width, few, len(item_bytes) > 1, device)

@@ -65,3 +65,9 @@ def test_places_in_a_wide_product_are_counted(rows: int, index: str) -> None:
     product = TensorSpec((rows, 66_048), "float16")
     (step,) = gated_activation.plan(node, [product, product], H200).steps
     assert isinstance(step, Launch) and step.kernel.defines["INDEX"] == index
+
+
+def test_rows_that_31_bits_do_not_count_are_refused() -> None:
+    assert tiling(1, 2**31 - 8, 8, H200, (2,)).width == 8
+    with pytest.raises(ValueError, match="a row has 2147483648 elements"):
+        tiling(1, 2**31, 8, H200, (2,))
