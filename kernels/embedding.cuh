@@ -22,7 +22,7 @@ enum Place { OF_ROW, OF_POSITION, OF_BATCH, OF_ALL };
 
 __device__ __align__(16) char zero_row[ROW * 4];  // of any type
 
-// Ids below 0 count from the end of the table. Outside of it there are zeros, as in onnxruntime's Gather on a GPU.
+// Ids below 0 count from the end of the table. Outside of it, where ONNX says nothing, there are zeros.
 template <class T, class Id, bool GATHERED, int PLACE, bool THERE = true>
 struct Source {
     const T* values;

@@ -153,7 +153,7 @@ def traffic(graph: Graph, shapes: Shapes) -> Traffic:
             continue
         launches += 1
         moved = {t.name: size(t) for t in (*node.inputs, *node.outputs) if t.name}
-        for place, ids in lookups(op, node.attrs, len(node.inputs), bodies.get(op)).items():
+        for place, ids in lookups(op, node.attrs.get("axis"), node.inputs, bodies.get(op)).items():
             table, rows = node.inputs[place], node.inputs[ids]
             if shapes.dtype(rows) and table.name in moved:
                 count = size(rows) // int(helper.tensor_dtype_to_np_dtype(shapes.dtype(rows)).itemsize)

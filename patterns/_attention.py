@@ -64,7 +64,8 @@ def length(x: Term, axis: int) -> Term:
 #
 # It takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of which the last
 # two are not broadcast.  onnxruntime's CUDA provider runs it through cuDNN or FlashAttention where these are.
-# GroupQueryAttention would save the repeated heads, but is always causal: no mask of a model is known to be that.
+# GroupQueryAttention would save the repeated heads, but is always causal, leaves keys out by -inf, and takes padding as
+# lengths: a mask of a model that is known to be causal adds a finite number, and is seldom without padding.
 
 PACKED = "batch queries (heads value_size)"
 QUERIES, KEYS = "batch queries (heads size)", "batch keys (kv_heads repeats size)"

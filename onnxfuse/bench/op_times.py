@@ -216,8 +216,9 @@ def _moved(op: _Op, weights: Mapping[str, onnx.TensorProto]) -> int:
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
     moved = {n: size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names}
     body = next((f for f in op.model.functions if (f.domain, f.name) == (node.domain, node.op_type)), None)
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    for place, ids in lookups(node.op_type, attributes, len(node.input), body).items():
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    kind = node.op_type if node.domain in ("", "ai.onnx") else ""
+    for place, ids in lookups(kind, axis, node.input, body).items():
         table, rows = node.input[place], node.input[ids]
         if moved.get(table):
             (length, *_), count = _dims(table, weights, op.values), math.prod(_dims(rows, weights, op.values))

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import onnx
-from onnx import helper
 
 
-def lookups(
-    op_type: str, attributes: Mapping[str, object], inputs: int, body: onnx.FunctionProto | None
-) -> dict[int, int]:
-    """By the place of a table among a node's inputs the place of the rows' numbers: of a Gather, or a node with a body.
+def lookups(op: str, axis: Any, inputs: Sequence[object], body: onnx.FunctionProto | None) -> dict[int, int]:
+    """By the place of a table among a node's inputs that of its rows' numbers: of a Gather, or of those in its `body`.
 
-    Rows are what the first axis counts; the node has so many inputs.
+    `op` is the operator as `op_of` names it; rows are what the first axis counts.
     """
     if body is None:
-        return {0: 1} if op_type == "Gather" and not attributes.get("axis", 0) else {}
-    found = {}
-    for node in body.node:
-        inner = {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
-        for table, ids in lookups(node.op_type, inner, 2, None).items():
-            names = node.input[table], node.input[ids]
-            if all(name in body.input for name in names):
-                table_place, ids_place = map(list(body.input).index, names)
-                if max(table_place, ids_place) < inputs:  # else they are left out
-                    found[table_place] = ids_place
-    return found
+        return {0: 1} if op == "Gather" and not axis else {}
+    given = {name: place for place, name in enumerate(body.input[: len(inputs)])}  # the others are left out
+    gathers = (n for n in body.node if n.op_type == "Gather" and not any(a.name == "axis" and a.i for a in n.attribute))
+    pairs = (gather.input[:2] for gather in gathers)
+    return {given[table]: given[ids] for table, ids in pairs if table in given and ids in given}

@@ -14,6 +14,7 @@ from onnx import helper
 from onnxfuse.errors import ModelError
 from onnxfuse.model.files import read
 from onnxfuse.model.graph import DOMAIN, check_version
+from onnxfuse.model.protos import subgraphs
 from onnxfuse.provider.dtypes import dtype_name
 from onnxfuse.provider.plan import FusedNode
 from onnxfuse.provider.planner import fused_node
@@ -125,7 +126,7 @@ def _all_model_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     for node in nodes:
         yield node
-        for graph in _subgraphs(node):
+        for graph in subgraphs(node):
             yield from _all_nodes(graph.node)
 
 
@@ -138,15 +139,8 @@ def _nodes(graph: onnx.GraphProto, scope: ChainMap[str, Type]) -> Iterator[tuple
             types[info.name] = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
     for node in graph.node:
         yield node, types
-        for inner in _subgraphs(node):
+        for inner in subgraphs(node):
             yield from _nodes(inner, types)
-
-
-def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
