@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(gpu_compile.unavailable()), reason="needs CuPy and a GPU"),
 ]
 BERT = EXPORTED / "bert_sdpa_dynamo_fp16.onnx"
-SHAPE = ("--shape", "input_ids:2x64", "--provider", "cuda")
+SHAPE = ("--shape", "input_ids:2x24", "--provider", "cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -20,13 +20,15 @@ def plan(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> Pla
     source, scale = Pointer("input", 0), Pointer("input", 1)
     target, means = Pointer("output", 0), Pointer("scratch", 0)
 
-    def launch(entry: str, *arguments: Pointer, cluster: int = 1, shared: int = 0) -> Launch:
+    def launch(entry: str, *arguments: Pointer, columns: int = 1, cluster: int = 1, shared: int = 0) -> Launch:
         kernel = Kernel("row_center", entry, {"D": x.shape[-1], "BLOCK": BLOCK})
-        return Launch(kernel, (rows, 1, 1), (BLOCK, 1, 1), arguments, shared, cluster)
+        return Launch(kernel, (rows, columns, 1), (BLOCK, 1, 1), arguments, shared, cluster)
 
     steps = node.attributes["steps"]
-    if steps < 2:
-        return Plan((x,), (launch("row_center" if steps else "row_scale", source, scale, target),))
+    if steps == 0:
+        return Plan((x,), (launch("row_scale", source, scale, target, columns=-(-x.shape[-1] // BLOCK)),))
+    if steps == 1:
+        return Plan((x,), (launch("row_center", source, scale, target),))
     cluster = 2 if device.arch >= 90 and rows % 2 == 0 else 1
     first = launch("row_means", source, means, shared=64 * 1024)
     second = launch("row_center_by", source, scale, means, target, cluster=cluster)
