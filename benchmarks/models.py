@@ -9,6 +9,9 @@ Models are exported by models/export.py's tables into DIR/onnx, once; results co
 those of other models and peers that were measured before on the same device with the same versions stay.
 Every peer's outputs are compared with the model in float32.  The measuring runs in a process of its own, so that a
 peer that crashes or hangs costs its own result only.
+
+A peer is timed twice: back to back, where large models make a GPU lower its clock to stay within its power limit, and
+paced, with pauses of PAUSE times a run between runs, where it keeps its clock.  Both clocks are in the results.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from clocks import Clocks
 from model_cases import Case, Work, from_models, job_of
+from model_tables import cell, tables
 from peers import PEERS, QUICK, Peer, reference, relative_error, release
 
 from onnxfuse.bench.bench import versions
@@ -52,6 +57,7 @@ CASES = (
     Case("resnet50-b1", "resnet50", {"batch": 1}, convolutions=True),
 )
 SECONDS, QUICK_SECONDS = 0.6, 0.25  # of timed runs
+PAUSE, PACED_RUNS = 2.0, 60
 TOLERANCE = 2e-2  # of the norm; fp16 models of this depth are off by 1e-3 to 5e-3
 LOST = ("illegal memory access", "CUDA failure 700", "CUDA failure 716", "CUDA failure 719", "misaligned address",
         "unspecified launch failure", "illegal instruction")  # fmt: skip
@@ -75,7 +81,7 @@ def export(architecture: str, path: Path) -> None:
     part.replace(path)
 
 
-def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float) -> dict[str, Any]:
+def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float, clocks: Clocks | None) -> dict[str, Any]:
     """Prepare, warm up, time and compare; the error of what fails is the result."""
     row: dict[str, Any] = {"model": case.name, "peer": peer.name}
     started = time.perf_counter()
@@ -89,15 +95,30 @@ def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float) -
         for _ in range(WARM_UP):
             prepared.run()
         row["prepare_s"] = round(time.perf_counter() - started - row.get("export_s", 0.0), 2)
-        times = interleaved([prepared.run], runs_within(seconds, prepared.run, least=15))[0]
+        row |= timed(prepared.run, runs_within(seconds, prepared.run, least=15), 0.0, clocks)
+        pause = PAUSE * row["median_ms"] / 1e3
+        row["paced"] = timed(prepared.run, min(PACED_RUNS, row["runs"]), pause, clocks)
         error = relative_error(expected, prepared.outputs())
-        row |= {**times.to_json(), "relative_error": error if error < math.inf else None, "agrees": error <= TOLERANCE}
+        row |= {"relative_error": error if error < math.inf else None, "agrees": error <= TOLERANCE}
     except ModuleNotFoundError as error:
         row["error"] = f"{error.name} is not installed"
     except Exception as error:  # every failure of a peer is a result
         row["error"] = f"{type(error).__name__}: {first_line(error)}"
     row["total_s"] = round(time.perf_counter() - started, 2)
     return row
+
+
+def timed(run: Callable[[], None], count: int, pause: float, clocks: Clocks | None) -> dict[str, Any]:
+    """Milliseconds of so many runs, each after a pause of so many seconds, and the clock meanwhile."""
+
+    def wait() -> None:  # without sleeping, after which the host's first steps would take longer
+        until = time.perf_counter() + pause
+        while time.perf_counter() < until:
+            pass
+
+    start = time.perf_counter()
+    times = interleaved([run], count, wait)[0]
+    return times.to_json() | (clocks.since(start) if clocks else {})
 
 
 def worker(task: Mapping[str, Any]) -> None:
@@ -107,10 +128,11 @@ def worker(task: Mapping[str, Any]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     cases, peers = {each.name: each for each in CASES}, {each.name: each for each in PEERS}
+    clocks = Clocks() if task["provider"] == "cuda" else None
     for case, peer in task["pairs"]:
         channel.write(json.dumps({"start": [case, peer]}) + "\n")
         path = Path(task["out"], "onnx", f"{cases[case].architecture}.onnx")
-        row = measure(cases[case], peers[peer], path, task["provider"], task["seconds"])
+        row = measure(cases[case], peers[peer], path, task["provider"], task["seconds"], clocks)
         channel.write(json.dumps({"result": row}) + "\n")
         release()
         if any(text in row.get("error", "") for text in LOST):
@@ -208,29 +230,6 @@ def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     part.replace(out / "models.json")
 
 
-def table(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> str:
-    """Milliseconds: peers down, models across; results that differ from the reference show no time."""
-    shown = {case.name for case, _ in pairs} | {row["model"] for row in rows}
-    cases = [case.name for case in CASES if case.name in shown]
-    cells = {(row["model"], row["peer"]): _cell(row) for row in rows}
-    used = {peer.name for _, peer in pairs} | {row["peer"] for row in rows}
-    names = [peer.name for peer in PEERS if peer.name in used]
-    wide = [max(9, len(case)) for case in cases]
-    lines = [" ".join([f"{'median ms':22}", *(f"{case:>{w}}" for case, w in zip(cases, wide, strict=True))])]
-    lines += [" ".join([f"{peer:22}", *(f"{cells.get((case, peer), ''):>{w}}" for case, w in
-                                        zip(cases, wide, strict=True))]) for peer in names]  # fmt: skip
-    errors = [f"{row['model']}, {row['peer']}: {row['error']}" for row in rows if "error" in row]
-    errors += [f"{row['model']}, {row['peer']}: off by {row['relative_error']} of the reference's norm"
-               for row in rows if row.get("agrees") is False]  # fmt: skip
-    return "\n".join([*lines, *(line[:160] for line in errors)])
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    if "error" in row:
-        return "failed"
-    return f"{row['median_ms']:.3f}" if row["agrees"] else "wrong"
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,10 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in measured(pairs, task, options.limit, deadline):
         rows.append({**row, "date": head["date"]})
         write(options.out, head, [*before, *rows])
-        print(f"{row['model']:14} {row['peer']:22} {row.get('error') or _cell(row)}"[:140], flush=True)
+        print(f"{row['model']:14} {row['peer']:22} {row.get('error') or cell(row)}"[:140], flush=True)
     left = [f"{case.name} {peer.name}" for case, peer in pairs[len(rows) :]]
     write(options.out, {**head, "left_out": left}, [*before, *rows])
-    print("\n" + table([*before, *rows], pairs))
+    print("\n" + tables([*before, *rows], [case.name for case in CASES]))
     if left:
         print(f"not measured, the {options.budget:.0f} s are spent: {', '.join(left)}")
     return None

@@ -186,9 +186,7 @@ def dims(unfused: Unfused) -> Iterator[Change]:
             yield from _other_input(unfused, node, 1, _swaps(shape))
 
 
-def _other_input(
-    unfused: Unfused, node: onnx.NodeProto, place: int, others: Iterator[list[int]]
-) -> Iterator[Change]:
+def _other_input(unfused: Unfused, node: onnx.NodeProto, place: int, others: Iterator[list[int]]) -> Iterator[Change]:
     """The first of other constants that the model stays valid with."""
     for other in others:
         model = _copy(unfused)
@@ -394,4 +392,3 @@ def _doubled(unfused: Unfused) -> Mutant:
     assert _typed(model)
     wide = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in unfused.inputs.items()}
     return Mutant(model, wide, (), ("double",), TensorProto.DOUBLE)
-

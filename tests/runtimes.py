@@ -19,6 +19,7 @@ TOLERANCE = {  # of the largest value: float32 sums in another order; of the nar
     TensorProto.BFLOAT16: 2e-2,
 }
 
+
 def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray] | None, str]:
     """What onnxruntime computes on the CPU; None, and why, where it cannot."""
     options = onnxruntime.SessionOptions()
@@ -49,5 +50,3 @@ def assert_close(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray], d
         wide, other = left.astype(np.float64), right.astype(np.float64)
         largest = max(np.abs(wide[np.isfinite(wide)]).max(initial=0), 1e-6)
         np.testing.assert_allclose(other, wide, rtol=0, atol=TOLERANCE[dtype] * largest, equal_nan=True)
-
-

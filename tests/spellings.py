@@ -432,9 +432,7 @@ def complete_options(spelling: Spelling, variant: Variant, term: Either) -> list
     return [option for option, names in zip(possible, used, strict=True) if names == every]
 
 
-def _body(
-    spelling: Spelling, variant: Variant
-) -> tuple[list[onnx.NodeProto], list[str], frozenset[tuple[int, int]]]:
+def _body(spelling: Spelling, variant: Variant) -> tuple[list[onnx.NodeProto], list[str], frozenset[tuple[int, int]]]:
     written = set()
     terms = [t for t in walk(*spelling.fusion.outputs) if isinstance(t, Either) and id(t) in spelling.picks]
     alike = {_looks(t): spelling.picks[id(t)] for t in terms}  # an exporter writes two products in the same way

@@ -130,9 +130,7 @@ def test_large_scores(device: Device, dtype: str) -> None:
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 70), (1, 300), (1, 1100), (0, 8)])
 @pytest.mark.parametrize("product", ["runs", "heads", "odd"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_one_product(
-    device: Device, dtype: str, product: str, batch: int, length: int, layout: str
-) -> None:
+def test_parts_of_one_product(device: Device, dtype: str, product: str, batch: int, length: int, layout: str) -> None:
     """GPT-2's and Phi-3's runs of queries, keys and values, GPT-NeoX's heads of them; some at odd places."""
     kv_heads = 4 if product == "heads" else 2
     for size, value_size in (64, 64), (40, 24), (20, 20), (7, 9):

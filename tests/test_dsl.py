@@ -228,6 +228,7 @@ def softened(x=tensor("n d"), slope=scalar(optional=True)):
 @fusion(out="n d")
 def twice_the_same(x=tensor("n d"), y=tensor("n d")):
     """Both sides have the same kind."""
+
     def curve(value: Term) -> Term:
         return choose("kind", relu=op.Relu(value), tanh=op.Tanh(value))
 

@@ -123,10 +123,12 @@ def test_names_inside_nested_subgraphs() -> None:
 
 def test_contrib_and_unknown_domains_and_functions() -> None:
     head = '<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1, "odd" : 3, "onnxfuse" : 1]>'
-    files.load(model(f"""{head} g (float[2] x) => (float[2] y) {{
+    files.load(
+        model(f"""{head} g (float[2] x) => (float[2] y) {{
         a = com.microsoft.Gelu(x)  b = odd.Thing<power = 3>(a)  y = onnxfuse.twice(b)
     }}
-    <domain: "onnxfuse", opset_import: ["" : 17]> twice (p) => (q) {{ q = Add(p, p) }}"""))
+    <domain: "onnxfuse", opset_import: ["" : 17]> twice (p) => (q) {{ q = Add(p, p) }}""")
+    )
 
 
 def test_an_output_without_a_shape_is_accepted() -> None:

@@ -128,7 +128,9 @@ def test_sizes_of_rows_are_read_off_their_ids(reader: str, source: str) -> None:
 
 def test_dropout_that_drops_or_whose_mask_is_read_stays() -> None:
     dropouts = (
-        "y, m = Dropout(x, ratio, on)", "y, m = Dropout(x, ratio, off) n = Not(m)", "y = Dropout(x, ratio, flag)",
+        "y, m = Dropout(x, ratio, on)",
+        "y, m = Dropout(x, ratio, off) n = Not(m)",
+        "y = Dropout(x, ratio, flag)",
     )
     for nodes in dropouts:
         outputs = "(y, n)" if "Not" in nodes else "(y)"

@@ -24,6 +24,8 @@ from onnxfuse.provider.plan import Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.provider.session import Run, explain_session
 
 KERNEL = f"{CPU}, device 0"
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     result = stage(monkeypatch)

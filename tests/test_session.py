@@ -30,9 +30,11 @@ from onnxfuse.provider.session import InferenceSession, Run, explain_session, op
 KERNEL = f"{CPU}, device 0"
 NOTHING = Kernel("none", "noop")
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
-FP16 = "g (float16[n, d] x, float16[d] b) => (float16[n, d] y) { " + node(
-    "shift", "x, b", "y", operands="x bias", types="10"
-) + " }"
+FP16 = (
+    "g (float16[n, d] x, float16[d] b) => (float16[n, d] y) { "
+    + node("shift", "x, b", "y", operands="x bias", types="10")
+    + " }"
+)
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_register_leaves_the_model_alone(gpu: Stage) -> None:
 def test_session_options_serve_one_choice_per_op(gpu: Stage) -> None:
     options = ort.SessionOptions()
     InferenceSession(model(SHIFT), options, [CPU])
-    more = SHIFT.replace("[1]>", '[1], size = 3>')
+    more = SHIFT.replace("[1]>", "[1], size = 3>")
     assert InferenceSession(model(more), options, [CPU]).run(None, feed(2, 3))
     assert gpu.kernels("shift").nodes[-1].attributes == {"size": 3}
     with pytest.raises(UsageError, match="they run shift as a kernel, but here its body must run; make new"):

@@ -58,9 +58,7 @@ def until_settled(graph: Graph, shapes: Shapes) -> int:
     return total
 
 
-def thinned(
-    nodes: str, header: str = HEADER, sizes: Sequence[tuple[int, int]] = ((3, 5), (1, 1))
-) -> onnx.ModelProto:
+def thinned(nodes: str, header: str = HEADER, sizes: Sequence[tuple[int, int]] = ((3, 5), (1, 1))) -> onnx.ModelProto:
     """The model afterwards, which gives the same values at all sizes."""
     used = {name: value for name, value in CONSTANTS.items() if name in nodes}
     before = parse(f"{header} {{ {nodes} }}", **used)
