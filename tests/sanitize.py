@@ -4,7 +4,8 @@
     python tests/sanitize.py --tools racecheck --seconds 60 --left left.txt    # what did not run is listed in left.txt,
     python tests/sanitize.py --tools racecheck @left.txt                       # and runs here
 
-Each array has an allocation of its own, so that memcheck sees what lies beyond its end.
+Each array has an allocation of its own, so that memcheck sees what lies beyond its end.  One test races on
+purpose, which does not show at a tool's pace: it is left out.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ HERE = Path(__file__).parent
 FOUND = 9  # what compute-sanitizer exits with where it has found something
 MERCY = 20.0  # seconds after the time is up, in which a test may end
 MOST_LINES = 60  # of what one process says
+ON_PURPOSE = "tests/test_early_gpu.py::test_a_kernel_that_does_not_wait_is_found[True]"
 PYTEST = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
 
 
 def tests(chosen: list[str]) -> list[str]:
-    """The ids of the tests."""
+    """The ids of the tests, but for the one that races on purpose."""
     collect = [sys.executable, "-m", "pytest", "--collect-only", *PYTEST, *chosen]
     listed = subprocess.run(collect, capture_output=True, text=True, check=False)
     found = [line for line in listed.stdout.splitlines() if "::" in line]
+    if ON_PURPOSE in found:
+        print(f"left out, as it races on purpose: {ON_PURPOSE}", flush=True)
+        found.remove(ON_PURPOSE)
     if listed.returncode or not found:
         sys.exit(f"pytest collects nothing from {' '.join(chosen)}:\n{listed.stdout}{listed.stderr}")
     return found
