@@ -29,6 +29,7 @@ from onnxfuse.language.terms import (
     Guard,
     Number,
     Operand,
+    Output,
     Part,
     Precision,
     Rearrange,
@@ -38,6 +39,7 @@ from onnxfuse.language.terms import (
     Stored,
     Term,
     as_term,
+    walk,
 )
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "part",
     "rearrange",
     "require",
+    "results",
     "scalar",
     "scaled",
     "shared",
@@ -200,6 +203,13 @@ def stored(value: Term, *, ort: Term) -> Term:
     return Stored(inner=value, ort=ort, span=here())
 
 
+def results(node: Term, count: int) -> tuple[Term, ...]:
+    """The outputs of an operator that has several, all of one dtype; only in what is stored(ort=...)."""
+    if not isinstance(node, Apply):
+        raise PatternError(f"{here()}: results() needs an operator as its first argument")
+    return tuple(Output(inner=node, place=place, count=count, span=here()) for place in range(count))
+
+
 def filled(value: Number, dims: str) -> Any:
     """A constant with these dimensions (named as in `tensor`) whose elements all are `value`."""
     return Filled(value=value, dims=dims, span=here())
@@ -255,6 +265,8 @@ def fusion(
         names = out if isinstance(out, tuple) else (out,)
         if len(outputs) != len(names):
             raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
+        if any(isinstance(term, Output) for term in walk(*outputs)):
+            raise PatternError(f"{span}: '{function.__name__}' has results() outside stored(ort=...)")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _known(example or {}, captures, span), last,

@@ -1,8 +1,24 @@
-"""How queries, keys, values and results lie in memory, and attention as onnxruntime's own operator computes it."""
+"""How queries, keys, values and results lie in memory, and attention as onnxruntime's own operators compute it."""
 
 from typing import Any
 
-from onnxfuse.dsl import Term, causal, choose, contrib, either, filled, given, narrow, op, part, rearrange, size
+from onnx import TensorProto
+
+from onnxfuse.dsl import (
+    Term,
+    causal,
+    choose,
+    contrib,
+    either,
+    filled,
+    given,
+    narrow,
+    op,
+    part,
+    rearrange,
+    results,
+    size,
+)
 
 LOWEST = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 INFINITY = float("inf")
@@ -42,11 +58,15 @@ def hidden(queries: Term, keys: Term, mask: Any, like: Term, masked_score: Any) 
     `queries` and `keys` are their numbers; the last query sees the last key.
     """
     alone = causal(op.Where(_before(queries, keys), 0.0, masked_score), "queries keys", masked_score)
-    return narrow(either(op.Where(seen(queries, keys, mask), 0.0, masked_score), alone), like=like)
+    return narrow(either(op.Where(_seen(queries, keys, mask), 0.0, masked_score), alone), like=like)
 
 
 def seen(queries: Term, keys: Term, mask: Any) -> Term:
-    """Where a key is not behind its query and a boolean mask leaves it."""
+    """Where a key is not behind its query, and a boolean mask, if there is one, leaves it."""
+    return either(_seen(queries, keys, mask), causal(_before(queries, keys), "queries keys"))
+
+
+def _seen(queries: Term, keys: Term, mask: Any) -> Term:
     return op.And(causal(_before(queries, keys), "queries keys"), mask)
 
 
@@ -60,20 +80,99 @@ def length(x: Term, axis: int) -> Term:
     return op.Gather(op.Shape(x), axis)
 
 
-# --- com.microsoft.MultiHeadAttention ----------------------------------------------------------------------------
+# --- attention of onnxruntime's own -------------------------------------------------------------------------------
 #
-# It takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of which the last
-# two are not broadcast.  onnxruntime's CUDA provider runs it through cuDNN or FlashAttention where these are.
-# GroupQueryAttention would save the repeated heads, but is always causal, leaves keys out by -inf, and takes padding as
-# lengths: a mask of a model that is known to be causal adds a finite number, and is seldom without padding.
+# MultiHeadAttention takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes
+# of which the last two are not broadcast.  onnxruntime's CUDA provider runs it through cuDNN or FlashAttention where
+# these are and no bias is.
+#
+# GroupQueryAttention does not repeat heads of keys, and takes the past of a cache apart.  It is causal, leaves keys out
+# by -inf and has no mask: padding it takes as lengths of rows that end early, but what a mask holds is known when the
+# model runs.  So it serves decoders that were exported without a padding mask.  (A bias, which onnxruntime 1.23 refuses
+# on CUDA, later releases add to scores that all lie in memory.)  The CUDA provider has no kernel of float32, the CPU
+# provider none of bfloat16.  Without queries it fails, an empty batch ends the process, and behind a past it takes
+# several queries of one batch only: batch and queries must be known, the past need not be.
 
 PACKED = "batch queries (heads value_size)"
 QUERIES, KEYS = "batch queries (heads size)", "batch keys (kv_heads repeats size)"
 VALUES = "batch keys (kv_heads repeats value_size)"
+GROUPED_KEYS, GROUPED_VALUES = "batch {rows} (kv_heads size)", "batch {rows} (kv_heads value_size)"
+HALF = -65504.0  # the lowest float16: what it is added to weighs nothing beside a score that is not 65,000 less
+LARGEST_HEAD = 256  # of FlashAttention
+TRIANGLE = "the last query sees all keys, each one before it one less"
+BEFORE = {"cos", "sin", "q_scale", "k_scale"}  # operands that turn and scale queries and keys, in their own dtype
+
+
+def group_query_attention(
+    queries: Term, keys: Term, values: Term, scale: Any, softcap: Any, past: tuple[Any, Any] = (None, None)
+) -> tuple[Term, Term, Term]:
+    """The result, keys and values of GroupQueryAttention, where that computes the fused attention of QUERIES.
+
+    `keys` and `values` are GROUPED_KEYS and GROUPED_VALUES, new ones where there is a past; that and what comes back
+    are (batch, kv_heads, rows, size).
+    """
+    rows = length(queries, 1) if past[0] is None else length(past[0], 2) + length(queries, 1)
+    total = op.Cast(rows, to=TensorProto.INT32)
+    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])  # by Range, which leaves it on the GPU
+    node = contrib.GroupQueryAttention(
+        queries, keys, values, *past, last, total,
+        num_heads=size("heads"), kv_num_heads=size("kv_heads"), scale=scale, softcap=softcap,
+    )  # fmt: skip
+    result, *present = (_where_exact(value) for value in results(node, 3))
+    return in_layout(result, PACKED), *present
+
+
+def _where_exact(value: Term) -> Term:
+    sees = given(value, TRIANGLE, _is_causal)
+    fits = given(sees, "sizes are known and ones that GroupQueryAttention takes", _fits)
+    return given(fits, "float16 throughout, and a scale that is not 0, which would stand for the default", _is_half)
+
+
+def _is_half(dtypes: dict[str, str], scale: float | None) -> bool:
+    return _of_scores(dtypes) == {"float16"} and scale != 0
+
+
+def _fits(
+    batch: Any, queries: Any, keys: Any, new: Any, heads: int, kv_heads: int, size: Any, value_size: Any,
+    cache_layout: str | None,
+) -> bool:  # fmt: skip
+    known = isinstance(batch, int) and isinstance(queries, int) and batch > 0 and queries > 0
+    shaped = isinstance(size, int) and size == value_size and size % 8 == 0 and size <= LARGEST_HEAD
+    if new is None:
+        return known and shaped and keys == queries and kv_heads < heads
+    return known and shaped and new == queries and 1 in (batch, queries) and cache_layout == "bhsd"
+
+
+def _is_causal(
+    form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: Any, is_causal: Any,
+    queries: Any, keys: Any,
+) -> bool:  # fmt: skip
+    """Whether the last query sees all keys, and each one before it one less."""
+    if mask is not None or bias_kind == "position":
+        return False
+    if is_causal or queries == 1:
+        return not is_causal or queries == keys
+    return form == "causal_operator" or (mask_kind == "causal" and _weighs_nothing(masked_score, dtype))
+
+
+def _is_full(form: str, mask_kind: str, bias_kind: str, mask: Any, is_causal: Any, queries: Any) -> bool:
+    """Whether every query sees every key."""
+    below_diagonal = mask_kind == "causal" or form == "causal_operator"
+    return mask is None and bias_kind != "position" and not is_causal and (queries == 1 or not below_diagonal)
+
+
+def _weighs_nothing(masked_score: float, dtype: str) -> bool:
+    """Whether a score to which this is added counts for nothing in a row that has another score."""
+    return masked_score <= HALF if dtype == "float16" else masked_score < LOWEST
+
+
+def _of_scores(dtypes: dict[str, str]) -> set[str]:
+    """The floating dtypes of what attention itself reads."""
+    return {dtype for name, dtype in dtypes.items() if name not in BEFORE} - {"bool"}
 
 
 def multi_head_attention(
-    queries: Term, keys: Term, values: Term, mask: Any, bias: Any, scale: Any, masked_score: Any, is_causal: Any
+    queries: Term, keys: Term, values: Term, mask: Any, bias: Any, scale: Any, masked_score: Any
 ) -> Term:
     """The fused attention of QUERIES, KEYS and VALUES as MultiHeadAttention, where that computes the same."""
 
@@ -84,35 +183,27 @@ def multi_head_attention(
 
     added = _of_all_pairs(_added(queries, keys, mask, bias, masked_score), queries, keys)
     with_bias = attended(None, None, added)
-    softmax = either(
-        given(
-            attended(),
-            "nothing is added to the scores",
-            lambda mask_kind, bias_kind: mask_kind == "none" and bias_kind == "none",
-        ),
+    triangle = given(attended(unidirectional=1), TRIANGLE, _is_causal)
+    context = either(
+        given(attended(), "every query sees every key", _is_full),
+        given(triangle, "queries and keys are equally many", lambda queries, keys: queries == keys),
         given(
             choose("fully_masked", softmax=with_bias, zero=_guarded(with_bias, added)),
             "a mask that is added does what a replacing one does",
             _adding_is_exact,
         ),
     )
-    operator = given(
-        attended(unidirectional=is_causal),
-        "no mask, no softcap, and causal only where queries and keys are equally many",
-        lambda mask, softcap, is_causal, queries, keys: mask is None
-        and not softcap
-        and (not is_causal or queries == keys),
-    )
+    capless = given(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
     return given(
-        in_layout(choose("form", softmax=softmax, causal_operator=operator, operator=operator), PACKED),
+        capless,
         "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
-        lambda dtypes, dtype, scale: {*dtypes.values()} - {"bool"} == {dtype} and dtype != "bfloat16" and scale != 0,
+        lambda dtypes, dtype, scale: _of_scores(dtypes) == {dtype} and dtype != "bfloat16" and scale != 0,
     )
 
 
-def _adding_is_exact(mask_kind: str, masked_score: float, dtype: str) -> bool:
-    if mask_kind not in ("boolean", "inverted"):
-        return True
+def _adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
+    if form != "softmax" or mask_kind not in ("boolean", "inverted"):
+        return form == "softmax"
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < LOWEST)
 
 

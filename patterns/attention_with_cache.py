@@ -1,7 +1,17 @@
 """Attention over the keys and values of earlier steps and of this one; the grown caches are outputs, too."""
 
-from onnxfuse.dsl import attribute, choose, fusion, op, rearrange, require, scalar, stored, tensor
-from onnxfuse.patterns._attention import KEYS, QUERIES, VALUES, by_layout, in_layout, multi_head_attention
+from onnxfuse.dsl import attribute, choose, either, fusion, op, rearrange, require, scalar, stored, tensor
+from onnxfuse.patterns._attention import (
+    GROUPED_KEYS,
+    GROUPED_VALUES,
+    KEYS,
+    QUERIES,
+    VALUES,
+    by_layout,
+    group_query_attention,
+    in_layout,
+    multi_head_attention,
+)
 from onnxfuse.patterns.attention import SCORES, attended
 
 HEADS_FIRST, ROWS_FIRST = "batch kv_heads {rows} {size}", "batch {rows} kv_heads {size}"
@@ -51,6 +61,9 @@ def attention_with_cache(
     Where a caller gives a past and its present one address, and rows of the past lie in both at the same place (one
     batch, and one key head or rows before heads), only the new rows are written; memory that overlaps otherwise is
     refused when the node runs.  A cache of fixed size, into which rows are scattered, stays outside.
+
+    With `--fallback ort` com.microsoft.GroupQueryAttention makes the result and both caches of one query, or of several
+    in a batch of one, under attention()'s other conditions, with as many key heads as there are; `cache_layout` bhsd.
     """
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}",
@@ -69,8 +82,13 @@ def attention_with_cache(
         read(present_key, "size", KEYS),
         read(present_value, "value_size", VALUES),
     )
+    new = (
+        by_layout("k_layout", k, "new", "kv_heads", "size", GROUPED_KEYS.format(rows="new")),
+        by_layout("v_layout", v, "new", "kv_heads", "value_size", GROUPED_VALUES.format(rows="new")),
+    )
+    by_groups, *present = group_query_attention(ready[0], *new, scale, softcap, (past_key, past_value))
     result = stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=multi_head_attention(*ready, mask, bias, scale, masked_score, is_causal),
+        ort=either(by_groups, multi_head_attention(*ready, mask, bias, scale, masked_score)),
     )
-    return result, present_key, present_value
+    return result, stored(present_key, ort=present[0]), stored(present_value, ort=present[1])

@@ -14,7 +14,18 @@ from onnxfuse.dsl import (
     tensor,
     weight,
 )
-from onnxfuse.patterns._attention import KEYS, QUERIES, VALUES, by_layout, in_layout, layouts, multi_head_attention
+from onnxfuse.patterns._attention import (
+    GROUPED_KEYS,
+    GROUPED_VALUES,
+    KEYS,
+    QUERIES,
+    VALUES,
+    by_layout,
+    group_query_attention,
+    in_layout,
+    layouts,
+    multi_head_attention,
+)
 from onnxfuse.patterns._norms import rms_normalized
 from onnxfuse.patterns._rotary import turned
 from onnxfuse.patterns.attention import SCORES, attended
@@ -96,12 +107,18 @@ def attention_with_rotary_embedding(
     keys = rearrange(k_turned, f"{of_k} -> batch (kv_heads repeats) keys size")
     values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch (kv_heads repeats) keys value_size")
     context = attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap)
+    q_ready, k_ready = narrow(q_turned, like=q), narrow(k_turned, like=k)  # tables may be in float32
     ready = (
-        rearrange(q_turned, f"{of_q} -> {QUERIES}"),
-        rearrange(k_turned, f"{of_k} -> {KEYS}"),
+        rearrange(q_ready, f"{of_q} -> {QUERIES}"),
+        rearrange(k_ready, f"{of_k} -> {KEYS}"),
         by_layout("v_layout", v, "keys", "kv_heads", "value_size", VALUES),
     )
+    grouped = (
+        rearrange(k_ready, f"{of_k} -> {GROUPED_KEYS.format(rows='keys')}"),
+        by_layout("v_layout", v, "keys", "kv_heads", "value_size", GROUPED_VALUES.format(rows="keys")),
+    )
+    by_groups, *_ = group_query_attention(ready[0], *grouped, scale, softcap)
     return stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=multi_head_attention(*ready, mask, bias, scale, masked_score, is_causal),
+        ort=either(by_groups, multi_head_attention(*ready, mask, bias, scale, masked_score)),
     )

@@ -1,4 +1,4 @@
-"""Attention stored as com.microsoft.MultiHeadAttention: where it computes the same, and only there."""
+"""Attention stored as onnxruntime's own operators: where these compute the same, and only there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from spellings import Spelling, build
 
 from onnxfuse import optimize
 from onnxfuse.patterns.attention import attention
+from onnxfuse.patterns.attention_with_cache import attention_with_cache
 
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
 CASES = Path(__file__).parent / "cases"
@@ -22,6 +23,8 @@ LAYOUTS = ("packed", "seq_first", "bshd", "bhsd")
 RESULTS = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
 LOWEST = float(np.finfo(np.float32).min)
 INFINITY = float("inf")
+OPERATORS = ("MultiHeadAttention", "GroupQueryAttention")
+MULTI_HEAD, GROUPED = OPERATORS
 
 
 def variant(choices: dict[str, str], dtype: int = TensorProto.FLOAT, **values: float) -> Spelling:
@@ -29,15 +32,16 @@ def variant(choices: dict[str, str], dtype: int = TensorProto.FLOAT, **values: f
     return Spelling(attention, said or "plain", choices=choices, values=values, dtype=dtype, opset=18)
 
 
-def differ(spelling: Spelling, *, masks: str = "") -> tuple[bool, onnx.ModelProto]:
-    """Compare what is stored for onnxruntime with the model; whether it is MultiHeadAttention."""
+def stored(spelling: Spelling, *, masks: str = "") -> str:
+    """Compare what is stored for onnxruntime with the model; the operator that computes attention there, or ''."""
     unfused = build(spelling)
     inputs = {name: array.copy() for name, array in unfused.inputs.items()}
     if masks == "rows":  # nothing counts for the first query of the first image
         kind = unfused.variant.choices["mask_kind"]
         inputs["mask"][0, :, 0] = {"boolean": False, "inverted": True, "additive": -np.inf}[kind]
-    optimized, report = optimize(unfused.model, only=["attention"], fallback="ort", verify=False)
-    assert report.counts == {"attention": 1}
+    name = spelling.fusion.name
+    optimized, report = optimize(unfused.model, only=[name], fallback="ort", verify=False)
+    assert report.counts == {name: 1}
     expected, reason = run(unfused.model, inputs)
     assert expected is not None, reason
     actual, reason = run(optimized, inputs)
@@ -47,12 +51,14 @@ def differ(spelling: Spelling, *, masks: str = "") -> tuple[bool, onnx.ModelProt
         if masks == "rows" and spelling.choices["fully_masked"] == "zero" and "masked_score" not in spelling.values:
             assert not np.isnan(have).any()
     assert_close([np.nan_to_num(e) for e in expected], [np.nan_to_num(a) for a in actual], spelling.dtype)
-    return uses_operator(optimized), optimized
+    return operator_of(optimized)
 
 
-def uses_operator(model: onnx.ModelProto) -> bool:
-    (body,) = (f for f in model.functions if f.name == "attention")
-    return any(node.op_type == "MultiHeadAttention" for node in body.node)
+def operator_of(model: onnx.ModelProto) -> str:
+    """The one that all bodies of attention have."""
+    bodies = (f for f in model.functions if f.name.startswith("attention"))
+    (found,) = {next((n.op_type for n in body.node if n.op_type in OPERATORS), "") for body in bodies}
+    return found
 
 
 def layouts() -> Iterator[dict[str, str]]:
@@ -63,7 +69,7 @@ def layouts() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("chosen", [*layouts()], ids=lambda chosen: "-".join(chosen.values()))
 def test_every_layout(chosen: dict[str, str]) -> None:
-    assert differ(variant(chosen))[0]
+    assert stored(variant(chosen)) == MULTI_HEAD
 
 
 MASKS = [
@@ -78,7 +84,7 @@ MASKS = [
 @pytest.mark.parametrize("chosen", MASKS, ids=lambda chosen: "-".join(chosen.values()))
 def test_every_mask(chosen: dict[str, str], dtype: int) -> None:
     infinite = {"masked_score": -INFINITY} if chosen["mask_kind"] in ("boolean", "inverted") else {}
-    assert differ(variant(chosen, dtype, **infinite))[0]
+    assert stored(variant(chosen, dtype, **infinite)) == MULTI_HEAD
 
 
 @pytest.mark.parametrize("chosen", MASKS, ids=lambda chosen: "-".join(chosen.values()))
@@ -88,30 +94,30 @@ def test_rows_in_which_nothing_counts(chosen: dict[str, str]) -> None:
     scores = (-INFINITY, LOWEST) if chosen["mask_kind"] != "additive" else (None,)
     for score in scores:
         values = {} if score is None else {"masked_score": score}
-        assert differ(variant(chosen, **values), masks="rows")[0]
+        assert stored(variant(chosen, **values), masks="rows") == MULTI_HEAD
 
 
 @pytest.mark.parametrize("kind", ["boolean", "inverted"])
 def test_a_mild_mask_is_not_added(kind: str) -> None:
     """A score that is replaced by -10000 and one to which it is added differ."""
-    assert not differ(variant({"mask_kind": kind, "bias_kind": "none"}, masked_score=-10000.0))[0]
+    assert not stored(variant({"mask_kind": kind, "bias_kind": "none"}, masked_score=-10000.0))
 
 
 def test_a_finite_mask_is_not_added_in_float16() -> None:
     """-65504 added to a score does not swallow it: a row in which nothing counts would be its softmax."""
-    assert not differ(variant({"mask_kind": "boolean"}, TensorProto.FLOAT16, masked_score=-65504.0))[0]
+    assert not stored(variant({"mask_kind": "boolean"}, TensorProto.FLOAT16, masked_score=-65504.0))
 
 
 def test_a_scale_of_zero_would_stand_for_the_default() -> None:
-    assert not differ(variant({"mask_kind": "none", "bias_kind": "none"}, scale=0.0))[0]
+    assert not stored(variant({"mask_kind": "none", "bias_kind": "none"}, scale=0.0))
 
 
 def test_the_operator_of_opset_23() -> None:
     bare = Spelling(attention, "operator", choices={"form": "operator"}, absent=frozenset({"mask"}))
-    for values, operator in (({}, True), ({"is_causal": 1}, False), ({"softcap": 2.0}, False)):
+    for values, operator in (({}, MULTI_HEAD), ({"is_causal": 1}, ""), ({"softcap": 2.0}, "")):
         unfused = build(Spelling(attention, "operator", choices=bare.choices, absent=bare.absent, values=values))
         optimized, _ = optimize(unfused.model, fallback="ort", verify=False)
-        assert uses_operator(optimized) == operator, values
+        assert operator_of(optimized) == operator, values
         assert_close(run(unfused.model, unfused.inputs)[0], run(optimized, unfused.inputs)[0], TensorProto.FLOAT)
 
 
@@ -123,21 +129,20 @@ def test_causal_where_queries_and_keys_are_equally_many() -> None:
     """
     model = onnx.parser.parse_model(text)
     optimized, report = optimize(model, fallback="ort")
-    assert (report.counts, report.verified.passed, uses_operator(optimized)) == ({"attention": 1}, True, True)
+    assert (report.counts, report.verified.passed, operator_of(optimized)) == ({"attention": 1}, True, MULTI_HEAD)
 
 
 @pytest.mark.parametrize(
     "name",
     ["bert_sdpa_ts_fp32", "gpt2_eager_dynamo_fp32", "llama_sdpa_dynamo_fp32", "llama_kvcache_sdpa_ts_fp32",
+     "llama_eager_ts_fp16", "llama_sdpa_dynamo_fp16", "llama_kvcache_sdpa_dynamo_fp16", "qwen3_sdpa_dynamo_fp32",
      "vit_sdpa_dynamo_fp16", "swin_eager_dynamo_fp32", "t5_encoder_eager_ts_fp32", "transformer_encoder_dynamo_fp32"],
 )  # fmt: skip
 def test_exported_models(name: str) -> None:
+    """All have a padding mask, if they have one at all; in float16 their rotary tables are float32."""
     optimized, report = optimize(str(EXPORTED / f"{name}.onnx"), fallback="ort")
     assert report.verified.passed
-    bodies = [f for f in optimized.functions if f.name.startswith("attention")]
-    assert bodies
-    for body in bodies:
-        assert any(node.op_type == "MultiHeadAttention" for node in body.node)
+    assert operator_of(optimized) == MULTI_HEAD
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 48), (2, 0, 48), (0, 3, 48)])
@@ -151,3 +156,124 @@ def test_heads_of_queries_keys_and_values_of_nothing(shape: tuple[int, ...]) -> 
     (expected, _), (actual, reason) = run(model, inputs), run(optimized, inputs)
     assert expected is not None and actual is not None, reason
     assert_close(expected, actual, TensorProto.FLOAT)
+
+
+# --- GroupQueryAttention -----------------------------------------------------------------------------------------
+
+CAUSAL = {"mask_kind": "causal", "bias_kind": "none"}
+SIZES = {"batch": 2, "queries": 6, "keys": 6, "kv_heads": 3, "repeats": 2, "size": 8, "value_size": 8}
+CACHED = SIZES | {"batch": 1, "new": 6, "past": 5, "keys": 11}
+ONE_QUERY = {"batch": 2, "queries": 1, "new": 1, "keys": 6}
+
+
+def causal(
+    choices: dict[str, str] | None = None, sizes: dict[str, int] | None = None, dtype: int = TensorProto.FLOAT16,
+    absent: frozenset[str] = frozenset({"mask"}), **values: float,
+) -> Spelling:  # fmt: skip
+    """Attention of grouped heads under a causal mask alone, over a cache where sizes have a past."""
+    sizes = sizes or SIZES
+    fusion = attention_with_cache if "past" in sizes else attention
+    chosen, given = {**CAUSAL, **(choices or {})}, {"masked_score": -INFINITY, **values}
+    said = f"{choices}{values}{sizes}"
+    return Spelling(fusion, said, choices=chosen, values=given, sizes=sizes, dtype=dtype, absent=absent, opset=18)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"out_layout": out} for out in RESULTS] + [{f"{name}_layout": layout} for name in "qkv" for layout in LAYOUTS],
+    ids=lambda chosen: "-".join(chosen.values()),
+)
+def test_grouped_heads_are_not_repeated(chosen: dict[str, str]) -> None:
+    assert stored(causal(chosen)) == GROUPED
+    assert stored(causal(chosen, CACHED)) == GROUPED
+
+
+@pytest.mark.parametrize("sizes", [{}, ONE_QUERY, {"repeats": 1}, {"repeats": 1, **ONE_QUERY}, {"past": 1, "keys": 7}])
+def test_a_cache_grows_inside(sizes: dict[str, int]) -> None:
+    assert stored(causal(sizes=CACHED | sizes)) == GROUPED
+
+
+def test_the_lowest_float16_leaves_out_too() -> None:
+    for full in ("zero", "softmax"):
+        assert stored(causal({"fully_masked": full}, masked_score=-65504.0)) == GROUPED
+
+
+def test_one_query_without_a_mask_is_the_last() -> None:
+    assert stored(causal({"mask_kind": "none"}, CACHED | ONE_QUERY)) == GROUPED
+    assert stored(causal({"mask_kind": "none"}, CACHED)) == MULTI_HEAD
+
+
+@pytest.mark.parametrize(
+    ("spelling", "operator"),
+    [
+        (causal(dtype=TensorProto.FLOAT), MULTI_HEAD),
+        (causal(sizes=SIZES | {"repeats": 1}), MULTI_HEAD),
+        (causal(sizes=SIZES | {"size": 12, "value_size": 12}), MULTI_HEAD),
+        (causal(sizes=SIZES | {"value_size": 16}), MULTI_HEAD),
+        (causal(sizes=SIZES | {"size": 264, "value_size": 264}), MULTI_HEAD),
+        (causal(sizes=SIZES | {"keys": 9}), MULTI_HEAD),
+        (causal(masked_score=-10000.0), MULTI_HEAD),
+        (causal(absent=frozenset()), MULTI_HEAD),
+        (causal({"bias_kind": "position"}), MULTI_HEAD),
+        (causal(sizes=CACHED | {"batch": 2}), MULTI_HEAD),
+        (causal({"cache_layout": "bshd"}, CACHED), MULTI_HEAD),
+        (causal(scale=0.0), ""),
+    ],
+    ids=["float32", "one-each", "12-elements", "wider-values", "264-elements", "more-keys", "mild", "padded", "biased",
+         "batch-behind-past", "rows-before-heads", "scale-0"],
+)  # fmt: skip
+def test_what_is_not_exactly_grouped(spelling: Spelling, operator: str) -> None:
+    assert stored(spelling) == operator
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_causal_operator_of_grouped_heads(cap: float) -> None:
+    """By its attribute, or by a mask that is a constant triangle."""
+    by_attribute = f"y = Attention <is_causal = 1, softcap = {cap}> (q, k, v)"
+    flags = ", ".join(str(int(key <= row)) for row in range(6) for key in range(6))
+    by_mask = f"""numbers = Constant <value = int32[6,6] {{{flags}}}> ()
+        mask = Cast <to = 9> (numbers)  y = Attention <softcap = {cap}> (q, k, v, mask)"""
+    heads = "float16[3,4,6,8] q, float16[3,2,6,8] few_keys, float16[3,2,6,8] few_values"
+    repeat = """twice = Constant <value_ints = [1, 1, 2, 1, 1]> ()  shape = Constant <value_ints = [3, 4, 6, 8]> ()
+        two = Constant <value_ints = [2]> ()
+        key = Unsqueeze (few_keys, two)  value = Unsqueeze (few_values, two)
+        each_key = Expand (key, twice)  each_value = Expand (value, twice)
+        k = Reshape (each_key, shape)  v = Reshape (each_value, shape)"""
+    for nodes in (by_attribute, by_mask):
+        head = '<ir_version: 11, opset_import: ["" : 23]>'
+        model = onnx.parser.parse_model(f"{head} main ({heads}) => (float16[3,4,6,8] y) {{ {repeat} {nodes} }}")
+        optimized, report = optimize(model, fallback="ort")
+        assert (report.counts, report.verified.passed, operator_of(optimized)) == ({"attention": 1}, True, GROUPED)
+
+
+STEP = """
+    <ir_version: 8, opset_import: ["" : 18]>
+    main (float16[BATCH,4,1,8] q, float16[BATCH,4,1,8] k, float16[BATCH,4,1,8] v,
+          float16[BATCH,4,past,8] old_keys, float16[BATCH,4,past,8] old_values)
+      => (float16[BATCH,4,1,8] y, float16[BATCH,4,all,8] keys, float16[BATCH,4,all,8] values)
+    {
+        keys = Concat <axis = 2> (old_keys, k)
+        values = Concat <axis = 2> (old_values, v)
+        columns = Transpose <perm = [0, 1, 3, 2]> (keys)
+        scores = MatMul (q, columns)
+        p = Softmax <axis = -1> (scores)
+        y = MatMul (p, values)
+    }
+"""
+
+
+@pytest.mark.parametrize(("batch", "operator"), [("3", GROUPED), ("batch", MULTI_HEAD)])
+def test_a_step_behind_any_past(batch: str, operator: str) -> None:
+    """An empty past is one; an empty batch would end the process, and an open one may be empty."""
+    model = onnx.parser.parse_model(STEP.replace("BATCH", batch))
+    optimized, report = optimize(model, fallback="ort", verify=False)
+    assert (report.counts, operator_of(optimized)) == ({"attention_with_cache": 1}, operator)
+    for past in (0, 1, 9):
+        for images in (3,) if batch == "3" else (3, 0):
+            random = np.random.default_rng(past)
+            shapes = {**dict.fromkeys("qkv", (images, 4, 1, 8)), "old_keys": (images, 4, past, 8)}
+            shapes["old_values"] = shapes["old_keys"]
+            inputs = {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+            (expected, _), (actual, reason) = run(model, inputs), run(optimized, inputs)
+            assert expected is not None and actual is not None, reason
+            assert_close(expected, actual, TensorProto.FLOAT16)

@@ -101,6 +101,15 @@ class Apply(Term):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Output(Term):
+    """One of the `count` outputs of an operator; all have the dtype of the first."""
+
+    inner: Apply
+    place: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Sum(Term):
     """Values added, in any order and grouping."""
 
@@ -267,7 +276,7 @@ def parts(term: Term) -> tuple[Term, ...]:
             return inner, scale
         case Rearrange(inner=inner) | Shared(inner=inner) | Precision(inner=inner) | Given(inner=inner):
             return (inner,)
-        case Stored(inner=inner) | Part(inner=inner) | Causal(inner=inner):
+        case Stored(inner=inner) | Part(inner=inner) | Causal(inner=inner) | Output(inner=inner):
             return (inner,)
         case _:
             return ()

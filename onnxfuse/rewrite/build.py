@@ -25,6 +25,7 @@ from onnxfuse.language.terms import (
     Filled,
     Fusion,
     Given,
+    Output,
     Precision,
     Product,
     Rearrange,
@@ -157,6 +158,8 @@ class Builder:
                 return self._chain("Mul", terms)
             case Apply():
                 return self._apply(term)
+            case Output():
+                return self._output(term)
             case _:
                 return self.value(bare(term))
 
@@ -279,6 +282,13 @@ class Builder:
         if term.op == "Cast":
             dtype = attributes["to"]
         return self.node(term.op, ready, dtype, **attributes)
+
+    def _output(self, term: Output) -> Value:
+        first = self.value(term.inner)
+        made = next(node for node in reversed(self.nodes) if node.output[0] == first.name)
+        if len(made.output) < term.count:  # all are named: onnxruntime requires those that its schema does
+            made.output.extend(f"{first.name}_{place}" for place in range(1, term.count))
+        return Value(made.output[term.place], first.dtype)
 
     def _place(self, op: str, name: str) -> int | None:
         found = schema(op, self.variant.opset)
