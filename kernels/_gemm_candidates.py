@@ -15,10 +15,11 @@ def all_candidates(gemm: Gemm, device: Device) -> list[Candidate]:
     """Ways to run a Gemm that has something to compute, as many as are worth timing.  Raises ValueError for none."""
     small, hopper = _gemm_small.plans(gemm, device), _gemm_hopper.plans(gemm, device)
     library, mma = _gemm_library.plans(gemm, device), _gemm_mma.plans(gemm, device)
+    fast = hopper or _gemm_mma.plans_of_copies(gemm, device)
     if small:
-        found = [*small[:4], *library[:2], *hopper[:2]]
+        found = [*small[:4], *library[:2], *fast[:2]]
     else:
-        found = [*hopper[:4], *library[:3], *mma[: 1 if hopper else 3]]
+        found = [*fast[: 4 if hopper else 2], *library[:3], *mma[: 1 if fast else 3]]
     if not (found or mma):
         raise ValueError(f"no kernel multiplies {gemm.m}x{gemm.k} with {gemm.k}x{gemm.n} {gemm.dtype} on {device.name}")
     return (found or mma)[:MOST]

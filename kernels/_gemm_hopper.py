@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_pad import launches, padded, scratch_bytes, whole
 from onnxfuse.kernels._types import ABSENT, STORAGE, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 
@@ -67,20 +68,17 @@ def products(gemm: Gemm) -> tuple[Gemm, ...]:
 
 
 def refuse(gemm: Gemm, device: Device) -> bool:
-    """TMA takes rows at multiples of 16 bytes; wgmma is Hopper's."""
+    """wgmma is Hopper's, multiplies 16-bit types here, and TMA's coordinates are ints."""
     return (
         device.arch != 90
         or gemm.dtype not in ("float16", "bfloat16")
-        or not gemm.aligned
         or not gemm.m * gemm.n * gemm.k
-        or gemm.n % 8 > 0
-        or gemm.k % 8 > 0
         or max(gemm.m, gemm.n, gemm.k) >= 2**31 - 2**16
     )
 
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
-    """Ways to run it, what is expected to be fastest first; none where TMA cannot read the operands."""
+    """Ways to run it, what is expected to be fastest first; none where there is no such GPU or type."""
     if any(refuse(each, device) for each in products(gemm)):
         return []
     fitting = [tiling for tiling in TILINGS if fits(gemm, tiling, device)]
@@ -125,6 +123,11 @@ def tiles(gemm: Gemm, tiling: Tiling) -> int:
     return -(-gemm.m // tiling.m) * sum(-(-each.n // columns(gemm, tiling)) for each in products(gemm))
 
 
+def direct(gemm: Gemm) -> bool:
+    """Whether TMA cannot write y, of any of the products."""
+    return not gemm.aligned or any(each.n < whole(each.n, each.dtype) for each in products(gemm))
+
+
 def vectors(gemm: Gemm) -> int:
     """How many vectors of n elements the epilogue reads."""
     return has_bias(gemm) + sum(pointer is not None for pointer in (gemm.up_bias, gemm.column_scale))
@@ -161,7 +164,11 @@ def stages(gemm: Gemm, tiling: Tiling, device: Device) -> int:
 
 
 def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
-    """One launch of gemm_hopper.cu."""
+    """One launch of gemm_hopper.cu, after one of gemm_pad.cu where TMA cannot read the operands as they are.
+
+    Blocks that share a tile read the residual without TMA.
+    """
+    gemm, copies = padded(gemm, residual=tiling.split == 1)
     blocks = min(tiles(gemm, tiling), device.multiprocessors // tiling.split) * tiling.split
     count = stages(gemm, tiling, device)
     source = "gemm_hopper_split" if tiling.split > 1 else "gemm_hopper"
@@ -175,7 +182,8 @@ def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
         early=True,
     )
     several = f", {len(products(gemm))} products" if gemm.beside else ""
-    return Candidate(f"gemm_hopper {tiling.name}{several}", (launch,))
+    name = f"gemm_hopper {tiling.name}{several}{' of copies' if copies else ''}"
+    return Candidate(name, (*launches(copies, device), launch), scratch_bytes(copies))
 
 
 def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
@@ -183,7 +191,7 @@ def defines(gemm: Gemm, tiling: Tiling, stages: int) -> Defines:
     return {
         "ELEMENT": STORAGE[gemm.dtype], "TRANSPOSED": int(gemm.transposed), "GATED": int(gemm.up is not None),
         "TILE_M": tiling.m, "TILE_N": columns(gemm, tiling), "PINGPONG": int(tiling.pingpong),
-        "STAGES": stages, "SPLIT": tiling.split, "CONSUMERS": tiling.consumers,
+        "DIRECT": int(direct(gemm)), "STAGES": stages, "SPLIT": tiling.split, "CONSUMERS": tiling.consumers,
         "ACTIVATION": gemm.activation, "PRECISE": 0,
         "PRODUCTS": len(products(gemm)), "WEIGHTS_CONSTANT": int(all(each.constant for each in products(gemm))),
         "BIAS": has_bias(gemm), "UP_BIAS": int(gemm.up_bias is not None),
@@ -200,12 +208,12 @@ def arguments(gemm: Gemm, tiling: Tiling) -> tuple[Argument, ...]:
         *(weight_map(each, each.w, tiling) for each in every),
         *([weight_map(gemm, gemm.up, tiling)] if gemm.up else []),
     ]
-    written: list[Argument]
+    by_threads = direct(gemm) or tiling.split > 1
+    written: list[Argument] = [each.y if by_threads else result_map(gemm, each.y, each.n) for each in every]
     if tiling.split > 1:
-        written = [gemm.y, gemm.residual or ABSENT]
-    else:
-        results = [(each.y, each.n) for each in every] + ([(gemm.residual, n)] if gemm.residual else [])
-        written = [tensor_map(gemm, pointer, (n, gemm.m), (PIECE, PIECE)) for pointer, n in results]
+        written.append(gemm.residual or ABSENT)
+    elif gemm.residual:
+        written.append(result_map(gemm, gemm.residual, n))
     pointers = [*(each.bias or ABSENT for each in every), gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     sizes = [Scalar(value, "int32") for value in (gemm.m, *(each.n for each in every), k, band(gemm, tiling))]
@@ -219,10 +227,15 @@ def weight_map(gemm: Gemm, pointer: Pointer, tiling: Tiling) -> TensorMap:
     return tensor_map(gemm, pointer, (gemm.n, gemm.k), (PIECE, K_STEP))
 
 
+def result_map(gemm: Gemm, pointer: Pointer, n: int) -> TensorMap:
+    """y or the residual of a product, in pieces."""
+    return tensor_map(gemm, pointer, (n, gemm.m), (PIECE, PIECE))
+
+
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
-    """A contiguous row-major matrix, read in boxes of swizzled rows."""
+    """A row-major matrix whose rows begin at the next multiple of 16 bytes, read in boxes of swizzled rows."""
     dtype = "float16" if gemm.dtype == "float16" else "bfloat16"
-    return TensorMap(pointer, dtype, sizes, (sizes[0] * 2,), box, swizzle=128)
+    return TensorMap(pointer, dtype, sizes, (whole(sizes[0], gemm.dtype) * 2,), box, swizzle=128)
 
 
 def band(gemm: Gemm, tiling: Tiling) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_pad import launches, padded, scratch_bytes, whole
 from onnxfuse.kernels._types import ABSENT, EARLY_ARCH, ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Scalar
 
@@ -62,10 +63,21 @@ GATED: Final = (
 
 def plans(gemm: Gemm, device: Device) -> list[Candidate]:
     """Its tilings for this product, the likeliest first; none where the device or the precision does not allow it."""
+    return [candidate(gemm, tiling, device) for tiling in _tilings(gemm, device)]
+
+
+def plans_of_copies(gemm: Gemm, device: Device) -> list[Candidate]:
+    """The same on copies of operands, whose rows move in vectors; none where they do as they are."""
+    if not padded(gemm, residual=False)[1]:
+        return []
+    return [candidate(gemm, tiling, device, copied=True) for tiling in _tilings(gemm, device)]
+
+
+def _tilings(gemm: Gemm, device: Device) -> list[Tiling]:
     if not usable(gemm, device):
         return []
     fitting = [t for t in (GATED if gemm.up else SINGLE) if t.shared(parts(gemm)) <= device.shared_per_block]
-    return [candidate(gemm, tiling, device) for tiling in sorted(fitting, key=lambda t: cost(gemm, t, device))]
+    return sorted(fitting, key=lambda t: cost(gemm, t, device))
 
 
 def usable(gemm: Gemm, device: Device) -> bool:
@@ -86,14 +98,16 @@ def cost(gemm: Gemm, tiling: Tiling, device: Device) -> float:
     return rounds * tiling.bm * tiling.bn * tiling.min_blocks * dense
 
 
-def candidate(gemm: Gemm, tiling: Tiling, device: Device) -> Candidate:
-    """One launch, of that tiling or one with more threads."""
-    tiling = _fitted(gemm, tiling)
-    kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, tiling))
+def candidate(gemm: Gemm, tiling: Tiling, device: Device, copied: bool = False) -> Candidate:
+    """One launch, of that tiling or one with more threads; `copied`: after one that copies x and w to whole vectors."""
+    gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
+    tiling = _fitted(gemm, tiling, copied)
+    kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, tiling, copied))
     grid, threads = (tiling.tiles(gemm), 1, 1), (32 * tiling.warps_m * tiling.warps_n, 1, 1)
     early = device.arch >= EARLY_ARCH
     launch = Launch(kernel, grid, threads, arguments(gemm), tiling.shared(parts(gemm)), early=early)
-    return Candidate(tiling.name, (launch,))
+    name = f"{tiling.name} of copies" if copied else tiling.name
+    return Candidate(name, (*launches(copies, device), launch), scratch_bytes(copies))
 
 
 def epilogue_defines(gemm: Gemm, tile: int) -> Defines:
@@ -108,9 +122,9 @@ def epilogue_defines(gemm: Gemm, tile: int) -> Defines:
     }  # fmt: skip
 
 
-def _fitted(gemm: Gemm, tiling: Tiling) -> Tiling:
+def _fitted(gemm: Gemm, tiling: Tiling, copied: bool) -> Tiling:
     """So that a thread's part of a stage stays in registers: its addresses, or itself where elements are copied."""
-    most = CHUNKS[min(_copies(gemm))]
+    most = CHUNKS[min(_accesses(gemm, copied))]
     if tiling.chunks(parts(gemm)) > most and tiling.bk_bytes > 64:
         tiling = replace(tiling, bk_bytes=64, stages=2 * tiling.stages)
     while tiling.chunks(parts(gemm)) > most and tiling.bn // tiling.warps_n > 16:
@@ -118,20 +132,28 @@ def _fitted(gemm: Gemm, tiling: Tiling) -> Tiling:
     return tiling
 
 
-def _copies(gemm: Gemm) -> tuple[int, int]:
+def _rows(gemm: Gemm) -> tuple[int, int]:
+    """Elements of a row of x and of w."""
+    return gemm.k, gemm.k if gemm.transposed else gemm.n
+
+
+def _accesses(gemm: Gemm, copied: bool) -> tuple[int, int]:
     """Bytes of one copy of x and of w to shared memory."""
-    row = gemm.k if gemm.transposed else gemm.n
-    return row_bytes(gemm, gemm.k, VECTOR_BYTES), row_bytes(gemm, row, VECTOR_BYTES)
+    x, w = _rows(gemm)
+    if copied:
+        return VECTOR_BYTES, VECTOR_BYTES
+    return row_bytes(gemm, x, VECTOR_BYTES), row_bytes(gemm, w, VECTOR_BYTES)
 
 
-def _defines(gemm: Gemm, tiling: Tiling) -> Defines:
-    x_copy, w_copy = _copies(gemm)
+def _defines(gemm: Gemm, tiling: Tiling, copied: bool) -> Defines:
+    x_copy, w_copy = _accesses(gemm, copied)
+    x_pitch, w_pitch = (whole(row, gemm.dtype) if copied else row for row in _rows(gemm))
     return {
         **epilogue_defines(gemm, tiling.bn),
         "BM": tiling.bm, "BN": tiling.bn, "BK_BYTES": tiling.bk_bytes, "STAGES": tiling.stages,
         "WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n,
         "MIN_BLOCKS": tiling.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies take registers
-        "GROUP": 8, "X_COPY": x_copy, "W_COPY": w_copy,
+        "GROUP": 8, "X_COPY": x_copy, "W_COPY": w_copy, "X_PITCH": x_pitch, "W_PITCH": w_pitch,
     }  # fmt: skip
 
 

@@ -2,8 +2,19 @@
 //
 // A block has a producer warpgroup, of which one thread issues all loads, and consumers; it stays and takes every
 // gridDim.x-th tile. Results go to memory by TMA, through shared memory, and residuals come the same way, during the
-// multiplications before.
+// multiplications before. DIRECT: threads store results from shared memory.
 #include "gemm_hopper.cuh"
+
+// y as the kernel gets it, and as it is passed on.
+#if DIRECT
+#define RESULT T*
+#define PASSED_ON
+using Result = T*;
+#else
+#define RESULT const __grid_constant__ TensorMap
+#define PASSED_ON &
+using Result = const TensorMap*;
+#endif
 
 namespace {
 
@@ -22,10 +33,9 @@ struct Vectors {
 
     __device__ __forceinline__ void fetch(const T* bias, const T* up_bias, const T* scale, int column, int n) {
         int i = 0;
-        const bool inside = column < n;  // n is a multiple of 8
-        if constexpr (BIAS) words[i++] = inside && (PRODUCTS == 1 || bias) ? load_cached<2>(bias + column).words[0] : 0;
-        if constexpr (UP_BIAS) words[i++] = inside ? load_cached<2>(up_bias + column).words[0] : 0;
-        if constexpr (COLUMN_SCALE) words[i++] = inside ? load_cached<2>(scale + column).words[0] : 0;
+        if constexpr (BIAS) words[i++] = PRODUCTS == 1 || bias ? load_two(bias + column, n - column) : 0;
+        if constexpr (UP_BIAS) words[i++] = load_two(up_bias + column, n - column);
+        if constexpr (COLUMN_SCALE) words[i++] = load_two(scale + column, n - column);
     }
 
     __device__ __forceinline__ void put(float2* vectors) const {
@@ -48,14 +58,33 @@ __device__ __forceinline__ void read_added(const float2* vectors, int column, Ad
 
 // What the results of each product need.
 struct Results {
-    const TensorMap* y[PRODUCTS];
+    Result y[PRODUCTS];
     const T* bias[PRODUCTS];  // PRODUCTS > 1: may be null
 };
+
+// By a warp: `row` of a swizzled piece, of which y has `left` elements. Two at a time, from a multiple of 4 bytes on; the
+// first lane may have those of both ends.
+[[maybe_unused]] __device__ __forceinline__ void store_row(const char* piece, int row, T* to, int left) {
+    const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
+    const int first = (2 * lane - odd) & 63, second = 2 * lane + 1 - odd;
+    const auto at = [&](int column) {
+        const int place = row * ROW_BYTES + ((column / 8 ^ row % 8) << 4) + column % 8 * 2;
+        return u32(reinterpret_cast<const T*>(piece + place)->bits);
+    };
+    const u32 low = at(first), high = at(second), both = low | high << 16;
+    if (first < second && second < left) {
+        store_bytes<false, 4>(reinterpret_cast<char*>(to + first), &both);
+    } else {
+        if (first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &low);
+        if (second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
+    }
+}
 
 // One consumer's way from accumulators to memory.
 struct Output {
     const TensorMap& residual;
-    u32 pieces;          // shared memory, as TMA swizzles it
+    const char* results;  // shared memory, in pieces as TMA swizzles them
+    u32 pieces;          // where that is
     u32 lane_at;         // where in a piece this lane's row of matrices begins
     const float2* vectors;  // shared memory
     u32 residual_full;   // barrier: the tile's residual has arrived
@@ -104,7 +133,7 @@ struct Output {
     }
 
     // What lies beyond y is not written.
-    __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], const TensorMap& y, int2 origin,
+    __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
                                            float alpha, float beta) {
         if constexpr (RESIDUAL) {
             hopper::barrier_wait(residual_full, parity);
@@ -118,23 +147,42 @@ struct Output {
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);
-        if (thread > 0) return;
+        put(y, origin, m, n);
+    }
+
+    template <class Y>  // Result: so that only its own way compiles
+    __device__ __forceinline__ void put(Y y, int2 origin, int m, int n) const {
+        if constexpr (DIRECT) {
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            hopper::store(y, pieces + i * PIECE_BYTES, origin.y + i % PIECE_COLUMNS * 64,
-                          origin.x + i / PIECE_COLUMNS * 64);
-        hopper::store_commit();
+            for (int i = 0; i < PIECES; ++i) {
+                const int column = origin.y + i % PIECE_COLUMNS * 64, above = origin.x + i / PIECE_COLUMNS * 64;
+#pragma unroll 4
+                for (int row = thread / 32; row < min(64, m - above); row += 4)
+                    store_row(results + i * PIECE_BYTES, row, y + size_t(above + row) * n + column, n - column);
+            }
+            if (!RESIDUAL) return;
+            hopper::store_fence();
+            hopper::named_barrier(named, 128);  // the next residual takes their place
+        } else {
+            if (thread > 0) return;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                hopper::store(*y, pieces + i * PIECE_BYTES, origin.y + i % PIECE_COLUMNS * 64,
+                              origin.x + i / PIECE_COLUMNS * 64);
+            hopper::store_commit();
+        }
     }
 };
 
 __device__ __forceinline__ void consume(const Results& results, const TensorMap& residual, char* memory,
                                         Barriers barriers, const Tiles& tiles, const Weights& weights,
-                                        const T* up_bias, const T* scale, float alpha, float beta, int steps) {
+                                        const T* up_bias, const T* scale, float alpha, float beta, int m, int steps) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
-    Output output{residual, shared + PIECES_AT + consumer * PIECES * PIECE_BYTES,
+    const int pieces = PIECES_AT + consumer * PIECES * PIECE_BYTES;
+    Output output{residual, memory + pieces, shared + pieces,
                   u32(row * ROW_BYTES + ((lane / 16 ^ row % 8) << 4)), vectors,
                   barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
     const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
@@ -163,7 +211,7 @@ __device__ __forceinline__ void consume(const Results& results, const TensorMap&
         if (!RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // the last tile's results have left
         if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
         if (VECTORS > 0 || !RESIDUAL) hopper::named_barrier(output.named, 128);
-        output.finish(d, *pick(results.y, product), origin, alpha, beta);
+        output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), alpha, beta);
     }
     if (thread == 0) hopper::store_wait_read<0>();
 }
@@ -183,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if GATED
                 const __grid_constant__ TensorMap up,
 #endif
-                EACH(const __grid_constant__ TensorMap, y),
+                EACH(RESULT, y),
 #if RESIDUAL
                 const __grid_constant__ TensorMap residual,
 #endif
@@ -193,19 +241,21 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     const TensorMap& up = w;
 #endif
 #if !RESIDUAL
-    const TensorMap& residual = y;
+    const TensorMap& residual = x;
 #endif
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
     const Weights weights{{EACH(&, w)}, {EACH(, n)}};
-    const Results results{{EACH(&, y)}, {EACH(, bias)}};
+    const Results results{{EACH(PASSED_ON, y)}, {EACH(, bias)}};
     if (threadIdx.x == 0) {
         hopper::prefetch(x);
         for (const TensorMap* map : weights.maps) hopper::prefetch(*map);
         if constexpr (GATED) hopper::prefetch(up);
         if constexpr (RESIDUAL) hopper::prefetch(residual);
-        for (const TensorMap* map : results.y) hopper::prefetch(*map);
+#if !DIRECT
+        for (Result each : results.y) hopper::prefetch(*each);
+#endif
     }
     init_barriers(barriers, CONSUMERS);
     sync_blocks();
@@ -219,6 +269,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(results, residual, memory, barriers, tiles, weights, up_bias, scale, alpha, beta, steps);
+        consume(results, residual, memory, barriers, tiles, weights, up_bias, scale, alpha, beta, m, steps);
     }
 }

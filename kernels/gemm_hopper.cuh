@@ -11,6 +11,8 @@
 //   SPLIT           blocks of a cluster, which share a tile, each with a part of k: 1 but for gemm_hopper_split.cu
 //   PRODUCTS        of x with as many weights, each of its own n and with its own y and bias: 1 to 3. Above 1 neither
 //                   GATED nor anything but a BIAS
+//   DIRECT          0: n is a multiple of 8 and TMA stores y.  1: threads do, whose rows begin at any element, as vectors
+//                   do; what TMA reads still has rows of multiples of 16 bytes
 //   WEIGHTS_CONSTANT  1: no kernel writes them, so that the first are read before the one in front of this has ended
 //   ACTIVATION      a name of activations.cuh     BIAS, UP_BIAS, COLUMN_SCALE, RESIDUAL   1 where present
 //
@@ -240,6 +242,13 @@ __device__ __forceinline__ float2 widen_two(u32 word) {
     float both[2];
     widen(T(), word, both);
     return {both[0], both[1]};
+}
+
+// Two neighbours of a row that has `left` elements from `from` on; zeros beyond.
+__device__ __forceinline__ u32 load_two(const T* from, int left) {
+    if constexpr (!DIRECT) return left > 0 ? load_cached<2>(from).words[0] : 0;
+    const u32 first = left > 0 ? load_cached<1>(from).words[0] : 0;
+    return left > 1 ? load_cached<1>(from + 1).words[0] << 16 | first : first;
 }
 
 // Four sums of a thread, in wgmma's order of two columns and two rows, to results.

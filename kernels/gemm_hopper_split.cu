@@ -54,22 +54,21 @@ struct Eight {
     int row, column;
     u32 bias, up_bias, scale, residual[2];
 
-    __device__ __forceinline__ bool inside(const Operands& of, int i) const {
-        return column < of.n && row + 8 * i < of.m;  // n is a multiple of 8
+    // Columns that are left of a row.
+    __device__ __forceinline__ int left(const Operands& of, int i) const {
+        return row + 8 * i < of.m ? of.n - column : 0;
     }
     __device__ __forceinline__ size_t at(const Operands& of, int i) const {
         return size_t(row + 8 * i) * of.n + column;
     }
 
     __device__ __forceinline__ void fetch(const Operands& of) {
-        const bool within = column < of.n;
-        if constexpr (BIAS) bias = within ? load_cached<2>(of.bias + column).words[0] : 0;
-        if constexpr (UP_BIAS) up_bias = within ? load_cached<2>(of.up_bias + column).words[0] : 0;
-        if constexpr (COLUMN_SCALE) scale = within ? load_cached<2>(of.scale + column).words[0] : 0;
+        if constexpr (BIAS) bias = load_two(of.bias + column, of.n - column);
+        if constexpr (UP_BIAS) up_bias = load_two(of.up_bias + column, of.n - column);
+        if constexpr (COLUMN_SCALE) scale = load_two(of.scale + column, of.n - column);
         if constexpr (RESIDUAL)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                residual[i] = inside(of, i) ? load_cached<2>(of.residual + at(of, i)).words[0] : 0;
+            for (int i = 0; i < 2; ++i) residual[i] = load_two(of.residual + at(of, i), left(of, i));
     }
 
     __device__ __forceinline__ void finish(const float* d, const float* up, const Operands& of) const {
@@ -81,7 +80,7 @@ struct Eight {
         activate_four(d, up, added, of.alpha, of.beta, results);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (!inside(of, i)) continue;
+            if (left(of, i) <= 0) continue;
             float both[2] = {results[2 * i], results[2 * i + 1]};
             if constexpr (RESIDUAL) {
                 float more[2];
@@ -89,7 +88,14 @@ struct Eight {
                 both[0] += more[0];
                 both[1] += more[1];
             }
-            store<false>(of.y + at(of, i), both);
+            T* to = of.y + at(of, i);
+            if constexpr (DIRECT) {
+                const float first[1] = {both[0]}, second[1] = {both[1]};
+                store<false>(to, first);
+                if (left(of, i) > 1) store<false>(to + 1, second);
+            } else {
+                store<false>(to, both);
+            }
         }
     }
 };

@@ -6,6 +6,7 @@
 //
 //   ITEM_T  storage type     COLUMNS, DEPTH  n and k     TRANSPOSED  1: w and up are n x k, 0: k x n
 //   BM, BN, BK_BYTES, STAGES  as above    WARPS_M, WARPS_N  how warps divide the tile
+//   X_PITCH, W_PITCH  elements from row to row of x, and of w and up
 //   X_COPY, W_COPY  bytes of a copy to shared memory: 16, 8, 4, or 2, which goes through registers
 //   GROUP  tiles along m that run side by side, so that they find w in L2
 //   and the constants of gemm_epilogue.cuh
@@ -36,9 +37,9 @@ __device__ __forceinline__ int place_of(int row, int chunk) {
     else return place<ROW_BYTES>(row, chunk);
 }
 
+// The first `read` bytes; the rest is zero.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(unsigned to, const char* from, bool there) {
-    const int read = there ? BYTES : 0;  // the rest is zero
+__device__ __forceinline__ void copy_async(unsigned to, const char* from, int read) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read)
                      : "memory");
@@ -47,8 +48,9 @@ __device__ __forceinline__ void copy_async(unsigned to, const char* from, bool t
                      : "memory");
 }
 
-// The copy of one operand's part of a stage: ROWS rows of ROW_BYTES out of a matrix with rows of LINE bytes.
-template <int ROWS, int ROW_BYTES, i64 LINE, int COPY, bool PAIRS>
+// The copy of one operand's part of a stage: ROWS rows of ROW_BYTES out of a matrix with a row every LINE bytes. CUT: the
+// last copy of a row may be of a part of its bytes.
+template <int ROWS, int ROW_BYTES, i64 LINE, int COPY, bool CUT, bool PAIRS>
 struct Tile {
     static constexpr int CHUNKS = ROW_BYTES / 16;
     static constexpr int EACH = (ROWS * CHUNKS + THREADS - 1) / THREADS;
@@ -74,8 +76,10 @@ struct Tile {
                 const unsigned target = to + place_of<ROW_BYTES, PAIRS>(row, chunk);
 #pragma unroll
                 for (int at = 0; at < 16; at += COPY) {
-                    const bool there = row < rows && chunk * 16 + at < bytes;
-                    copy_async<COPY>(target + at, there ? source + at : from, there);
+                    const i64 left = bytes - (chunk * 16 + at);
+                    const bool there = row < rows && left > 0;
+                    const int most = CUT ? int(min(left, i64(COPY))) : COPY;
+                    copy_async<COPY>(target + at, there ? source + at : from, there ? most : 0);
                 }
             }
         });
@@ -104,8 +108,9 @@ struct Tile {
 };
 
 constexpr bool TF32 = ITEM == 4;
-using TileX = Tile<BM, BK_BYTES, i64(K) * ITEM, X_COPY, false>;
-using TileW = Tile<W_ROWS, W_ROW_BYTES, i64(TRANSPOSED ? K : N) * ITEM, W_COPY, TF32 && !TRANSPOSED>;
+constexpr bool X_CUT = K * ITEM % X_COPY > 0, W_CUT = (TRANSPOSED ? K : N) * ITEM % W_COPY > 0;
+using TileX = Tile<BM, BK_BYTES, i64(X_PITCH) * ITEM, X_COPY, X_CUT, false>;
+using TileW = Tile<W_ROWS, W_ROW_BYTES, i64(W_PITCH) * ITEM, W_COPY, W_CUT, TF32 && !TRANSPOSED>;
 
 struct Stage {
     TileX x;
@@ -124,7 +129,7 @@ struct Operands {
         for (int part = 0; part < PARTS; ++part) {
             const unsigned target = to + X_BYTES + part * W_BYTES;
             if constexpr (TRANSPOSED) stage.w[part].begin(target, w[part] + i64(k) * ITEM, columns, left);
-            else stage.w[part].begin(target, w[part] + i64(k) * N * ITEM, K - k, i64(columns) * ITEM);
+            else stage.w[part].begin(target, w[part] + i64(k) * W_PITCH * ITEM, K - k, i64(columns) * ITEM);
         }
     }
 
@@ -265,8 +270,8 @@ gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, c
     const int first = tile / side * GROUP, high = min(tiles_m - first, GROUP);
     const int row = (first + tile % side % high) * BM, column = tile % side / high * BN;
 
-    const i64 corner = TRANSPOSED ? i64(column) * K : column;
-    Operands operands{reinterpret_cast<const char*>(x + i64(row) * K), {}, m - row, N - column};
+    const i64 corner = TRANSPOSED ? i64(column) * W_PITCH : column;
+    Operands operands{reinterpret_cast<const char*>(x + i64(row) * X_PITCH), {}, m - row, N - column};
     operands.w[0] = reinterpret_cast<const char*>(w + corner);
     if constexpr (PARTS == 2) operands.w[PARTS - 1] = reinterpret_cast<const char*>(up + corner);
 

@@ -44,6 +44,10 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         )
         for m in (1, 8, 48, 300)
     },
+    "gemm of odd rows": (
+        "gemm_bias_activation", {"x": (300, 767), "w": (767, 769), "bias": (769,), "residual": (300, 769)},
+        {"weight_layout": "kn", "activation": "relu"}, 1,
+    ),
     "gated_gemm": (
         "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
     ),

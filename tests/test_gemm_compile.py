@@ -11,6 +11,7 @@ import pytest
 
 from onnxfuse.kernels import _gemm_mma, _gemm_small, gated_gemm, gemm_bias_activation, parallel_gemm
 from onnxfuse.kernels._gemm import Candidate, Gemm
+from onnxfuse.kernels._gemm_candidates import all_candidates
 from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorMap, TensorSpec
 
@@ -70,7 +71,8 @@ def products(device: Device) -> Iterator[Gemm]:
 
 
 def ways(gemm: Gemm, device: Device) -> list[Candidate]:
-    return [*_gemm_small.plans(gemm, device), *_gemm_mma.plans(gemm, device)]
+    some = _gemm_small.plans(gemm, device), _gemm_mma.plans(gemm, device), _gemm_mma.plans_of_copies(gemm, device)
+    return [way for each in some for way in each]
 
 
 def kernels(device: Device) -> list[Kernel]:
@@ -100,7 +102,30 @@ def test_launches_fit_the_device(device: Device) -> None:
             assert step.block[0] <= 1024
             assert step.cluster <= (8 if device.arch >= 90 else 1)
             assert step.grid[0] % step.cluster == 0
-            assert gemm.n % int(step.kernel.defines["WIDTH"]) == 0
+            assert gemm.n % int(step.kernel.defines.get("WIDTH", 1)) == 0
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("n", "k", "layout", "copied"),
+    [(768, 768, "kn", ""), (769, 768, "kn", "w"), (769, 768, "nk", ""), (768, 767, "kn", "x"), (768, 767, "nk", "xw")],
+)
+def test_rows_of_no_whole_vectors_are_copied(n: int, k: int, layout: str, copied: str, dtype: str, arch: int) -> None:
+    """By the candidates that come first for many rows; a copy has what rows of vectors take."""
+    gemm = replace(linear(1000, n, k, dtype, layout, DEVICES[arch]), residual=None, constant=True)
+    found = all_candidates(gemm, DEVICES[arch])
+    assert len(found) <= 8 and len({way.name for way in found}) == len(found)
+    assert (len(found[0].steps) == 2) == bool(copied)
+    if not copied:
+        return
+    first = found[0].steps[0]
+    assert isinstance(first, Launch) and first.early == (arch >= 90)
+    shapes = {"x": (1000, k), "w": (k, n) if layout == "kn" else (n, k)}
+    item = {"float16": 2, "float32": 4}[dtype]
+    padded = [shapes[name][0] * -(-shapes[name][1] * item // 16) * 16 for name in copied]
+    assert list(found[0].scratch) == padded
+    assert first.kernel.defines["WEIGHTS_CONSTANT"] == sum(1 << i for i, name in enumerate(copied) if name == "w")
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -29,7 +29,7 @@ from kernel_runs import (
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
-from onnxfuse.kernels import parallel_gemm
+from onnxfuse.kernels import _gemm_mma, parallel_gemm
 from onnxfuse.kernels._gemm import Candidate, Gemm
 from onnxfuse.kernels._gemm_operands import gemm_of
 from onnxfuse.provider.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
@@ -110,8 +110,9 @@ def set_up(case: Case, gpu: Device) -> Device:
 
 
 def ways(gemm: Gemm, device: Device) -> list[Candidate]:
+    """The candidates, and mma.sync's on copies, which GPUs of other kinds take."""
     found: list[Candidate] = importlib.import_module("onnxfuse.kernels._gemm_candidates").all_candidates(gemm, device)
-    return found
+    return [*found, *(way for way in _gemm_mma.plans_of_copies(gemm, device) if way not in found)]
 
 
 @pytest.fixture(scope="module", autouse=True)

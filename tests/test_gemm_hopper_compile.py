@@ -1,4 +1,4 @@
-"""The Hopper GEMM without a GPU: its tilings compile for sm_90a without spills; what TMA cannot read is refused."""
+"""The Hopper GEMM without a GPU: its tilings compile for sm_90a without spills; what TMA cannot read is copied."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ GATED = dataclasses.replace(
 )
 PARALLEL = dataclasses.replace(LINEAR, activation="none", column_scale=None, residual=None)
 PARALLEL = dataclasses.replace(PARALLEL, beside=(dataclasses.replace(PARALLEL, bias=None, n=520), PARALLEL))
+PRODUCTS = {"linear": LINEAR, "gated": GATED, "parallel": PARALLEL}
+ODD = {f"odd {name}": dataclasses.replace(gemm, n=gemm.n + 1) for name, gemm in PRODUCTS.items()}
 
 
 def launch(way: Candidate) -> Launch:
-    (step,) = way.steps
+    """The product's, which may follow one that copies."""
+    step = way.steps[-1]
     assert isinstance(step, Launch)
     return step
 
 
-@pytest.mark.parametrize("gemm", [LINEAR, GATED, PARALLEL], ids=["linear", "gated", "parallel"])
+@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
 @pytest.mark.parametrize("tiling", _gemm_hopper.TILINGS, ids=lambda tiling: tiling.name)
 def test_compiles_without_spills(tiling: _gemm_hopper.Tiling, gemm: Gemm) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     if tiling.split > 1:
-        gemm = dataclasses.replace(gemm, m=128, n=768, k=3072)
+        gemm = dataclasses.replace(gemm, m=128, n=768 + gemm.n % 8, k=3072)
     if not _gemm_hopper.fits(gemm, tiling, H200):
         pytest.skip("not for this product")
     kernel = launch(_gemm_hopper.candidate(gemm, tiling, H200)).kernel
@@ -46,7 +49,7 @@ def test_compiles_without_spills(tiling: _gemm_hopper.Tiling, gemm: Gemm) -> Non
 
 
 @pytest.mark.parametrize("m", [1, 17, 128, 1000, 4096, 8192])
-@pytest.mark.parametrize("gemm", [LINEAR, GATED, PARALLEL], ids=["linear", "gated", "parallel"])
+@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
 def test_launches_fit_the_device(gemm: Gemm, m: int) -> None:
     found = _gemm_hopper.plans(dataclasses.replace(gemm, m=m), H200)
     assert found
@@ -75,14 +78,51 @@ def test_products_of_one_launch_have_weights_of_one_layout() -> None:
     assert together([LINEAR, LINEAR]) == dataclasses.replace(LINEAR, beside=(LINEAR,))
 
 
+@pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize(
-    "change",
+    ("change", "copied", "direct"),
     [
-        {"n": 3076}, {"k": 764}, {"dtype": "float32"}, {"aligned": False}, {"m": 0}, {"n": 0}, {"k": 0},
+        ({"n": 776}, set(), False),
+        ({"n": 772}, {W, UP, RESIDUAL}, True),
+        ({"n": 772, "transposed": True}, {RESIDUAL}, True),
+        ({"k": 764}, {X}, False),
+        ({"k": 764, "transposed": True}, {X, W, UP}, False),
+        ({"n": 1, "k": 1}, {X, W, UP, RESIDUAL}, True),
+        ({"aligned": False}, {X, W, UP, RESIDUAL}, True),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_tma_or_wgmma_cannot_take_has_no_candidate(change: dict[str, object]) -> None:
+def test_what_tma_cannot_read_is_copied(
+    change: dict[str, object], copied: set[Pointer], direct: bool, split: int
+) -> None:
+    """And what it cannot write threads store; blocks that share a tile load the residual, too."""
+    gemm = dataclasses.replace(LINEAR, m=100, n=768, up=UP, constant=True)
+    gemm = dataclasses.replace(gemm, **change)  # type: ignore[arg-type]
+    way = _gemm_hopper.candidate(gemm, _gemm_hopper.Tiling(128, 128, split=split), H200)
+    copied = copied - ({RESIDUAL} if split > 1 else set())
+    assert len(way.steps) == 1 + bool(copied) and len(way.scratch) == len(copied)
+    first, product = way.steps[0], launch(way)
+    assert isinstance(first, Launch)
+    copies = [argument for argument in first.arguments if isinstance(argument, Pointer)] if copied else []
+    assert set(copies[::2]) == copied and copies[1::2] == [Pointer("scratch", i) for i in range(len(copied))]
+    maps = {argument.pointer: argument for argument in product.arguments if isinstance(argument, TensorMap)}
+    for source, target, size in zip(copies[::2], copies[1::2], way.scratch, strict=True):
+        assert source not in product.arguments and source not in maps
+        columns, rows = maps[target].sizes
+        assert 2 * columns <= maps[target].strides[0] < 2 * columns + 16 and maps[target].strides[0] * rows == size
+    assert all(each.strides[0] % 16 == 0 for each in maps.values())
+    assert (gemm.y in maps) == (not direct and split == 1) and product.kernel.defines["DIRECT"] == int(direct)
+    assert product.kernel.defines["WEIGHTS_CONSTANT"] == int(W not in copied), "copies are read once they are made"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"}, {"m": 0}, {"n": 0}, {"k": 0}, {"m": 2**31 - 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_wgmma_cannot_take_has_no_candidate(change: dict[str, object]) -> None:
     assert not _gemm_hopper.plans(dataclasses.replace(LINEAR, **change), H200)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ import pytest
 from onnxfuse.kernels import _gemm_hopper
 from onnxfuse.kernels._gemm import Gemm
 from onnxfuse.kernels._gemm_hopper import Tiling
+from onnxfuse.kernels._gemm_pad import Copy, padded, whole
 from onnxfuse.provider.build_native import compiler
 from onnxfuse.provider.plan import Device, Kernel, Launch, Pointer, Scalar, TensorMap
 
@@ -49,12 +50,15 @@ class Case:
     extra: tuple[str, ...]
     blocks: int | None
     beside: tuple[int, ...] = ()  # n of further products of x, of which the first has no bias
+    aligned: bool = True
 
     def __str__(self) -> str:
-        return f"{self.tiling.name} {self.m}x{self.n}x{self.k} {self.dtype} {'nk' * self.transposed or 'kn'}"
+        layout = f"{'nk' * self.transposed or 'kn'}{'' if self.aligned else ' misaligned'}"
+        return f"{self.tiling.name} {self.m}x{self.n}x{self.k} {self.dtype} {layout}"
 
 
-# Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal numbers of tiles.
+# Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal numbers of tiles;
+# then rows that begin anywhere, of y alone, of all but y, of everything.
 CASES = [
     Case(Tiling(128, 128, pingpong=True), 200, 264, 456, "float16", False, LINEAR, 2),
     Case(Tiling(128, 128, pingpong=True), 200, 264, 264, "bfloat16", True, GATED, 2),
@@ -68,6 +72,16 @@ CASES = [
     Case(Tiling(128, 128, split=2), 100, 136, 200, "bfloat16", True, GATED, None),
     Case(Tiling(128, 128, pingpong=True), 200, 264, 136, "float16", False, ("bias",), 2, (136, 72)),
     Case(Tiling(128, 64), 100, 72, 200, "bfloat16", True, ("bias",), 2, (136,)),
+    Case(Tiling(128, 128, pingpong=True), 201, 265, 136, "float16", True, LINEAR, 2),
+    Case(Tiling(64, 64, pingpong=True), 131, 129, 201, "bfloat16", False, ("residual",), 2),
+    Case(Tiling(128, 256), 200, 136, 203, "float16", True, GATED, 2),
+    Case(Tiling(192, 192), 300, 387, 70, "float16", False, ("bias",), 1),
+    Case(Tiling(128, 64, split=3), 101, 135, 457, "float16", False, LINEAR, None),
+    Case(Tiling(128, 128, split=2), 100, 131, 201, "bfloat16", True, GATED, None),
+    Case(Tiling(128, 128, pingpong=True), 200, 1, 1, "float16", False, (), 2),
+    Case(Tiling(128, 128, pingpong=True), 200, 264, 137, "float16", False, ("bias",), 2, (135, 72)),
+    Case(Tiling(128, 128, pingpong=True), 200, 264, 136, "float16", False, LINEAR, 2, aligned=False),
+    Case(Tiling(128, 64, split=2), 100, 72, 136, "bfloat16", True, LINEAR, None, aligned=False),
 ]
 
 
@@ -114,7 +128,7 @@ def expect(case: Case, arrays: dict[str, np.ndarray], number: str) -> np.ndarray
 def product(case: Case, places: dict[str, Pointer], number: str, output: int) -> Gemm:
     named = {"w": places["w" + number], "bias": places.get("bias" + number)}
     n = (case.n, *case.beside)[output]
-    sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, True), case.dtype == "float16"
+    sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, case.aligned), case.dtype == "float16"
     others = {name: places[name] for name in case.extra if name != "bias"} if not number else {}
     return Gemm(*sizes, x=places["x"], y=Pointer("output", output), activation="relu", constant=constant, **named,
                 **others)  # fmt: skip
@@ -131,6 +145,21 @@ def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | 
     return maps
 
 
+def empty(case: Case, shape: tuple[int, int]) -> np.ndarray:
+    """NaN, from a multiple of 16 bytes on, or one element after it."""
+    count = shape[0] * shape[1]
+    values = np.full(count + 8, np.nan, NUMPY[case.dtype])
+    skip = -values.ctypes.data // 2 % 8 + (0 if case.aligned else 1)
+    return values[skip : skip + count].reshape(shape)
+
+
+def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
+    """What gemm_pad.cu writes, and NaN."""
+    target = np.full((copy.rows, whole(copy.columns, copy.dtype)), np.nan, source.dtype)
+    target[:, : copy.columns] = source
+    return target
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
@@ -138,12 +167,15 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     numbers = ("", "_2", "_3")[: 1 + len(case.beside)]
     first, *others = (product(case, places, number, i) for i, number in enumerate(numbers))
     gemm = dataclasses.replace(first, beside=tuple(others))
-    (step,) = _gemm_hopper.candidate(gemm, case.tiling, H200).steps
+    step = _gemm_hopper.candidate(gemm, case.tiling, H200).steps[-1]
     assert isinstance(step, Launch)
-    found = [np.full((case.m + 1, each.n), np.nan, NUMPY[case.dtype]) for each in (first, *others)]
+    found = [empty(case, (case.m + 1, each.n)) for each in (first, *others)]
+    gemm, copies = padded(gemm, residual=case.tiling.split == 1)
+    made = {copy.target: copied(copy, list(arrays.values())[copy.source.index]) for copy in copies}
     addresses = {pointer: arrays[name].ctypes.data for name, pointer in places.items()}
+    addresses |= {pointer: array.ctypes.data for pointer, array in made.items()}
     addresses |= {Pointer("output", i): y.ctypes.data for i, y in enumerate(found)}
-    every: list[Gemm | None] = [first, *others, None, None][:3]
+    every: list[Gemm | None] = [gemm, *gemm.beside, None, None][:3]
     order = [gemm.x, *(each and each.w for each in every), gemm.up, *(each and each.y for each in every), gemm.residual]
     maps = prepared(step, addresses, order)
 
@@ -151,10 +183,11 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
         return ctypes.c_void_p(addresses[pointer] if pointer else None)
 
     biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
+    outputs = (ctypes.c_void_p * 3)(*(address(each and each.y) for each in every))
     sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
     (group,) = (each.value for each in step.arguments[-1:] if isinstance(each, Scalar))
     library(step.kernel, tmp_path).run(
-        maps, address(gemm.y), address(gemm.residual), biases, address(gemm.up_bias), address(gemm.column_scale),
+        maps, outputs, address(gemm.residual), biases, address(gemm.up_bias), address(gemm.column_scale),
         case.m, sizes, case.k, group, case.blocks or step.grid[0], step.cluster, step.shared,
     )  # fmt: skip
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]

@@ -85,18 +85,23 @@ static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }
 
 template <class T, int N>
-struct Pack { u32 words[N * sizeof(T) / 4]; };
+struct Pack { u32 words[(N * sizeof(T) + 3) / 4]; };
 
 template <int N, class T>
 Pack<T, N> load_cached(const T* from) {
-    Pack<T, N> loaded;
-    memcpy(&loaded, from, sizeof loaded);
+    Pack<T, N> loaded{};
+    memcpy(&loaded, from, N * sizeof(T));
     return loaded;
 }
 
 template <bool LEAVING, int N, class T>
 void store(T* to, const float (&values)[N]) {
     for (int i = 0; i < N; ++i) to[i].bits = narrowed(T(), values[i]);
+}
+
+template <bool LEAVING, int BYTES>
+void store_bytes(char* to, const u32* from) {
+    memcpy(to, from, BYTES);
 }
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+// Copies of up to four matrices of 16-bit elements, or halves of 32-bit ones, whose rows begin at multiples of 16 bytes,
+// as TMA and vectors need it. What is between the end of a row and the next is left as it is, or gets one element of
+// anything.
+//
+// A warp copies SEGMENT elements of a row, a lane two next to each other at a time: loads of single elements, as rows
+// begin anywhere, all before the first store.
+//
+//   WEIGHTS_CONSTANT  bit i: no kernel writes matrix i, so that it is read before the kernel in front of this has ended
+#include "types.cuh"
+
+namespace {
+
+constexpr int PAIRS = 8;  // of a lane
+constexpr int SEGMENT = 64 * PAIRS;
+
+struct Matrix {
+    const f16* from;
+    f16* to;
+    int rows, columns;
+
+    __device__ __forceinline__ u32 segments() const { return (u32(columns) + SEGMENT - 1) / SEGMENT; }
+
+    // One of rows * segments() parts.
+    __device__ __forceinline__ void copy(u32 part, bool constant) const {
+        const u32 row = part / segments(), first = part % segments() * SEGMENT + threadIdx.x % 32 * 2;
+        const f16* source = from + u64(row) * columns;
+        f16* target = to + u64(row) * ((columns + 7) / 8 * 8);
+        u32 pairs[PAIRS][2];
+        if (!constant) wait_for_predecessor();
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the end the last again: a load under a condition waits
+            const u32 column = first + i / 2 * 64 + i % 2;
+            pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
+        }
+        if (constant) wait_for_predecessor();
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const u32 column = first + i * 64, both = pairs[i][0] | pairs[i][1] << 16;
+            if (column < columns) store_bytes<false, 4>(reinterpret_cast<char*>(target + column), &both);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(256)
+    gemm_pad(const f16* from, f16* to, int rows, int columns, const f16* from_2, f16* to_2, int rows_2, int columns_2,
+             const f16* from_3, f16* to_3, int rows_3, int columns_3, const f16* from_4, f16* to_4, int rows_4,
+             int columns_4) {
+    const Matrix matrices[] = {{from, to, rows, columns},
+                               {from_2, to_2, rows_2, columns_2},
+                               {from_3, to_3, rows_3, columns_3},
+                               {from_4, to_4, rows_4, columns_4}};
+    release_successor();
+    u64 part = u64(blockIdx.x) * (256 / 32) + threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u64 parts = u64(matrices[i].rows) * matrices[i].segments();
+        if (part < parts) return matrices[i].copy(u32(part), WEIGHTS_CONSTANT >> i & 1);
+        part -= parts;
+    }
+}
