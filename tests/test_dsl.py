@@ -29,6 +29,7 @@ from onnxfuse import (
     optimize,
     rearrange,
     require,
+    results,
     scalar,
     scaled,
     shared,
@@ -562,6 +563,22 @@ def no_scalar() -> Fusion:
     return wrong
 
 
+def no_node() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n")):
+        return results(op.Relu(x) + x, 2)[0]
+
+    return wrong
+
+
+def not_stored() -> Fusion:
+    @fusion(out="n")
+    def wrong(x=tensor("n")):
+        return results(op.Split(x, axis=0), 2)[0]
+
+    return wrong
+
+
 def no_parameter() -> Fusion:
     @fusion(out="n", example={"z": (1, 2)})
     def wrong(x=tensor("n")):
@@ -579,6 +596,8 @@ def no_parameter() -> Fusion:
         (no_term, "a pattern is made of terms and numbers, not str"),
         (no_operator, "ONNX has no operator 'Sigmod'. Did you mean 'Sigmoid'?"),
         (no_scalar, "scaled() needs a scalar parameter as its second argument"),
+        (no_node, "results() needs an operator as its first argument"),
+        (not_stored, "'wrong' has results() outside stored(ort=...)"),
         (no_parameter, "example= names 'z', which is no parameter"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
