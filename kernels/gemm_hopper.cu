@@ -62,20 +62,17 @@ struct Results {
     const T* bias[PRODUCTS];  // PRODUCTS > 1: may be null
 };
 
-// By a warp: `row` of a swizzled piece, of which y has `left` elements. Two at a time, from a multiple of 4 bytes on; the
-// first lane may have those of both ends.
-[[maybe_unused]] __device__ __forceinline__ void store_row(const char* piece, int row, T* to, int left) {
+// By a warp: a row of a piece, of which y has `left` elements; `word` is a lane's two. They are stored in pairs that begin
+// at multiples of 4 bytes: where those are not the lanes' own, the first lane has the elements of both ends.
+[[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, T* to, int left) {
     const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
+    const u32 before = __shfl_sync(0xffffffff, word, (lane + 31) % 32), both = odd ? word << 16 | before >> 16 : word;
     const int first = (2 * lane - odd) & 63, second = 2 * lane + 1 - odd;
-    const auto at = [&](int column) {
-        const int place = row * ROW_BYTES + ((column / 8 ^ row % 8) << 4) + column % 8 * 2;
-        return u32(reinterpret_cast<const T*>(piece + place)->bits);
-    };
-    const u32 low = at(first), high = at(second), both = low | high << 16;
     if (first < second && second < left) {
         store_bytes<false, 4>(reinterpret_cast<char*>(to + first), &both);
     } else {
-        if (first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &low);
+        const u32 high = both >> 16;
+        if (first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &both);
         if (second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
     }
 }
@@ -153,12 +150,17 @@ struct Output {
     template <class Y>  // Result: so that only its own way compiles
     __device__ __forceinline__ void put(Y y, int2 origin, int m, int n) const {
         if constexpr (DIRECT) {
+            const int lane = thread % 32, warp = thread / 32;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
-                const int column = origin.y + i % PIECE_COLUMNS * 64, above = origin.x + i / PIECE_COLUMNS * 64;
-#pragma unroll 4
-                for (int row = thread / 32; row < min(64, m - above); row += 4)
-                    store_row(results + i * PIECE_BYTES, row, y + size_t(above + row) * n + column, n - column);
+                const int row = origin.x + i / PIECE_COLUMNS * 64 + warp, column = origin.y + i % PIECE_COLUMNS * 64;
+                T* to = y + size_t(row) * n + column;
+#pragma unroll
+                for (int j = 0; j < 64; j += 4, to += 4 * size_t(n)) {
+                    const int place = i * PIECE_BYTES + (warp + j) * ROW_BYTES + ((lane / 4 ^ warp ^ j % 8) << 4);
+                    if (row + j < m)
+                        store_row(*reinterpret_cast<const u32*>(results + place + lane % 4 * 4), to, n - column);
+                }
             }
             if (!RESIDUAL) return;
             hopper::store_fence();

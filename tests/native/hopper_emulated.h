@@ -289,7 +289,12 @@ void launch(int grid, int size, int shared_bytes, Kernel kernel) {
 
 }  // namespace emulated
 
-inline int __shfl_sync(unsigned, int value, int) { return value; }  // of values that a warp's threads share
+template <class Word>
+Word __shfl_sync(unsigned, Word value, int lane) {
+    const Word found = emulated::exchange(value)[lane];
+    emulated::end_exchange();
+    return found;
+}
 inline void __syncwarp() {}
 inline void __syncthreads() { emulated::meet(emulated::here->named[0], emulated::THREADS, true); }
 
