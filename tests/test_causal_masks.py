@@ -132,6 +132,20 @@ def test_the_operator_under_a_causal_mask(seen: str, form: bytes) -> None:
     assert (attributes["form"], attributes["operands"]) == (form, b"q k v mask")
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 6), (1, 6), (9, 6)])
+def test_the_operator_under_nothing_else(queries: int, keys: int) -> None:
+    """Rows before the first key are 0."""
+    original = model(SEEN.replace("seen =", "keep ="), "q", "k" if queries != keys else "q", after=OPERATOR)
+    optimized, attributes = fused(original)
+    assert (attributes["form"], attributes["operands"]) == (b"causal_operator", b"q k v")
+    random = np.random.default_rng(queries)
+    shapes = {"q": queries, "k_heads": keys, "v": keys}
+    feeds = {name: random.standard_normal((3, HEADS, n, SIZE), np.float32) for name, n in shapes.items()}
+    feeds["p"] = np.ones((3, keys), np.bool_)
+    (expected,), (found,) = (run(each, feeds)[0] for each in (original, optimized))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 PADDINGS = {
     "none": lambda i: i >= 0,
     "left": lambda i: i >= 3,
@@ -182,12 +196,12 @@ def test_a_causal_mask_is_a_diagonal_beside_the_padding(padded: bool) -> None:
 
 
 def test_the_operator_has_a_causal_mask_as_well() -> None:
-    mask = ("", (2, 1, 1, 300), "bool")
     for is_causal, queries, causal in (0, 300, 0), (0, 200, 100), (1, 200, 0), (0, 1, None):
         given = {"form": "causal_operator", "is_causal": is_causal}
-        node, inputs = case(2, (4, 2), queries, 300, (64, 64), mask=mask, **given)
-        problem, _ = attention.attention_of(node, inputs, H200)
-        assert (problem.mask_kind, problem.causal, problem.masked_score) == ("boolean", causal, -math.inf)
+        for kind, mask in ("boolean", ("", (2, 1, 1, 300), "bool")), ("none", None):
+            node, inputs = case(2, (4, 2), queries, 300, (64, 64), mask=mask, **given)
+            problem, _ = attention.attention_of(node, inputs, H200)
+            assert (problem.mask_kind, problem.causal, problem.masked_score) == (kind, causal, -math.inf)
 
 
 @pytest.mark.parametrize(
