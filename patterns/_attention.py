@@ -133,13 +133,13 @@ def _is_half(dtypes: dict[str, str], scale: float | None) -> bool:
 
 
 def _fits(
-    batch: Any, queries: Any, keys: Any, new: Any, heads: int, kv_heads: int, size: Any, value_size: Any,
+    batch: Any, queries: Any, keys: Any, new: Any, heads: Any, kv_heads: Any, size: Any, value_size: Any,
     cache_layout: str | None,
 ) -> bool:  # fmt: skip
     known = isinstance(batch, int) and isinstance(queries, int) and batch > 0 and queries > 0
     shaped = isinstance(size, int) and size == value_size and size % 8 == 0 and size <= LARGEST_HEAD
     if new is None:
-        return known and shaped and keys == queries and kv_heads < heads
+        return known and shaped and keys == queries and kv_heads != heads
     return known and shaped and new == queries and 1 in (batch, queries) and cache_layout == "bhsd"
 
 

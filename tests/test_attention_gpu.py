@@ -97,6 +97,12 @@ def test_lengths(device: Device, dtype: str, queries: int, keys: int, causal: bo
     check(Case(queries=queries, keys=keys, dtype=dtype, operator=True, causal=causal, heads=4), device)
 
 
+@pytest.mark.parametrize("mask_axes", [(), (1, 0, 0, 1)], ids=["alone", "padding"])
+@pytest.mark.parametrize(("queries", "keys"), [(200, 200), (300, 40), (1, 4097)])
+def test_the_operator_under_a_triangle(device: Device, queries: int, keys: int, mask_axes: tuple[int, ...]) -> None:
+    check(Case(queries=queries, keys=keys, mask="causal", mask_axes=mask_axes, operator=True), device)
+
+
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_sizes(device: Device, grid: None, dtype: str, size: int, value_size: int) -> None:
