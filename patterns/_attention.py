@@ -128,8 +128,8 @@ def _where_exact(value: Term) -> Term:
     return given(fits, "float16 throughout, and a scale that is not 0, which would stand for the default", _is_half)
 
 
-def _is_half(dtypes: dict[str, str], scale: float | None) -> bool:
-    return _of_scores(dtypes) == {"float16"} and scale != 0
+def _is_half(dtypes: dict[str, str], dtype: str, scale: float | None) -> bool:
+    return _of_scores(dtypes) == {"float16"} == {dtype} and scale != 0
 
 
 def _fits(

@@ -277,3 +277,14 @@ def test_a_step_behind_any_past(batch: str, operator: str) -> None:
             (expected, _), (actual, reason) = run(model, inputs), run(optimized, inputs)
             assert expected is not None and actual is not None, reason
             assert_close(expected, actual, TensorProto.FLOAT16)
+
+
+def test_a_result_in_float32() -> None:
+    """GroupQueryAttention would be computed in float32, of which CUDA has none."""
+    unfused = build(causal())
+    unfused.model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
+    last = unfused.model.graph.node[-1]
+    unfused.model.graph.node.append(onnx.helper.make_node("Cast", ["half"], [*last.output], to=TensorProto.FLOAT))
+    last.output[0] = "half"
+    optimized, report = optimize(unfused.model, fallback="ort")
+    assert (report.counts, report.verified.passed, operator_of(optimized)) == ({"attention": 1}, True, "")
