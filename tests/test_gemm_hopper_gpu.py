@@ -75,7 +75,7 @@ def anywhere() -> Iterator[Case]:
 
 
 def epilogues_anywhere() -> Iterator[Case]:
-    for case in epilogues():
+    for case in dict.fromkeys(epilogues()):
         if case.activation in ("relu", "none", "gelu_tanh", "sigmoid"):
             yield replace(case, n=327, k=201)
 
