@@ -62,19 +62,17 @@ struct Results {
     const T* bias[PRODUCTS];  // PRODUCTS > 1: may be null
 };
 
-// By a warp: a row of a piece, of which y has `left` elements; `word` is a lane's two. They are stored in pairs that begin
-// at multiples of 4 bytes: where those are not the lanes' own, the first lane has the elements of both ends.
-[[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, T* to, int left) {
+// By a warp: a row of a piece, of which y has `left` elements, `word` is a lane's two and `before` those of the lane before,
+// in a ring. They are stored in pairs that begin at multiples of 4 bytes: where those are not the lanes' own, the first
+// lane has the elements of both ends.
+[[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
     const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
-    const u32 before = __shfl_sync(0xffffffff, word, (lane + 31) % 32), both = odd ? word << 16 | before >> 16 : word;
+    const u32 both = odd ? word << 16 | before >> 16 : word, high = both >> 16;
     const int first = (2 * lane - odd) & 63, second = 2 * lane + 1 - odd;
-    if (first < second && second < left) {
-        store_bytes<false, 4>(reinterpret_cast<char*>(to + first), &both);
-    } else {
-        const u32 high = both >> 16;
-        if (first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &both);
-        if (second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
-    }
+    const bool pair = first < second && second < left;
+    if (pair) store_bytes<false, 4>(reinterpret_cast<char*>(to + first), &both);
+    if (!pair && first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &both);
+    if (!pair && second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
 }
 
 // One consumer's way from accumulators to memory.
@@ -151,16 +149,22 @@ struct Output {
     __device__ __forceinline__ void put(Y y, int2 origin, int m, int n) const {
         if constexpr (DIRECT) {
             const int lane = thread % 32, warp = thread / 32;
+            const char* own = results + warp * ROW_BYTES + lane % 4 * 4;
 #pragma unroll
-            for (int i = 0; i < PIECES; ++i) {
-                const int row = origin.x + i / PIECE_COLUMNS * 64 + warp, column = origin.y + i % PIECE_COLUMNS * 64;
+            for (int i = 0; i < 2 * PIECES; ++i) {  // halves
+                const int above = i / 2 / PIECE_COLUMNS * 64 + i % 2 * 32, row = origin.x + above + warp;
+                const int column = origin.y + i / 2 % PIECE_COLUMNS * 64;
+                u32 words[8], before[8];  // all are read before the first is stored, which no read may pass
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const int place = (i * 32 + 4 * j) * ROW_BYTES + ((lane / 4 ^ warp ^ j % 2 * 4) << 4);
+                    words[j] = *reinterpret_cast<const u32*>(own + place);
+                    before[j] = __shfl_sync(0xffffffff, words[j], (lane + 31) % 32);
+                }
                 T* to = y + size_t(row) * n + column;
 #pragma unroll
-                for (int j = 0; j < 64; j += 4, to += 4 * size_t(n)) {
-                    const int place = i * PIECE_BYTES + (warp + j) * ROW_BYTES + ((lane / 4 ^ warp ^ j % 8) << 4);
-                    if (row + j < m)
-                        store_row(*reinterpret_cast<const u32*>(results + place + lane % 4 * 4), to, n - column);
-                }
+                for (int j = 0; j < 8; ++j, to += 4 * size_t(n))
+                    if (row + 4 * j < m) store_row(words[j], before[j], to, n - column);
             }
             if (!RESIDUAL) return;
             hopper::store_fence();
