@@ -110,12 +110,11 @@ def attention(
     key, and where the mask, a boolean one, is false; without a mask only the former.  `form` causal_operator is the
     operator under such a mask.
 
-    With `--fallback ort` the body is one of onnxruntime's own operators, where that computes the same.  It is
-    com.microsoft.GroupQueryAttention for causal attention without mask and bias in float16, of fewer key heads than
-    query heads and as many keys as queries, where batch and queries are known and heads have 8, 16, ... or 256
-    elements.  Else it is com.microsoft.MultiHeadAttention: not in bfloat16 or in several dtypes, not with softcap, a
-    scale of 0, a masked score that is finite and would have to be added (but in float32 below -1e30), and of ONNX's
-    Attention only without a mask but a causal one, causal where queries and keys are equally many.
+    With `--fallback ort` the body is com.microsoft.MultiHeadAttention, where that computes the same: not in bfloat16 or
+    in several dtypes, not with softcap, a scale of 0, a masked score that is finite and would have to be added (but in
+    float32 below -1e30), and of ONNX's Attention only without a mask but a causal one, causal where queries and keys
+    are equally many.  Such with softcap is com.microsoft.GroupQueryAttention in float16, where batch and queries are
+    known and heads have 8, 16, ... or 256 elements.
     """
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}",
@@ -138,5 +137,5 @@ def attention(
     by_groups, *_ = group_query_attention(ready[0], *grouped, scale, softcap)
     return stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=either(by_groups, multi_head_attention(*ready, mask, bias, scale, masked_score)),
+        ort=either(multi_head_attention(*ready, mask, bias, scale, masked_score), by_groups),
     )

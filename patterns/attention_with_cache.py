@@ -62,8 +62,9 @@ def attention_with_cache(
     batch, and one key head or rows before heads), only the new rows are written; memory that overlaps otherwise is
     refused when the node runs.  A cache of fixed size, into which rows are scattered, stays outside.
 
-    With `--fallback ort` com.microsoft.GroupQueryAttention makes the result and both caches of one query, or of several
-    in a batch of one, under attention()'s other conditions, with as many key heads as there are; `cache_layout` bhsd.
+    With `--fallback ort` result and caches come from com.microsoft.GroupQueryAttention, where that computes the same:
+    causal attention in float16 without mask and bias, of one query or of several in a batch of one, where both numbers
+    are known and heads have 8, 16, ... or 256 elements; `cache_layout` bhsd.  Else it is as in attention().
     """
     require(
         "{heads} query heads are {kv_heads} key heads times {repeats}",

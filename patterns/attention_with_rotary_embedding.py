@@ -120,5 +120,5 @@ def attention_with_rotary_embedding(
     by_groups, *_ = group_query_attention(ready[0], *grouped, scale, softcap)
     return stored(
         in_layout(context, "batch heads queries value_size"),
-        ort=either(by_groups, multi_head_attention(*ready, mask, bias, scale, masked_score)),
+        ort=either(multi_head_attention(*ready, mask, bias, scale, masked_score), by_groups),
     )
