@@ -193,6 +193,18 @@ def test_rows_behind_a_past(sizes: dict[str, int]) -> None:
     assert stored(causal(sizes=CACHED | sizes)) == GROUPED
 
 
+@pytest.mark.parametrize(
+    ("dtype", "score", "inputs"),
+    [(TensorProto.FLOAT16, -INFINITY, 3), (TensorProto.FLOAT16, -65504.0, 3), (TensorProto.FLOAT16, -10000.0, 6),
+     (TensorProto.FLOAT, LOWEST, 3), (TensorProto.FLOAT, -65504.0, 6)],
+)  # fmt: skip
+def test_a_triangle_is_an_attribute_or_a_bias(dtype: int, score: float, inputs: int) -> None:
+    spelling = causal(dtype=dtype, masked_score=score)
+    assert stored(spelling) == MULTI_HEAD
+    (body,) = optimize(build(spelling).model, fallback="ort", verify=False)[0].functions
+    assert [len(node.input) for node in body.node if node.op_type == MULTI_HEAD] == [inputs]
+
+
 def test_the_lowest_float16_leaves_out_too() -> None:
     for full in ("zero", "softmax"):
         assert stored(causal({"fully_masked": full}, CACHED, masked_score=-65504.0)) == GROUPED
