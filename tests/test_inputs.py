@@ -86,8 +86,8 @@ def test_names_that_only_look_like_expressions() -> None:
 
 
 def test_unnamed_dims_get_their_own_sizes() -> None:
-    found = compare(source := with_dims(("x", [None, None]), ("z", ["?", 3])), source)
-    assert found.sizes[0] == {"x[0]": 2, "x[1]": 5, "z[0]": 7}
+    found = compare(source := with_dims(("x", [None, None]), ("z", ["?", 3]), ("u", ["-1", "0"])), source)
+    assert found.sizes[0] == {"x[0]": 2, "x[1]": 5, "z[0]": 7, "u[0]": 13, "u[1]": 3}
 
 
 def test_static_models_run_once() -> None:

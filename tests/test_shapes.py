@@ -313,6 +313,14 @@ def test_symbols_invented_by_onnx_are_not_the_user_s() -> None:
     assert shown(shapes.shape(named(graph, "y"))) == "? 2"
 
 
+@pytest.mark.parametrize("text", ["-1", "0", "1", "?", "None"])
+def test_a_dim_param_that_is_a_number_names_no_size(text: str) -> None:
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (y) { y = Relu(x) }')
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = text
+    graph, shapes = inferred(model)
+    assert shown(shapes.shape(named(graph, "y"))) == "? 4"
+
+
 def test_unknown_dimensions_equal_only_themselves() -> None:
     graph, shapes = parsed("float[?,4] x, float[?,4] z", "a = Relu(x) b = Relu(z) y = Add(a, b)")
     x, z, a, b, y = (shapes.shape(named(graph, name)) for name in "xzaby")

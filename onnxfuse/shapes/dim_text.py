@@ -12,6 +12,11 @@ from onnxfuse.shapes.dims import Dim, Size, floor_divide, modulo, product, symbo
 LARGEST_EXPONENT, MOST_TERMS = 8, 256  # of a power, which is multiplied out
 
 
+def is_name(text: str) -> bool:
+    """Whether a `dim_param` names a size.  One that is a number ("-1", "0") names none: it stands for any size."""
+    return text.strip() not in ("", "?", "None") and not isinstance(parse_size(text), int)
+
+
 @functools.lru_cache(maxsize=4096)
 def parse_size(text: str) -> Size:
     """Read an exporter's `dim_param`; a text that is no expression is one symbol of that name."""

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from onnxfuse.model.graph import Node, Tensor, op_of, schema
-from onnxfuse.shapes.dim_text import parse_size
+from onnxfuse.shapes.dim_text import is_name, parse_size
 from onnxfuse.shapes.dims import UNKNOWN, Dim, Size
 from onnxfuse.shapes.rules import SHAPE_RULES, Partial, Shape, Undecided
 
@@ -56,7 +56,7 @@ class Stated:
         if dim.HasField("dim_value"):
             return int(dim.dim_value) if dim.dim_value >= 0 else None
         name = dim.dim_param
-        if not name or name.startswith(UNKNOWN) or name == "None":
+        if name.startswith(UNKNOWN) or not is_name(name):
             return None
         return parse_size(name) if name in self._own else str(name)
 

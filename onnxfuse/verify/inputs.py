@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from onnxfuse.errors import UsageError, VerificationError
 from onnxfuse.model.protos import nodes
+from onnxfuse.shapes.dim_text import is_name
 from onnxfuse.verify.session import first_line
 
 Array: TypeAlias = NDArray[Any]
@@ -40,7 +41,6 @@ PLANS = (
     ((2,), (64,)),
     ((1,), (224,)),
 )
-UNNAMED = ("", "?", "None", "-1")
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
@@ -77,9 +77,9 @@ def _input(value: onnx.ValueInfoProto) -> Input:
         raise VerificationError(f"input '{value.name}' has no element type; no values can be made for it")
     dims: list[int | str] = []
     for axis, dim in enumerate(tensor.shape.dim):
-        unnamed = dim.dim_param.strip() in UNNAMED
         known = dim.HasField("dim_value") and dim.dim_value >= 0
-        dims.append(dim.dim_value if known else f"{value.name}[{axis}]" if unnamed else dim.dim_param.strip())
+        name = dim.dim_param.strip() if is_name(dim.dim_param) else f"{value.name}[{axis}]"
+        dims.append(dim.dim_value if known else name)
     return Input(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), tuple(dims))
 
 
