@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, session, stage
 
 from onnxfuse.bench.bench import bench
-from onnxfuse.provider import choose, planner
+from onnxfuse.provider import choose, planner, verdicts
 from onnxfuse.provider.choose import candidates, name_of
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.provider.trial import difference
@@ -31,7 +31,7 @@ HERE = {"gpu": "a"}
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     choose._spent.clear()
-    choose._unkept.clear()
+    monkeypatch.setattr(verdicts, "_unwritten", {})
 
 
 def plan(number: int) -> Plan:

@@ -9,11 +9,13 @@ import logging
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import onnxfuse
 from onnxfuse.provider import verdicts
 from onnxfuse.provider.plan import Device
 from onnxfuse.provider.verdicts import environment, keep, recall, recall_case, session_environment
@@ -29,6 +31,7 @@ SMALL, LARGE = {"shapes": ["4x8 float16"]}, {"shapes": ["4096x768 float16"]}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(verdicts, "_told", set())
+    monkeypatch.setattr(verdicts, "_unwritten", {})
     return tmp_path / "cache"
 
 
@@ -122,7 +125,23 @@ def test_a_file_in_the_folders_place_is_survived(folder: Path, caplog: pytest.Lo
     assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
     assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
     assert "cannot be written to" in told(caplog) and "set ONNXFUSE_CACHE_DIR" in told(caplog)
-    assert recall(HERE, NODE) == []
+
+
+def test_what_cannot_be_written_lasts_as_long_as_the_process(folder: Path) -> None:
+    keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
+    moved = folder.rename(folder.with_name("moved"))
+    folder.write_text("not a folder")
+    for chosen in ("kernel", "body"):
+        assert not keep(HERE, NODE, LARGE, chosen, {"kernel": 2.0, "body": 1.0})
+    (found,) = recall(HERE, NODE)
+    assert (found.case, found.chosen, found.seconds) == (LARGE, "body", {"kernel": 2.0, "body": 1.0})
+    assert recall_case(HERE, NODE, LARGE) == found and recall_case(HERE, NODE, SMALL) is None
+    assert recall({**HERE, "driver": "2"}, NODE) == []
+    folder.unlink()
+    moved.rename(folder)
+    assert {each.chosen for each in recall(HERE, NODE)} == {"kernel", "body"}
+    assert keep(HERE, NODE, LARGE, "kernel", {"kernel": 1.0, "body": 3.0})
+    assert [each.chosen for each in recall(HERE, NODE)] == ["kernel", "kernel"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -135,7 +154,7 @@ def test_a_read_only_folder_is_survived(folder: Path, caplog: pytest.LogCaptureF
     finally:
         place.chmod(0o755)
     assert "Permission denied" in told(caplog)
-    assert [each.case for each in recall(HERE, NODE)] == [SMALL]
+    assert len(list(folder.rglob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
@@ -163,11 +182,11 @@ def test_a_disk_that_fills_up_leaves_no_half_file(
     monkeypatch.setattr(json, "dump", half)
     assert not keep(HERE, NODE, SMALL, "body", {"body": 1.0})
     assert "No space left" in told(caplog)
-    assert [each.chosen for each in recall(HERE, NODE)] == ["kernel"]
+    assert json.loads(written(folder).read_text())["chosen"] == "kernel"
     assert [path.suffix for path in folder.rglob("*.*")] == [".json"]
 
 
-def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_home_nothing_is_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -175,7 +194,7 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nobody)
     assert not keep(HERE, NODE, SMALL, "kernel", {"kernel": 1.0})
-    assert recall(HERE, NODE) == [] and recall_case(HERE, NODE, SMALL) is None
+    assert [each.chosen for each in recall(HERE, NODE)] == ["kernel"]
     assert "set ONNXFUSE_CACHE_DIR" in told(caplog)
 
 
@@ -236,10 +255,22 @@ def test_texts_and_numbers_of_an_option_are_the_same() -> None:
     assert found == [found[0]] * 4
 
 
-@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "library_versions", "version"])
+@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "library_versions"])
 def test_another_version_is_another_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = environment(CUDA, DEVICE)
     monkeypatch.setattr(verdicts, name, lambda *_: "other")
+    assert environment(CUDA, DEVICE) != one
+
+
+def test_another_onnxfuse_is_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version is known without the metadata of a package, which a frozen program lacks."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(verdicts, "version", missing)
+    one = environment(CUDA, DEVICE)
+    monkeypatch.setattr(onnxfuse, "__version__", "9.9")
     assert environment(CUDA, DEVICE) != one
 
 

@@ -50,7 +50,6 @@ class _Spent:
 
 
 _spent: Final[defaultdict[str, _Spent]] = defaultdict(_Spent)
-_unkept: Final[dict[tuple[str, ...], str]] = {}  # choices that could not be written to disk: equal layers share them
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial]
 
 
@@ -69,7 +68,7 @@ def choose(
     node: str,
     signature: str,
 ) -> Plan:
-    """The fastest plan, as a measurement on disk says, else one made now; the first plan where none can be made.
+    """The fastest plan, as an earlier measurement says, else one made now; the first plan where none can be made.
 
     `node` stands for the node, `signature` for the node and its shapes.
     """
@@ -77,17 +76,14 @@ def choose(
         return plans[0]
     named = {name_of(plan): plan for plan in plans}
     subject, case = {"candidates of": signature}, sorted(named)
-    key = (repr(environment), signature, *case)
     known = verdicts.recall_case(environment, subject, case)
-    earlier = known.chosen if known else _unkept.get(key, "")
-    if earlier in named:
-        return named[earlier]
+    if known and known.chosen in named:
+        return named[known.chosen]
     seconds = _within_limits(_spent[node], partial(_measured, list(named.values()), inputs, device, make))
     if not seconds:
         return plans[0]
     chosen = min(seconds, key=lambda name: seconds[name])
-    if not verdicts.keep(environment, subject, case, chosen, seconds):
-        _unkept[key] = chosen
+    verdicts.keep(environment, subject, case, chosen, seconds)
     place, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
     log.info("candidate %d of %d is the fastest (us: %s) for %s", place, len(named), times, signature)
     return named[chosen]
@@ -111,9 +107,7 @@ def name_of(plan: Plan) -> str:
     return hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
 
 
-def _measured(
-    plans: Sequence[Plan], inputs: Sequence[TensorSpec], device: Device, make: MakeTrial
-) -> dict[str, float]:
+def _measured(plans: Sequence[Plan], inputs: Sequence[TensorSpec], device: Device, make: MakeTrial) -> dict[str, float]:
     """Seconds by name of the plans that run and agree with the first one that runs; none where nothing is measured."""
     trial: Trial | None = None
     log.info("%d candidates are compiled and timed, once on GPUs of this kind", len(plans))

@@ -14,7 +14,7 @@ import subprocess
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +38,7 @@ NOT_OF_KERNELS: Final = {
     "gpu_mem_limit", "arena_extend_strategy", "default_memory_arena_cfg",
     "gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache",
 }  # fmt: skip
+OF_SESSION: Final = ("options", "optimization", "tf32")  # of an environment, what a session decides
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 _told: Final[set[str]] = set()
 
@@ -52,23 +53,36 @@ class Verdict:
     measured: str  # ISO 8601, UTC
 
 
-def keep(environment: Environment, subject: Any, case: Any, chosen: str, seconds: Mapping[str, float]) -> bool:
-    """Write a verdict over an earlier one of the same case; False, and a log line, where that fails.
+_unwritten: Final[dict[str, dict[str, Verdict]]] = {}  # by subject and case, for as long as this process lives
 
-    `subject` and `case` are plain data: what was measured, and at which shapes.
+
+def keep(environment: Environment, subject: Any, case: Any, chosen: str, seconds: Mapping[str, float]) -> bool:
+    """Write a verdict over an earlier one of the same case.
+
+    False, and a log line, where that fails: the verdict then lasts as long as this process. `subject` and `case` are
+    plain data: what was measured, and at which shapes.
     """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    verdict = Verdict(case, chosen, dict(seconds), now)
+    unwritten = _unwritten.setdefault(_place(environment, subject), {})
+    if written := _write(verdict, environment, subject):
+        unwritten.pop(_digest(case), None)
+    else:
+        unwritten[_digest(case)] = verdict
+    return written
+
+
+def _write(verdict: Verdict, environment: Environment, subject: Any) -> bool:
     folder = _folder(environment, subject)
     if folder is None:
         return False
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    record = {"format": FORMAT, "environment": environment, "subject": subject, "case": case, "chosen": chosen,
-              "seconds": dict(seconds), "measured": now}  # fmt: skip
+    record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(verdict)}
     part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which no other user may read
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with part.open("x", encoding="utf-8") as file:
             json.dump(record, file, indent=1, sort_keys=True, default=repr)
-        part.replace(folder / f"{_digest(case)}.json")
+        part.replace(folder / f"{_digest(verdict.case)}.json")
         return True
     except OSError as error:
         with suppress(OSError):
@@ -81,15 +95,19 @@ def recall(environment: Environment, subject: Any) -> list[Verdict]:
     """The verdicts of a subject, in a fixed order; files that are damaged count as absent, with a log line."""
     folder = _folder(environment, subject)
     try:
-        paths = sorted(folder.glob("*.json")) if folder else []
+        paths = list(folder.glob("*.json")) if folder else []
     except OSError as error:
         _tell(f"verdicts cannot be read from {folder}: {error.strerror}")
-        return []
-    return [found for path in paths if (found := _read(path, environment, subject))]
+        paths = []
+    found = {path.stem: _read(path, environment, subject) for path in paths}
+    found |= _unwritten.get(_place(environment, subject), {})
+    return [verdict for _, verdict in sorted(found.items()) if verdict]
 
 
 def recall_case(environment: Environment, subject: Any, case: Any) -> Verdict | None:
     """The verdict of a subject in one case."""
+    if unwritten := _unwritten.get(_place(environment, subject), {}).get(_digest(case)):
+        return unwritten
     folder = _folder(environment, subject)
     return _read(folder / f"{_digest(case)}.json", environment, subject) if folder else None
 
@@ -110,7 +128,11 @@ def cache_folder() -> Path | None:
 
 def _folder(environment: Environment, subject: Any) -> Path | None:
     cache = cache_folder()
-    return cache / "verdicts" / _digest(environment) / _digest(subject) if cache else None
+    return cache / "verdicts" / _place(environment, subject) if cache else None
+
+
+def _place(environment: Environment, subject: Any) -> str:
+    return f"{_digest(environment)}/{_digest(subject)}"
 
 
 def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
@@ -127,7 +149,7 @@ def _read(path: Path, environment: Environment, subject: Any) -> Verdict | None:
             raise ValueError(f"its times are {seconds}")
         datetime.datetime.fromisoformat(record["measured"])
         return Verdict(record["case"], str(record["chosen"]), seconds, record["measured"])
-    except FileNotFoundError:  # another process may tidy up
+    except (FileNotFoundError, NotADirectoryError):  # another process may tidy up
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _tell(f"verdict {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
@@ -148,6 +170,17 @@ def _tell(message: str) -> None:
 # --- what times depend on besides node and shapes --------------------------------------------------------------------
 
 
+def of_other_options(here: Environment, subject: Any) -> dict[str, Any] | None:
+    """The settings of a session under which there are verdicts of a subject, where there are none under these."""
+    cache = cache_folder()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        for path in sorted(cache.glob(f"verdicts/*/{_digest(subject)}/*.json")) if cache else ():
+            there = json.loads(path.read_text(encoding="utf-8"))["environment"]
+            if {**there, **(settings := {name: here[name] for name in OF_SESSION})} == dict(here):
+                return {name: there[name] for name in OF_SESSION if there[name] != settings[name]}
+    return None
+
+
 def environment(provider: str, device: Device) -> Environment:
     """GPU, driver, libraries, the kernels' sources and the session's settings; other values, other verdicts."""
     return {
@@ -159,7 +192,7 @@ def environment(provider: str, device: Device) -> Environment:
         "driver": driver_version(),
         "cuda": cuda_version(),
         "libraries": library_versions(),
-        "onnxfuse": version("onnxfuse"),
+        "onnxfuse": onnxfuse.__version__,
         "onnxruntime": import_module("onnxruntime").__version__,
         "kernels": _sources(tuple(onnxfuse.kernels.__path__)),
     }
