@@ -42,6 +42,37 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_only(
     with caplog.at_level(logging.WARNING, "onnxfuse"):
         cupy_module()
         cupy_module()
-    assert seen == [tempfile.gettempdir()] * 2
+    assert seen == [os.sep] * 2
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
     assert [record.getMessage()[:41] for record in caplog.records] == ["kernels are not cached on disk from now o"]
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container that runs under a number which has no entry in /etc/passwd."""
+
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    seen = folders(monkeypatch)
+    monkeypatch.setenv("CUPY_CACHE_DIR", "")
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    cupy_module()
+    assert (seen, os.environ["CUPY_CACHE_IN_MEMORY"]) == ([os.sep], "1")
+    assert "kernels are not cached on disk from now on: Could not determine home directory." in caplog.text
+
+
+def test_a_root_without_any_folder_to_write_to_costs_the_cache_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    seen = folders(monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    cupy_module()
+    assert seen == [os.sep]

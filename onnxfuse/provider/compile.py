@@ -6,7 +6,6 @@ import functools
 import importlib
 import logging
 import os
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -42,13 +41,13 @@ def cupy_module() -> Any:
 
     Raises ImportError where it is not installed.
     """
-    folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
     try:
+        folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         log.warning("kernels are not cached on disk from now on: %s", error)
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        os.environ["CUPY_CACHE_DIR"] = tempfile.gettempdir()  # a folder that is there; nothing is written
+        os.environ["CUPY_CACHE_DIR"] = os.sep  # a folder that is there; nothing is written
     return importlib.import_module("cupy")
 
 
