@@ -39,6 +39,7 @@ def test_a_path_bytes_and_a_proto_are_the_same_model(tmp_path: Path) -> None:
     [
         (b"", "is empty (0 bytes)"),
         (b"just a text\n", "is not an ONNX file"),
+        (b"\x20\0\0\0ORTM\0\0\0\0", "own format (.ort), which is not read; give the ONNX file it was made from"),
         (b"\x89PNG\r\n\x1a\n0000", "is not an ONNX file: it looks like a PNG image"),  # protobuf parses this one
         (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull`"),
         (model().SerializeToString()[:40], "damaged or cut short at 40 bytes"),

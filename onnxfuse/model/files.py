@@ -20,12 +20,13 @@ OPSETS = range(9, 25)
 PROTOBUF_LIMIT = 2**31 - 1
 LARGE = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
 PACKED_BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
-SIGNATURES = (
-    (b"\x89PNG", "a PNG image"),
-    (b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
-    (b"\x89HDF", "an HDF5 file; a Keras model has to be converted with tf2onnx"),
-    (b"version https://git-lfs", "a Git LFS pointer; fetch the file itself with `git lfs pull`"),
-    (b"<", "an HTML or XML page; the download went wrong"),
+SIGNATURES = (  # and where they start
+    (0, b"\x89PNG", "a PNG image"),
+    (4, b"ORTM", "a model in onnxruntime's own format (.ort), which is not read; give the ONNX file it was made from"),
+    (0, b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
+    (0, b"\x89HDF", "an HDF5 file; a Keras model has to be converted with tf2onnx"),
+    (0, b"version https://git-lfs", "a Git LFS pointer; fetch the file itself with `git lfs pull`"),
+    (0, b"<", "an HTML or XML page; the download went wrong"),
 )
 
 
@@ -112,7 +113,7 @@ def _parse(data: bytes, name: str) -> onnx.ModelProto:
         raise ModelError(f"{name} is empty (0 bytes); expected an ONNX file")
     if data[0] == 0x08:  # the tag of ir_version, with which every model begins
         raise ModelError(f"{name} is damaged or cut short at {len(data):,} bytes; export or download it again")
-    kind = next((f": it looks like {kind}" for start, kind in SIGNATURES if data.startswith(start)), "")
+    kind = next((f": it looks like {kind}" for place, text, kind in SIGNATURES if data.startswith(text, place)), "")
     raise ModelError(f"{name} is not an ONNX file{kind}")
 
 
