@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
+from onnxfuse import __version__
 from onnxfuse.bench import chart
 from onnxfuse.bench.bench import bench
 from onnxfuse.bench.timing import default_provider
@@ -71,7 +72,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("onnxfuse"), prog_name="onnxfuse")
+@click.version_option(__version__, prog_name="onnxfuse")
 def main() -> None:
     """Fuse the subgraphs of an ONNX model that one kernel could run."""
 
@@ -234,22 +235,35 @@ def bench_command(
 @shape_option
 @click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="Which GPU.")
 @provider_option
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="A provider option (repeatable).")
 @click.option("--input", "npz", type=click.Path(path_type=Path), help="Inputs to run on, as .npz.")
-def tune_command(model: Path, shapes: tuple[str, ...], device_id: int, provider: Any, npz: Path | None) -> None:
+def tune_command(
+    model: Path, shapes: tuple[str, ...], device_id: int, provider: Any, options: tuple[str, ...], npz: Path | None
+) -> None:
     """Time kernels against bodies at the shapes of MODEL's inputs, and keep for later sessions what is faster."""
     inputs = load_inputs(npz, load(model)[0]) if npz else {}
     with _progress() as progress:
         tuning = tune_file(
             model, shapes=shapes, inputs=inputs, provider=provider or default_provider(), device_id=device_id,
-            progress=progress,
+            options=dict(map(_named, options)), progress=progress,
         )  # fmt: skip
     out.print(tuning_tables(tuning), crop=False)
+
+
+def _named(option: str) -> tuple[str, str]:
+    """Of "name=value".  Raises UsageError where it is something else."""
+    name, equals, value = option.partition("=")
+    if not (name and equals):
+        raise UsageError(f"--option '{option}' is no NAME=VALUE; give one such as --option use_tf32=0")
+    if name == "device_id":
+        raise UsageError("give --device-id, not --option device_id")
+    return name, value
 
 
 @main.command("env")
 def env_command() -> None:
     """Show the versions that matter in a bug report."""
-    rows = {"onnxfuse": version("onnxfuse"), "python": platform.python_version(), "system": platform.platform()}
+    rows = {"onnxfuse": __version__, "python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
             rows[package] = version(package)

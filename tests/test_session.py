@@ -6,13 +6,17 @@ import dataclasses
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnxruntime.capi import onnxruntime_inference_collection as inference
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
@@ -20,14 +24,15 @@ from stand_in import CPU, SHIFT, Stage, feed, load, model, node, session, stage
 
 import onnxfuse
 from onnxfuse.errors import ModelError, UsageError
-from onnxfuse.provider import planner
-from onnxfuse.provider.external_data import FOLDER, stated_folder
+from onnxfuse.provider import operators, planner
+from onnxfuse.provider import session as provider_session
 from onnxfuse.provider.model import Call
 from onnxfuse.provider.plan import Kernel
 from onnxfuse.provider.preferences import Preference
 from onnxfuse.provider.session import InferenceSession, Run, explain_session, open_session, register
 
 KERNEL = f"{CPU}, device 0"
+AZURE = "AzureExecutionProvider"  # which a CPU build of onnxruntime has, too
 NOTHING = Kernel("none", "noop")
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
 FP16 = (
@@ -212,72 +217,66 @@ def test_every_kernel_of_an_exported_model_is_planned(gpu: Stage, monkeypatch: p
     assert gpu.launches() - before >= 2 * len(kernels)
 
 
-def test_a_split_model_still_finds_its_weights_outside_the_file(
-    gpu: Stage, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_an_empty_list_of_providers_means_all(gpu: Stage) -> None:
+    run = InferenceSession(model(SHIFT), providers=[])
+    assert (run.get_providers(), [r.how for r in explain_session(run)]) == ([CPU], ["kernel"])
+
+
+class Broken:
+    """An onnxruntime whose provider does not start."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def initialize_session(self, providers: object, *_: object) -> None:
+        raise RuntimeError("CUDA failure 2: out of memory")
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, "CUDA failure 2"), ({"enable_fallback": 1}, "NOT_IMPLEMENTED")])
+def test_onnxruntime_does_not_fall_back_where_kernels_are_registered(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], said: str
 ) -> None:
-    run = InferenceSession(mixed_with_weights(tmp_path, [1, 2, 3]), providers=[CPU])
-    assert [r.how for r in explain_session(run)] == ["kernel", "body"]
-    assert shifted(run) == [[1, 2, 3]] * 2
-    assert "will be overwritten" not in capfd.readouterr().err, "onnxruntime warns of what nobody did"
+    """Its error is the one to see, not that no other provider has the kernels."""
+    monkeypatch.setitem(planner.backends, AZURE, planner.backends.pop(CPU))
+    made = inference.C.InferenceSession
+
+    def first_broken(*arguments: object) -> object:
+        monkeypatch.setattr(inference.C, "InferenceSession", made)
+        return Broken()
+
+    monkeypatch.setattr(inference.C, "InferenceSession", first_broken)
+    with pytest.raises(Exception, match=said):
+        InferenceSession(model(SHIFT), providers=[AZURE, CPU], **given)
 
 
-def mixed_with_weights(folder: Path, weights: list[int]) -> Path:
-    """A model that is split, whose weights lie beside it."""
-    graph = "g (float[n, 3] x) => (float[n, 3] y, float16[n, 3] z) {{ h = Cast<to = 10>(x) {} {} }}".format(
-        node("shift", "x, w", "y", operands="x bias"),
-        node("shift", "h, v", "z", operands="x bias", types="10"),
-    )
-    proto = onnx.load_from_string(model(graph))
-    for name, dtype in (("w", np.float32), ("v", np.float16)):
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(weights, dtype), name))
-    folder.mkdir(exist_ok=True)
-    onnx.save(proto, folder / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
-    return folder / "model.onnx"
+def test_threads_register_once_with_shared_options(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, own = threading.Barrier(2), operators.attribute_kinds
 
+    def slowly(calls: Sequence[Call]) -> str:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return own(calls)
 
-def shifted(run: ort.InferenceSession) -> list[list[float]]:
-    """Zeros and the weights of `mixed_with_weights`."""
-    y, z = run.run(None, {"x": np.zeros((2, 3), np.float32)})
-    assert y.tolist() == z.tolist()
-    return y.tolist()  # type: ignore[no-any-return]
-
-
-def test_session_options_do_not_carry_weights_from_one_model_to_the_next(gpu: Stage, tmp_path: Path) -> None:
-    first, second = mixed_with_weights(tmp_path / "a", [1, 2, 3]), mixed_with_weights(tmp_path / "b", [4, 5, 6])
+    monkeypatch.setattr(operators, "attribute_kinds", slowly)
     options = ort.SessionOptions()
-    runs = [InferenceSession(path, options, providers=[CPU]) for path in (first, second)]
-    assert [shifted(run)[0] for run in runs] == [[1, 2, 3], [4, 5, 6]]
-    assert stated_folder(options) is None
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda _: InferenceSession(model(SHIFT), options, [CPU]), range(2)))
+    assert [[each.how for each in explain_session(run)] for run in runs] == [["kernel"]] * 2
 
 
-def test_the_folder_that_session_options_name_is_taken(gpu: Stage, tmp_path: Path) -> None:
-    first, second = mixed_with_weights(tmp_path / "a", [1, 2, 3]), mixed_with_weights(tmp_path / "b", [4, 5, 6])
-    options = ort.SessionOptions()
-    options.add_session_config_entry(FOLDER, str(second.parent))
-    assert shifted(InferenceSession(first, options, providers=[CPU]))[0] == [4, 5, 6]
-    assert stated_folder(options) == second.parent
+def test_a_file_that_is_replaced_meanwhile_is_not_half_loaded(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What runs as a kernel is decided by what was there first."""
+    path, new = tmp_path / "model.onnx", tmp_path / "new.onnx"
+    path.write_bytes(model(SHIFT))
+    new.write_bytes(model(FP16))
+    own = provider_session.read_calls
 
+    def replaced(proto: onnx.ModelProto) -> list[Call]:
+        new.replace(path)
+        return own(proto)
 
-def test_a_split_model_finds_the_weights_of_a_branch(gpu: Stage, tmp_path: Path) -> None:
-    proto = onnx.load_from_string(mixed())
-    branches = onnx.parser.parse_graph(
-        "g (bool c) => (float[3] q) { q = If (c) <"
-        "then_branch = g () => (float[3] t) <float[3] w = {1, 2, 3}> { t = Neg(w) },"
-        "else_branch = g () => (float[3] e) <float[3] v = {4, 5, 6}> { e = Neg(v) }> }"
-    )
-    for branch in branches.node[0].attribute:
-        (tensor,) = branch.g.initializer
-        data = onnx.numpy_helper.to_array(tensor).tobytes()
-        (tmp_path / tensor.name).write_bytes(data)
-        tensor.raw_data = data
-        onnx.external_data_helper.set_external_data(tensor, tensor.name)
-        tensor.ClearField("raw_data")
-        tensor.ClearField("float_data")
-    proto.graph.node.extend(branches.node)
-    proto.graph.input.extend(branches.input)
-    proto.graph.output.extend(branches.output)
-    path = tmp_path / "model.onnx"
-    path.write_bytes(proto.SerializeToString())
-    run = InferenceSession(path, providers=[CPU])
-    assert [r.how for r in explain_session(run)] == ["kernel", "body"]
-    assert run.run(["q"], {"x": np.float32([1]), "c": np.array(True)})[0].tolist() == [-1, -2, -3]
+    monkeypatch.setattr(provider_session, "read_calls", replaced)
+    with pytest.raises(ModelError, match=r"model\.onnx' was written to while it was loaded; make the session again"):
+        InferenceSession(path, providers=[CPU])

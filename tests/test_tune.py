@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
-from stand_in import CPU, HEAD, SHIFT, Stage, feed, load, model, node, session, stage
+from stand_in import CPU, DEVICE, HEAD, SHIFT, Stage, feed, load, model, node, session, stage
 
 from onnxfuse.bench import op_times
 from onnxfuse.bench.bench import bench
@@ -43,6 +43,7 @@ NOTHING = Kernel("none", "noop")
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stage:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(verdicts, "_told", set())
+    monkeypatch.setattr(verdicts, "_unwritten", {})
     return stage(monkeypatch)
 
 
@@ -144,19 +145,37 @@ def test_nodes_that_cannot_be_timed_alone_leave_the_whole_model(gpu: Stage, monk
     assert [kind for kind, _ in how(model(TWO))] == ["kernel", "kernel"]
 
 
-def test_kernels_that_do_not_run_are_not_chosen(
+def test_kernels_that_do_not_run_leave_the_whole_model_open(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("no tiling fits")
+    """A disk that is full for a while must not switch kernels off, at this shape or at others."""
+    own = gpu.kernels("shift").plan
 
-    Clock(monkeypatch, {"shift": FAST}, {("body",): 40.0})
+    def fail(node: Any, inputs: Sequence[Any], device: Any) -> Any:
+        if inputs[0].shape == (9, 3):
+            raise OSError("No space left on device")
+        return own(node, inputs, device)
+
+    Clock(monkeypatch, {"shift": FAST}, {("kernel",): 30.0, ("body",): 40.0})
+    tuned(model(SHIFT))
+    before = how(model(SHIFT))
     monkeypatch.setattr(gpu.kernels("shift"), "plan", fail)
-    found = tuned(model(SHIFT))
-    assert "no tiling fits" in found.ops[0].error
-    assert (found.whole[0].chosen, list(found.whole[0].seconds)) == ("bodies", ["bodies"])
+    found = tuned(model(SHIFT), 9)
+    assert "No space left on device" in found.ops[0].error
+    (whole,) = found.whole
+    assert (whole.chosen, list(whole.seconds), found.kept) == ("", ["bodies"], False)
+    assert whole.reason == "not all kernels run; the log says why"
     assert "kernels (plain) cannot be chosen, it does not run: " in caplog.text
-    assert [kind for kind, _ in how(model(SHIFT))] == ["body"]
+    assert how(model(SHIFT)) == before and "the whole model with" in before[0][1]
+
+
+def test_a_verdict_without_kernels_counts_for_nothing(gpu: Stage) -> None:
+    proto = onnx.load_from_string(model(SHIFT))
+    subject, calls = preferences.model_subject(proto), tune.read_calls(proto)
+    verdicts.keep({}, subject, {"mode": "plain"}, "bodies", {"bodies": 1.0})
+    assert preferences.preferences(proto, calls, {}, "plain") == [None]
+    verdicts.keep({}, subject, {"mode": "plain", "shapes": ["x 4x3"]}, "kernels", {"bodies": 2.0, "kernels": 1.0})
+    assert [each and each.kernel for each in preferences.preferences(proto, calls, {}, "plain")] == [True]
 
 
 def test_variants_that_do_not_fit_beside_each_other_are_timed_one_after_the_other(
@@ -182,7 +201,7 @@ def test_verdicts_that_cannot_be_kept_are_reported(gpu: Stage, monkeypatch: pyte
     Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
     (tmp_path / "cache").write_text("no folder")
     assert not tuned(model(TWO)).kept
-    assert how(model(TWO)) == [("kernel", KERNEL)] * 2
+    assert [kind for kind, _ in how(model(TWO))] == ["kernel", "body"], "they last as long as this process"
 
 
 # --- what sessions make of it ----------------------------------------------------------------------------------------
@@ -275,6 +294,37 @@ def test_register_runs_the_body_of_all_nodes_that_call_one_function(
     assert [run.how for run in register(ort.SessionOptions(), model(SHIFT), [CPU], tune="never")] == ["kernel"]
 
 
+ONE_OP = (
+    "g (float[n, d] x, float[d] b) => (float[n, d] y, float[n, d] z) { "
+    + node("shift", "x, b", "y", operands="x bias")
+    + node("shift", "y, b", "z", operands="x bias", more=", place = 1")
+    + " }"
+)
+
+
+@pytest.mark.parametrize(("kernels", "bodies", "kind"), [(20.0, 90.0, "kernel"), (90.0, 20.0, "body")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_register_takes_the_better_of_all_kernels_and_all_bodies_where_it_cannot_mix(
+    gpu: Stage, kernels: float, bodies: float, kind: str, whole: bool
+) -> None:
+    """The nodes call one function, and the model that onnxruntime will load is not split."""
+    proto = onnx.load_from_string(model(ONE_OP))
+    calls, digests = tune.read_calls(proto), preferences.body_digests(proto)
+    here = verdicts.session_environment(CPU, DEVICE, {})
+    for call, times in zip(calls, ((1.0, 3.0), (kernels, bodies - 1) if kernels > bodies else (9.0, 8.0)), strict=True):
+        seconds = dict(zip(("kernel", "body"), times, strict=True))
+        verdicts.keep(here, preferences.node_subject(call, digests), {"shapes": []}, "", seconds)
+    mix = preferences.mix_name(preferences.by_node(proto, calls, here))
+    if whole:
+        seconds = {"kernels": kernels, "bodies": bodies, mix: 10.0}
+        verdicts.keep(here, preferences.model_subject(proto), {"mode": "plain"}, mix, seconds)
+    assert [each.how for each in explain_session(session(model(ONE_OP)))] == ["kernel", "body"]
+    runs = register(ort.SessionOptions(), model(ONE_OP), [CPU])
+    assert [each.how for each in runs] == [kind] * 2
+    text = "the whole model with bodies: " if whole else "kernel: " if kind == "kernel" else "body: "
+    assert all(text in each.why for each in runs)
+
+
 # --- never, cached, now ----------------------------------------------------------------------------------------------
 
 
@@ -298,6 +348,18 @@ def test_now_measures_once_for_each_shape(gpu: Stage, monkeypatch: pytest.Monkey
     assert len(clock.measured) == done
     how(model(SHIFT), tune="now", shapes={"x": (8, 3), "b": (3,)})
     assert len(clock.measured) == 2 * done
+
+
+def test_now_measures_once_where_nothing_can_be_written(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(monkeypatch, {"shift": SLOW}, {("kernel",): 40.0, ("body",): 30.0})
+    (tmp_path / "cache").write_text("no folder")
+    shapes = {"x": (4, 3), "b": (3,)}
+    assert [kind for kind, _ in how(model(SHIFT), tune="now", shapes=shapes)] == ["body"]
+    done = len(clock.measured)
+    assert [kind for kind, _ in how(model(SHIFT), tune="now", shapes=shapes)] == ["body"]
+    assert len(clock.measured) == done > 0
 
 
 def test_now_takes_sizes_that_the_model_has(gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -415,11 +477,46 @@ def test_the_command_fuses_and_times_the_original_beside(
         (["--shape", "y:3"], "no input 'y'"),
         (["--shape", "x:3"], "input 'x' has 1 dims; the model takes 2: n x d"),
         (["--device-id", "-1"], "-1 is not in the range"),
+        (["--option", "use_tf32"], "--option 'use_tf32' is no NAME=VALUE; give one such as --option use_tf32=0"),
+        (["--option", "device_id=1"], "give --device-id, not --option device_id"),
     ],
 )
 def test_wrong_options(gpu: Stage, path: Path, options: list[str], sentence: str) -> None:
     result = run("tune", path, "--provider", "cpu", *options)
     assert (result.exit_code, sentence in " ".join(result.stderr.split())) == (2, True), result.stderr
+
+
+def test_the_command_tunes_for_options_of_the_provider(gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    Clock(monkeypatch, {"shift": FAST, "scale": SLOW}, WHOLE)
+    result = run("tune", path, "--shape", "x:4x3", "--provider", "cpu", "--option", "prefer_nhwc=1")
+    assert result.exit_code == 0, result.output
+    given = InferenceSession(model(TWO), providers=[(CPU, {"prefer_nhwc": "1"})])
+    assert [each.how for each in explain_session(given)] == ["kernel", "body"]
+    assert [kind for kind, _ in how(model(TWO))] == ["kernel", "kernel"]
+
+
+def test_options_that_onnxruntime_does_not_take_are_refused(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Unknown provider option: nhwc")
+
+    monkeypatch.setattr(tune, "start", refuse)
+    result = run("tune", path, "--shape", "x:4x3", "--provider", "cpu", "--option", "nhwc=1")
+    expected = "error: the model does not load on cpu with nhwc = 1: Unknown provider option: nhwc\n"
+    assert (result.exit_code, result.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize(("before", "said"), [(10.0, True), (35.0, False)])
+def test_an_original_that_is_faster_is_named(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch, path: Path, before: float, said: bool
+) -> None:
+    seconds = {"bodies": 50.0, "kernels": 30.0, "original": before}
+    found = tune.Tuning((), (tune.Whole("plain", seconds, "kernels"),), {}, True)
+    monkeypatch.setattr(tune, "tune", lambda *_, **__: found)
+    result = run("tune", path, "--shape", "x:4x3", "--provider", "cpu")
+    text = "plain: the original model is faster than all variants of the fused one; run the original"
+    assert (result.exit_code, text in " ".join(result.stdout.split())) == (0, said), result.stdout
 
 
 def test_a_provider_without_kernels_is_refused(path: Path) -> None:
@@ -476,4 +573,8 @@ def test_a_session_with_other_options_knows_nothing(
     given = [(CPU, {"prefer_nhwc": "1"})]
     found = register(ort.SessionOptions(), model(SHIFT), given)
     assert [each.how for each in found] == ["kernel"]
+    assert (
+        """the model was tuned for {'options': '{}'}, which says nothing of this session's """
+        """{'options': '{"prefer_nhwc": "1"}'}; tune it again"""
+    ) in caplog.text
     assert [each.how for each in register(ort.SessionOptions(), model(SHIFT), [CPU])] == ["body"]

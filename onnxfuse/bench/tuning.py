@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,9 +37,10 @@ def tune_file(
     inputs: Mapping[str, Array] | None = None,
     provider: Provider = "cuda",
     device_id: int = 0,
+    options: Mapping[str, str] | None = None,
     progress: Progress = lambda stage, done, of: None,
 ) -> Tuning:
-    """Tune a model, which is fused first where it is not, at these shapes.
+    """Tune a model, which is fused first where it is not, at these shapes, with these options of the provider.
 
     Raises UsageError where a dynamic dim has no size or nothing can be tuned.
     """
@@ -51,8 +53,8 @@ def tune_file(
     if not any(node.domain == DOMAIN for node in original.graph.node):
         fused, _ = optimize(path, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
-    options = {"device_id": device_id} if device_id else {}
-    return tune(model, folder, feeds, provider, options, original=before, progress=progress)
+    given = {**(options or {}), **({"device_id": device_id} if device_id else {})}
+    return tune(model, folder, feeds, provider, given, original=before, progress=progress)
 
 
 def tuning_tables(tuning: Tuning) -> Group:
@@ -61,7 +63,12 @@ def tuning_tables(tuning: Tuning) -> Group:
     parts += [f"Nodes were not timed alone: {escape(tuning.ops_error)}"] if tuning.ops_error else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
     parts += [*map(escape, failed), _models(tuning.whole)]
-    parts += [f"{each.mode}: not timed: {escape(each.reason)}" for each in tuning.whole if each.reason]
+    parts += [f"{each.mode}: nothing chosen: {escape(each.reason)}" for each in tuning.whole if each.reason]
+    parts += [
+        f"{each.mode}: the original model is faster than all variants of the fused one; run the original"
+        for each in tuning.whole
+        if each.chosen and each.seconds.get("original", math.inf) < each.seconds[each.chosen]
+    ]
     where = f"Kept in {verdicts.cache_folder()}" if tuning.kept else "Not kept; the lines above or the log say why."
     return Group(*parts, Text(where, overflow="ignore", no_wrap=True))  # a path that is broken cannot be copied
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -15,6 +16,7 @@ from onnxfuse.provider import verdicts
 from onnxfuse.provider.model import Call
 from onnxfuse.provider.verdicts import Environment, Verdict
 
+log: Final = logging.getLogger("onnxfuse")
 Tune = Literal["never", "cached", "now"]  # whether verdicts count, and whether to measure first
 KERNELS: Final = "kernels"  # a whole model with all kernels, with all bodies, with what is best node by node
 BODIES: Final = "bodies"
@@ -30,16 +32,18 @@ class Preference:
 
 
 def preferences(
-    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: str
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: str, split: bool = True
 ) -> list[Preference | None]:
     """Per fused node what was measured, None where nothing was.
 
     Of a model that was timed as a whole, in this mode or else in another one, the fastest variant counts: all kernels,
     all bodies or the mix of what is best node by node. Where several shapes were timed, the sums of the times do.
+    Without `split` all nodes that call one function are alike: a mix in which they are not does not count.
     """
-    alone = by_node(model, calls, environment)
+    alone = by_node(model, calls, environment, split)
     timed = whole_model(environment, model, mode)
     if not timed:
+        _tell_of_other_options(environment, model)
         return alone
     sums = _sums(timed, {KERNELS, BODIES, mix_name(alone)})
     if not sums:
@@ -51,25 +55,35 @@ def preferences(
     return [Preference(best == KERNELS, why) for _ in calls]
 
 
+def _tell_of_other_options(environment: Environment, model: onnx.ModelProto) -> None:
+    if other := verdicts.of_other_options(environment, model_subject(model)):
+        here = {name: environment[name] for name in other}
+        log.warning("the model was tuned for %s, which says nothing of this session's %s; tune it again", other, here)
+
+
 def all_kernels(
-    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: str
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: str, split: bool = True
 ) -> list[Preference | None]:
     """No preference for any body, whatever was measured."""
     return [None] * len(calls)
 
 
-def by_node(model: onnx.ModelProto, calls: Sequence[Call], environment: Environment) -> list[Preference | None]:
-    """Per fused node what was measured of it alone."""
+def by_node(
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, split: bool = True
+) -> list[Preference | None]:
+    """Per fused node what was measured of it alone; without `split` of all nodes that call its function, summed."""
     bodies = body_digests(model)
-    known: dict[str, Preference | None] = {}
-    result = []
-    for call in calls:
-        subject = node_subject(call, bodies)
-        key = repr(subject)
-        if key not in known:
-            known[key] = _preference(verdicts.recall(environment, subject))
-        result.append(known[key])
-    return result
+    subjects = [node_subject(call, bodies) for call in calls]
+    keys = [repr(subject) for subject in subjects]
+    timed = {key: verdicts.recall(environment, subject) for key, subject in zip(keys, subjects, strict=True)}
+    if split:
+        known = {key: _preference(each) for key, each in timed.items()}
+        return [known[key] for key in keys]
+    of_ops = defaultdict[str, list[Verdict]](list)
+    for call, key in zip(calls, keys, strict=True):
+        of_ops[call.op] += timed[key]
+    ops = {op: _preference(each) for op, each in of_ops.items()}
+    return [ops[call.op] for call in calls]
 
 
 def _preference(timed: Sequence[Verdict]) -> Preference | None:
@@ -153,8 +167,9 @@ def model_subject(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def whole_model(environment: Environment, model: onnx.ModelProto, mode: str) -> list[Verdict]:
-    """Its verdicts in this mode; where there are none, those in the other."""
-    timed = [each for each in verdicts.recall(environment, model_subject(model)) if isinstance(each.case, dict)]
+    """Its verdicts in this mode; where there are none, those in the other.  Without kernels and bodies one is none."""
+    found = verdicts.recall(environment, model_subject(model))
+    timed = [each for each in found if isinstance(each.case, dict) and {KERNELS, BODIES} <= each.seconds.keys()]
     return [each for each in timed if each.case.get("mode") == mode] or timed
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -14,16 +13,17 @@ from typing import Any, Final, Literal, get_args
 import onnx
 import onnxruntime as ort
 
-from onnxfuse.errors import ModelError, OnnxfuseError, UsageError
-from onnxfuse.provider import native, verdicts
-from onnxfuse.provider.external_data import found_in, has_external_data
-from onnxfuse.provider.model import Call, attribute_kinds, read_calls, read_model, split
+from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.provider import verdicts
+from onnxfuse.provider.external_data import beyond, found_in, locations, stated_folder
+from onnxfuse.provider.model import Call, read_calls, read_model, split
+from onnxfuse.provider.operators import register_operators
 from onnxfuse.provider.preferences import GRAPH, PLAIN, Preference, Tune, preferences
 from onnxfuse.provider.source import kernel_module
-from onnxfuse.provider.target import NoTarget, Providers, Target, find_target, native_library
+from onnxfuse.provider.target import NoTarget, Providers, Target, find_target
 
 log: Final = logging.getLogger("onnxfuse")
-Prefer = Callable[[onnx.ModelProto, Sequence[Call], verdicts.Environment, str], Sequence[Preference | None]]
+Prefer = Callable[[onnx.ModelProto, Sequence[Call], verdicts.Environment, str, bool], Sequence[Preference | None]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class Run:
 
 
 _runs: weakref.WeakKeyDictionary[Any, tuple[Run, ...]] = weakref.WeakKeyDictionary()
-_registered: weakref.WeakKeyDictionary[Any, tuple[frozenset[str], int]] = weakref.WeakKeyDictionary()
-_lock: Final = threading.Lock()
 
 
 def InferenceSession(
@@ -56,6 +54,9 @@ def InferenceSession(
     tune    "cached": what was measured before decides between kernel and body; what was not runs as a kernel.
             "now": what was not is measured first, at the sizes of the model's inputs. "never": kernels, unmeasured.
     shapes  for "now": sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
+
+    Threads may share `sess_options` here, but not with onnxruntime.InferenceSession at the same time. Where nodes run
+    as kernels, `enable_fallback` is 0 unless it is given, and `set_providers` with others fails: they have no kernels.
 
     Raises ModelError for a model that names operators or attributes of onnxfuse that this version does not know,
     UsageError for "now" without a size of every dynamic dim.
@@ -80,22 +81,40 @@ def open_session(
 ) -> ort.InferenceSession:
     """`InferenceSession`, with kernel or body as `prefer` says, and `measure`: candidates of a kernel may be timed."""
     options = sess_options if sess_options is not None else ort.SessionOptions()
-    source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
+    path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
+    stamp = _stamp(path)
+    source: Any = path or path_or_bytes
     model = read_model(source)
     calls = read_calls(model)
     target = find_target(options, providers, provider_options)
-    reasons = _reasons(calls, target)
-    preferred = _preferred(model, calls, reasons, target, prefer)
+    files = locations(model) if path else set()
+    far = beyond(path.parent, files) if path and not stated_folder(options) else None
+    alike = f"; nodes cannot differ, as '{far}' leads out of the model's folder" if far else None
+    reasons, preferred = _choice(model, calls, target, prefer, alike)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
-    folder = source.parent if mixed and isinstance(source, Path) and has_external_data(model) else None
+    folder = path.parent if path and mixed and files else None
     if mixed:
         source = split(model, mixed).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
-    _register(options, target, kernels, {call.op for call in calls} - {call.op for call in kernels}, measure)
+    bodies = {call.op for call in calls} - {call.op for call in kernels}
+    register_operators(options, target, kernels, bodies, measure)
+    if kernels:
+        arguments.setdefault("enable_fallback", 0)
     with found_in(folder, options, shared=sess_options is not None):
         session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
+    if _stamp(path) != stamp:
+        raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     _runs[session] = _report(calls, reasons, preferred, target)
     return session
+
+
+def _stamp(path: Path | None) -> tuple[int, ...]:
+    """Of the model's file, which is read twice: another one where it has changed."""
+    try:
+        found = path.stat() if path else None
+    except OSError:  # reading it says more
+        return ()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if found else ()
 
 
 def register(
@@ -110,7 +129,7 @@ def register(
     """Let a session that is made with these options, this model and these providers run kernels.
 
     The same as `InferenceSession`, except that the model stays as it is: of nodes that call one function, all run as
-    kernels or none does.
+    kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it shows why CUDA failed.
     """
     _check_word(tune)
     if tune == "now":
@@ -119,15 +138,10 @@ def register(
     proto = read_model(source)
     calls = read_calls(proto)
     target = find_target(session_options, providers, provider_options)
-    reasons = _reasons(calls, target)
-    preferred = _preferred(proto, calls, reasons, target, None if tune == "never" else preferences)
-    for i, call in enumerate(calls):
-        other = next((c for c, why in zip(calls, reasons, strict=True) if c.op == call.op and why), None)
-        if reasons[i] is None and other is not None:
-            reasons[i] = f"node '{other.node.name}', which calls the same function, runs as its body"
+    reasons, preferred = _choice(proto, calls, target, None if tune == "never" else preferences, "")
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
-    _register(session_options, target, kernels, bodies, tune != "never")
+    register_operators(session_options, target, kernels, bodies, tune != "never")
     _runs[session_options] = runs = _report(calls, reasons, preferred, target)
     return runs
 
@@ -141,6 +155,28 @@ def explain_session(session: ort.InferenceSession) -> tuple[Run, ...]:
 
 
 # --- which nodes are kernels -----------------------------------------------------------------------------------------
+
+
+def _choice(
+    model: onnx.ModelProto,
+    calls: Sequence[Call],
+    target: Target | NoTarget,
+    prefer: Prefer | None,
+    alike: str | None,
+) -> tuple[list[str | None], list[Preference | None]]:
+    """Per node None where a kernel runs it, else why not, and what `prefer` says.
+
+    alike  None where nodes that call one function may differ; else a remark on why they may not
+    """
+    reasons = _reasons(calls, target)
+    preferred = _preferred(model, calls, reasons, target, prefer, alike is None)
+    bodies = {call.op: call.node.name for call, why in zip(calls, reasons, strict=True) if why}
+    if alike is not None:
+        for place, call in enumerate(calls):
+            if reasons[place] is None and call.op in bodies:
+                name = bodies[call.op]
+                reasons[place] = f"node '{name}', which calls the same function, runs as its body{alike}"
+    return reasons, preferred
 
 
 def _reasons(calls: Sequence[Call], target: Target | NoTarget) -> list[str | None]:
@@ -185,12 +221,13 @@ def _preferred(
     reasons: list[str | None],
     target: Target | NoTarget,
     prefer: Prefer | None,
+    may_split: bool,
 ) -> list[Preference | None]:
     """What `prefer` says of each node, and in `reasons` that its body runs where that is preferred."""
     if isinstance(target, NoTarget) or prefer is None or not any(why is None for why in reasons):
         return [None] * len(calls)
     mode = GRAPH if target.cuda_graph else PLAIN
-    found = list(prefer(model, calls, target.environment, mode))
+    found = list(prefer(model, calls, target.environment, mode, may_split))
     for place, (call, each) in enumerate(zip(calls, found, strict=True)):
         if each and not each.kernel and reasons[place] is None and call.has_body:
             reasons[place] = each.why
@@ -221,52 +258,6 @@ def _tune_now(
 
 def _has_kernel(op: str, calls: Sequence[Call], reasons: Sequence[str | None]) -> bool:
     return any(call.op == op and why is None for call, why in zip(calls, reasons, strict=True))
-
-
-def _register(
-    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
-) -> None:
-    """Register the functions that these nodes call as operators of the target's provider."""
-    ops = {call.op: [c for c in calls if c.op == call.op] for call in calls}
-    done = _registered.get(options)
-    if done is not None:
-        _refuse_clash(done, target, ops, bodies, measure)
-    if isinstance(target, NoTarget) or not ops:
-        return
-    lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(ops.items())]
-    settings = target.settings(measure)
-    library = native_library()
-    with _lock:
-        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
-        if done is not None:
-            return
-        try:
-            options.register_custom_ops_library(str(Path(library._name).resolve()))
-        except Exception as error:  # onnxruntime's errors have no common class
-            raise OnnxfuseError(f"onnxruntime does not accept the operators of onnxfuse: {error}") from error
-    _registered[options] = frozenset(ops), settings
-
-
-def _refuse_clash(
-    done: tuple[frozenset[str], int], target: Target | NoTarget, ops: Collection[str], bodies: set[str], measure: bool
-) -> None:
-    """Raise UsageError where session options that have operators already cannot serve this model too."""
-    here, settings = done
-    if clash := sorted(here & bodies) or sorted(set(ops) - here):
-        what = "as a kernel, but here its body" if clash[0] in here else "not as a kernel, but here its kernel"
-        raise UsageError(
-            f"another model was registered with these session options; they run {clash[0]} {what} must run; "
-            "make new SessionOptions for each model"
-        )
-    if isinstance(target, NoTarget) or not ops:
-        return
-    now = target.settings(measure)
-    for flag, name in (native.TF32, "use_tf32"), (native.MEASURE, "tune other than 'never'"):
-        if (settings ^ now) & flag:
-            raise UsageError(
-                f"another model was registered with these session options and {name} = {int(bool(settings & flag))}, "
-                f"here it is {int(bool(now & flag))}; make new SessionOptions for each setting"
-            )
 
 
 def _report(

@@ -56,10 +56,10 @@ def find_target(
     options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[Mapping[str, Any]] | None
 ) -> Target | NoTarget:
     """What these options and providers of a session make of it."""
-    if providers is None and options.has_providers():
+    if not providers and options.has_providers():
         return NoTarget("the providers were added to the session options; name them in `providers`")
     available = ort.get_available_providers()
-    chosen = available if providers is None else providers
+    chosen = providers or available  # an empty list means all, too
     extra = provider_options or [{}] * len(chosen)
     for item, more in zip(chosen, extra, strict=False):
         name, given = (item, more) if isinstance(item, str) else item

@@ -25,7 +25,7 @@ from onnxfuse.bench.timing import (
     runs_within,
     start,
 )
-from onnxfuse.errors import UsageError
+from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.provider import planner, verdicts
 from onnxfuse.provider.external_data import stated_folder
 from onnxfuse.provider.model import Call, read_calls, read_model
@@ -58,12 +58,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole model in one mode: seconds of a run by variant, and which variant sessions will be."""
+    """The whole model in one mode: seconds of a run by variant, and which variant sessions will be, if it is known."""
 
     mode: str
     seconds: Mapping[str, float]
     chosen: str
-    reason: str = ""  # why it was not timed
+    reason: str = ""  # why nothing is chosen
 
 
 @dataclass(frozen=True)
@@ -112,21 +112,18 @@ def tune(
     """Measure a fused model on these inputs and keep the verdicts; later sessions of this GPU use them.
 
     folder    where the model's external data is
-    options   of the provider: device_id, use_tf32, …
-    original  the model before it was fused, timed beside it
+    options   of the provider: device_id, use_tf32, …; CUDA graphs are timed as well, whatever they say
+    original  the model before it was fused, timed beside it; sessions never run it
 
-    Raises UsageError where nothing can be tuned, and what onnxruntime raises where the model does not load.  What does
-    not run is left out: the result says why.
+    Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options.  What
+    does not run is left out: the result says why.  A model whose kernels do not run is not kept: that may have passed.
     """
     work = _work(model, folder, feeds, provider, options or {}, progress)
-    session = start(model, folder, provider, options=work.options, prefer=all_kernels)
-    runs = explain_session(session)
-    del session
-    rows, error = _timed_nodes(work, runs)
+    rows, error = _timed_nodes(work, _all_as_kernels(work))
     bodies = body_digests(model)
     kept = [_keep_node(work, row, bodies) for row in rows if row.faster]
     whole = [_timed_whole(work, mode, original) for mode in work.modes]
-    kept += [_keep_whole(work, each) for each in whole if each.seconds]
+    kept += [_keep_whole(work, each) for each in whole if each.chosen]
     return Tuning(tuple(rows), tuple(whole), described(feeds), bool(kept) and all(kept), error)
 
 
@@ -146,13 +143,12 @@ def tune_session(
     texts = [f"{key}:{'x'.join(map(str, dims))}" for key, dims in shapes.items()]
     feeds = feeds_of_known_sizes(model, texts, {}, "shapes={'input': (8, 512)}")
     place = stated_folder(session_options) if session_options is not None else None
-    plain = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
     try:
-        work = _work(model, place or (path.parent if path else None), feeds, provider, plain, _silent)
+        work = _work(model, place or (path.parent if path else None), feeds, provider, options, _silent)
         if not _is_known(work):
-            for each in tune(model, work.folder, feeds, work.provider, plain).whole:
+            for each in tune(model, work.folder, feeds, work.provider, work.options).whole:
                 if each.reason:
-                    log.info("the whole model was not timed (%s): %s", each.mode, each.reason)
+                    log.info("nothing is chosen for the whole model (%s): %s", each.mode, each.reason)
     except Exception as error:  # onnxruntime's errors have no common class; the session itself may be possible
         log.warning("the model was not tuned: %s", first_line(error))
 
@@ -170,6 +166,7 @@ def _work(
     progress: Progress,
 ) -> _Tuned:
     name, ordinal = PROVIDERS[provider], int(options.get("device_id", 0))
+    options = {key: value for key, value in options.items() if key not in NOT_FOR_TIMING}
     check_available(provider)
     if name not in planner.backends:
         raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
@@ -187,6 +184,17 @@ def _work(
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _all_as_kernels(work: _Tuned) -> Sequence[Any]:
+    """How each node runs where all do as kernels that can."""
+    try:
+        return explain_session(start(work.model, work.folder, work.provider, options=work.options, prefer=all_kernels))
+    except OnnxfuseError:
+        raise
+    except Exception as error:  # onnxruntime's errors have no common class
+        given = ", ".join(f"{name} = {value}" for name, value in work.options.items()) or "no options"
+        raise OnnxfuseError(f"the model does not load on {work.provider} with {given}: {first_line(error)}") from error
 
 
 def _timed_nodes(work: _Tuned, runs: Sequence[Any]) -> tuple[list[OpTime], str]:
@@ -224,6 +232,8 @@ def _timed_whole(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> W
             seconds = {name: value for one in each for name, value in one.items()}
     except Exception as error:  # a model with nodes on the CPU cannot be captured
         return Whole(mode, {}, "", first_line(error))
+    if KERNELS not in seconds:
+        return Whole(mode, seconds, "", "not all kernels run; the log says why")
     chosen = min((name for name in seconds if name != "original"), key=lambda name: seconds[name])
     return Whole(mode, seconds, chosen)
 
@@ -236,7 +246,7 @@ def _variants(work: _Tuned, mode: str, original: onnx.ModelProto | None) -> dict
     alone = by_node(work.model, work.calls, work.environment)
     prefer: dict[str, Any] = {BODIES: None, KERNELS: all_kernels}
     if is_mixed(alone):
-        prefer[mix_name(alone)] = lambda model, calls, environment, mode: alone
+        prefer[mix_name(alone)] = lambda *_: alone
     shapes = _output_shapes(work)
     result: dict[str, Callable[[], Bound]] = {
         name: partial(_warm, work, work.model, mode, each, shapes) for name, each in prefer.items()
