@@ -321,6 +321,16 @@ def test_a_dim_param_that_is_a_number_names_no_size(text: str) -> None:
     assert shown(shapes.shape(named(graph, "y"))) == "? 4"
 
 
+@pytest.mark.parametrize(("ir_version", "expected"), [(3, "2*n 3"), (4, "? ?")])
+def test_what_a_caller_may_override_tells_no_shape(ir_version: int, expected: str) -> None:
+    model = onnx.parser.parse_model(
+        f'<ir_version: {ir_version}, opset_import: ["" : 17]> g (float[n,6] x, int64[2] target) => (y) '
+        "<int64[2] target = {-1, 3}> { y = Reshape(x, target) }"
+    )
+    graph, shapes = inferred(model)
+    assert shown(shapes.shape(named(graph, "y"))) == expected
+
+
 def test_unknown_dimensions_equal_only_themselves() -> None:
     graph, shapes = parsed("float[?,4] x, float[?,4] z", "a = Relu(x) b = Relu(z) y = Add(a, b)")
     x, z, a, b, y = (shapes.shape(named(graph, name)) for name in "xzaby")

@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from onnxfuse.model.graph import DOMAIN, VERSION, Graph, LinkedNode, Node, check_version, subgraph_names
-from onnxfuse.model.protos import graphs, without
+from onnxfuse.model.protos import graphs, overridable, without
 
 
 def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
@@ -27,10 +27,9 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     graph = model.graph
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     imported = gs.import_onnx(model)
-    inputs = {i.name for i in graph.input}
-    overridable = {t.name for t in graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
-    pinned = overridable | {name for n in graph.node for name in subgraph_names(n)}
-    names = {n.name for n in graph.node} | pinned | inputs | {t.name for t in graph.initializer}
+    defaults = overridable(model)
+    pinned = defaults | {name for n in graph.node for name in subgraph_names(n)}
+    names = {n.name for n in graph.node} | pinned | {t.name for t in (*graph.input, *graph.initializer)}
     for part in graphs(graph):  # names in subgraphs too: none may stand for two values
         names |= {t.name for t in (*part.input, *part.initializer)}
         names |= {name for n in part.node for name in (*n.input, *n.output)}
@@ -39,7 +38,7 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
         list(model.functions), names,
     )
     for tensor in imported.tensors().values():
-        if tensor.name in overridable:
+        if tensor.name in defaults:
             tensor.to_variable(tensor.dtype, tensor.shape)
     for part in (imported, *imported.subgraphs(recursive=True)):
         for node in part.nodes:

@@ -42,6 +42,12 @@ def tensors(*parts: Any) -> Iterator[onnx.TensorProto]:
                 yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
 
 
+def overridable(model: onnx.ModelProto) -> set[str]:
+    """The initializers that are only defaults: inputs too, which from IR version 4 on a caller may give."""
+    inputs = {value.name for value in model.graph.input}
+    return {t.name for t in model.graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
+
+
 def without(message: Message, *fields: str) -> Message:
     """A copy without these fields, whose content is not even read."""
     kept = {field.name: value for field, value in message.ListFields() if field.name not in fields}

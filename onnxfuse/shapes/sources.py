@@ -14,6 +14,7 @@ from onnx import TensorProto
 from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from onnxfuse.model.graph import Node, Tensor, op_of, schema
+from onnxfuse.model.protos import overridable
 from onnxfuse.shapes.dim_text import is_name, parse_size
 from onnxfuse.shapes.dims import UNKNOWN, Dim, Size
 from onnxfuse.shapes.rules import SHAPE_RULES, Partial, Shape, Undecided
@@ -68,7 +69,7 @@ def _dim_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx.ValueInfoProto]]:
-    """A copy whose big constants are inputs, and the types of all constants."""
+    """A copy whose big constants, and those that a caller may override, are inputs; and the types of all constants."""
     light = onnx.ModelProto(ir_version=max(model.ir_version, 4), opset_import=model.opset_import)
     light.functions.extend(model.functions)
     source, graph = model.graph, light.graph
@@ -85,7 +86,8 @@ def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx
     weights = [_info(tensor.name, tensor) for tensor in source.initializer if tensor.name not in inputs]
     weights += [_info(t.values.name, TensorProto(dims=t.dims, data_type=t.values.data_type))
                 for t in source.sparse_initializer]  # fmt: skip
-    small = {tensor.name: tensor for tensor in source.initializer if tensor.ByteSize() <= SMALL}
+    defaults = overridable(model)
+    small = {t.name: t for t in source.initializer if t.name not in defaults and t.ByteSize() <= SMALL}
     graph.initializer.extend(small.values())
     graph.input.extend(info for info in weights if info.name not in small)
     return light, weights
