@@ -87,7 +87,8 @@ def _write(verdict: Verdict, environment: Environment, subject: Any) -> bool:
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        _tell(f"verdicts cannot be written to {folder}: {error.strerror}; set ONNXFUSE_CACHE_DIR to another folder")
+        what = f"verdicts cannot be written to {cache_folder()}, they end with this process: {error.strerror}"
+        _tell(f"{what}; set ONNXFUSE_CACHE_DIR to another folder")
         return False
 
 
