@@ -14,12 +14,13 @@ import numpy as np
 from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
-from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, input_place, is_constant, op_of
-from onnxfuse.passes.fold import reshape_target
+from onnxfuse.model.graph import Graph, Node, Tensor, constant_value, input_place, is_constant, op_of, producer
+from onnxfuse.passes.fold import only_reader, reshape_target
 from onnxfuse.passes.linear import SMALL
+from onnxfuse.shapes.dims import Size
 from onnxfuse.shapes.indices import Entry, along
 from onnxfuse.shapes.inference import Shapes
-from onnxfuse.shapes.places import Places
+from onnxfuse.shapes.places import VIEWS, Places
 from onnxfuse.shapes.rules import Undecided, broadcast
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
@@ -58,6 +59,9 @@ class Thinner:
             return self._stand_for(node, self._reshaped(out, value))
         if op == "Gather" and not node.attrs.get("axis", 0) and is_constant(node.inputs[0]):
             return self._stand_for(node, self._row(node))
+        joined = producer(node.inputs[0]) if op in VIEWS else None
+        if joined is not None and op_of(joined) in ("And", "Or"):
+            return self._axes_first(joined, node)
         if op in ("And", "Or") or (op in ELEMENTWISE and any(t.name in self.known for t in node.inputs)):
             return self._elementwise(node, [self.known.get(t.name, t) for t in node.inputs])
         return False
@@ -92,12 +96,21 @@ class Thinner:
         made = self.graph.variable(f"{out.name}_thin")
         self.shapes.put(made, thin, self.shapes.dtype(out))
         # A source's axes of size 1 may have another place; without such a -1 for a size of 0 is avoided.
-        op, numbers = ("Reshape", target) if 0 in axes else ("Unsqueeze", new)
-        if op == "Unsqueeze" and input_place(op, "axes", self.graph.opset) is None:
-            self.graph.add(op, [value.tensor], [made], axes=numbers)
-        else:
-            self.graph.add(op, [value.tensor, self.graph.constant(f"{made.name}_places", np.array(numbers))], [made])
+        if 0 not in axes:
+            return self._unsqueezed(value.tensor, made, new)
+        self.graph.add("Reshape", [value.tensor, self._numbers(made, target)], [made])
         return made
+
+    def _unsqueezed(self, tensor: Tensor, made: Tensor, axes: Sequence[int]) -> Tensor:
+        """`made`, computed as the tensor with axes of one element."""
+        if input_place("Unsqueeze", "axes", self.graph.opset) is None:
+            self.graph.add("Unsqueeze", [tensor], [made], axes=list(axes))
+        else:
+            self.graph.add("Unsqueeze", [tensor, self._numbers(made, axes)], [made])
+        return made
+
+    def _numbers(self, made: Tensor, numbers: Sequence[int] | None) -> Tensor:
+        return self.graph.constant(f"{made.name}_places", np.array(numbers))
 
     def _row(self, node: Node) -> Tensor | None:
         """The one row of a small table that all indices name, such as the embedding of tokens that are of one type."""
@@ -108,6 +121,31 @@ class Thinner:
         if dtype not in FLOATS or math.prod(table.shape) * tensor_dtype_to_np_dtype(dtype).itemsize > SMALL:
             return None
         return self.graph.constant(f"{table.name}_row", constant_value(self.graph, table)[row])
+
+    def _axes_first(self, joined: Node, view: Node) -> bool:
+        """Put axes of one element into what is joined, so that masks have the axes of what reads them."""
+        out = view.outputs[0]
+        shapes = [self.shapes.shape(t) for t in (joined.outputs[0], out, *joined.inputs)]
+        before, after, *own = (shape for shape in shapes if shape is not None)
+        if only_reader(self.graph, joined.outputs[0]) is None or None in shapes or not (new := put_in(before, after)):
+            return False
+        inputs = []
+        for tensor, shape in zip(joined.inputs, own, strict=True):
+            kept = [axis for axis in range(len(after)) if axis not in new]
+            first = kept[len(kept) - len(shape)] if shape else len(after)
+            inside = [axis - first for axis in new if axis > first]
+            if inside:
+                made = self.graph.variable(f"{out.name}_part")
+                whole = list(shape)
+                for axis in inside:
+                    whole.insert(axis, 1)
+                self.shapes.put(made, whole, self.shapes.dtype(tensor))
+                tensor = self._unsqueezed(tensor, made, inside)
+            inputs.append(tensor)
+        made = self.graph.variable(f"{out.name}_joined")
+        self.shapes.put(made, after, self.shapes.dtype(out))
+        self.graph.add(joined.op, inputs, [made])
+        return self.graph.replace(out, made)
 
     def _elementwise(self, node: Node, inputs: list[Tensor]) -> bool:
         if (only := self._only(op_of(node), inputs)) is not None:
@@ -143,3 +181,16 @@ class Thinner:
             return value
         single = is_constant(tensor) and tuple(tensor.shape) == () and np.dtype(object) != tensor.dtype
         return constant_value(self.graph, tensor).item() if single else None
+
+
+def put_in(before: Sequence[Size], after: Sequence[Size]) -> list[int]:
+    """The axes of one element that `after` has and `before` has not; none where more than such axes differs."""
+    new, left = [], list(before)
+    for axis, size in enumerate(after):
+        if left and left[0] == size:
+            left.pop(0)
+        elif size == 1:
+            new.append(axis)
+        else:
+            return []
+    return [] if left else new

@@ -85,6 +85,16 @@ class Places:
             return None
         return Index(((longer[0] - value.ndim, value.size, 1),), first)
 
+    def number(self, tensor: Tensor) -> float | None:
+        """The value of all elements of what is filled with one number, of any dtype."""
+        while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Expand", "Identity", "Transpose"}:
+            tensor = node.inputs[0]
+        if node is not None and op_of(node) == "ConstantOfShape":
+            fill = self.shapes.constant(node.attrs["value"]) if "value" in node.attrs else np.zeros(1)
+        else:
+            fill = self.shapes.constant(tensor) if is_constant(tensor) and math.prod(tensor.shape) == 1 else None
+        return None if fill is None else float(fill.item())
+
     def index(self, node: Node, place: int = 0) -> Index | None:
         """An input that is a sum of indices."""
         found = self.of(node.inputs[place])
@@ -172,13 +182,24 @@ def _same(p: Places, n: Node) -> Value | None:
 
 def _cast(p: Places, n: Node) -> Value | None:
     """Between integers that hold an index, and between booleans; other values are those of a new tensor."""
-    value, to = p.of(n.inputs[0]), p.shapes.dtype(n.outputs[0])
+    to = p.shapes.dtype(n.outputs[0])
+    if p.shapes.dtype(n.inputs[0]) not in READ:
+        number = p.number(n.inputs[0])
+        return None if number is None or to != TensorProto.BOOL else number != 0
+    value = p.of(n.inputs[0])
     if to == TensorProto.BOOL:
         return (value.offset != 0 if isinstance(value, Index) and not value.terms and isinstance(value.offset, int)
                 else value if isinstance(value, bool | AtMostZero) else None)  # fmt: skip
     if isinstance(value, bool):
         return Index(offset=int(value))
     return value if isinstance(value, Index) and to in (TensorProto.INT64, TensorProto.INT32) else None
+
+
+def _filled(p: Places, n: Node) -> Value | None:
+    number = p.number(n.outputs[0])
+    if number is None:
+        return None
+    return number != 0 if p.shapes.dtype(n.outputs[0]) == TensorProto.BOOL else Index(offset=int(number))
 
 
 def _sum(p: Places, n: Node) -> Value | None:
@@ -257,7 +278,8 @@ def _not(p: Places, n: Node) -> Value | None:
 
 RULES: dict[str, Rule] = {
     "Range": _range, **dict.fromkeys(VIEWS, _view), "Transpose": _transpose, "Expand": _same, "Identity": _same,
-    "Cast": _cast, "Add": _sum, "Sub": _sum, "Mul": _product, "Concat": _concat, "GatherND": _gather_nd,
-    "Gather": _gather, "GatherElements": _gather_elements, "And": _joined, "Or": _joined, "Not": _not,
+    "Cast": _cast, "ConstantOfShape": _filled, "Add": _sum, "Sub": _sum, "Mul": _product, "Concat": _concat,
+    "GatherND": _gather_nd, "Gather": _gather, "GatherElements": _gather_elements,
+    "And": _joined, "Or": _joined, "Not": _not,
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"), _compared),
 }  # fmt: skip
