@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from onnx import TensorProto
@@ -52,6 +53,7 @@ from onnxfuse.shapes.places import Places
 LEAVES = {Absent, Capture, Causal, Constant, Filled}
 PASSED = {Part, Precision, Stored, Given, Shared}  # words that matching looks under
 FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
+SIBLINGS = 8  # ways to choose the other outputs that are tried
 STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
 
 
@@ -138,9 +140,10 @@ class Matcher(Reader):
             said = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"
             return self.nearest.at_once(said, tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
-            found = complete(self, self._with_siblings(state))
-            if found is not None:
-                return found
+            for whole in islice(self._with_siblings(state), SIBLINGS):
+                found = complete(self, whole)
+                if found is not None:
+                    return found
         return self.nearest.miss(tensor)
 
     def _start(self, tensor: Tensor) -> State:
@@ -260,17 +263,23 @@ class Matcher(Reader):
 
     # --- outputs beside the first ---------------------------------------------------------------------------------
 
-    def _with_siblings(self, state: State) -> State:
-        """The state with the outputs that are no interior values of the first, as far as they are found."""
-        for term, anchors, ops in self.siblings:
-            starts = [state.operands[name] for name in anchors if name in state.operands]
-            for tensor in computed_from(starts, ops):
-                taken = id(tensor.inputs[0]) in state.nodes or not self.fits(term, tensor)
-                found = None if taken else next(self.match(term, tensor, state), None)
-                if found is not None:
-                    state = found
-                    break
-        return state
+    def _with_siblings(self, state: State, place: int = 0) -> Iterator[State]:
+        """The state with the outputs that are no interior values of the first, as far as they are found.
+
+        Those of the first one's dtype are tried first: with or without a last Cast, as there.
+        """
+        if place == len(self.siblings):
+            yield state
+            return
+        term, anchors, ops = self.siblings[place]
+        starts = [state.operands[name] for name in anchors if name in state.operands]
+        dtype = self.shapes.dtype(self.root)
+        for tensor in sorted(computed_from(starts, ops), key=lambda found: self.shapes.dtype(found) != dtype):
+            taken = id(tensor.inputs[0]) in state.nodes or not self.fits(term, tensor)
+            after = None if taken else next(self.match(term, tensor, state), None)
+            if after is not None:
+                yield from self._with_siblings(after.with_term(id(bare(term)), tensor), place + 1)
+        yield from self._with_siblings(state, place + 1)
 
     def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
         """The state with a scalar or attribute bound; none where it has another value elsewhere."""

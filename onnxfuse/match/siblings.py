@@ -8,7 +8,7 @@ from onnxfuse.language.terms import Apply, Capture, Fusion, Product, Rearrange, 
 from onnxfuse.match.words import VIEWS
 from onnxfuse.model.graph import Tensor, op_of
 
-DEEPEST = 4  # nodes from a shared operand to an output: flatten, multiply, unflatten, add
+DEEPEST = 7  # nodes from a shared operand to an output: widen, multiply, turn, repeat, take the sine, scale, narrow
 MOST = 64  # readers looked at
 
 Sibling = tuple[Term, tuple[str, ...], frozenset[str]]

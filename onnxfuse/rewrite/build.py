@@ -169,7 +169,8 @@ class Builder:
             case Absent():
                 return False
             case Capture(kind=kind, name=name):
-                return kind not in ("tensor", "weight") or name in self.variant.dtypes
+                there = {"tensor": self.variant.dtypes, "weight": self.variant.dtypes, "scalar": self.variant.values}
+                return kind not in there or name in there[kind]
             case Given(inner=inner, guard=guard):
                 return self.variant.holds(guard) and self.expressible(inner)
             case Either(options=options):

@@ -23,11 +23,13 @@ class Fusing:
 
     fused: tuple[Fused, ...]
     missed: tuple[Miss, ...]
+    left: frozenset[str]  # nodes that are still there: a Cast may have been taken in by each of its readers
 
     def near(self) -> list[Miss]:
         """The misses worth reading, nearest first: those where much agreed and that nothing else fused."""
         taken = {name for one in self.fused for name in one.replaces}
-        near = [m for m in self.missed if m.matched > 1 and m.node not in taken and m.matched >= NEAR * m.of]
+        open_ = [m for m in self.missed if m.node in self.left and m.node not in taken]
+        near = [m for m in open_ if m.matched > 1 and m.matched >= NEAR * m.of]
         return sorted(near, key=lambda m: (-m.matched / m.of, m.fusion.name, m.node))
 
 
@@ -52,7 +54,8 @@ def fuse(
             # What vanished may have been the outside reader that a complete match was refused for.
             refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
             nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
-    return Fusing(tuple(fused), tuple(misses.values()))
+    left = frozenset(n.name or n.outputs[0].name for n in graph.nodes)
+    return Fusing(tuple(fused), tuple(misses.values()), left)
 
 
 def _by_root(graph: Graph, shapes: Shapes, fusions: Sequence[Fusion]) -> Mapping[str, Sequence[Matcher]]:
