@@ -10,7 +10,7 @@ from cache_cases import CachedCase, cached
 from onnxfuse.provider.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"w", "w_2", "w_3", "up", "scale", "bias", "table", "table_2"}
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "table", "table_2"}
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
@@ -37,6 +37,7 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         "rotary_embedding", {"x": (2, 12, 64, 64), "cos": (1, 64, 64), "sin": (1, 64, 64)},
         {"layout": "bhsd", "table": "bsd"}, 1,
     ),
+    "rotary_table": ("rotary_table", {"positions": (2, 300), "frequencies": (32,)}, {"angles": "twice"}, 2),
     **{
         f"gemm of {m} rows": (
             "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
@@ -67,6 +68,6 @@ def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
     """One of NODES and its inputs, whose weights are the model's `constants` or are computed."""
     fusion, shapes, attributes, outputs = NODES[name]
     kept = WEIGHTS if constants and fusion != "gated_activation" else set()
-    dtypes = {"ids": "int64", "ids_2": "int64"}
+    dtypes = {"ids": "int64", "ids_2": "int64", "positions": "int64"}
     inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
     return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs

@@ -389,6 +389,8 @@ def _doubled(unfused: Unfused) -> Mutant:
     for info in model.graph.input:
         if info.type.tensor_type.elem_type == TensorProto.FLOAT:
             info.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for to in (a for n in model.graph.node if n.op_type == "Cast" for a in n.attribute if a.name == "to"):
+        to.i = TensorProto.DOUBLE if to.i == TensorProto.FLOAT else to.i
     assert _typed(model)
     wide = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in unfused.inputs.items()}
     return Mutant(model, wide, (), ("double",), TensorProto.DOUBLE)

@@ -172,8 +172,13 @@ def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
 
 
 def _dtype(spelling: Spelling, operand: Capture) -> int:
-    """The variant's dtype, or bool or int64 where the operator that reads the operand takes nothing else."""
+    """The variant's dtype, or bool or int64 where the operator that reads the operand takes nothing else.
+
+    int64 under a Cast that the pattern writes: those between floats are none of its terms.
+    """
     for term in reached(spelling):
+        if isinstance(term, Apply) and term.op == "Cast" and any(bare(t) is operand for t in walk(term)):
+            return TensorProto.INT64
         if not isinstance(term, Apply) or (found := schema(term.op, spelling.opset)) is None:
             continue
         for place, item in enumerate(term.inputs):
@@ -372,7 +377,8 @@ def _shape(
         is_weight = name in {c.name for c in spelling.fusion.captures if c.kind == "weight"}
         return shape if not isinstance(batch, Dim) or is_weight else (batch, *shape[1:])
     leading = {f"...{i}": size for i, size in enumerate(dims["..."])}
-    return tuple(layout.product([{**dims, **leading}[name] for name in names]) for names in axes)
+    known = {**dims, **leading, "1": 1}
+    return tuple(layout.product([known[name] for name in names]) for names in axes)
 
 
 def _parted(spelling: Spelling) -> dict[str, Rearrange]:

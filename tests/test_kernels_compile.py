@@ -83,6 +83,9 @@ def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
     table = (1, 512, 128)
     for layout, x in ("packed", (2, 512, 1024)), ("bshd", (2, 512, 8, 128)), ("bhsd", (2, 8, 512, 128)):
         yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)
+    for kind, count in ("int64", 64), ("int32", 5):
+        places = TensorSpec((2, 512), kind), TensorSpec((count,), "float32")
+        yield node("rotary_table", "positions frequencies", [dtype] * 2, angles="twice"), list(places)
     part = {"layout": "packed", "form": "rotate_part", "heads": 8, "size": 128, "rotated": 32}
     for pitch in 384, 385:
         product = (2, 512, 8 * pitch)

@@ -171,3 +171,35 @@ def test_rotary_embedding_operator(
     one, other = expected[first].copy(), expected[second].copy()
     expected[first], expected[second] = one * c - other * s, one * s + other * c
     check(y, expected.swapaxes(1, 2).reshape(batch, seq, heads * size) if packed else expected)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("angles", ["twice", "once"])
+@pytest.mark.parametrize("factor", [None, 1.5])
+@pytest.mark.parametrize(("shape", "half"), [((2, 33), 32), ((7,), 5), ((1, 1), 64), ((3, 700), 1), ((0, 4), 8)])
+@pytest.mark.parametrize("position", ["int64", "int32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_table(
+    device: Device, dtype: str, position: str, shape: tuple[int, ...], half: int, factor: float | None, angles: str,
+    aligned: bool,
+) -> None:  # fmt: skip
+    """Positions of a long context and negative ones; the product is rounded to float32, as the operators round it."""
+    positions = np.random.default_rng(1).integers(-300, 200_000, shape).astype(position)
+    frequencies = (10_000.0 ** -(np.arange(half) / half)).astype(np.float32)
+    options: dict[str, str | float] = {"angles": angles, "sequences": "each" if len(shape) == 2 else "all"}
+    options |= {"factor": factor} if factor else {}
+    inputs = {"positions": positions, "frequencies": frequencies}
+    found = run("rotary_table", inputs, [dtype, dtype], device, aligned, **options)
+    products = (positions.reshape(-1, shape[-1])[..., None].astype(np.float32) * frequencies).astype(np.float64)
+    both = np.concatenate([products, products], axis=-1) if angles == "twice" else products
+    for each, of in zip(found, (np.cos, np.sin), strict=True):
+        check(each, of(both) * (factor or 1.0))
+
+
+def test_a_table_of_a_column_in_two_precisions(device: Device) -> None:
+    positions, column = np.arange(9)[None], normal((1, 6, 1), "float32", 2)
+    inputs = {"positions": positions, "column": column}
+    cos, sin = run("rotary_table", inputs, ["float16", "float32"], device, angles="once")
+    angles = (positions[..., None].astype(np.float32) * column.reshape(-1)).astype(np.float64)
+    check(cos, np.cos(angles))
+    check(sin, np.sin(angles))

@@ -48,6 +48,7 @@ RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"]}  # output and do
 DECODER: Formulas = RESIDUALS | {
     "rms_norm": lambda c: 2 * c["layers"] + 1,
     "attention_with_rotary_embedding": lambda c: c["layers"],  # which norms of queries and keys are parts of, too
+    "rotary_table": lambda c: 1,
 }
 PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
 LLAMA = DECODER | PROJECTIONS | {"gated_gemm": lambda c: c["layers"]}

@@ -123,6 +123,8 @@ def expressions(
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "Transpose" and isinstance(inputs[0], np.ndarray):
             return inputs[0].transpose(attributes["perm"])
+        if node.op_type == "Cast" and isinstance(inputs[0], np.ndarray):  # which is folded
+            return inputs[0].astype(helper.tensor_dtype_to_np_dtype(attributes["to"]))
         inputs = [number(i) if isinstance(i, np.ndarray) else i for i in inputs]
         if node.op_type in ("Add", "Mul"):
             flat = [t for i in inputs for t in (i[1] if i[0] == node.op_type else (i,))]
