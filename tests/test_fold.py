@@ -303,6 +303,21 @@ def test_weights_behind_identity_and_transpose() -> None:
     assert_same(model, after, (2, 4))
 
 
+@pytest.mark.parametrize("places", [[1, 6], [[0, 1], [1, 2]]], ids=["flattened", "by_axis"])
+@pytest.mark.parametrize(("name", "dtype"), [("float16", np.float16), ("float", np.float32), ("double", np.float64)])
+def test_sparse_weights_are_read(places: list, name: str, dtype: type) -> None:
+    text = f"({name}[n,4] x) => (y) {{ t = Transpose<perm=[1,0]>(w) y = MatMul(x, t) }}"
+    model = parse(text, w=np.zeros((4, 4), dtype))
+    values = numpy_helper.from_array(np.array([3, 5], dtype), "w")
+    model.graph.initializer.pop()
+    model.graph.sparse_initializer.append(
+        onnx.helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(places), "places"), [4, 4])
+    )
+    after, _ = apply(model, fold_constants)
+    (stored,) = (numpy_helper.to_array(tensor) for tensor in after.graph.initializer)
+    assert stored.dtype == dtype and stored[1, 0] == 3 and stored[2, 1] == 5 and np.count_nonzero(stored) == 2
+
+
 def test_transposed_weight_with_another_reader_is_not_doubled() -> None:
     text = "(float[n,160] x) => (y) { t = Transpose<perm=[1,0]>(w) a = MatMul(x, t) y = MatMul(a, w) }"
     assert ops(apply(parse(text, w=random(160, 160)), fold_constants)[0]) == "Transpose MatMul MatMul"

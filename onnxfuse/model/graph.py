@@ -232,16 +232,16 @@ def op_of(node: Node) -> str:
 def constant_value(graph: Graph, tensor: Tensor) -> Array:
     """An initializer's value, read from its file only now where it is external; bfloat16 as ml_dtypes.bfloat16."""
     stored = tensor._values
-    if isinstance(stored, np.ndarray):
-        return stored
-    proto = stored.tensor
-    if isinstance(proto, onnx.SparseTensorProto):
-        return np.asarray(stored.load())
-    return array_of(graph, proto, tensor.name)
+    return stored if isinstance(stored, np.ndarray) else array_of(graph, stored.tensor, tensor.name)
 
 
-def array_of(graph: Graph, proto: onnx.TensorProto, name: str) -> Array:
+def array_of(graph: Graph, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str) -> Array:
     """A stored tensor's value, read from the model's folder where it is external; the proto stays as it is."""
+    if isinstance(proto, onnx.SparseTensorProto):  # of which graphsurgeon reads neither the dtype nor raw data
+        values, places = array_of(graph, proto.values, name), array_of(graph, proto.indices, name)
+        dense = np.zeros(tuple(proto.dims), values.dtype)
+        dense[np.unravel_index(places, dense.shape) if places.ndim == 1 else tuple(places.T)] = values
+        return dense
     if external_data_helper.uses_external_data(proto):
         if graph.folder is None:
             raise ModelError(f"constant '{name}' lies in an external file; give the model as a path")
