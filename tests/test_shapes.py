@@ -272,6 +272,9 @@ VALUES = [
     (17, X3, "a = Constant <value_int = 65> () b = Constant <value_int = 0> () d = Constant <value_int = 1> () "
              "y = Range(b, a, d)", "unknown"),
     (17, "int64[3] x", "y = Add(x, x)", "unknown"),
+    # what leaves its dtype
+    (17, X3, "a = Constant <value_int = 4294967296> () y = Cast <to = 6> (a)", "unknown"),
+    (17, X3, "a = Constant <value_int = 4294967296> () y = Mul(a, a)", "unknown"),
 ]  # fmt: skip
 
 

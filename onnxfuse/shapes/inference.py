@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 from onnx import TensorProto
 
 from onnxfuse.errors import ModelError
@@ -21,10 +22,10 @@ from onnxfuse.shapes.sources import Stated, constant_dtype, infer_by_onnx, outpu
 from onnxfuse.shapes.values import LIMIT, VALUE_RULES, exact
 
 assert arithmetic and rules_of_views and rules_of_windows  # imported for their rules
-INTEGERS = frozenset(
-    TensorProto.DataType.Value(name)
-    for name in ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
-)
+INTEGERS = {int(TensorProto.BOOL): (0, 1)} | {  # the smallest and the largest number of each dtype
+    int(TensorProto.DataType.Value(name.upper())): (int(np.iinfo(name).min), int(np.iinfo(name).max))
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+}
 
 
 def infer_shapes(graph: Graph, strict: bool = False) -> Shapes:
@@ -111,7 +112,8 @@ class Shapes:
         values = self._try(VALUE_RULES, op, node)
         for i, out in enumerate(node.outputs):
             value = values[i] if isinstance(values, list) else values
-            self._values[out.name] = None if value is None or value.size > LIMIT else value
+            fits = value is not None and value.size <= LIMIT and _fits(value, self._dtypes[out.name])
+            self._values[out.name] = value if fits else None
             if value is not None:
                 self._shapes[out.name] = value.shape
         for known in (self._shapes, self._dtypes, self._values):
@@ -156,3 +158,9 @@ class Shapes:
             other if size is None or (is_known(other) and not is_known(size)) else size
             for size, other in zip(shape, stated, strict=True)
         )
+
+
+def _fits(value: Array, dtype: int) -> bool:
+    """Whether the numbers among the elements are in the range of the dtype: what is not, the runtime wraps around."""
+    low, high = INTEGERS.get(dtype, (-math.inf, math.inf))
+    return all(low <= element <= high for element in value.flat if isinstance(element, int))
