@@ -375,6 +375,20 @@ def test_a_malformed_node_leaves_its_shape_unknown() -> None:
         infer_shapes(graph, strict=True)
 
 
+def test_a_sparse_constant_is_known_from_onnx() -> None:
+    """graphsurgeon leaves its attribute out."""
+    values, places = (onnx.numpy_helper.from_array(np.array(v)) for v in ([1.5], [3]))
+    sparse = onnx.helper.make_sparse_tensor(values, places, [2, 4])
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (double[4,n] x) => (y) { y = MatMul(c, x) }'
+    )
+    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], sparse_value=sparse))
+    graph = read_graph(model)
+    c = named(graph, "c")
+    shapes = infer_shapes(graph)
+    assert shown(shapes.shape(c)) == "2 4" and shapes.dtype(c) == TensorProto.DOUBLE
+
+
 def test_big_constants_are_not_handed_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     infer = onnx.shape_inference.infer_shapes

@@ -119,8 +119,10 @@ def output_dtype(s: Shapes, node: Node, place: int) -> int:
 
 
 def _constant_node_dtype(node: Node) -> int:
+    if not node.attrs:  # of a sparse value, which graphsurgeon leaves out
+        return 0
     (name,) = node.attrs
-    if name in ("value", "sparse_value"):
+    if name == "value":
         return constant_dtype(node.attrs[name])
     kinds = {"value_float": TensorProto.FLOAT, "value_int": TensorProto.INT64, "value_string": TensorProto.STRING}
     return int(kinds[name.removesuffix("s")])
