@@ -34,6 +34,7 @@ from onnxfuse.patterns._attention import (
 
 LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
 SCORES = "batch? heads? queries? keys?"
+IN_RANGE = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
 
 
 def stays(masked_score, dtype):
@@ -50,20 +51,16 @@ def masked(scores, queries, columns, mask, masked_score):
     behind = shared(hidden(length(queries, 2), length(columns, 3), mask, scores, masked_score))
     return choose(
         "mask_kind",
-        causal=given(
-            scores + behind,
-            "what the mask adds is -inf, or a number that {dtype} has; it adds {masked_score}",
-            stays,
-        ),
+        causal=given(scores + behind, IN_RANGE, stays),
         boolean=either(
-            op.Where(mask, scores, masked_score),
+            given(op.Where(mask, scores, masked_score), IN_RANGE, stays),
             given(
                 scores + keep,
                 "the mask adds -inf where it is false, or in float32 less than -1e30; it adds {masked_score}",
                 lambda masked_score, dtype: masked_score < LOWEST and stays(masked_score, dtype),
             ),
         ),
-        inverted=op.Where(mask, masked_score, scores),
+        inverted=given(op.Where(mask, masked_score, scores), IN_RANGE, stays),
         additive=scores + mask,
         none=scores,
     )
