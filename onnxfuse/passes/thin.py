@@ -55,6 +55,8 @@ class Thinner:
         if isinstance(value, bool):
             return self._stand_for(node, self.graph.constant("everywhere", np.array(value)))
         op = op_of(node)
+        if op == "Expand":
+            return self._stand_for(node, node.inputs[0])
         if isinstance(value, Entry) and op.startswith("Gather"):
             return self._stand_for(node, self._reshaped(out, value))
         if op == "Gather" and not node.attrs.get("axis", 0) and is_constant(node.inputs[0]):

@@ -195,6 +195,12 @@ def _cast(p: Places, n: Node) -> Value | None:
     return value if isinstance(value, Index) and to in (TensorProto.INT64, TensorProto.INT32) else None
 
 
+def _part(p: Places, n: Node) -> Value | None:
+    """A part of what is the same everywhere."""
+    value = p.of(n.inputs[0])
+    return value if isinstance(value, bool) or (isinstance(value, Index) and not value.terms) else None
+
+
 def _filled(p: Places, n: Node) -> Value | None:
     number = p.number(n.outputs[0])
     if number is None:
@@ -280,6 +286,6 @@ RULES: dict[str, Rule] = {
     "Range": _range, **dict.fromkeys(VIEWS, _view), "Transpose": _transpose, "Expand": _same, "Identity": _same,
     "Cast": _cast, "ConstantOfShape": _filled, "Add": _sum, "Sub": _sum, "Mul": _product, "Concat": _concat,
     "GatherND": _gather_nd, "Gather": _gather, "GatherElements": _gather_elements,
-    "And": _joined, "Or": _joined, "Not": _not,
+    "And": _joined, "Or": _joined, "Not": _not, "Slice": _part,
     **dict.fromkeys(("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"), _compared),
 }  # fmt: skip
