@@ -71,6 +71,7 @@ def test_case(path: Path, request: pytest.FixtureRequest, tmp_path: Path) -> Non
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     model, report = optimize(case.model)
     assert report.verified.passed is (None if "unverified" in case.expected else True), report.verified.reason
+    assert not report.dropped
     if report.verified.passed:
         onnx.checker.check_model(model, full_check=True)
     assert_fused(case.expected.get("fused", []), model)

@@ -37,12 +37,15 @@ def complete(m: Matcher, state: State) -> Match | None:
         alone = f"'{m.root.name}' stands alone; required another output beside it"
         m.fail(m.fusion.outputs[0], state, lambda: alone)
         return None
+    nodes, outputs = tuple(state.nodes.values()), (m.root, *others)
+    if len({id(t) for t in outputs}) < len(outputs):
+        m.fail(m.fusion.outputs[0], state, lambda: "two outputs are one value; required one for each", whole=True)
+        return None
     if (rounding := _rounding(m, state)) is not None:
         narrow = FLOATS[m.shapes.dtype(rounding.outputs[0])]
         told = f"Cast '{node_name(rounding.outputs[0])}' rounds to {narrow} inside, which no operand or output is"
         m.fail(m.fusion.outputs[0], state, lambda: told, whole=True)
         return None
-    nodes, outputs = tuple(state.nodes.values()), (m.root, *others)
     refused = refusal(m.graph, nodes, outputs, state.operands)
     if refused:
         m.nearest.refused = True
