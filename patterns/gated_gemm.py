@@ -1,6 +1,6 @@
 """The two matrix products of a gated activation, with their product: SwiGLU, GEGLU, ReGLU, GLU."""
 
-from onnxfuse.dsl import fusion, tensor, weight
+from onnxfuse.dsl import fusion, require, tensor, weight
 from onnxfuse.patterns._activations import gate
 from onnxfuse.patterns._linear import linear
 
@@ -17,4 +17,5 @@ def gated_gemm(
 
     Shazeer 2020, arXiv:2002.05202.
     """
+    require("w and up are two weights: their products are two", lambda w, up: w is not up)
     return gate(linear(x, w, bias)) * linear(x, up, up_bias)
