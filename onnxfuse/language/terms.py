@@ -41,7 +41,7 @@ class Term:
     def __truediv__(self, other: Operand) -> Term:
         span, divisor = here(), as_term(other)
         if isinstance(divisor, Constant):
-            return Product(terms=(self, Constant(value=1 / divisor.value, span=span)), span=span)
+            return Product(terms=_flat(Product, self, Constant(value=1 / divisor.value, span=span)), span=span)
         reciprocal = _reciprocal(divisor, span)
         options = (
             Apply(op="Div", inputs=(self, divisor), span=span),
