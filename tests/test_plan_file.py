@@ -109,6 +109,34 @@ def test_a_loaded_plan_runs_without_planning(gpu: Stage, saved: Path, monkeypatc
     assert save_plans(saved, CPU) == 2, "loaded plans are saved again"
 
 
+def test_the_file_that_was_loaded_last_is_asked_first(gpu: Stage, saved: Path) -> None:
+    """A file made anew takes the place of its earlier self, and of older files that have the same plans."""
+    good, wrong = saved.read_bytes(), saved.with_name("wrong.zip")
+
+    def twice(data: bytes) -> bytes:
+        index = json.loads(data)
+        index["plans"][0]["steps"][0]["arguments"][1] = {"kind": "input", "index": 0, "offset": 0}
+        return json.dumps(index).encode()
+
+    def result() -> list[list[float]]:
+        return new().run(None, X)[0].tolist()  # type: ignore[no-any-return]
+
+    right = (X["x"] + X["b"]).tolist()
+    wrong.write_bytes(good)
+    rewritten(wrong, INDEX, twice)
+    load_plans(wrong, CPU)
+    assert result() != right
+    load_plans(saved, CPU)
+    assert result() == right
+    load_plans(wrong, CPU)
+    assert result() != right
+    wrong.write_bytes(good)
+    for _ in range(3):
+        load_plans(wrong, CPU)
+    assert result() == right
+    assert len(planner.stored) == 2
+
+
 def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stand_in, "DEVICE", dataclasses.replace(stand_in.DEVICE, name="other", arch=80))
     with pytest.raises(PlanFileError, match=r"made for stand-in \(sm_90, 132 multip.*\), this GPU is other \(sm_80"):
@@ -119,8 +147,9 @@ def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 3\), this is .*; make it again"),
+        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 4\), this is .*; make it again"),
         ({"format": 99}, r"\(format 99\)"),
+        ({"kernels": "0" * 16}, r"made from other kernels than this onnxfuse has; make it again"),
         ({"plans": 3}, r"no plan file, or corrupted: TypeError"),
         ({"device": None}, r"no plan file, or corrupted: TypeError"),
         ({"cubins": []}, r"no plan file, or corrupted: AttributeError"),
@@ -224,7 +253,7 @@ def test_products_and_tensor_maps_come_back_as_they_were(gpu: Stage, saved_steps
 def test_plans_of_another_setting_are_not_taken(gpu: Stage, saved_steps: Path) -> None:
     load_plans(saved_steps, CPU)
     kept = next(p for p in planner.living() if p.node.fusion == "product")
-    ask = planner.stored[-1]
+    (ask,) = planner.stored.values()
     assert ask(kept.node, kept.inputs, kept.device) is not None
     assert ask(kept.node, kept.inputs, dataclasses.replace(kept.device, ordinal=1)) is not None
     assert ask(kept.node, kept.inputs, dataclasses.replace(kept.device, tf32=False)) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 
+import stand_in
 from stand_in import CPU, SHIFT, Stage, fails, feed, model, node, session, stage
 
+from onnxfuse.errors import ModelError
 from onnxfuse.provider import planner
 from onnxfuse.provider.plan import Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.provider.session import Run, explain_session
+from onnxfuse.provider.session import Run, explain_session, register
 
 KERNEL = f"{CPU}, device 0"
 
@@ -204,6 +208,73 @@ def test_an_error_in_python_names_op_node_shapes_and_message(gpu: Stage, monkeyp
         patch.setattr(gpu.kernels("shift"), "plan", plan)
         assert "shift 'node_0' (float32[2,3], float32[3]): ValueError: no tile fits" in fails(run, feed(2, 3))
     assert run.run(None, feed(2, 3))[0].shape == (2, 3), "the session works again"
+
+
+STOPPED = """
+import sys
+sys.path.insert(0, {folder!r})
+import pytest
+from stand_in import *
+gpu = stage(pytest.MonkeyPatch())
+def plan(*_):
+    raise {error}
+gpu.kernels("shift").plan = plan
+run = session(model(SHIFT))
+try:
+    run.run(None, feed(2, 3))
+except Exception as error:
+    print("passed over:", error)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit(0)", "ValueError"])
+def test_what_stops_the_program_is_more_than_an_error_of_onnxruntime(gpu: Stage, error: str) -> None:
+    script = STOPPED.format(folder=str(Path(stand_in.__file__).parent), error=error)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if error == "ValueError":
+        assert "passed over" in done.stdout and "went on" in done.stdout and done.returncode == 0
+    else:
+        assert "went on" not in done.stdout and done.returncode != 0
+        assert "KeyboardInterrupt" in done.stderr.splitlines()[-1]
+
+
+NAMED = node("shift", "x, b", "y", operands="x bias", more=', attributes = "place", place = 1')
+
+
+def test_a_node_that_nobody_registered_is_refused(gpu: Stage) -> None:
+    """Of its attributes, onnxruntime passes on those that are known of registered models."""
+    graph = "g (float[n, d] x, float[d] b) => (float[n, d] y) {{ {} }}"
+    options = ort.SessionOptions()
+    register(options, model(SHIFT), [CPU])
+    other = model(graph.format(NAMED.replace("place", "elsewhere")))
+    message = fails(ort.InferenceSession(other, options, [CPU]), feed(2, 3))
+    assert "fused node 'node_0': attribute elsewhere is missing; register the model that runs" in message
+    register(options, other, [CPU])
+    run = ort.InferenceSession(other, options, [CPU])
+    np.testing.assert_array_equal(run.run(None, feed(2, 3))[0], feed(2, 3)["x"] + feed(2, 3)["b"])
+    assert dict(gpu.kernels("shift").nodes[-1].attributes) == {"elsewhere": 1}
+    with pytest.raises(ModelError, match=r"'node_0': attribute place is missing; .* optimize it again"):
+        session(model(graph.format(NAMED.replace(", place = 1", ""))))
+
+
+def test_a_node_that_its_kernel_does_not_support_is_not_planned(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ort.SessionOptions()
+    register(options, model(SHIFT), [CPU])
+    run = ort.InferenceSession(model(SHIFT), options, [CPU])
+    monkeypatch.setattr(gpu.kernels("shift"), "supports", lambda *_: "bias is too long")
+    assert "KernelError: bias is too long; register the model that runs" in fails(run, feed(2, 3))
+
+
+def test_a_node_without_one_of_its_outputs_runs_its_body(gpu: Stage) -> None:
+    graph = "g (float[n] x, float[n] r) => (float[n] s) {{ {} }}".format(
+        node("pair", "x, r", "s, d", operands="x r", types="1, 1", more=", output_ranks = [1, 1]")
+    )
+    proto = onnx.load_from_string(model(graph))
+    proto.graph.node[0].output[1] = ""
+    run = session(proto.SerializeToString())
+    assert explain_session(run) == (Run("node_0", "pair", "body", "its output 1 is left out"),)
+    np.testing.assert_array_equal(run.run(None, {"x": np.float32([1, 2]), "r": np.float32([3, 5])})[0], [4, 7])
 
 
 MALFORMED = {

@@ -41,7 +41,7 @@ row_center <d, steps, fusion, operands, output_types> (x, scale) => (y) {
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(Path(__file__).parent / "native" / "gpu_kernels")
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, folder])
-    monkeypatch.setattr(planner, "stored", [])
+    monkeypatch.setattr(planner, "stored", {})
     ort.preload_dlls()
 
 

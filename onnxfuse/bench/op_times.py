@@ -38,7 +38,7 @@ SECONDS = {"kernel": 0.3, "body": 0.3, OTHER: 0.1}  # for one operator
 CACHE = 64 * 2**20  # bytes of weights that may stay in a cache from one node to the next: an H200's L2 has 60 MiB
 # What is no work on a device, or is no operator of tensors.
 UNTIMED = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
-NOT_A_SIZE = {"fusion", "operands", "output_types", "output_ranks"}
+NOT_A_SIZE = {"fusion", "operands", "output_types", "output_ranks", "attributes"}
 
 
 @dataclass(frozen=True)

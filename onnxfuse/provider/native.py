@@ -15,9 +15,10 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.provider.plan import TensorSpec
 from onnxfuse.provider.wire import Attribute, read_attributes, read_inputs
 
-ABI: Final = 4
+ABI: Final = 5
 TF32: Final = 1  # settings of a session, added up
 MEASURE: Final = 2
+MANY_PLANS: Final = 4096  # of a node: a cache that grows to so many tokens meets as many shapes, again and again
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.provider.build_native`"
 
@@ -60,6 +61,7 @@ Plan = Callable[[Request], bytes]
 Drop = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_FAILED, _STOP = 1, 2  # kStop in native/python.h
 _handlers: list[Any] = []  # what the library may call must stay alive
 
 
@@ -82,6 +84,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     if found != ABI:
         raise NativeError(f"the native library {path} has interface {found}, required {ABI}; {HINT}")
     _declare(library)
+    library.onnxfuse_keep_plans(MANY_PLANS)
     return library
 
 
@@ -103,8 +106,9 @@ def _declare(library: ctypes.CDLL) -> None:
     number, unsigned = ctypes.c_int, ctypes.c_uint32
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "onnxfuse_prepare": (None, [text, text, number]),
-        "onnxfuse_set_callbacks": (None, [handle, handle]),
+        "onnxfuse_set_callbacks": (None, [handle, handle, handle]),
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
+        "onnxfuse_keep_plans": (None, [size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
         "onnxfuse_open_driver": (text, [text]),
         "onnxfuse_load": (text, [number, ctypes.c_char_p, text, ctypes.POINTER(handle), ctypes.POINTER(handle)]),
@@ -123,20 +127,25 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def connect(library: ctypes.CDLL, plan: Plan, drop: Drop) -> None:
-    """Let the library ask `plan` for plans and tell `drop` which nodes are gone, until Python exits."""
+    """Let the library ask `plan` for plans and tell `drop` which nodes are gone, until Python exits.
+
+    What `plan` raises is the text of an onnxruntime error; KeyboardInterrupt and SystemExit stop the main thread
+    besides, by a KeyboardInterrupt, as Ctrl-C does.
+    """
 
     def on_plan(request: Any, reply: int) -> int:
         try:
             answer, code = plan(_read(request.contents)), 0
-        except BaseException as error:  # must not reach C++: it becomes the text of an onnxruntime error
-            answer, code = f"{type(error).__name__}: {error}".encode(errors="replace"), 1
+        except BaseException as error:  # must not reach C++
+            answer = f"{type(error).__name__}: {error}".encode(errors="replace")
+            code = _FAILED if isinstance(error, Exception) else _STOP
         library.onnxfuse_reply(reply, answer, len(answer))
         return code
 
-    handlers = (_PLAN(on_plan), _DROP(drop))
+    handlers = (_PLAN(on_plan), _DROP(drop), ctypes.pythonapi.PyErr_SetInterrupt)
     _handlers.extend(handlers)
     library.onnxfuse_set_callbacks(*(ctypes.cast(handler, ctypes.c_void_p) for handler in handlers))
-    atexit.register(library.onnxfuse_set_callbacks, None, None)
+    atexit.register(library.onnxfuse_set_callbacks, None, None, None)
 
 
 def _read(raw: Any) -> Request:

@@ -10,12 +10,12 @@ import uuid
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from onnxfuse import __version__
 from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.provider import direct, native, planner
+from onnxfuse.provider import direct, native, planner, verdicts
 from onnxfuse.provider.compile import Function
 from onnxfuse.provider.plan import (
     Apart,
@@ -34,7 +34,7 @@ from onnxfuse.provider.plan import (
 )
 from onnxfuse.provider.planner import Backend, Planned, backends, signature
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 INDEX: Final = "plans.json"
 
 
@@ -62,7 +62,8 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
         records.append({**_record(planned), "cubins": names})
     index = {
         "format": FORMAT,
-        "onnxfuse": version("onnxfuse"),
+        "onnxfuse": __version__,
+        "kernels": verdicts.environment(provider, device)["kernels"],
         "device": _gpu(device),
         "cublaslt": direct.cublaslt_version() if any(map(_has_algorithm, plans.values())) else None,
         "cubins": {name: hashlib.sha256(code).hexdigest() for name, code in kernels.items()},
@@ -73,15 +74,17 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
 
 
 def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
-    """Use a file's plans from now on; the number of plans.
+    """Use a file's plans from now on, rather than those of files loaded before it; the number of plans.
 
     Raises PlanFileError, and uses none, where one is bad; UsageError for a provider without kernels.
     """
-    backend = _backend(provider)
+    device = _backend(provider).device(device_id)
     index, cubins = _read(Path(path))
-    here = _gpu(backend.device(device_id))
+    here = _gpu(device)
     if index["device"] != here:
         raise PlanFileError(f"{path}: made for {_describe(index['device'])}, this GPU is {_describe(here)}")
+    if index.get("kernels") != verdicts.environment(provider, device)["kernels"]:
+        raise PlanFileError(f"{path}: made from other kernels than this onnxfuse has; make it again")
     _check_cublaslt(path, index.get("cublaslt"))
     try:
         entries = [_entry(record, here) for record in index["plans"]]
@@ -107,7 +110,7 @@ def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
         functions = tuple(function(*each, device.ordinal) for each in zip(names, launches, strict=True))
         return Planned(node, inputs, device, plan, functions)
 
-    planner.stored.append(find)
+    planner.store(str(Path(path).resolve()), find)
     return len(plans)
 
 
@@ -255,10 +258,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     try:
         with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as file:
             index = json.loads(file.read(INDEX))
-            if index["format"] != FORMAT or index["onnxfuse"] != version("onnxfuse"):
+            if index["format"] != FORMAT or index["onnxfuse"] != __version__:
                 raise PlanFileError(
                     f"{path}: written by onnxfuse {index['onnxfuse']} (format {index['format']}), "
-                    f"this is {version('onnxfuse')} (format {FORMAT}); make it again"
+                    f"this is {__version__} (format {FORMAT}); make it again"
                 )
             cubins = {name: file.read(name) for name in index["cubins"]}
         for name, digest in index["cubins"].items():

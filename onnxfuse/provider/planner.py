@@ -7,7 +7,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from onnxfuse.errors import ModelError
@@ -22,7 +22,7 @@ from onnxfuse.provider.trial import GpuTrial
 from onnxfuse.provider.wire import plan_bytes
 
 CUDA: Final = "CUDAExecutionProvider"
-RESERVED: Final = ("fusion", "operands", "output_types")
+RESERVED: Final = ("fusion", "operands", "output_types", "attributes")
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,19 @@ backends: Final[dict[str, Backend]] = {
         lambda *arguments: _gpu_trial(*arguments),
     )
 }
-stored: Final[list[Stored]] = []  # plans that were loaded from files, asked in order
-_live: Final[dict[int, dict[tuple[TensorSpec, ...], Planned]]] = {}
+stored: Final[dict[str, Stored]] = {}  # plans of files, by path; the file that was loaded last is asked first
+MOST_PLANS: Final = 2 * native.MANY_PLANS  # of a node: what the native library may hold
+
+
+@dataclass(frozen=True)
+class Living:
+    """What a node of a session has been planned for."""
+
+    plans: dict[tuple[TensorSpec, ...], Planned] = field(default_factory=dict)  # the last MOST_PLANS, in order
+    functions: set[Function] = field(default_factory=set)  # of all its plans: CUDA graphs may hold older ones
+
+
+_live: Final[dict[int, Living]] = {}
 _equal: Final[weakref.WeakValueDictionary[tuple[Any, ...], Planned]] = weakref.WeakValueDictionary()
 _lock: Final = threading.RLock()  # one plan at a time; never taken by `drop`, which the garbage collector may call
 
@@ -71,6 +82,12 @@ def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
         if not isinstance(attributes.get(attribute), kind):
             found = repr(attributes[attribute]) if attribute in attributes else "nothing"
             raise ModelError(f"fused node '{name}': attribute {attribute} must be {what}, found {found}")
+    named = str(attributes.get("attributes", "")).split()  # older files do not say
+    if missing := [attribute for attribute in named if attribute not in attributes]:
+        raise ModelError(
+            f"fused node '{name}': attribute {missing[0]} is missing; register the model that runs with its session "
+            "options, or optimize it again if the file was changed"
+        )
     return FusedNode(
         attributes["fusion"],
         name,
@@ -83,15 +100,25 @@ def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
 def answer(request: native.Request) -> bytes:
     """The plan for a request, as the native library reads it.  What it raises becomes an onnxruntime error."""
     with _lock:
-        plans = _live.setdefault(request.kernel, {})
-        planned = plans.get(request.inputs)
+        own = _live.setdefault(request.kernel, Living())
+        planned = own.plans.get(request.inputs)
         if planned is None:
             node = fused_node(request.node, request.attributes)
             device = device_of(request.provider, request.device, request.tf32)
             planned = _stored(node, request, device) or _shared(node, request, device)
-            plans[request.inputs] = planned
+            if len(own.plans) >= MOST_PLANS:
+                del own.plans[next(iter(own.plans))]
+            own.plans[request.inputs] = planned
+            own.functions.update(planned.functions)
         direct.open_libraries(planned.plan)
         return plan_bytes(planned.plan, [function.handle for function in planned.functions])
+
+
+def store(path: str, find: Stored) -> None:
+    """Ask a file's plans before those of all other files, and in place of what the same file held earlier."""
+    with _lock:
+        stored.pop(path, None)
+        stored[path] = find
 
 
 def drop(kernel: int) -> None:
@@ -100,8 +127,8 @@ def drop(kernel: int) -> None:
 
 
 def living() -> list[Planned]:
-    """Every plan that a session holds."""
-    return [planned for plans in list(_live.values()) for planned in list(plans.values())]
+    """Every plan that a session holds; of a node the last MOST_PLANS."""
+    return [planned for each in list(_live.values()) for planned in list(each.plans.values())]
 
 
 def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
@@ -115,7 +142,7 @@ def ready(plan: Plan, inputs: Sequence[TensorSpec], ordinal: int = 0, provider: 
 
 
 def _stored(node: FusedNode, request: native.Request, device: Device) -> Planned | None:
-    return next((found for ask in stored if (found := ask(node, request.inputs, device))), None)
+    return next((found for ask in reversed(stored.values()) if (found := ask(node, request.inputs, device))), None)
 
 
 def _shared(node: FusedNode, request: native.Request, device: Device) -> Planned:
@@ -134,6 +161,8 @@ def _planned(node: FusedNode, request: native.Request, device: Device) -> Planne
     module = kernel_module(node.fusion)
     if module is None:
         raise KernelError(f"fusion {node.fusion} has no kernel")
+    if why := module.supports(node, tuple(spec.dtype for spec in request.inputs), device):
+        raise KernelError(f"{why}; register the model that runs with its session options")
     plans = choose.candidates(module, node, request.inputs, device)
     plan = plans[0]
     if all(0 in output.shape for output in plan.outputs):

@@ -202,6 +202,8 @@ def _reason(call: Call, target: Target) -> str | None:
         return f"fusion {node.fusion} has no kernel in this version of onnxfuse"
     if call.in_function:
         return "it stands inside a function"
+    if "" in call.proto.output:
+        return f"its output {list(call.proto.output).index('')} is left out"
     dtypes = tuple(dtype for dtype in call.dtypes if dtype is not None)
     if len(dtypes) < len(call.dtypes):
         place = call.dtypes.index(None)

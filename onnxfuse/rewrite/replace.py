@@ -102,14 +102,13 @@ def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, A
     """What a kernel must know besides the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
+    own = {"output_ranks": ranks, **dims, **values, **match.choices}
     return {
         "fusion": match.fusion.name,
         "operands": " ".join(variant.dtypes),
         "output_types": list(variant.out),
-        "output_ranks": ranks,
-        **dims,
-        **values,
-        **match.choices,
+        "attributes": " ".join(sorted(own)),  # what a reader that lost one must miss
+        **own,
     }
 
 

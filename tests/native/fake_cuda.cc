@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -37,7 +38,13 @@ std::map<void*, unsigned> dynamic_limits;  // of the kernels that were allowed m
 Launched last{};
 std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
+std::atomic<bool> other_captures{false};
+std::atomic<int> last_mode{0};
 thread_local std::vector<void*> contexts;
+thread_local int capture_mode = 0;  // CU_STREAM_CAPTURE_MODE_GLOBAL
+
+// What may not happen while another thread captures a graph: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
+int forbidden() { return other_captures && capture_mode != 2 ? 900 : 0; }
 
 template <class T>
 T value(void* argument) {
@@ -109,6 +116,7 @@ const Entry entries[] = {{"noop", noop}, {"shift", shift}, {"copy", copy},
 int run(void* function, const Launched& launch, void** arguments) {
   if (const int code = fail_with.exchange(0)) return code;
   if (contexts.empty()) return 201;
+  last_mode = capture_mode;
   {
     std::lock_guard<std::mutex> lock(mutex);
     const auto limit = dynamic_limits.find(function);
@@ -205,12 +213,18 @@ EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = capturing;
   return 0;
 }
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(capture_mode, *mode);
+  return 0;
+}
 EXPORT int cuModuleLoadData(void** module, const void* image) {
+  if (const int code = forbidden()) return code;
   if (std::strncmp(static_cast<const char*>(image), "fake:", 5) != 0) return 200;
   *module = new int(++modules);
   return 0;
 }
 EXPORT int cuModuleUnload(void* module) {
+  if (const int code = forbidden()) return code;
   delete static_cast<int*>(module);
   --modules;
   return 0;
@@ -234,6 +248,7 @@ EXPORT int cuGetErrorName(int code, const char** name) {
           : code == 201 ? "CUDA_ERROR_INVALID_CONTEXT"
           : code == 500 ? "CUDA_ERROR_NOT_FOUND"
           : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+          : code == 900 ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
                         : nullptr;
   return *name ? 0 : 1;
 }
@@ -244,12 +259,14 @@ EXPORT int cuGetErrorString(int, const char** text) {
 
 // Of the thread's last tensor map: type, rank, interleave, swizzle, promotion, fill.
 EXPORT void fake_last_map(unsigned* out) { std::memcpy(out, &last_map.type, 6 * sizeof *out); }
+EXPORT int fake_last_mode() { return last_mode; }  // of captures, in the thread of the last launch
 EXPORT int fake_last_early() { return last.early; }
 EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }
 EXPORT void fake_fail_next(int code) { fail_with = code; }
 EXPORT void fake_capture(int on) { capturing = on; }
+EXPORT void fake_other_captures(int on) { other_captures = on; }
 EXPORT void fake_last(unsigned* out) {
   std::lock_guard<std::mutex> lock(mutex);
   const unsigned words[] = {last.grid.x, last.grid.y, last.grid.z, last.block.x, last.block.y,

@@ -87,7 +87,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setattr(native, "library_path", lambda: library)
     monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
-    monkeypatch.setattr(planner, "stored", [])
+    monkeypatch.setattr(planner, "stored", {})
     monkeypatch.setattr(planner, "_equal", weakref.WeakValueDictionary())
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))

@@ -55,6 +55,7 @@ struct Driver {
                                 const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle,
                                 int promotion, int fill);  // null before CUDA 12.0
   int (*cuStreamIsCapturing)(Stream, int*);
+  int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuModuleLoadData)(void**, const void*);
   int (*cuModuleUnload)(void*);
   int (*cuModuleGetFunction)(Function*, void*, const char*);
@@ -84,6 +85,19 @@ class Current {
  private:
   const Driver& driver_;
   bool pushed_ = false;
+};
+
+// As long as it lives, the thread may load, unload and allocate while another one captures a CUDA graph, which goes on.
+class Relaxed {
+ public:
+  explicit Relaxed(const Driver& driver) : driver_(driver) { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  ~Relaxed() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; once exchanged, what the thread had
 };
 
 }  // namespace onnxfuse

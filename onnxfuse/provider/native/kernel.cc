@@ -1,8 +1,10 @@
 // Running a fused node: inputs → plan → outputs → launches.
 #include "kernel.h"
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 
 #include "python.h"
@@ -13,6 +15,7 @@ namespace {
 
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
+std::atomic<size_t> many_plans{1};
 constexpr uintptr_t kAlignment = 16;
 
 // Which inputs the model holds the values of.  Plans are made and timed for that; nothing else depends on it, so that
@@ -151,7 +154,7 @@ void check(const Ort& ort, OrtStatus* status) {
 
 FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
                          int settings, const std::vector<AttributeName>& names)
-    : ort_(ort), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), settings_(settings) {
+    : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), settings_(settings) {
   size_t size = 0;
   check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
   node_.resize(size);
@@ -175,12 +178,15 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
 }
 
 FusedKernel::~FusedKernel() {
+  const Relaxed relaxed(driver_);
   tell_dropped(id_);
   ort_.ReleaseAllocator(allocator_);
   --alive_count;
 }
 
 int64_t FusedKernel::alive() { return alive_count; }
+
+void FusedKernel::keep_plans(size_t count) { many_plans = count; }
 
 std::string FusedKernel::describe(const Key* key) const {
   std::string text = op_ + " '" + node_ + "'";
@@ -190,30 +196,37 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-const FusedKernel::Entry* FusedKernel::find(const Key& key) {
-  const Entry* last = last_.load(std::memory_order_acquire);
-  if (last && last->first == key) return last;
-  std::shared_lock<std::shared_mutex> lock(mutex_);
-  const auto found = plans_.find(key);
-  if (found == plans_.end()) return nullptr;
-  last_.store(&*found, std::memory_order_release);
-  return &*found;
+FusedKernel::SharedPlan FusedKernel::find(const Key& key) {
+  {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    const auto found = recent_.find(key);
+    if (found != recent_.end()) return found->second;
+  }
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  const auto found = earlier_.find(key);
+  return found == earlier_.end() ? nullptr : keep(key, found->second);
 }
 
-const FusedKernel::Entry* FusedKernel::make(const Key& key, Stream stream) {
-  if (Driver::get().is_capturing(stream)) {
+FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
+  if (driver_.is_capturing(stream)) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
   const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
                             attributes_.size(), key.data(), key.size(), device_, settings_};
   const std::string answer = ask_for_plan(request);
-  const Current current(Driver::get(), Driver::get().context_of(device_));
-  Plan plan = read_plan(answer, types_of(key), output_dtypes_, device_);
+  const Current current(driver_, driver_.context_of(device_));
+  auto plan = std::make_shared<const Plan>(read_plan(answer, types_of(key), output_dtypes_, device_));
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  const auto place = plans_.emplace(key, std::move(plan)).first;  // another thread may have been first
-  last_.store(&*place, std::memory_order_release);
-  return &*place;
+  return keep(key, std::move(plan));
+}
+
+FusedKernel::SharedPlan FusedKernel::keep(const Key& key, SharedPlan plan) {
+  if (recent_.size() >= many_plans) {
+    earlier_ = std::move(recent_);
+    recent_.clear();
+  }
+  return recent_.emplace(key, std::move(plan)).first->second;  // another thread may have been first
 }
 
 void FusedKernel::compute(OrtKernelContext* context) {
@@ -223,18 +236,18 @@ void FusedKernel::compute(OrtKernelContext* context) {
     tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
-    const Entry* entry = find(tensors.key);
-    if (!entry) entry = make(tensors.key, stream);
-    const auto [any, all_aligned] = tensors.make_outputs(ort_, context, entry->second.outputs);
+    std::optional<Relaxed> relaxed;  // up to a plan's first launches, which may load code, too
+    const auto plan_of = [&](const Key& key) {
+      if (SharedPlan known = find(key)) return known;
+      relaxed.emplace(driver_);
+      return make(key, stream);
+    };
+    SharedPlan plan = plan_of(tensors.key);
+    const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);
     if (!any) return;
-    if (!all_aligned) {
-      const Key key = without_alignment(tensors.key);
-      entry = find(key);
-      if (!entry) entry = make(key, stream);
-    }
-    const Plan& plan = entry->second;
-    const Scratch scratch(ort_, context, allocator_, memory_, plan.scratch_bytes);
-    run(plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
+    if (!all_aligned) plan = plan_of(without_alignment(tensors.key));
+    const Scratch scratch(ort_, context, allocator_, memory_, plan->scratch_bytes);
+    run(*plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
   } catch (const std::exception& error) {
     throw std::runtime_error(describe(&tensors.key) + ": " + error.what());
   }

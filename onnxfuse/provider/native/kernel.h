@@ -1,12 +1,10 @@
 // A fused node of one session: its plans, and how it runs.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "ort_api.h"
@@ -47,14 +45,19 @@ class FusedKernel {
   // "layer_norm 'node' (float32[2,3], float32[3])", for messages
   std::string describe(const Key* key) const;
   static int64_t alive();
+  // So many shapes of a node that take turns are planned once; memory is held for up to two times as many.
+  static void keep_plans(size_t count);
 
  private:
-  using Entry = std::pair<const Key, Plan>;
+  using SharedPlan = std::shared_ptr<const Plan>;  // a run holds its own: other threads may make room meanwhile
+  using Plans = std::unordered_map<Key, SharedPlan, KeyHash>;
 
-  const Entry* find(const Key& key);
-  const Entry* make(const Key& key, Stream stream);
+  SharedPlan find(const Key& key);
+  SharedPlan make(const Key& key, Stream stream);
+  SharedPlan keep(const Key& key, SharedPlan plan);  // the lock must be held
 
   const Ort& ort_;
+  const Driver& driver_;
   const uint64_t id_;
   const std::string op_, provider_;
   const int settings_;
@@ -64,9 +67,8 @@ class FusedKernel {
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
-  std::shared_mutex mutex_;  // of plans_; entries stay where they are until the kernel goes
-  std::unordered_map<Key, Plan, KeyHash> plans_;
-  std::atomic<const Entry*> last_{nullptr};
+  std::shared_mutex mutex_;  // of the plans
+  Plans recent_, earlier_;   // when recent ones are many they become the earlier, and those that were are gone
 };
 
 }  // namespace onnxfuse

@@ -36,7 +36,7 @@ struct FusedOp : OrtCustomOp {
   const Ort& ort;
   const std::string provider, name;
   const int settings;
-  std::vector<AttributeName> names;
+  std::vector<AttributeName> names{{"attributes", 's'}};  // which names all, also those that nobody has registered
   mutable std::mutex mutex;
 };
 
@@ -196,7 +196,7 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 4; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 5; }
 
 // Say what the thread's next RegisterCustomOps registers; operators that are there already learn new attributes now.
 // `settings`: flags of the session, which requests for plans repeat.
@@ -213,11 +213,15 @@ ONNXFUSE_EXPORT void onnxfuse_prepare(const char* provider, const char* ops, int
   }
 }
 
-ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop) { set_callbacks(plan, drop); }
+ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop, StopCallback stop) {
+  set_callbacks(plan, drop, stop);
+}
 
 ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size) {
   static_cast<std::string*>(reply)->assign(bytes, size);
 }
+
+ONNXFUSE_EXPORT void onnxfuse_keep_plans(size_t count) { FusedKernel::keep_plans(count); }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_kernels_alive() { return FusedKernel::alive(); }
 
@@ -230,6 +234,7 @@ ONNXFUSE_EXPORT const char* onnxfuse_load(int device, const void* image, const c
   return reported([&] {
     const Driver& driver = Driver::get();
     const Current current(driver, driver.context_of(device));
+    const Relaxed relaxed(driver);
     *function = driver.load(image, entry, module);
   });
 }
@@ -239,6 +244,7 @@ ONNXFUSE_EXPORT const char* onnxfuse_configure(int device, void* function, uint3
   return reported([&] {
     const Driver& driver = Driver::get();
     const Current current(driver, driver.context_of(device));
+    const Relaxed relaxed(driver);
     driver.configure(function, shared, large_cluster != 0);
   });
 }
@@ -247,6 +253,7 @@ ONNXFUSE_EXPORT const char* onnxfuse_unload(int device, void* module) {
   return reported([&] {
     const Driver& driver = Driver::get();
     const Current current(driver, driver.context_of(device));
+    const Relaxed relaxed(driver);
     driver.unload(module);
   });
 }

@@ -112,6 +112,7 @@ Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
   }
   for (const TensorType& type : plan.outputs) extents.of[1].push_back({type.bytes(), any_aligned});
   const size_t steps = reader.count("the number of steps", 1024);
+  plan.steps.reserve(steps);
   for (size_t i = 0; i < steps; ++i) plan.steps.push_back(read_step(reader, extents, device));
   const size_t apart = reader.count("the number of tensors kept apart", 64);
   for (size_t i = 0; i < apart; ++i) plan.apart.push_back(read_apart(reader, extents));

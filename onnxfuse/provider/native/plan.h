@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -59,11 +60,13 @@ struct Apart {
   bool together;
 };
 
+using Step = std::variant<Launch, std::unique_ptr<const Matmul>>;  // a Matmul is 2 kB
+
 struct Plan {
   std::vector<TensorType> outputs;
   std::vector<uint64_t> scratch;  // offsets into one buffer
   uint64_t scratch_bytes = 0;
-  std::vector<std::variant<Launch, Matmul>> steps;
+  std::vector<Step> steps;
   std::vector<Apart> apart;
 };
 

@@ -1,4 +1,4 @@
-// The two calls into Python: make a plan, forget a kernel.
+// The calls into Python: make a plan, forget a kernel, stop the program.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,14 @@ struct PlanRequest {
   int32_t settings;  // of the session, as onnxfuse_prepare was given them
 };
 
-// Returns 0 after replying with a plan, anything else after replying with an error text.
+// Returns 0 after replying with a plan, anything else after replying with an error text: kStop where what was raised is
+// to stop the program, as Ctrl-C is.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
 using DropCallback = void (*)(uint64_t kernel);
+using StopCallback = void (*)();  // as Ctrl-C does; without Python's lock
+constexpr int kStop = 2;
 
-void set_callbacks(PlanCallback plan, DropCallback drop);
+void set_callbacks(PlanCallback plan, DropCallback drop, StopCallback stop);
 // A plan's bytes; throws std::runtime_error with Python's text.  No lock may be held.
 std::string ask_for_plan(const PlanRequest& request);
 void tell_dropped(uint64_t kernel);

@@ -47,7 +47,7 @@ void run(const Plan& plan, int device, void* const* inputs, void* const* outputs
     if (const auto* launch = std::get_if<Launch>(&step)) {
       start(driver, *launch, memory, stream);
     } else {
-      std::get<Matmul>(step).run(memory, stream);
+      std::get<1>(step)->run(memory, stream);
     }
   }
 }

@@ -250,9 +250,9 @@ Product read_product(Reader& reader, const Extents* extents) {
   return product;
 }
 
-std::variant<Launch, Matmul> read_step(Reader& reader, const Extents& extents, int device) {
+Step read_step(Reader& reader, const Extents& extents, int device) {
   if (reader.next("a step's kind", 0, 1) == 0) return read_launch(reader, extents);
-  return Matmul::make(read_product(reader, &extents), device);
+  return std::make_unique<const Matmul>(Matmul::make(read_product(reader, &extents), device));
 }
 
 }  // namespace onnxfuse

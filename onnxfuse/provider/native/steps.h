@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <variant>
 #include <vector>
 
 #include "plan.h"
@@ -19,7 +18,7 @@ struct Extents {
   std::vector<Extent> of[3];  // by Place
 };
 
-std::variant<Launch, Matmul> read_step(Reader& reader, const Extents& extents, int device);
+Step read_step(Reader& reader, const Extents& extents, int device);
 
 // Without extents, no bounds are checked: for what is only asked about, and not run.
 Product read_product(Reader& reader, const Extents* extents);
