@@ -161,6 +161,31 @@ def test_eight_threads_share_a_session(steps: int) -> None:
         list(pool.map(work, range(8)))
 
 
+def test_another_threads_capture_goes_on_while_a_kernel_is_compiled_and_loaded() -> None:
+    import cupy
+
+    run = session(model(steps=2))
+    bindings = [(given, *bound(run, given)) for given in (feed(64), feed(7, 1021), feed(5, 1019))]
+    run.run_with_iobinding(bindings[0][1])  # what onnxruntime allocates
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x = cupy.zeros(8, "float32")
+    with ThreadPoolExecutor(1) as pool, stream:
+        x += 1
+        stream.synchronize()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        try:  # a capture that stays open would make every later test fail
+            x += 1
+            for _, binding, _, _ in bindings[1:]:
+                pool.submit(run.run_with_iobinding, binding).result()
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert x.get().tolist() == [2.0] * 8
+    for given, _, _, output in bindings[1:]:
+        close(output.numpy(), given)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = session(model(steps=steps))
