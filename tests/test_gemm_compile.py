@@ -128,6 +128,14 @@ def test_rows_of_no_whole_vectors_are_copied(n: int, k: int, layout: str, copied
     assert first.kernel.defines["WEIGHTS_CONSTANT"] == sum(1 << i for i, name in enumerate(copied) if name == "w")
 
 
+@pytest.mark.parametrize("n", [4096, 4095])
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_a_few_rows_are_multiplied_by_copies_before_elements(m: int, n: int) -> None:
+    found = all_candidates(linear(m, n, 4096, "float16", "kn", DEVICES[90]), DEVICES[90])
+    assert len(found) <= 8
+    assert ("copies" in found[0].name) == (n == 4095)
+
+
 @pytest.mark.parametrize("tf32", [False, True])
 def test_float32_is_rounded_to_tf32_only_where_the_session_allows_it(tf32: bool) -> None:
     device = Device("H200", 90, 132, 232448, tf32)
