@@ -149,6 +149,7 @@ def test_polynomial_quotients() -> None:
 def test_unclamped_drops_the_numbers_of_min() -> None:
     assert unclamped(minimum(512, seq)) == seq
     assert unclamped(minimum(512, past + seq) - minimum(512, past)) == seq
+    assert unclamped(maximum(0, minimum(512, past + seq) - minimum(512, past))) == seq
     assert unclamped((seq + 1) // 2) == (seq + 1) // 2
 
 

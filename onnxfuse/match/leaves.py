@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from onnxfuse.match.state import State
 from onnxfuse.match.views import unscaled
 from onnxfuse.match.words import origin, shape_text, spec_text
 from onnxfuse.model.graph import Tensor, constant_value, is_constant, op_of, producer
+from onnxfuse.shapes.bounds import unclamped
 from onnxfuse.shapes.indices import Value, triangle, up_to_diagonal
 from onnxfuse.shapes.places import LARGEST_MASK
 
@@ -48,22 +49,26 @@ def match_capture(m: Matcher, term: Capture, tensor: Tensor, state: State) -> It
         )
         return
     state = state.with_nodes(casts, keep=True)
-    dims = state.dims if term.dims is None else _unify(m, term, tensor, state)
-    if dims is not None:
+    for dims in (state.dims,) if term.dims is None else _unified(m, term.dims, term, tensor, state):
         yield state.with_operand(term.name, tensor, dims)
 
 
-def _unify(m: Matcher, term: Capture, tensor: Tensor, state: State) -> Mapping[str, Any] | None:
+def _unified(m: Matcher, spec: str, term: Capture, tensor: Tensor, state: State) -> Sequence[Mapping[str, Any]]:
+    """The ways to bind the names of an operand's dimensions; none where its shape is another.
+
+    What broadcasts may be cut from a table of 64, [:s], which has Min(64, s): beside s that runs only where it is s.
+    """
     shape = m.shapes.shape(tensor)
     if shape is None:
-        unknown = f"the rank of '{tensor.name}' is unknown; required ({term.dims})"
+        unknown = f"the rank of '{tensor.name}' is unknown; required ({spec})"
         m.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
-        return None
-    dims = unify(term.dims or "", shape, state.dims)
-    if dims is None:
-        wanted = spec_text(term.dims or "", state.dims)
+        return ()
+    readings = dict.fromkeys((shape, tuple(map(unclamped, shape)))) if "?" in spec else (shape,)
+    found = [dims for sizes in readings if (dims := unify(spec, sizes, state.dims)) is not None]
+    if not found:
+        wanted = spec_text(spec, state.dims)
         m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
-    return dims
+    return found
 
 
 def match_constant(m: Matcher, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:

@@ -107,7 +107,9 @@ def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> Bounds
 
 
 def _unclamped_atom(atom: str) -> Size:
-    if not isinstance(atom, Opaque) or atom.op != "Min":
+    if not isinstance(atom, Opaque) or atom.op not in ("Max", "Min"):
         return symbol(atom)
+    if atom.op == "Max":
+        return maximum(*map(unclamped, atom.args))
     free = [arg for arg in atom.args if not isinstance(arg, int)]
     return minimum(*map(unclamped, free))
