@@ -171,6 +171,20 @@ def _drop_neutral(graph: Graph, shapes: Shapes, node: Node) -> bool:
     return False
 
 
+def _flatten_row(graph: Graph, shapes: Shapes, node: Node) -> bool:
+    """A constant of (1, ..., d) beside a tensor of as many axes broadcasts as one of (d)."""
+    for place, row in enumerate(node.inputs if graph.opset >= 7 else ()):
+        rank = shapes.rank(node.inputs[1 - place]) or 0
+        if is_constant(row) and 1 < len(row.shape) <= rank and math.prod(row.shape) == row.shape[-1] > 1:
+            node.inputs[place] = graph.constant(f"{row.name}_row", constant_value(graph, row).reshape(-1))
+            return True
+    return False
+
+
+def _simplify_arithmetic(graph: Graph, shapes: Shapes, node: Node) -> bool:
+    return _drop_neutral(graph, shapes, node) or _flatten_row(graph, shapes, node)
+
+
 NEUTRAL = {"Mul": (1, True), "Div": (1, False), "Add": (0, True), "Sub": (0, False)}
 
 
@@ -218,7 +232,7 @@ RULES: dict[str, Rule] = {
     "Split": _drop_split,
     "Sum": _rewrite_sum,
     "Shape": _read_shape_of_ids,
-    **dict.fromkeys(NEUTRAL, _drop_neutral),
+    **dict.fromkeys(NEUTRAL, _simplify_arithmetic),
 }
 
 
