@@ -161,6 +161,8 @@ SHAPES = [
     (17, X3, "t = Constant <value_ints = [32]> () y = Slice(x, a0, t, a1)", "batch Min(32, seq) 64"),
     (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9223372036854775808]> () "
              "y = Slice(x, m, e, a1, m)", "batch seq 64"),
+    (17, "float[3,n] x", "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9]> () "
+                          "y = Slice(x, e, e, a0, m)", "1 n"),
     (17, X3, "e = Constant <value_ints = [9223372036854775807]> () y = Slice(x, a0, e, a1, a2)",
      "batch (seq + 1)//2 64"),
     (17, f"{X3}, int64[1] z", "y = Slice(x, a0, z, a1)", "batch ? 64"),
@@ -263,6 +265,8 @@ VALUES = [
     (11, X3, "s = Shape(x) z, y = Split <split = [1, 2]> (s)", "[seq, 64]"),
     (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "
              "y = Slice(s, m, e, a0, m)", "[64, seq, batch]"),
+    (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "
+             "y = Slice(s, e, e, a0, m)", "[batch]"),
     (9, X3, "s = Shape(x) u = Slice <starts = [1], ends = [2]> (s) y = Squeeze <axes = [0]> (u)", "seq"),
     (17, X3, "t = Constant <value_ints = [3]> () y = ConstantOfShape(t)", "not an integer"),
     (17, X3, "s = Shape(x) t = Constant <value_ints = [-1, 1]> () r = Reshape(s, t) y = Transpose(r)",

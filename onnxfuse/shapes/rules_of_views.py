@@ -148,7 +148,14 @@ def slices(s: Shapes, n: Node, shape: Shape) -> dict[int, tuple[Any, Any, int]]:
     count = len(starts or ends or ())
     axes = axes_in(s, n, len(shape)) or list(range(count))
     steps = numbers(s, n, "steps") or [1] * count
-    return dict(zip(axes, zip(starts or [None] * count, ends or [None] * count, steps, strict=True), strict=True))
+    bounds = zip(axes, starts or [None] * count, ends or [None] * count, steps, strict=True)
+    return {axis: (_first(start, shape[axis], step), end, step) for axis, start, end, step in bounds}
+
+
+def _first(start: Any, size: Size, step: Any) -> Any:
+    """Going back from in front of the first element begins with it, where Python takes none."""
+    known = isinstance(start, int) and isinstance(size, int) and isinstance(step, int)
+    return max(start, -size) if known and step < 0 else start
 
 
 def _bounds(s: Shapes, n: Node, name: str) -> list[Any] | None:
