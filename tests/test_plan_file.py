@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_a_loaded_plan_runs_without_planning(gpu: Stage, saved: Path, monkeypatc
     run.run(None, {"x": X["x"][:1], "b": X["b"]})
     assert len(gpu.kernels("shift").calls) == 1, "other shapes are planned"
     assert save_plans(saved, CPU) == 2, "loaded plans are saved again"
+
+
+def test_no_package_metadata_is_needed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder of sources on the path, or in a bundle."""
+
+    def missing(name: str) -> Distribution:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(Distribution, "from_name", missing)
+    assert load_plans(saved, CPU) == 1
+    run = new()
+    run.run(None, X)
+    assert save_plans(saved, CPU) == 1
 
 
 def test_the_file_that_was_loaded_last_is_asked_first(gpu: Stage, saved: Path) -> None:
