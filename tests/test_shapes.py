@@ -379,6 +379,17 @@ def test_a_malformed_node_leaves_its_shape_unknown() -> None:
         infer_shapes(graph, strict=True)
 
 
+def test_shapes_stored_for_other_inputs_are_not_believed() -> None:
+    """The model was exported for a batch of one, and its input made dynamic afterwards; LSTM has no rule of ours."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r) => (y) <float[1,1,4] h, float[1,4] y>
+        { s, h = LSTM <hidden_size = 4> (x, w, r) y = Squeeze(h, a0) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "a0"))
+    graph, shapes = inferred(model)
+    assert [shown(shapes.shape(named(graph, name))) for name in "hy"] == ["1 batch 4", "batch 4"]
+
+
 def test_a_sparse_constant_is_known_from_onnx() -> None:
     """graphsurgeon leaves its attribute out."""
     values, places = (onnx.numpy_helper.from_array(np.array(v)) for v in ([1.5], [3]))

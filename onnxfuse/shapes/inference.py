@@ -1,7 +1,7 @@
 """What is known of every tensor before the model runs: symbolic shape, dtype, and the values of shape arithmetic.
 
-Own rules (the shape_*.py beside this file) come first.  What they leave open is taken from the shapes
-that the exporter stored and from onnx's inference, which stops where a dimension is symbolic.
+Own rules (the rules*.py beside this file) come first, then onnx's of a node.  What they leave open is taken from the
+shapes that the exporter stored, which may be of other inputs than the model has now, and from onnx's inference.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Shapes:
         """Infer the outputs of one node anew from its inputs."""
         op = op_of(node)
         shapes = self._try(SHAPE_RULES, op, node)
-        if shapes is None and not all(map(self._is_stated, node.outputs)):
+        if shapes is None:
             shapes = self._try({op: infer_by_onnx}, op, node)
         for i, out in enumerate(node.outputs):
             shape = shapes if isinstance(shapes, tuple) else shapes[i] if shapes and i < len(shapes) else None
@@ -127,10 +127,6 @@ class Shapes:
             size if isinstance(size, int | Dim) else self.unknown("onnx", size) if size else self.unknown(name, i)
             for i, size in enumerate(stated)
         )
-
-    def _is_stated(self, tensor: Tensor) -> bool:
-        shape = self._stated_shape(tensor.name) if tensor.name else ()
-        return shape is not None and all(map(is_known, shape))
 
     def _try(self, rules: Any, op: str, node: Node) -> Any:
         """The answer of the operator's rule; None where there is none."""
