@@ -154,7 +154,12 @@ void check(const Ort& ort, OrtStatus* status) {
 
 FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
                          int settings, const std::vector<AttributeName>& names)
-    : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), provider_(std::move(provider)), settings_(settings) {
+    : ort_(ort),
+      driver_(Driver::get()),
+      id_(next_id++),
+      op_(std::move(op)),
+      provider_(std::move(provider)),
+      settings_(settings) {
   size_t size = 0;
   check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
   node_.resize(size);
@@ -203,7 +208,9 @@ FusedKernel::SharedPlan FusedKernel::find(const Key& key) {
     if (found != recent_.end()) return found->second;
   }
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  const auto found = earlier_.find(key);
+  auto found = recent_.find(key);  // again: another thread may have moved it here meanwhile
+  if (found != recent_.end()) return found->second;
+  found = earlier_.find(key);
   return found == earlier_.end() ? nullptr : keep(key, found->second);
 }
 
