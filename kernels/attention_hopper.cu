@@ -1,11 +1,11 @@
 // out = softmax(mask(cap(scale q k^T) + bias)) v on Hopper, as kernels/_attention.py defines it, for fp16 and bf16.
 //
 // A block works on GROUPS x 64 queries of one head, each of its first GROUPS warpgroups on 64. One more warp feeds
-// them: it decides which tiles of keys matter, in which order, and copies them. Each stage of keys carries the number
-// of its tile and what is to be masked in it, so that the warpgroups just take what comes until END. While the tensor
-// cores multiply a tile's weights by its values, the next tile's softmax runs; and with PINGPONG the warpgroups issue
-// their products in turns, so that one's softmax runs beside the other's products: 651 against 514 TFLOP/s on an H200
-// (two groups, head size 128, 8192 keys).
+// them: it decides which tiles of keys matter, and copies them, the last one first. Under a mask each stage of keys
+// carries the number of its tile and what is to be masked in it, so that the warpgroups just take what comes until END;
+// without one no tile is left out, and they count. While the tensor cores multiply a tile's weights by its values, the
+// next tile's softmax runs; and with PINGPONG the warpgroups issue their products in turns, so that one's softmax runs
+// beside the other's products: 651 against 514 TFLOP/s on an H200 (two groups, head size 128, 8192 keys).
 //
 // Scores: with RAW they are in units of q k^T, and scale goes into the exponent: what a mask adds is divided by it.
 // Otherwise, with a bias or a cap, they are in natural units.
@@ -70,15 +70,26 @@ __device__ __forceinline__ void write(const TensorMap& out, const Place& at, u32
     }
 }
 
-// All tiles up to END. Registers of products under way stay as they are until wgmma_wait.
-__device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[RESULTS], float exponent, u32 own,
-                                     u32 k_buffers, u32 v_buffers, Barriers& barriers, Ring& k_ring, Ring& v_ring) {
-    const auto next_tile = [&] {
+// The first `tiles` tiles, or what comes of them. Registers of products under way stay as they are until wgmma_wait.
+//
+// One thread's wait for a product tells that its keys are read, and k_taken says so. What came with the keys each warp
+// reads for itself, and each says that it has: the last one with k_taken, the others at once. A warp's last thread does
+// that, because racecheck remembers it alone of those that read a word, and sees no order through __syncwarp.
+__device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[RESULTS], float exponent, int tiles,
+                                     u32 own, u32 k_buffers, u32 v_buffers, Barriers& barriers, Ring& k_ring,
+                                     Ring& v_ring) {
+    const auto next_tile = [&]() -> u32 {
         barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
-        return reread(barriers.tile[k_ring.stage]);
+        if (!MASK) return --tiles < 0 ? END : tiles;
+        const u32 info = reread(barriers.tile[k_ring.stage]);
+        terms.read_row(barriers.bits[k_ring.stage]);
+        __syncwarp();
+        const bool tells = threadIdx.x % 32 == 31 && threadIdx.x % 128 < 96;
+        if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+        return info;
     };
-    const auto k_taken = [&] {  // one thread, as products begin once all warps have read the tile's number
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+    const auto k_taken = [&] {
+        if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
         k_ring.advance();
     };
     const auto add_values = [&](const u32 (&p)[KEYS_TILE / 16][4]) {
@@ -86,7 +97,7 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
         multiply_values(o, p, v_buffers + v_ring.stage * V_STAGE);
     };
     const auto v_taken = [&] {
-        if (threadIdx.x % 128 == 0) barrier_arrive(shared_address(barriers.v_empty + v_ring.stage));
+        if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.v_empty + v_ring.stage));
         v_ring.advance();
     };
 
@@ -94,7 +105,6 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
     if (info == END) return k_taken();
     float s[SCORES], factor[2];
     u32 p[KEYS_TILE / 16][4];
-    terms.read_row(barriers.bits[k_ring.stage]);
     wgmma_fence();
     multiply_keys(s, own, k_buffers + k_ring.stage * K_STAGE);
     terms.prepare(info);
@@ -105,10 +115,8 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
     softmax.take(s, exponent, factor);
     pack_weights(s, p);
     if (PINGPONG && terms.group == GROUPS - 1) named_barrier_arrive(1, 256);
-    for (;;) {
-        info = next_tile();
-        if (info == END) break;
-        terms.read_row(barriers.bits[k_ring.stage]);
+    info = next_tile();
+    while (info != END) {
         if (PINGPONG) named_barrier(1 + terms.group, 256);
         settle(o);
         wgmma_fence();
@@ -126,6 +134,7 @@ __device__ __forceinline__ void work(Terms& terms, Softmax& softmax, float (&o)[
         v_taken();
         pack_weights(s, p);
         rescale(o, factor);
+        info = next_tile();
     }
     k_taken();
     if (PINGPONG && terms.group == 0) named_barrier(1, 256);
@@ -145,7 +154,7 @@ __device__ __forceinline__ void init(Barriers& barriers) {
     for (int stage = 0; stage < STAGES; ++stage) {
         barrier_init(shared_address(barriers.k_full + stage), 1);
         barrier_init(shared_address(barriers.v_full + stage), 1);
-        barrier_init(shared_address(barriers.k_empty + stage), GROUPS);
+        barrier_init(shared_address(barriers.k_empty + stage), GROUPS * (MASK ? 4 : 1));
         barrier_init(shared_address(barriers.v_empty + stage), GROUPS);
     }
     barriers.wanted = 0;
@@ -173,6 +182,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     const Place at = place_of(blockIdx.x, shape, batches, together);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int key_tiles = (keys + KEYS_TILE - 1) / KEYS_TILE, row_tiles = (queries + 63) / 64;
+    const int tiles = tiles_of(shape, at.first), all = ADDED ? key_tiles : tiles;
     const int plane = (at.batch * flags_batch + at.head * flags_head) * row_tiles;
     const long long mask_plane = at.batch * mask_batch + at.head * mask_head;
 
@@ -187,7 +197,6 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                      at.first + i / K_PANELS * 64, at.head, at.batch);
         }
         Feed copies = {k, v, at, k_buffers, barriers};
-        const int tiles = tiles_of(shape, at.first), all = ADDED ? key_tiles : tiles;
         if constexpr (ROW_MASK) {
             RowMask rows = {mask + mask_plane, keys, lane};
             feed(copies, rows, tiles, all, lane == 0);
@@ -226,7 +235,8 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
         softmax = Softmax();
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
-        work(terms, softmax, o, exponent, own_queries, k_buffers, v_buffers, barriers, k_ring, v_ring);
+        work(terms, softmax, o, exponent, pass == 0 ? tiles : all, own_queries, k_buffers, v_buffers, barriers, k_ring,
+             v_ring);
         if (!RETURNS || pass == 1) break;
         bool found = false;
 #pragma unroll

@@ -72,7 +72,7 @@ struct Feed {
     __device__ __forceinline__ void copy_keys(u32 info, const u32 (&bits)[BIT_WORDS]) {
         const u32 full = shared_address(barriers.k_full + k_ring.stage);
         barrier_wait(shared_address(barriers.k_empty + k_ring.stage), k_ring.phase ^ 1);
-        barriers.tile[k_ring.stage] = info;
+        if (MASK) barriers.tile[k_ring.stage] = info;
         if (ROW_MASK)
             for (int w = 0; w < BIT_WORDS; ++w) barriers.bits[k_ring.stage][w] = bits[w];
         if (info == END) {

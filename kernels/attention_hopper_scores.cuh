@@ -83,8 +83,7 @@ struct Terms {
 
     __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
 
-    // The bits of a mask that is the same for all queries come with the keys, and are read before the products that let
-    // the keys go.
+    // The bits of a mask that is the same for all queries come with the keys.
     __device__ __forceinline__ void read_row(const u32* row_bits) {
         if constexpr (ROW_MASK) {
 #pragma unroll
