@@ -10,8 +10,8 @@ from onnxfuse.language.terms import Guard, Term, bare
 from onnxfuse.match.legality import refusal
 from onnxfuse.match.siblings import may_be_absent
 from onnxfuse.match.state import FLOATS, Match, State
-from onnxfuse.match.words import node_name
-from onnxfuse.model.graph import Node, Tensor, op_of
+from onnxfuse.match.words import VIEWS, node_name
+from onnxfuse.model.graph import Node, Tensor, is_constant, op_of, producer
 
 if TYPE_CHECKING:
     from onnxfuse.match.matcher import Matcher
@@ -46,6 +46,10 @@ def complete(m: Matcher, state: State) -> Match | None:
         told = f"Cast '{node_name(rounding.outputs[0])}' rounds to {narrow} inside, which no operand or output is"
         m.fail(m.fusion.outputs[0], state, lambda: told, whole=True)
         return None
+    if (product := _wide_product(m, state)) is not None:
+        kept = f"MatMul '{node_name(product.outputs[0])}' multiplies in float32 what is cast for it, on purpose"
+        m.fail(m.fusion.outputs[0], state, lambda: kept, whole=True)
+        return None
     refused = refusal(m.graph, nodes, outputs, state.operands)
     if refused:
         m.nearest.refused = True
@@ -61,6 +65,22 @@ def _rounding(m: Matcher, state: State) -> Node | None:
         if op_of(node) == "Cast" and not m.widens(node) and m.shapes.dtype(node.outputs[0]) not in outside:
             return node
     return None
+
+
+def _wide_product(m: Matcher, state: State) -> Node | None:
+    """A matrix product in a wider dtype than the result, of two operands cast to it: it may leave the narrower one."""
+    for node in state.nodes.values():
+        wider = op_of(node) == "MatMul" and m.shapes.dtype(node.outputs[0]) != m.shapes.dtype(m.root)
+        if wider and all(_is_widened(m, tensor) for tensor in node.inputs):
+            return node
+    return None
+
+
+def _is_widened(m: Matcher, tensor: Tensor) -> bool:
+    """Whether the tensor is a view or a multiple of what a Cast has widened."""
+    while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Mul", "Div"}:
+        tensor = next((t for t in node.inputs if not is_constant(t)), node.inputs[0])
+    return node is not None and op_of(node) == "Cast" and m.widens(node)
 
 
 def holds(m: Matcher, guard: Guard, state: State, term: Term | None) -> bool:
