@@ -210,6 +210,8 @@ SHAPES = [
      "batch 8 (h + 1)//2 (w + 1)//2"),
     (17, f"{X4}, float[8,3,3,3] z", 'y = Conv <auto_pad = "SAME_UPPER"> (x, z)', "batch 8 h w"),
     (17, f"{X4}, float[3,4,2,2] z", "y = ConvTranspose <strides = [2, 2], group = 2> (x, z)", "batch 8 2*h 2*w"),
+    (17, f"{X4}, float[3,4,2,3] z", 'y = ConvTranspose <strides = [3, 3], auto_pad = "SAME_UPPER"> (x, z)',
+     "batch 4 3*h - 1 3*w"),
     (17, X4, "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "batch 3 h//2 w//2"),
     (17, "float[1,1,5,5] x", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)", "1 1 3 3"),
     (17, X4, "y = GlobalAveragePool(x)", "batch 3 1 1"),

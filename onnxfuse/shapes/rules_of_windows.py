@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from onnxfuse.model.graph import Node, attribute, constant_value, op_of, producer
+from onnxfuse.shapes.bounds import maximum
 from onnxfuse.shapes.dims import Size
 from onnxfuse.shapes.rules import Partial, Shape, Undecided, has, numbers, rule, shape_in
 
@@ -70,9 +71,10 @@ def _conv_transpose(s: Shapes, n: Node) -> tuple[Size | None, ...]:
     kernel = n.attrs.get("kernel_shape") or weight[2:]
     sizes: list[Size | None] = []
     for i, size in enumerate(spatial):
-        full = (size - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 + extra[i]
-        same = n.attrs.get("auto_pad", "NOTSET").startswith("SAME")
-        sizes.append(size * strides[i] if same else full - pads[i] - pads[i + rank])
+        window = (kernel[i] - 1) * dilations[i] + 1 + extra[i]
+        same = n.attrs.get("auto_pad", "NOTSET").startswith("SAME")  # size * stride, but nothing is added to be that
+        margin = maximum(0, window - strides[i]) if same else pads[i] + pads[i + rank]
+        sizes.append((size - 1) * strides[i] + window - margin)
     return (image[0], weight[1] * n.attrs.get("group", 1), *(n.attrs.get("output_shape") or sizes))
 
 
