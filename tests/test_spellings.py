@@ -141,6 +141,9 @@ def usual(op: str, name: str, opset: int) -> Any:
 
 
 def number(array: np.ndarray) -> tuple[str, str]:
+    """A constant without leading axes of one element, which normalizing takes away where that broadcasts the same."""
+    while array.ndim > 1 and len(array) == 1:
+        array = array[0]
     return "constant", str(rounded(array.astype(np.float64).tolist()))
 
 
