@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
+from conftest import EXPORTED
 
 import onnxfuse
 from onnxfuse import ModelError, PatternError, UsageError, optimize
@@ -483,3 +484,20 @@ def test_external_data_needs_a_path(tmp_path: Path) -> None:
 
 def test_the_public_names_exist() -> None:
     assert [name for name in onnxfuse.__all__ if not hasattr(onnxfuse, name)] == []
+
+
+@pytest.mark.parametrize("name", ["llama_kvcache_sdpa_dynamo_fp16", "llama_kvcache_sdpa_ts_fp32"])
+def test_a_step_of_fixed_sizes_is_fused_as_one_of_any_sizes(name: str) -> None:
+    """Its tables of rotary embedding are constants of one position."""
+    model = onnx.load(EXPORTED / f"{name}.onnx")
+    _, of_any = optimize(model)
+    model.graph.ClearField("value_info")
+    for value in model.graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_value = {"batch": 1, "seq": 1, "past": 16, "past + seq": 17}[dim.dim_param]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    _, report = optimize(model)
+    assert not report.dropped
+    assert {**report.counts, "rotary_table": 1} == of_any.counts

@@ -172,10 +172,13 @@ def _drop_neutral(graph: Graph, shapes: Shapes, node: Node) -> bool:
 
 
 def _flatten_row(graph: Graph, shapes: Shapes, node: Node) -> bool:
-    """A constant of (1, ..., d) beside a tensor of as many axes broadcasts as one of (d)."""
+    """A weight of (1, d) or (1, 1, d) beside a tensor of as many axes broadcasts as one of (d).
+
+    One of four axes may be a table of rotary embedding at one position, or a mask.
+    """
     for place, row in enumerate(node.inputs if graph.opset >= 7 else ()):
         rank = shapes.rank(node.inputs[1 - place]) or 0
-        if is_constant(row) and 1 < len(row.shape) <= rank and math.prod(row.shape) == row.shape[-1] > 1:
+        if is_constant(row) and 1 < len(row.shape) <= rank <= WEIGHT_AXES and math.prod(row.shape) == row.shape[-1] > 1:
             node.inputs[place] = graph.constant(f"{row.name}_row", constant_value(graph, row).reshape(-1))
             return True
     return False
@@ -185,6 +188,7 @@ def _simplify_arithmetic(graph: Graph, shapes: Shapes, node: Node) -> bool:
     return _drop_neutral(graph, shapes, node) or _flatten_row(graph, shapes, node)
 
 
+WEIGHT_AXES = 3  # of an activation: batch, sequence, features
 NEUTRAL = {"Mul": (1, True), "Div": (1, False), "Add": (0, True), "Sub": (0, False)}
 
 
