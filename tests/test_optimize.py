@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from conftest import EXPORTED
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
-from conftest import EXPORTED
 
 import onnxfuse
 from onnxfuse import ModelError, PatternError, UsageError, optimize
