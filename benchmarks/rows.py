@@ -53,5 +53,18 @@ class Rows:
 
     def put(self, row: Mapping[str, Any]) -> None:
         self._rows[self._key(row)] = row
-        found = {"versions": versions(), **self._more, "rows": list(self._rows.values())}
-        self._path.write_text(json.dumps(found, indent=1, default=str), encoding="utf-8")
+        self._path.write_text(text({"versions": versions(), **self._more}, list(self._rows.values())), encoding="utf-8")
+
+
+def text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """JSON with a line for each row, and numbers of six digits."""
+    lines = ",\n".join(json.dumps(_short(row), default=str) for row in rows)
+    return f"{json.dumps(head, indent=1, default=str)[:-2]},\n \"rows\": [\n{lines}\n]}}\n"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _short(each) for key, each in value.items()}
+    return [_short(each) for each in value] if isinstance(value, list | tuple) else value
