@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,14 @@ class Rows:
 
 
 def text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """JSON with a line for each row, and numbers of six digits."""
+    """JSON with a line for each row, and numbers of six digits; "nan" and "inf" are texts, as JSON has no such numbers."""
     lines = ",\n".join(json.dumps(_short(row), default=str) for row in rows)
     return f"{json.dumps(head, indent=1, default=str)[:-2]},\n \"rows\": [\n{lines}\n]}}\n"
 
 
 def _short(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {key: _short(each) for key, each in value.items()}
     return [_short(each) for each in value] if isinstance(value, list | tuple) else value
