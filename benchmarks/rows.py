@@ -58,7 +58,7 @@ class Rows:
 
 
 def text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """JSON with a line for each row, and numbers of six digits; "nan" and "inf" are texts, as JSON has no such numbers."""
+    """JSON with a line for each row; numbers have six digits, and "nan" and "inf", which JSON has not, are texts."""
     lines = ",\n".join(json.dumps(_short(row), default=str) for row in rows)
     return f"{json.dumps(head, indent=1, default=str)[:-2]},\n \"rows\": [\n{lines}\n]}}\n"
 
