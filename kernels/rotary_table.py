@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels._types import EARLY_ARCH, STORAGE, operand, size
+from onnxfuse.kernels._types import EARLY_ARCH, STORAGE, operand, required, size
 from onnxfuse.provider.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 POSITIONS: Final = {"int64": "long long", "int32": "int"}
@@ -14,7 +14,7 @@ THREADS: Final = 128
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Why this node has no kernel on this device; None where it has one."""
-    found, *others = input_dtypes
+    found, *others = input_dtypes  # the positions come first
     if found not in POSITIONS:
         return f"{node.fusion}: positions are {found}; the kernel takes {', '.join(POSITIONS)}"
     for dtype in (*others, *node.output_dtypes):
@@ -25,7 +25,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     """How it runs for these shapes.  Raises ValueError where the positions are not (batch, seq) or (seq)."""
-    positions, (name, frequencies) = inputs[0], (node.operands[1], inputs[1])
+    name = "frequencies" if node.place("column") is None else "column"
+    positions, frequencies = required(node, inputs, "positions"), required(node, inputs, name)
     if not 1 <= len(positions.shape) <= 2:
         raise ValueError(f"{node.fusion}: positions have shape {list(positions.shape)}; required (batch, seq) or (seq)")
     half, repeats = size(frequencies), 2 if node.attributes.get("angles", "twice") == "twice" else 1

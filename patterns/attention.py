@@ -18,6 +18,7 @@ from onnxfuse.dsl import (
 from onnxfuse.patterns._attention import (
     GROUPED_KEYS,
     GROUPED_VALUES,
+    HALF,
     INFINITY,
     KEYS,
     LOWEST,
@@ -32,7 +33,7 @@ from onnxfuse.patterns._attention import (
     seen,
 )
 
-LEAST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
+LEAST = {"float16": HALF, "bfloat16": -3.3895313892515355e38}  # what is below becomes -inf
 SCORES = "batch? heads? queries? keys?"
 IN_RANGE = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
 

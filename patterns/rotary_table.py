@@ -1,8 +1,8 @@
 """The cosines and sines that rotary embedding turns by."""
 
-from onnxfuse.dsl import choose, fusion, op, rearrange, scalar, tensor, weight
+from onnx import TensorProto
 
-FLOAT = 1
+from onnxfuse.dsl import choose, fusion, op, rearrange, scalar, tensor, weight
 
 
 @fusion(out=("batch rows width", "batch rows width"), casts=True)
@@ -20,7 +20,7 @@ def rotary_table(
 
     def of(axes):
         of_each, of_all = (rearrange(positions, f"{given} {axes}") for given in ("batch seq -> batch", "seq -> 1"))
-        return op.Cast(choose("sequences", each=of_each, all=of_all), to=FLOAT)
+        return op.Cast(choose("sequences", each=of_each, all=of_all), to=TensorProto.FLOAT)
 
     angles = choose(
         "product",

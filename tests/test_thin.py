@@ -202,6 +202,7 @@ BATCH, LENGTH = symbol("B"), symbol("N")
         ("a = LessOrEqual(k, q) c = LessOrEqual(b, q) v = And(a, c)", None),
         ("a = Add(n, huge) b2 = Add(a, one) v = GreaterOrEqual(b2, zero)", None),
         ("a = Add(n, beyond) b2 = Cast<to=6>(a) v = Cast<to=7>(b2)", None),
+        ("v = ConstantOfShape<value = int64[1] {9007199254740993}>(shape)", Index(offset=2**53 + 1)),
     ],
 )  # fmt: skip
 def test_places(nodes: str, expected: object) -> None:
@@ -212,3 +213,12 @@ def test_entries_are_told_with_their_indices() -> None:
     found = told(RANGES + BY_GATHER, "padding")
     assert isinstance(found, Entry)
     assert (found.name, found.indices) == ("p", (along(-4, BATCH), along(-1, LENGTH)))
+
+
+def test_masks_of_unknown_rank_stay() -> None:
+    model = parse("(bool a, bool b) => (y) { c = And(a, b) y = Unsqueeze(c, i0) }", i0=np.array([0]))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    graph = read_graph(model)
+    assert thin_masks(graph, infer_shapes(graph)) == 0
+    assert [node.op for node in graph.nodes] == ["And", "Unsqueeze"]

@@ -102,7 +102,6 @@ def match_filled(m: Matcher, term: Filled, tensor: Tensor, state: State) -> Iter
 def match_causal(m: Matcher, term: Causal, tensor: Tensor, state: State) -> Iterator[State]:
     """The tensor as one of which it is known that it tells the keys up to a query's place from all others."""
     shape = m.shapes.shape(tensor)
-    shape = (1, *shape) if shape is not None and len(shape) == 1 else shape  # of one query
     dims = None if shape is None else unify(term.dims, shape[-2:], state.dims)
     if dims is None or shape is None or any(size != 1 for size in shape[:-2]):
         wanted = spec_text(term.dims, state.dims)

@@ -2,7 +2,7 @@
 
 A padding mask gathered by the ranges of its own axes is a Reshape of itself; `And(x, range >= 0)` is x, and where that
 has fewer axes than the And, those who read it broadcast it; a mask that is true everywhere is none.  So it is with the
-embedding of token types that are all 0.
+embedding of token types that are all 0.  What is joined gets its reader's axes, so that each mask is seen for itself.
 """
 
 from __future__ import annotations
@@ -128,10 +128,13 @@ class Thinner:
         """Put axes of one element into what is joined, so that masks have the axes of what reads them."""
         out = view.outputs[0]
         shapes = [self.shapes.shape(t) for t in (joined.outputs[0], out, *joined.inputs)]
-        before, after, *own = (shape for shape in shapes if shape is not None)
-        if only_reader(self.graph, joined.outputs[0]) is None or None in shapes or not (new := put_in(before, after)):
+        known = [shape for shape in shapes if shape is not None]
+        if only_reader(self.graph, joined.outputs[0]) is None or len(known) < len(shapes):
             return False
-        inputs = []
+        before, after, *own = known
+        new, inputs = _put_in(before, after), []
+        if not new:
+            return False
         for tensor, shape in zip(joined.inputs, own, strict=True):
             kept = [axis for axis in range(len(after)) if axis not in new]
             first = kept[len(kept) - len(shape)] if shape else len(after)
@@ -185,7 +188,7 @@ class Thinner:
         return constant_value(self.graph, tensor).item() if single else None
 
 
-def put_in(before: Sequence[Size], after: Sequence[Size]) -> list[int]:
+def _put_in(before: Sequence[Size], after: Sequence[Size]) -> list[int]:
     """The axes of one element that `after` has and `before` has not; none where more than such axes differs."""
     new, left = [], list(before)
     for axis, size in enumerate(after):

@@ -85,7 +85,7 @@ class Places:
             return None
         return Index(((longer[0] - value.ndim, value.size, 1),), first)
 
-    def number(self, tensor: Tensor) -> float | None:
+    def number(self, tensor: Tensor) -> bool | int | float | None:
         """The value of all elements of what is filled with one number, of any dtype."""
         while (node := producer(tensor)) is not None and op_of(node) in {*VIEWS, "Expand", "Identity", "Transpose"}:
             tensor = node.inputs[0]
@@ -93,7 +93,8 @@ class Places:
             fill = self.shapes.constant(node.attrs["value"]) if "value" in node.attrs else np.zeros(1)
         else:
             fill = self.shapes.constant(tensor) if is_constant(tensor) and math.prod(tensor.shape) == 1 else None
-        return None if fill is None else float(fill.item())
+        found: bool | int | float | None = None if fill is None else fill.item()
+        return found
 
     def index(self, node: Node, place: int = 0) -> Index | None:
         """An input that is a sum of indices."""
