@@ -11,7 +11,8 @@ from onnxfuse.provider.plan import Argument, Device, Kernel, Launch, Pointer, Sc
 
 MOST: Final = 4  # copies of one launch: x, and three weights or two and a residual
 WARPS: Final = 8  # of a block
-SEGMENT_BYTES: Final = 1024  # that a warp copies
+PAIRS: Final = 8  # of elements of 16 bits, that a lane copies
+SEGMENT_BYTES: Final = 32 * PAIRS * 4  # and its warp
 
 
 @dataclass(frozen=True)
@@ -77,5 +78,6 @@ def launches(copies: list[Copy], device: Device) -> tuple[Launch, ...]:
     arguments += [ABSENT, ABSENT, Scalar(0, "int32"), Scalar(0, "int32")] * (MOST - len(copies))
     blocks = -(-sum(copy.parts for copy in copies) // WARPS)
     constants = sum(copy.constant << i for i, copy in enumerate(copies))
-    kernel, early = Kernel("gemm_pad", "gemm_pad", {"WEIGHTS_CONSTANT": constants}), device.arch >= EARLY_ARCH
+    kernel = Kernel("gemm_pad", "gemm_pad", {"WARPS": WARPS, "PAIRS": PAIRS, "WEIGHTS_CONSTANT": constants})
+    early = device.arch >= EARLY_ARCH
     return (Launch(kernel, (blocks, 1, 1), (32 * WARPS, 1, 1), tuple(arguments), early=early),)

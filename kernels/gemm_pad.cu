@@ -5,12 +5,12 @@
 // A warp copies SEGMENT elements of a row, a lane two next to each other at a time: loads of single elements, as rows
 // begin anywhere, all before the first store.
 //
+//   WARPS  of a block    PAIRS  of a lane
 //   WEIGHTS_CONSTANT  bit i: no kernel writes matrix i, so that it is read before the kernel in front of this has ended
 #include "types.cuh"
 
 namespace {
 
-constexpr int PAIRS = 8;  // of a lane
 constexpr int SEGMENT = 64 * PAIRS;
 
 struct Matrix {
@@ -43,7 +43,7 @@ struct Matrix {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
     gemm_pad(const f16* from, f16* to, int rows, int columns, const f16* from_2, f16* to_2, int rows_2, int columns_2,
              const f16* from_3, f16* to_3, int rows_3, int columns_3, const f16* from_4, f16* to_4, int rows_4,
              int columns_4) {
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256)
                                {from_3, to_3, rows_3, columns_3},
                                {from_4, to_4, rows_4, columns_4}};
     release_successor();
-    u64 part = u64(blockIdx.x) * (256 / 32) + threadIdx.x / 32;
+    u64 part = u64(blockIdx.x) * WARPS + threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u64 parts = u64(matrices[i].rows) * matrices[i].segments();
