@@ -11,7 +11,7 @@ Every peer's outputs are compared with the model in float32.  The measuring runs
 peer that crashes or hangs costs its own result only.
 
 A peer is timed twice: back to back, where large models make a GPU lower its clock to stay within its power limit, and
-paced, with pauses of PAUSE times a run between runs, where it keeps its clock.  Both clocks are in the results.
+paced, with pauses of PAUSE times a run between runs, where it stays below that.  Both clocks are in the results.
 """
 
 from __future__ import annotations
