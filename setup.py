@@ -1,21 +1,21 @@
-"""Builds the provider's native library, where there is a C++ compiler; all else stands in pyproject.toml."""
+"""Build the native library if there is a C++ compiler; pyproject.toml describes the rest of the package."""
 
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-NATIVE = Path("onnxfuse/provider/native")
+NATIVE = Path("onnxfuse/runtime/native")
 
 library = Extension(
-    "onnxfuse.provider._native",
+    "onnxfuse.runtime._native",
     sources=sorted(map(str, NATIVE.glob("*.cc"))),
     depends=sorted(map(str, NATIVE.glob("*.h"))),
     extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],
     language="c++",
-    optional=True,  # without it fused nodes run their bodies, and a GPU session says so
-    py_limited_api=True,  # it calls nothing of Python
+    optional=True,  # without the library fused nodes run their bodies, and sessions on a GPU say so
+    py_limited_api=True,  # one library serves all Python versions, because it links to no function of Python
 )
 
 setup(

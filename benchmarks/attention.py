@@ -1,4 +1,4 @@
-"""Attention: every candidate of the host beside PyTorch's backends and onnxruntime's MultiHeadAttention.
+"""Time every plan of attention beside PyTorch's backends and onnxruntime's MultiHeadAttention.
 
     python benchmarks/attention.py --out results [--only prefill,decode] [--dtypes float16,bfloat16] [--onnxruntime]
         [--add results/attention.json]
@@ -10,6 +10,11 @@ where causality leaves half; bytes are those of q, k, v, mask and result, each o
 
 from __future__ import annotations
 
+import command_lines
+
+if __name__ == "__main__":
+    GIVEN = command_lines.attention(__doc__)  # before the imports, so that --help needs neither PyTorch nor a GPU
+
 import argparse
 import dataclasses
 import functools
@@ -18,7 +23,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +32,14 @@ from rows import Rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import copies, per_launch
-from onnxfuse.kernels import attention
-from onnxfuse.provider import planner
-from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import FusedNode, Launch, Plan, TensorSpec
+from onnxfuse.kernels.attention.implementations import implementations
+from onnxfuse.kernels.attention.operands import attention_of
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
-MOST_SETS = 12
+MAX_SETS = 12
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -43,11 +48,11 @@ BACKENDS = {
 }
 
 
-# Shape, kind and what it leaves: as models have them, most of them with the same rows again and again.
+# Axes and kind of each mask; a mask of models mostly has equal rows.
 MASKS = {
-    "padding": ("b11k", "boolean"),  # the last sixth of every other sequence does not count
+    "padding": ("b11k", "boolean"),  # the last sixth of every other sequence is masked
     "padding rows": ("b1qk", "additive"),
-    "all": ("b1qk", "boolean"),  # everything counts
+    "all": ("b1qk", "boolean"),  # nothing is masked
     "triangle": ("11qk", "additive"),  # causal, as a tensor
     "bias": ("1hqk", "additive"),
 }
@@ -66,7 +71,7 @@ class Case:
     size: int
     causal: bool = False
     mask: str = ""
-    target: str = ""  # what it should reach on an H200, for the reader of the table
+    target: str = ""  # the goal on an H200, which the table shows
     dtype: str = "float16"
     layout: str = field(default="packed")
 
@@ -119,7 +124,7 @@ class Case:
         return torch.zeros(shape, device="cuda", dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """(batch, heads, length, size) of q, k and v, as PyTorch wants them."""
+        """Return q, k and v as (batch, heads, length, size), which PyTorch takes."""
         if self.layout != "packed":
             return list(tensors[:3])
         counts = (self.heads, self.kv_heads, self.kv_heads)
@@ -155,28 +160,28 @@ def specs(case: Case, tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]
 
 
 def ways(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Plan]:
-    """The host's candidates by name, its first choice first."""
-    problem, y = attention.attention_of(case.node(), specs(case, tensors), gpu(0))
-    return {way.name: Plan((y,), way.steps, way.scratch) for way in attention.ways(problem, gpu(0))}
+    """Return the plans of the host by name, its first choice first."""
+    problem, y = attention_of(case.node(), specs(case, tensors), gpu(0))
+    return {way.name: Plan((y,), way.steps, way.scratch) for way in implementations(problem, gpu(0))}
 
 
 def sets_of(case: Case) -> tuple[list[list[torch.Tensor]], int]:
-    """Inputs, as many of them as exceed L2 four times, at least one; bytes of one set with its result."""
+    """Return sets of inputs that exceed the L2 cache four times, and the bytes of one set and its result."""
     first = case.tensors()
     moved = sum(t.numel() * t.element_size() for t in (*first, first[0]))
-    count = min(MOST_SETS, max(1, math.ceil(4 * L2_BYTES / moved)))
+    count = min(MAX_SETS, max(1, math.ceil(4 * L2_BYTES / moved)))
     return [first] + [[t.clone() for t in first] for _ in range(count - 1)], moved
 
 
 def runner(case: Case, plan: Plan, sets: Sequence[Sequence[torch.Tensor]]) -> tuple[list[Callable[[], Any]], Any]:
-    """Calls that run a plan on each set, on PyTorch's current stream; the result of the first."""
-    ready = planner.ready(plan, specs(case, sets[0]))
+    """Return calls that run a plan on each set, on PyTorch's current stream, and the result of the first."""
+    ready = planner.ready_plan(plan, specs(case, sets[0]))
     scratch = torch.empty(ready.scratch_bytes + 256, device="cuda", dtype=torch.uint8)
-    place = -(-scratch.data_ptr() // 256) * 256
+    start = -(-scratch.data_ptr() // 256) * 256
     results = [torch.full(plan.outputs[0].shape, math.nan, device="cuda", dtype=DTYPES[case.dtype]) for _ in sets]
 
     def run(read: Sequence[torch.Tensor], y: torch.Tensor, keep: Any = scratch) -> None:
-        ready.run([x.data_ptr() for x in read], [y.data_ptr()], place, torch.cuda.current_stream().cuda_stream)
+        ready.run([x.data_ptr() for x in read], [y.data_ptr()], start, torch.cuda.current_stream().cuda_stream)
 
     return [functools.partial(run, read, y) for read, y in zip(sets, results, strict=True)], results[0]
 
@@ -189,7 +194,7 @@ def in_torch(case: Case, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reference(case: Case, tensors: Sequence[torch.Tensor], y: torch.Tensor) -> float:
-    """||y - exact|| / ||exact|| on the first batch and the first key head, in float64."""
+    """Return ||y - exact|| / ||exact|| of the first batch and the first key head, in float64."""
     q, k, v = (x[:1].double() for x in case.views(tensors))
     group, rows = case.heads // case.kv_heads, min(case.queries, 512)
     scores = q[:, :group, -rows:] @ k[:, :1].transpose(-1, -2) * case.size**-0.5
@@ -227,12 +232,12 @@ def measure(case: Case, onnxruntime: bool) -> dict[str, Any]:
 
 
 def cost(case: Case, moved: int) -> int:
-    """Bytes that would take about as long, for the number of launches in a graph."""
+    """Return bytes that a copy moves in about that time; they decide the number of launches in a graph."""
     return max(moved, int(case.flops / 300e12 * 4e12))
 
 
 def in_onnxruntime(case: Case, tensors: Sequence[torch.Tensor], guess_us: float) -> dict[str, Any]:
-    """Microseconds of com.microsoft's MultiHeadAttention; it has neither grouped heads nor boolean masks."""
+    """Return the microseconds of com.microsoft's MultiHeadAttention: without grouped heads and boolean masks."""
     if case.kv_heads != case.heads or (case.mask and MASKS[case.mask][1] == "boolean") or case.layout != "packed":
         return {}
     chain = importlib.import_module("ort_chain")
@@ -263,14 +268,7 @@ def text(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['name']:36}{us:10.2f}{peers}  {rate} (target {row['target'] or 'none'}; {best}{chosen})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default="", help="kinds, separated by commas: prefill, short, bias, decode")
-    parser.add_argument("--dtypes", default="float16", help="separated by commas")
-    parser.add_argument("--onnxruntime", action="store_true", help="also MultiHeadAttention")
-    parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
-    given = parser.parse_args()
+def main(given: argparse.Namespace) -> None:
     kinds = set(filter(None, given.only.split(",")))
     chosen = [case for dtype in given.dtypes.split(",") for case in cases(dtype) if not kinds or case.kind in kinds]
     plans = [plan for case in chosen for plan in ways(case, case.tensors()).values()]
@@ -289,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(GIVEN)

@@ -1,4 +1,4 @@
-"""The clock and the power of a GPU while something runs: products back to back draw more than its power limit."""
+"""Sample the clock and the power of a GPU, because products back to back make it lower its clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUERY: Final = "clocks.sm,power.draw.instant"
 
 
 class Clocks:
-    """Samples of the first visible GPU, by nvidia-smi, until the process ends; none where it does not run."""
+    """Samples of the first visible GPU, by nvidia-smi, until the process ends; none if nvidia-smi does not run."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float, float]] = []  # time, MHz, W
@@ -37,7 +37,7 @@ class Clocks:
             self._samples.append((time.perf_counter(), clock, power))
 
     def since(self, start: float) -> dict[str, float]:
-        """Medians of the samples since `start`, a time of time.perf_counter; {} where there are none."""
+        """Return the medians of the samples since `start`, a time of time.perf_counter; {} if there are none."""
         found = [sample for sample in self._samples if sample[0] >= start]
         if not found:
             return {}

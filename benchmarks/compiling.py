@@ -1,4 +1,4 @@
-"""CuPy's disk cache filled by as many processes as there are cores: in one, NVRTC compiles one kernel at a time."""
+"""Fill CuPy's disk cache with a process for each core, because NVRTC compiles one kernel at a time in a process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 import cupy
 
-from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import Kernel
-from onnxfuse.provider.source import architecture, options, source_text
+from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
+from onnxfuse.runtime.plan import Kernel
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:
-    """Raises CalledProcessError where one does not compile."""
-    different = list({(kernel.source, options(kernel)): kernel for kernel in kernels}.values())
+    """Compile kernels into the cache.  Raises CalledProcessError if one does not compile."""
+    different = list({(kernel.source, compile_flags(kernel)): kernel for kernel in kernels}.values())
     count = min(len(different), os.cpu_count() or 1)
     command = [sys.executable, "-W", "ignore", __file__]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(count)]
@@ -33,9 +33,9 @@ def compile_all(kernels: Iterable[Kernel]) -> None:
 def main() -> None:
     for fields in pickle.load(sys.stdin.buffer):
         kernel = Kernel(*fields)
-        flags = options(kernel)
+        flags = compile_flags(kernel)
         if kernel.arch_specific:
-            flags += (f"-arch={architecture(kernel, gpu(0).arch)}",)
+            flags += (f"-arch={arch_name(kernel, gpu(0).arch)}",)
         cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
 
 

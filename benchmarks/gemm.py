@@ -1,4 +1,4 @@
-"""Every candidate for fused matrix products beside the bare product of cuBLASLt, PyTorch and onnxruntime.
+"""Time every plan of fused matrix products beside the bare product of cuBLASLt, PyTorch and onnxruntime.
 
     python benchmarks/gemm.py --out results [--only 4096x3072x768,…] [--dtypes float16] [--epilogues none,…]
         [--eager] [--inductor] [--onnxruntime] [--add results/gemm.json]
@@ -13,6 +13,11 @@ that time, and in the results also the time of a copy of as many.
 
 from __future__ import annotations
 
+import command_lines
+
+if __name__ == "__main__":
+    GIVEN = command_lines.gemm(__doc__)  # before the imports, so that --help needs neither PyTorch nor a GPU
+
 import argparse
 import functools
 import importlib
@@ -22,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +35,16 @@ from compiling import compile_all
 from replays import Calls, captured, in_turns, per_call
 from rows import Rows
 
-from onnxfuse.kernels import _gemm_candidates, _gemm_library
-from onnxfuse.kernels._gemm import Candidate, Gemm
-from onnxfuse.kernels._gemm_operands import gemm_of
-from onnxfuse.provider import planner
-from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.kernels.gemm import cublaslt, implementations
+from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20
-MOST_SETS = 128
+MAX_SETS = 128
 FEW_ROWS = 64
 COPY_BYTES = 1 << 30
 
@@ -62,7 +67,7 @@ EPILOGUES: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A fused product; w is k x n."""
+    """A fused product of x [m, k] and w [k, n]."""
 
     m: int
     n: int
@@ -107,10 +112,10 @@ class Case:
 # ---- what is timed ------------------------------------------------------------------------------------------------
 
 
-def runs(way: Candidate, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
-    """Calls that run a candidate on each set of operands, on PyTorch's current stream."""
+def runs(way: Implementation, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
+    """Return calls that run a plan on each set of operands, on PyTorch's current stream."""
     read = [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in sets[0]]
-    ready = planner.ready(Plan((y,), way.steps, way.scratch), read)
+    ready = planner.ready_plan(Plan((y,), way.steps, way.scratch), read)
     scratch = torch.empty(max(1, ready.scratch_bytes), dtype=torch.uint8, device="cuda")
 
     def call(inputs: list[torch.Tensor]) -> None:
@@ -124,30 +129,30 @@ def operand_sets(case: Case) -> list[list[torch.Tensor]]:
     """Operands that differ in where their constants are."""
     first = dict(zip(case.shapes(), case.tensors(), strict=True))
     moved = sum(t.numel() * t.element_size() for name, t in first.items() if name in CONSTANTS)
-    count = min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
+    count = min(MAX_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
     return [[t.clone() if name in CONSTANTS else t for name, t in first.items()] for _ in range(count)]
 
 
 def bare(case: Case, sets: list[list[torch.Tensor]]) -> list[Calls]:
-    """cuBLASLt's product of the same sizes: calls of each of the algorithms that it proposes first."""
+    """Return calls of cuBLASLt's product of the same sizes, for each of the algorithms that it proposes first."""
     twice = case.epilogue == "gate"
     wide = Case(case.m, case.n * (2 if twice else 1), case.k, case.dtype, "none")
     gemm, y = wide.product()
     used = operand_sets(wide) if twice else [each[:2] for each in sets]
     out = torch.empty(y.shape, device="cuda", dtype=DTYPES[case.dtype])
-    return [runs(way, y, used, out) for way in _gemm_library.plans(gemm, gpu(0))[:4]]
+    return [runs(way, y, used, out) for way in cublaslt.implementations(gemm, gpu(0))[:4]]
 
 
 @functools.cache
 def copy_bytes_per_us() -> float:
-    """Bytes read and written by a large device copy."""
+    """Return the bytes that a large device copy reads and writes in a microsecond."""
     pair = torch.empty((2, COPY_BYTES), dtype=torch.uint8, device="cuda").random_(0, 255)
     return 2 * COPY_BYTES / min(per_call([lambda: pair[1].copy_(pair[0])]) for _ in range(20))  # clocks rise slowly
 
 
 def copy_us(moved: int) -> float:
-    """Of a device copy that reads and writes so many bytes together, from memory and not from L2."""
-    shape = (min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved))), 2, max(1, moved // 2))
+    """Return the microseconds of a device copy that reads and writes so many bytes together, not from the L2 cache."""
+    shape = (min(MAX_SETS, max(2, math.ceil(4 * L2_BYTES / moved))), 2, max(1, moved // 2))
     pairs = torch.empty(shape, dtype=torch.uint8, device="cuda").random_(0, 255)
     return per_call([functools.partial(pair[1].copy_, pair[0]) for pair in pairs])
 
@@ -159,11 +164,11 @@ def measure(case: Case, peers: list[Peer], with_onnxruntime: bool) -> dict[str, 
     gemm, y = case.product()
     sets = operand_sets(case)
     reference = case.formula(*(t.double() for t in sets[0]))
-    torch.cuda.synchronize()  # what follows runs on other streams, and in the memory of its operands
+    torch.cuda.synchronize()  # later work runs on other streams and may reuse the memory of these operands
     row: dict[str, Any] = {"sets": len(sets), "flops": gemm.flops, "candidates": []}
     graphs = {f"bare {i}": captured(calls) for i, calls in enumerate(bare(case, sets))}
     graphs |= {peer.__name__: captured(peer(case, sets)) for peer in peers}
-    for way in _gemm_candidates.all_candidates(gemm, gpu(0)):
+    for way in implementations.implementations(gemm, gpu(0)):
         out = torch.full(y.shape, math.nan, device="cuda", dtype=DTYPES[case.dtype])
         try:
             graphs[way.name] = captured(runs(way, y, sets, out))
@@ -203,9 +208,9 @@ def inductor(case: Case, sets: list[list[torch.Tensor]]) -> Calls:
 
 
 def unfused(case: Case) -> bytes:
-    """The model that onnxruntime gets: one operator for each step of the formula."""
+    """Return the model for onnxruntime, with one operator for each step of the formula."""
     shapes = {**case.shapes(), "y": (case.m, case.n)}
-    gemm = case.epilogue == "bias+relu"  # as exporters write it for two axes; with more, and for GELU, it is a MatMul
+    gemm = case.epilogue == "bias+relu"  # exporters write Gemm for two axes; for more axes, and for GELU, MatMul
     nodes = ["biased = Gemm (x, w, bias)" if gemm else "p = MatMul (x, w)"]
 
     def then(name: str, op: str, inputs: str) -> str:
@@ -233,7 +238,7 @@ def unfused(case: Case) -> bytes:
 
 
 def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> float:
-    """With all its optimizations: microseconds of one run in a CUDA graph, its launch included."""
+    """Return the microseconds of a run in onnxruntime with all its optimizations, as a CUDA graph, launch included."""
     ort, element = importlib.import_module("onnxruntime"), {"float16": 10, "bfloat16": 16}[case.dtype]
     ort.preload_dlls()
     provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
@@ -243,14 +248,14 @@ def onnxruntime(case: Case, sets: list[list[torch.Tensor]]) -> float:
         binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
     binding.bind_output("y", "cuda", 0, element, list(out.shape), out.data_ptr())
     torch.cuda.synchronize()
-    for _ in range(4):  # it captures in the third
+    for _ in range(4):  # the third run captures the graph
         session.run_with_iobinding(binding)
     times = [run_us(functools.partial(session.run_with_iobinding, binding)) for _ in range(30)]
     return statistics.median(times)
 
 
 def run_us(run: Callable[[], Any]) -> float:
-    """Microseconds until the device has done what `run`, which waits for it, starts on a stream of its own."""
+    """Return the microseconds of `run`, which starts work on a stream of its own and waits for it."""
     start = time.perf_counter()
     run()
     return 1e6 * (time.perf_counter() - start)
@@ -261,7 +266,7 @@ def run_us(run: Callable[[], Any]) -> float:
 
 def kernels_of(cases: list[Case]) -> Iterator[Kernel]:
     for case in cases:
-        for way in _gemm_candidates.all_candidates(case.product()[0], gpu(0)):
+        for way in implementations.implementations(case.product()[0], gpu(0)):
             yield from (step.kernel for step in way.steps if isinstance(step, Launch))
 
 
@@ -281,21 +286,11 @@ def chosen(given: argparse.Namespace) -> Iterator[Case]:
     wanted = [tuple(map(int, shape.split("x"))) for shape in given.only.split(",") if shape] or SHAPES
     for dtype in given.dtypes.split(","):
         for m, n, k in wanted:
-            for epilogue in given.epilogues.split(","):
+            for epilogue in given.epilogues.split(",") if given.epilogues else EPILOGUES:
                 yield Case(m, n, k, dtype, epilogue)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default="", help="shapes MxNxK, separated by commas")
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--epilogues", default=",".join(EPILOGUES))
-    parser.add_argument("--eager", action="store_true", help="time PyTorch's eager mode too")
-    parser.add_argument("--inductor", action="store_true", help="and torch.compile, which takes seconds a case")
-    parser.add_argument("--onnxruntime", action="store_true", help="and onnxruntime")
-    parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
-    given = parser.parse_args()
+def main(given: argparse.Namespace) -> None:
     peers = [peer for peer, wanted in ((eager, given.eager), (inductor, given.inductor)) if wanted]
     cases = list(chosen(given))
     compile_all(kernels_of(cases))
@@ -314,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(GIVEN)

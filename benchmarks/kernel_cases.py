@@ -1,8 +1,7 @@
-"""What benchmarks/kernels.py measures: fused nodes at shapes, each with its formula in PyTorch."""
+"""The fused nodes and shapes that kernels.py measures, each with its formula in PyTorch."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxfuse.provider import choose
-from onnxfuse.provider.compile import gpu
-from onnxfuse.provider.plan import FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "int64": torch.int64}
 WEIGHTS = ("scale", "bias", "cos", "sin", "table", "table_2", "row")
-IDS = {"ids": "table", "ids_2": "table_2"}  # and the tables whose rows they choose
+IDS = {"ids": "table", "ids_2": "table_2"}  # inputs of ids, and the tables that they index
 LARGE = [(16384, 4096), (8192, 8192)]
 SMALL = [(4096, 768), (512, 65536), (1, 4096), (33, 1023), (128, 128), (4096, 64)]
 
@@ -35,13 +34,13 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first input; of an embedding the rows that it looks up."""
+        """The shape of the first input, or of the rows that an embedding looks up."""
         first = next(iter(self.inputs.values()))
         return (math.prod(first), self.inputs["table"][1]) if self.embeds else first
 
     @property
     def embeds(self) -> bool:
-        """Rows are read by ids, so that no launch can read what the one before it wrote."""
+        """Whether rows are looked up by ids: no launch can then read what the one before it wrote."""
         return "ids" in self.inputs
 
     @property
@@ -58,9 +57,8 @@ class Case:
         return "int64" if name in IDS else self.dtype
 
     def plans(self) -> list[Plan]:
-        """All ways to run it, the one that is expected to be fastest first."""
-        host = importlib.import_module(f"onnxfuse.kernels.{self.fusion}")
-        return choose.candidates(host, self.node(), self.specs(), gpu(0))
+        """Return the plans of the node, the one that is expected to be fastest first."""
+        return find_host(self.fusion).candidates(self.node(), self.specs(), gpu(0))
 
     def tensors(self) -> list[torch.Tensor]:
         return [
@@ -71,7 +69,7 @@ class Case:
         ]
 
     def moved(self, tensors: Iterable[torch.Tensor]) -> int:
-        """The bytes of inputs and outputs; of a table those of the rows looked up, at most all."""
+        """Return the bytes of inputs and outputs; of a table, only those of the rows that are looked up."""
         whole = sum(t.numel() * t.element_size() for t in tensors)
         for name, table in IDS.items():
             if table in self.inputs:
@@ -81,7 +79,7 @@ class Case:
 
 
 def random(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values that a chain of the fusion does not carry to infinity."""
+    """Return random values that stay finite when the fusion is applied again and again."""
     if name in ("cos", "sin"):
         angles = torch.linspace(0, 6.28, math.prod(shape), device="cuda").view(shape)
         return (angles.cos() if name == "cos" else angles.sin()).to(dtype)
@@ -122,7 +120,7 @@ def embedding(ids: Any, table: Any, scale: Any) -> tuple[Any, Any]:
 
 
 def embedding_cases(dtype: str) -> Iterator[Case]:
-    """Words, positions and a type of BERT; the embeddings of a decoder, which are its residual stream too."""
+    """Yield embeddings: words, positions and types of BERT, and those of a decoder, which also write the residual."""
     d, epsilon = (768,), {"epsilon": 1e-5}
     words = {"ids": (8, 512), "table": (30522, 768)}
     bert = {**words, "ids_2": (1, 512), "table_2": (512, 768), "row": d, "scale": d, "bias": d}
@@ -143,7 +141,7 @@ def row_cases(x: tuple[int, ...], dtype: str = "float16") -> Iterator[Case]:
     yield Case("bias_activation", {"x": x, "bias": d}, lambda x, b: F.gelu(x + b), dtype, 1, gelu)
     yield Case("gated_activation", {"gate": x, "up": x}, lambda g, u: F.silu(g) * u, dtype, 1, silu)
     yield Case("activation", {"x": x}, lambda x: F.silu(x), dtype, 1, silu)
-    yield Case("activation", {"x": x}, lambda x: x.clone(), dtype, 1, none)  # what a plain kernel reaches
+    yield Case("activation", {"x": x}, lambda x: x.clone(), dtype, 1, none)  # a copy, for comparison
 
 
 def other_cases() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Each kernel beside a device copy, what PyTorch Inductor makes of the formula, and onnxruntime's own kernels.
+"""Time each kernel beside a device copy, PyTorch Inductor's kernel of the formula, and onnxruntime's own kernels.
 
     python benchmarks/kernels.py --out results [--quick] [--only layer_norm,softmax] [--shapes 4096x768]
         [--dtypes float16] [--without inductor,ort] [--add results/kernels.json]
@@ -17,6 +17,11 @@ run in float16.  Bytes are the fewest that the operator must move: every input a
 
 from __future__ import annotations
 
+import command_lines
+
+if __name__ == "__main__":
+    GIVEN = command_lines.kernels(__doc__)  # before the imports, so that --help needs neither PyTorch nor a GPU
+
 import argparse
 import contextlib
 import functools
@@ -31,41 +36,40 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from kernel_cases import DTYPES, Case, cases
 from rows import Rows
 
-from onnxfuse.provider import planner
-from onnxfuse.provider.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 L2_BYTES = 60 << 20
-MOST_SETS = 64
+MAX_SETS = 64
 REPLAYS = 11
 PAGE = 1 << 16  # bytes
-LATE = 30.0  # seconds that processes wait for each other
+BARRIER_SECONDS = 30.0  # for which processes wait for each other
 GRAPH_US = 1000.0  # of work in a graph, at least
 
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
 def launcher(plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> Callable[[], None]:
-    """Runs the plan on PyTorch's current stream, as a session does."""
+    """Return a call that runs a plan on PyTorch's current stream, as a session does."""
     specs = [TensorSpec(tuple(t.shape), NAMES[t.dtype], t.data_ptr() % 16 == 0) for t in read]
-    ready = planner.ready(plan, specs)
+    ready = planner.ready_plan(plan, specs)
 
-    def launch() -> None:  # which keeps the tensors
-        places = ([tensor.data_ptr() for tensor in each] for each in (read, written))
-        ready.run(*places, stream=torch.cuda.current_stream().cuda_stream)
+    def launch() -> None:  # the closure keeps the tensors alive
+        addresses = ([tensor.data_ptr() for tensor in each] for each in (read, written))
+        ready.run(*addresses, stream=torch.cuda.current_stream().cuda_stream)
 
     return launch
 
 
 def per_launch(calls: list[Callable[[], Any]], bytes_each: int) -> tuple[float, float]:
-    """Median and spread (the middle half's) of the microseconds per call, in a CUDA graph that goes round `calls`."""
+    """Return the median and interquartile range of the microseconds per call, in a CUDA graph of repeated `calls`."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:3]:
@@ -92,18 +96,18 @@ def per_launch(calls: list[Callable[[], Any]], bytes_each: int) -> tuple[float, 
 
 
 def sets_of(case: Case, plan: Plan) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], int]:
-    """Inputs and outputs, as many of them as exceed L2 four times; bytes of one set."""
+    """Return sets of inputs and outputs that exceed the L2 cache four times, and the bytes of one set."""
     first = case.tensors()
     written = [torch.full(spec.shape, math.nan, device="cuda", dtype=DTYPES[spec.dtype]) for spec in plan.outputs]
     moved = case.moved((*first, *written))
-    count = min(MOST_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
+    count = min(MAX_SETS, max(2, math.ceil(4 * L2_BYTES / moved)))
     read = [first] + [[t.clone() for t in first] for _ in range(count - 1)]
     return read, [written] + [[torch.empty_like(t) for t in written] for _ in range(count - 1)], moved
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What others make of a case, ready to run."""
+    """The peers of a case, ready to run."""
 
     inductor: Callable[..., Any] | None = None
     ort: Callable[[], float] | None = None  # microseconds of one more node
@@ -111,10 +115,10 @@ class Peers:
 
 
 def prepare(case: Case, wanted: Collection[str]) -> Peers:
-    """Compile the formula with Inductor, and make the sessions of onnxruntime's kernels; or say why not."""
+    """Compile the formula with Inductor and create the sessions of onnxruntime's kernels, or say why that fails."""
     tensors, compiled, chain, failed = case.tensors(), None, None, {}
     for plan in case.plans():
-        planner.ready(plan, case.specs())
+        planner.ready_plan(plan, case.specs())
     if case.dtype != "float16":
         return Peers()
     if "inductor" in wanted:
@@ -159,12 +163,12 @@ def measure(case: Case, peers: Peers) -> dict[str, Any]:
 
 
 def rotated(plan: Plan, read: list[list[torch.Tensor]], written: list[list[torch.Tensor]]) -> list[Callable[[], None]]:
-    """One launch over each set of inputs and outputs."""
+    """Return one launch for each set of inputs and outputs."""
     return [launcher(plan, *pair) for pair in zip(read, written, strict=True)]
 
 
 def described(plan: Plan) -> dict[str, Any]:
-    """The constants of a plan's launch."""
+    """Return the compile-time constants of a plan's launch."""
     (step,) = plan.steps
     assert isinstance(step, Launch)
     return {
@@ -174,7 +178,7 @@ def described(plan: Plan) -> dict[str, Any]:
 
 
 def chained(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> list[Callable[[], None]]:
-    """Two launches, of which each reads what the other one writes; embeddings read the same rows."""
+    """Return two launches that each read what the other one writes; embeddings read the same rows."""
     if case.embeds:
         return [launcher(plan, read, there) for there in (written, [torch.empty_like(t) for t in written])]
     flowing = len(written)
@@ -183,7 +187,7 @@ def chained(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torc
 
 
 def chained_formula(case: Case, formula: Callable[..., Any], read: list[torch.Tensor]) -> Callable[[], Any]:
-    """A call of the formula on what the call before it returned; of embeddings on the same ids."""
+    """Return a call of the formula on the result of the call before it, or on the same ids for embeddings."""
     if case.embeds:
         return functools.partial(formula, *read)
     flowing, fixed = [read[: case.outputs]], read[case.outputs :]
@@ -197,14 +201,14 @@ def chained_formula(case: Case, formula: Callable[..., Any], read: list[torch.Te
 
 
 def copies(moved: int, count: int) -> list[Callable[[], Any]]:
-    """Device copies that read and write `moved` bytes together: whole pages, as others may take half as long again."""
+    """Return device copies that read and write `moved` bytes, in whole pages: others may take half as long again."""
     size = moved // 2 // PAGE * PAGE or max(16, moved // 2)
     sources = [torch.empty(size, device="cuda", dtype=torch.uint8).random_(0, 255) for _ in range(count)]
     return [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
 
 
 def difference(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> float:
-    """The largest of ||y - reference|| / ||reference|| against the formula in float32 (float64 for float32)."""
+    """Return the largest ||y - reference|| / ||reference||; the reference is the formula in float32, or float64."""
     for tensor in written:
         tensor.fill_(math.nan)
     launcher(plan, read, written)()
@@ -231,20 +235,6 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['fusion']:17}{activation:6}{shape:16}{us}{copy}{inductor}{share}{''.join(chain)}  {row['dtype']}"
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--quick", action="store_true", help="three shapes, fp16")
-    for name, help_text in (
-        ("only", "fusions"), ("shapes", "of the first input, 4096x768"), ("dtypes", "float16"), ("without", "peers")
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", default="", help=f"{help_text}, separated by commas")
-    parser.add_argument("--processes", type=int, default=8, help="that prepare cases; only one measures at a time")
-    parser.add_argument("--prepare", type=float, default=600, help="seconds, after which what is missing is made alone")
-    parser.add_argument("--add", type=Path, help="a file of results to which, or in place of which, these are put")
-    return parser.parse_args()
-
-
 def chosen(given: argparse.Namespace) -> list[Case]:
     only, shapes, dtypes = (set(filter(None, text.split(","))) for text in (given.only, given.shapes, given.dtypes))
     return [
@@ -257,16 +247,16 @@ def chosen(given: argparse.Namespace) -> list[Case]:
 
 
 def work(given: argparse.Namespace, number: int, ready: Any, turn: Any, rows: Any) -> None:
-    """Prepare every so many cases beside other processes, then time them alone."""
+    """Prepare this process's share of the cases beside other processes, then time them alone."""
     share, until = chosen(given)[number :: given.processes], time.time() + given.prepare
     torch._dynamo.config.recompile_limit = len(share) + 1  # a formula has many shapes
     wanted, peers = {"inductor", "ort"} - set(given.without.split(",")), dict[str, Peers]()
     for case in share:
         if time.time() < until:
-            with contextlib.suppress(Exception):  # it says so when it is timed
+            with contextlib.suppress(Exception):  # timing the case reports the error
                 peers[case.name] = prepare(case, wanted)
     with contextlib.suppress(threading.BrokenBarrierError):  # a process that is late goes on alone
-        ready.wait(max(0.0, until - time.time()) + LATE)
+        ready.wait(max(0.0, until - time.time()) + BARRIER_SECONDS)
     with turn:
         for case in share:
             row: dict[str, Any] = {"fusion": case.fusion, "shape": case.shape, "dtype": case.dtype}
@@ -280,9 +270,9 @@ def work(given: argparse.Namespace, number: int, ready: Any, turn: Any, rows: An
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows, as they come."""
+    """Yield the rows of results as they come."""
     spawn = multiprocessing.get_context("spawn")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in each process
     given.processes = min(given.processes, len(chosen(given)))
     shared = spawn.Barrier(given.processes), spawn.Lock(), spawn.Queue()
     workers = [spawn.Process(target=work, args=(given, i, *shared), daemon=True) for i in range(given.processes)]
@@ -293,8 +283,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield shared[-1].get(timeout=0.2)
 
 
-def main() -> None:
-    given = parse()
+def main(given: argparse.Namespace) -> None:
     rows = Rows(given.out / "kernels.json", ("fusion", "shape", "dtype", "attributes"), given.add)
     print(HEAD, flush=True)
     for row in measured(given):
@@ -304,4 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(GIVEN)

@@ -1,4 +1,4 @@
-"""The models of benchmarks/models.py at their sizes: files, inputs, and the modules that they were exported from."""
+"""The models that models.py measures, at their sizes: files, inputs, and the modules that were exported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 
 import onnx
 
-from onnxfuse.bench.timing import Provider
-from onnxfuse.verify.inputs import Array, generate, inputs_of, roles_of, sizes_to_try
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.tuning.bound_session import Provider
+from onnxfuse.verify.input_uses import integer_uses
+from onnxfuse.verify.inputs import generate_inputs, model_inputs, sizes_to_try
 
 MODELS = Path(__file__).parent.parent / "models"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' where that knows none.
+    """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' if that has none.
 
     `fixed`: onnxruntime is told the sizes, as it has to be for a CUDA graph of a model that computes with them.
     """
@@ -49,13 +51,13 @@ def _loaded(path: Path) -> onnx.ModelProto:
 
 @functools.lru_cache(maxsize=1)
 def model_of(work: Work) -> onnx.ModelProto:
-    """The exported model."""
+    """Return the exported model."""
     model = _loaded(work.path)
     return at_sizes(model, feeds_of(work)) if work.case.fixed else model
 
 
 def at_sizes(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelProto:
-    """The model for inputs of these shapes alone."""
+    """Return the model with static shapes for these inputs."""
     fixed = onnx.ModelProto()
     fixed.CopyFrom(model)
     fixed.graph.ClearField("value_info")
@@ -68,22 +70,22 @@ def at_sizes(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> onnx.ModelPr
 
 
 def feeds_of(work: Work) -> dict[str, Array]:
-    """The same inputs for every peer."""
+    """Return the inputs, which are the same for every peer."""
     model = _loaded(work.path)
-    inputs = inputs_of(model)
+    inputs = model_inputs(model)
     sizes = {**next(sizes_to_try(inputs, {})), **work.case.sizes}
-    return generate(inputs, sizes, roles_of(model), {})
+    return generate_inputs(inputs, sizes, integer_uses(model), {})
 
 
 def from_models(name: str) -> Any:
-    """A module of models/, which imports torch."""
+    """Import and return a module of models/, which imports torch."""
     if str(MODELS) not in sys.path:
         sys.path.insert(0, str(MODELS))
     return importlib.import_module(name)
 
 
 def job_of(architecture: str) -> Any:
-    """What models/export.py exports of this architecture, in its public size, through dynamo in fp16."""
+    """Return the export job of an architecture in its public size, through dynamo in fp16."""
     found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
     attention = "" if found.variants and not found.variants[0].attention else "sdpa"
     variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, "fp16")

@@ -1,4 +1,4 @@
-"""Results of whole models as text."""
+"""Print the results of whole models as tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peers import PEERS
 
 
 def tables(rows: Sequence[Mapping[str, Any]], order: Sequence[str]) -> str:
-    """Back to back and paced, models in this order, and what went wrong."""
+    """Return the tables of times back to back and paced, with the models in this order, and the errors."""
     paced = [{**row, **row["paced"]} for row in rows if "paced" in row]
     errors = [f"{row['model']}, {row['peer']}: {row['error']}" for row in rows if "error" in row]
     errors += [f"{row['model']}, {row['peer']}: off by {row['relative_error']} of the reference's norm"
@@ -19,7 +19,7 @@ def tables(rows: Sequence[Mapping[str, Any]], order: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], order: Sequence[str], title: str) -> str:
-    """Medians: peers down, models across; results that differ from the reference show no time."""
+    """Return a table of medians, peers down and models across, without times of results that are wrong."""
     cases = [name for name in order if any(row["model"] == name for row in rows)]
     cells = {(row["model"], row["peer"]): cell(row) for row in rows}
     names = [peer.name for peer in PEERS if any(row["peer"] == peer.name for row in rows)]
@@ -31,7 +31,7 @@ def table(rows: Sequence[Mapping[str, Any]], order: Sequence[str], title: str) -
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """The median, or what is said in its place."""
+    """Return the median in milliseconds, "failed" or "wrong"."""
     if "error" in row:
         return "failed"
     return f"{row['median_ms']:.3f}" if row["agrees"] else "wrong"

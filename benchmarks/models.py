@@ -1,4 +1,4 @@
-"""Whole models in onnxruntime, PyTorch and onnxfuse, side by side, on inputs and outputs that stay on the device.
+"""Time whole models in onnxruntime, PyTorch and onnxfuse, on inputs and outputs that stay on the device.
 
     python benchmarks/models.py --out DIR --budget 560                     # the default set, and exporting the models
     python benchmarks/models.py --out DIR                                  # the default set, up to seven minutes
@@ -41,9 +41,10 @@ from model_cases import Case, Work, from_models, job_of
 from model_tables import cell, tables
 from peers import PEERS, QUICK, Peer, reference, relative_error, release
 
-from onnxfuse.bench.bench import versions
-from onnxfuse.bench.timing import WARM_UP, default_provider, device, interleaved, runs_within
-from onnxfuse.verify.session import first_line
+from onnxfuse.bench.machine import device, versions
+from onnxfuse.errors import first_line
+from onnxfuse.tuning.bound_session import WARM_UP_RUNS, default_provider
+from onnxfuse.tuning.timing import interleaved, runs_within
 
 CASES = (
     Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),
@@ -70,7 +71,7 @@ Pair = tuple[Case, Peer]
 
 
 def export(architecture: str, path: Path) -> None:
-    """Write the architecture in its public size, in fp16, in one step."""
+    """Export an architecture in its public size in fp16; the file appears when it is complete."""
     job = job_of(architecture)
     exporters = from_models("exporters")
     proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
@@ -82,7 +83,7 @@ def export(architecture: str, path: Path) -> None:
 
 
 def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float, clocks: Clocks | None) -> dict[str, Any]:
-    """Prepare, warm up, time and compare; the error of what fails is the result."""
+    """Prepare, warm up, time and compare; if a peer fails, the result is its error."""
     row: dict[str, Any] = {"model": case.name, "peer": peer.name}
     started = time.perf_counter()
     try:
@@ -92,7 +93,7 @@ def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float, c
         work = Work(case, path, provider)
         expected = reference(work)
         prepared = peer.prepare(work)
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP_RUNS):
             prepared.run()
         row["prepare_s"] = round(time.perf_counter() - started - row.get("export_s", 0.0), 2)
         row |= timed(prepared.run, runs_within(seconds, prepared.run, least=15), 0.0, clocks)
@@ -109,9 +110,9 @@ def measure(case: Case, peer: Peer, path: Path, provider: Any, seconds: float, c
 
 
 def timed(run: Callable[[], None], count: int, pause: float, clocks: Clocks | None) -> dict[str, Any]:
-    """Milliseconds of so many runs, each after a pause of so many seconds, and the clock meanwhile."""
+    """Return the milliseconds of runs, each after a pause in seconds, and the clock meanwhile."""
 
-    def wait() -> None:  # without sleeping, after which the host's first steps would take longer
+    def wait() -> None:  # busy: after a sleep the first steps of the host take longer
         until = time.perf_counter() + pause
         while time.perf_counter() < until:
             pass
@@ -143,7 +144,7 @@ def worker(task: Mapping[str, Any]) -> None:
 
 
 def measured(pairs: Sequence[Pair], task: Mapping[str, Any], limit: float, deadline: float) -> Iterator[dict[str, Any]]:
-    """The results as they come; a worker that dies, or takes longer than `limit` for a pair, is started again."""
+    """Yield results as they come; a worker that dies, or exceeds `limit` for a pair, is started again."""
     pending = [(case.name, peer.name) for case, peer in pairs]
     while pending and time.monotonic() < deadline:
         running, done = None, 0
@@ -162,7 +163,7 @@ def measured(pairs: Sequence[Pair], task: Mapping[str, Any], limit: float, deadl
 
 
 def messages(task: Mapping[str, Any], limit: float, deadline: float) -> Iterator[dict[str, Any]]:
-    """What a worker says, and last why it ended, unless it finished."""
+    """Yield the messages of a worker, and last the reason why it ended, unless it finished."""
     with Path(task["out"], "models.log").open("ab") as log:
         command = [sys.executable, __file__, "--out", str(task["out"]), "--worker", json.dumps(task)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -190,7 +191,7 @@ def _read(stream: Any, lines: queue.Queue[str]) -> None:
 
 
 def pairs_of(only: Sequence[str], names: Sequence[str]) -> list[Pair]:
-    """What is measured: onnxruntime's peers model by model, then torch's.  Raises SystemExit for unknown names."""
+    """Return the pairs to measure, onnxruntime's peers first.  Raises SystemExit for unknown names."""
     known = {each.name: each for each in PEERS}
     cases = [case for case in CASES if not only or any(fnmatch.fnmatch(case.name, each) for each in only)]
     unknown = [each for each in names if each not in known]
@@ -203,7 +204,7 @@ def pairs_of(only: Sequence[str], names: Sequence[str]) -> list[Pair]:
 
 
 def estimate(pairs: Sequence[Pair], out: Path) -> float:
-    """Seconds, on an H200."""
+    """Return the estimated seconds on an H200."""
     missing = {case.architecture for case, _ in pairs if not (out / "onnx" / f"{case.architecture}.onnx").exists()}
     cases = {case.name for case, _ in pairs}
     once = {(case.architecture, peer.name): peer.once for case, peer in pairs}
@@ -212,7 +213,7 @@ def estimate(pairs: Sequence[Pair], out: Path) -> float:
 
 
 def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Results of an earlier run on the same device with the same versions, of what is not measured now."""
+    """Return the results of an earlier run on the same device with the same versions, for pairs not measured now."""
     try:
         before = json.loads((out / "models.json").read_text(encoding="utf-8"))
         if any(before[key] != head[key] for key in ("schema", "provider", "device", "versions")):
@@ -224,14 +225,14 @@ def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[d
 
 
 def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """The results so far, in one step."""
+    """Write the results so far; readers see the old file or the new one."""
     part = out / "models.json.part"
     part.write_text(json.dumps({**head, "results": rows}, indent=1) + "\n", encoding="utf-8")
     part.replace(out / "models.json")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported models and the results")
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL", help="names or patterns of models")
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def about(provider: Any) -> dict[str, Any]:
-    """When, where and what."""
+    """Return the date, the device and the versions."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"schema": 1, "date": date, "provider": provider, "device": device(provider),
             "versions": versions(PACKAGES), "cases": [dataclasses.asdict(case) for case in CASES]}  # fmt: skip

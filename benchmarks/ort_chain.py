@@ -1,4 +1,4 @@
-"""What a fused operator costs as onnxruntime's own kernels run it: one more step of a chain inside a CUDA graph.
+"""Time a fused operator in onnxruntime's own kernels, as one more step of a chain inside a CUDA graph.
 
 A chain of a few steps is a model, and one of many more; their runs differ by the steps that one has more.  Each step
 reads what the one before it wrote, as operators of a model do.
@@ -24,8 +24,8 @@ TYPES: Final = {
 }  # fmt: skip
 RUNS: Final = 15
 SHORT: Final = 2  # steps of the shorter chain
-CHAIN_US: Final = 600.0  # of work that the longer chain has more, about
-MOST_STEPS: Final = 200
+CHAIN_US: Final = 600.0  # of work, about, by which the longer chain exceeds the shorter one
+MAX_STEPS: Final = 200
 
 Tensors = Mapping[str, torch.Tensor]
 Nodes = Callable[[list[str], list[str]], list[onnx.NodeProto]]
@@ -33,10 +33,10 @@ Nodes = Callable[[list[str], list[str]], list[onnx.NodeProto]]
 
 @dataclass(frozen=True)
 class Step:
-    """What takes the tensors `flows` to the next ones of the same names; the others are the same in each step."""
+    """A step of a chain: it computes the next tensors of the names in `flows`; its other inputs never change."""
 
     flows: tuple[str, ...]
-    nodes: Nodes  # from the names of what flows in and of what flows out
+    nodes: Nodes  # from the names of the tensors that flow in, and of those that flow out
     inputs: Tensors
 
 
@@ -45,22 +45,22 @@ def microsoft(op: str, inputs: Sequence[str], outputs: Sequence[str], **attribut
 
 
 def single(flow: str, op: str, *others: str, domain: str = MICROSOFT, **attributes: Any) -> tuple[tuple[str], Nodes]:
-    """One operator, whose first input and output flow."""
+    """Return a step of one operator, whose first input and output flow."""
     return (flow,), lambda a, b: [helper.make_node(op, [*a, *others], b, domain=domain, **attributes)]
 
 
 def gate(a: list[str], b: list[str]) -> list[onnx.NodeProto]:
-    """silu(gate) * up"""
+    """Return the nodes of silu(gate) * up."""
     return [microsoft("QuickGelu", a, [f"silu_{b[0]}"], alpha=1.0), helper.make_node("Mul", [f"silu_{b[0]}", "up"], b)]
 
 
 def skip(op: str, *weights: str, **attributes: Any) -> tuple[tuple[str, str], Nodes]:
-    """A norm of a sum, which is also written."""
+    """Return a step that is a norm of a sum, which is an output too."""
     return ("x", "residual"), lambda a, b: [microsoft(op, [*a, *weights], [b[0], "", "", b[1]], **attributes)]
 
 
 def step_of(fusion: str, attributes: Mapping[str, Any], inputs: Tensors) -> Step | None:
-    """The operators of onnxruntime that compute the fusion; None where it has none."""
+    """Return a step of onnxruntime's operators that compute the fusion; None if it has none."""
     norm, activation = {"epsilon": attributes.get("epsilon", 1e-5)}, attributes.get("activation")
     groups = {"groups": attributes.get("groups", 1), "activation": int(activation == "silu"), "channels_last": 1}
     last = {"axis": -1}
@@ -81,7 +81,7 @@ def step_of(fusion: str, attributes: Mapping[str, Any], inputs: Tensors) -> Step
 
 
 def adapted(fusion: str, inputs: Tensors) -> Tensors:
-    """The inputs as onnxruntime's operator wants them."""
+    """Return the inputs in the form that onnxruntime's operator takes."""
     if fusion == "group_norm":
         x, scale, bias = inputs.values()
         return {"x": x.permute(0, 2, 3, 1).contiguous(), "scale": scale.float(), "bias": bias.float()}
@@ -94,7 +94,7 @@ def adapted(fusion: str, inputs: Tensors) -> Tensors:
 
 
 def chain(step: Step, count: int) -> bytes:
-    """The model of that many steps."""
+    """Return a model of that many steps."""
     nodes: list[onnx.NodeProto] = []
     names = list(step.flows)
     for i in range(count):
@@ -113,10 +113,10 @@ def chain(step: Step, count: int) -> bytes:
 
 
 def run(step: Step, count: int) -> Callable[[], float]:
-    """The chain in a session, its CUDA graph captured; it tells the median microseconds of a run."""
+    """Return a call that gives the median microseconds of a run of the chain, whose CUDA graph is captured."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # the operators as they are written
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # run operators as written
     session = ort.InferenceSession(chain(step, count), options, [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
     if session.get_providers()[0] != "CUDAExecutionProvider":
         raise RuntimeError("onnxruntime has no CUDA provider here; required onnxruntime-gpu")
@@ -126,7 +126,7 @@ def run(step: Step, count: int) -> Callable[[], float]:
         binding.bind_input(name, "cuda", 0, TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
     for output, tensor in zip(session.get_outputs(), written, strict=True):
         binding.bind_output(output.name, "cuda", 0, TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
-    for _ in range(3):  # these allocate, and capture the graph
+    for _ in range(3):  # the first runs allocate memory and capture the graph
         session.run_with_iobinding(binding)
 
     def median_us() -> float:
@@ -143,12 +143,12 @@ def run(step: Step, count: int) -> Callable[[], float]:
 
 
 def prepared(step: Step, guess_us: float) -> Callable[[], float]:
-    """What tells the microseconds of one more step; `guess_us` says how many make a measurable difference."""
-    more = min(MOST_STEPS, max(8, round(CHAIN_US / guess_us)))
+    """Return a call that gives the microseconds of one more step; `guess_us` decides how many steps are compared."""
+    more = min(MAX_STEPS, max(8, round(CHAIN_US / guess_us)))
     short, long = run(step, SHORT), run(step, SHORT + more)
     return lambda: (long() - short()) / more
 
 
 def step_us(step: Step, guess_us: float) -> float:
-    """Microseconds of one more step."""
+    """Return the microseconds of one more step."""
     return prepared(step, guess_us)()

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/models.py: how each prepares a model, and which options it runs with."""
+"""The peers that models.py compares: how each prepares a model, and which options it runs with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import onnx
 from model_cases import Case, Work, feeds_of, job_of, model_of
 from torch_peers import in_torch, in_torch_in_place
 
-from onnxfuse.bench.timing import bind, start
-from onnxfuse.model.widen import half_of, widened, widened_arrays
-from onnxfuse.optimize import optimize
-from onnxfuse.verify.inputs import Array
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.optimizer import optimize
+from onnxfuse.session import InferenceSession
+from onnxfuse.tuning.bound_session import bind, start_session
+from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
 
 SAMPLE = 2**20  # values of an output that are compared
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values
@@ -48,24 +49,24 @@ class Peer:
 
 @functools.cache
 def reference(work: Work) -> dict[str, Sampled]:
-    """The outputs of the model in float32, as onnxruntime computes them without TF32."""
+    """Return the outputs of the model in float32, which onnxruntime computes without TF32."""
     model, feeds = model_of(work), feeds_of(work)
     options = {"use_tf32": 0} if work.provider == "cuda" else {}
-    if half_of(model):
-        model, feeds = widened(model), widened_arrays(feeds)
-    bound = bind(start(model, None, work.provider, options=options), feeds, work.provider)
+    if half_precision_of(model):
+        model, feeds = model_to_float32(model), arrays_to_float32(feeds)
+    bound = bind(start_session(model, None, work.provider, options=options), feeds, work.provider)
     bound.run()
     return sampled(bound.outputs())
 
 
 def sampled(outputs: Mapping[str, Array]) -> dict[str, Sampled]:
-    """The shape of every output, and at most SAMPLE values that are spread over it."""
+    """Return the shape of every output, and at most SAMPLE values that are spread over it."""
     return {name: (value.shape, value.reshape(-1)[:: max(1, value.size // SAMPLE)].astype(np.float64))
             for name, value in outputs.items()}  # fmt: skip
 
 
 def relative_error(expected: Mapping[str, Sampled], outputs: Mapping[str, Array]) -> float:
-    """|out - reference| / |reference|, the largest of all outputs; infinite for NaN and where shapes differ."""
+    """Return the largest |out - reference| / |reference| of all outputs; infinity for NaN or if shapes differ."""
     found = sampled(outputs)
     worst = 0.0
     for name, (shape, values) in expected.items():
@@ -80,7 +81,7 @@ def relative_error(expected: Mapping[str, Sampled], outputs: Mapping[str, Array]
 
 
 def as_exported(work: Work) -> onnx.ModelProto:
-    """What onnxruntime makes of the model by itself."""
+    """Return the model as it is; onnxruntime optimizes it."""
     return model_of(work)
 
 
@@ -93,7 +94,7 @@ def _by_the_tool(path: Path, kind: str, heads: int, hidden: int) -> onnx.ModelPr
 
 
 def by_the_tool(work: Work) -> onnx.ModelProto:
-    """onnxruntime.transformers.optimizer."""
+    """Return the model that onnxruntime.transformers.optimizer makes."""
     config = job_of(work.case.architecture).config
     return _by_the_tool(work.path, work.case.tool, config["heads"], config["hidden"])
 
@@ -108,7 +109,7 @@ def _by_onnxscript(path: Path) -> onnx.ModelProto:
 
 
 def by_onnxscript(work: Work) -> onnx.ModelProto:
-    """onnxscript's ort_fusions."""
+    """Return the model that onnxscript's ort_fusions make."""
     return _by_onnxscript(work.path)
 
 
@@ -118,17 +119,17 @@ def _fused(work: Work) -> onnx.ModelProto:
 
 
 def fused(work: Work) -> onnx.ModelProto:
-    """onnxfuse."""
+    """Return the model that onnxfuse makes."""
     return _fused(work)
 
 
 def in_onnxruntime(
     make: Callable[[Work], onnx.ModelProto], kernels: bool = False, options: Mapping[str, int] | None = None
 ) -> Callable[[Work], Any]:
-    """A peer that changes the model and runs it in onnxruntime."""
+    """Return the `prepare` of a peer that changes the model and runs it in onnxruntime."""
 
     def prepare(work: Work) -> Any:
-        session = start(make(work), None, work.provider, kernels=kernels, options=options)
+        session = start_session(make(work), None, work.provider, InferenceSession if kernels else None, options=options)
         shapes = {name: shape for name, (shape, _) in reference(work).items()}
         return bind(session, feeds_of(work), work.provider, shapes)
 
@@ -136,7 +137,7 @@ def in_onnxruntime(
 
 
 def release() -> None:
-    """Give memory of the last peer back."""
+    """Release the memory of the last peer."""
     gc.collect()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
@@ -154,7 +155,7 @@ def _has_cache(case: Case) -> bool:
     return "past" in case.sizes
 
 
-# Most wanted first: a budget that runs out cuts at the end.
+# The most important come first: a budget that runs out leaves out the last ones.
 PEERS = (
     Peer("ort", in_onnxruntime(as_exported), 2),
     Peer("ort-graph", in_onnxruntime(as_exported, options=GRAPH), 2),

@@ -1,4 +1,4 @@
-"""Microseconds of calls, in CUDA graphs that are replayed in turns."""
+"""Time calls in CUDA graphs that are replayed in turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Calls = list[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph that makes `count` of the calls; they own what it works on."""
+    """A CUDA graph of `count` calls; the calls keep the tensors alive."""
 
     graph: torch.cuda.CUDAGraph
     count: int
@@ -26,7 +26,7 @@ class Captured:
 
 
 def captured(calls: Calls) -> Captured:
-    """Of as many rounds of the calls as take GRAPH_US."""
+    """Capture as many rounds of the calls as take GRAPH_US."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls[0]()
@@ -42,7 +42,7 @@ def captured(calls: Calls) -> Captured:
 
 
 def in_turns(graphs: dict[str, Captured]) -> dict[str, float]:
-    """Microseconds of a call in each graph: the median of replays."""
+    """Return the microseconds of a call in each graph, the median of its replays."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
         for name, each in graphs.items():
@@ -51,7 +51,7 @@ def in_turns(graphs: dict[str, Captured]) -> dict[str, float]:
 
 
 def per_call(calls: Calls) -> float:
-    """Microseconds of a call, in a CUDA graph that goes round `calls`."""
+    """Return the microseconds of a call, in a CUDA graph of repeated `calls`."""
     return in_turns({"": captured(calls)})[""]
 
 

@@ -1,4 +1,4 @@
-"""A benchmark's file of results: rows that later runs add to, or put in the place of others."""
+"""Write a benchmark's results as rows, which later runs add to or replace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the device, the day, and all that has a part in a time."""
+    """Return the device, the date, and the versions of everything that affects a time."""
     return {
         "device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "cupy": cupy.__version__, "cuda": str(torch.version.cuda),
@@ -33,10 +33,10 @@ def onnxruntime_version() -> str:
 
 
 class Rows:
-    """What is written to `path` after each row; a row replaces the one with equal `fields`."""
+    """Results that are written to `path` after each row; a row replaces the one with equal `fields`."""
 
     def __init__(self, path: Path, fields: Sequence[str], earlier: Path | None = None, **more: Any) -> None:
-        """Begin with the rows of `earlier`, which must be of this device and these versions; `more` is written too.
+        """Begin with the rows of `earlier`, which must come from this device and these versions; `more` is written too.
 
         Raises SystemExit where it is not.
         """
@@ -58,9 +58,9 @@ class Rows:
 
 
 def text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """JSON with a line for each row; numbers have six digits, and "nan" and "inf", which JSON has not, are texts."""
+    """Return JSON with a line for each row; numbers have six digits, and "nan" and "inf" are strings."""
     lines = ",\n".join(json.dumps(_short(row), default=str) for row in rows)
-    return f"{json.dumps(head, indent=1, default=str)[:-2]},\n \"rows\": [\n{lines}\n]}}\n"
+    return f'{json.dumps(head, indent=1, default=str)[:-2]},\n "rows": [\n{lines}\n]}}\n'
 
 
 def _short(value: Any) -> Any:

@@ -1,9 +1,14 @@
-"""Which tiling is fastest: every plausible one of a kernel at the shapes that matter, for the tables in kernels/_*.py.
+"""Time every plausible tiling of a row kernel at the shapes that matter, for the table in kernels/norms/rows.py.
 
 python benchmarks/tilings.py --out results [--only layer_norm] [--shapes 16384x4096,4096x768]
 """
 
 from __future__ import annotations
+
+import command_lines
+
+if __name__ == "__main__":
+    GIVEN = command_lines.tilings(__doc__)  # before the imports, so that --help needs neither PyTorch nor a GPU
 
 import argparse
 import itertools
@@ -18,51 +23,51 @@ from kernel_cases import Case, row_cases
 from rows import versions
 
 from kernels import chained, copies, difference, per_launch, rotated, sets_of
-from onnxfuse.kernels._rows import Tiling, held_bytes
-from onnxfuse.provider.compile import compile_kernel, gpu
-from onnxfuse.provider.plan import Launch
+from onnxfuse.kernels.norms.rows import RowTiling, shared_bytes
+from onnxfuse.runtime.cupy_backend import gpu, load_kernel
+from onnxfuse.runtime.plan import Launch
 
-SHAPES = ["16384x4096", "8192x8192", "4096x768", "512x65536"]
-FUSIONS = ["layer_norm", "add_rms_norm", "softmax", "bias_activation", "gated_activation"]
 VALUES = range(4, 41)  # per thread
 RESIDENT = (2, 4, 8, 16)  # blocks per multiprocessor of a persistent grid
 HELD_RESIDENT = (1, 768, 1024)  # threads per multiprocessor that must have registers
 
 
 def row_variants(step: Launch, rows: int, item_bytes: list[int]) -> Iterator[Launch]:
-    """Threads, vectors per thread, blocks per row, rows per block; in registers, looping, in shared memory; hints."""
+    """Yield launches with other threads, vectors, blocks per row and rows per block, in registers or shared memory."""
     row, width = int(step.kernel.defines["ROW"]), int(step.kernel.defines["WIDTH"])
     for threads, cluster in itertools.product((8, 16, 32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
         chunks = -(-row // (width * threads * cluster))
         for side in (1, 2, 4, 8) if threads <= 32 and cluster == 1 else (1,):
-            usual = Tiling(width, threads, chunks, side * max(1, 32 // threads), cluster, early=True)
+            usual = RowTiling(width, threads, chunks, side * max(1, 32 // threads), cluster, prefetch_weights=True)
             if chunks * width in VALUES:
                 yield from kept_variants(step, usual, rows)
         if threads >= 128:
             for vectors, resident in itertools.product((1, 2, 4), HELD_RESIDENT):
                 blocks = max(1, resident // threads)
-                held = Tiling(width, threads, vectors, 1, cluster, held=True, min_blocks=blocks)
+                held = RowTiling(width, threads, vectors, 1, cluster, in_shared=True, min_blocks=blocks)
                 yield with_tiling(step, held, rows, 1, item_bytes)
 
 
-def kept_variants(step: Launch, usual: Tiling, rows: int) -> Iterator[Launch]:
+def kept_variants(step: Launch, usual: RowTiling, rows: int) -> Iterator[Launch]:
     threads = usual.threads * usual.rows_per_block
     capped = replace(usual, min_blocks=max(1, 1024 // threads))
-    for tiles in usual, capped, replace(usual, early=False), replace(capped, early=False):
+    for tiles in usual, capped, replace(usual, prefetch_weights=False), replace(capped, prefetch_weights=False):
         for streamed in (0, 1):
             yield with_tiling(step, tiles, rows, streamed)
     for blocks in RESIDENT:
         if blocks * threads <= 2048:
-            yield with_tiling(step, replace(usual, loop=True, min_blocks=blocks), rows, 1)
+            yield with_tiling(step, replace(usual, persistent=True, min_blocks=blocks), rows, 1)
 
 
-def with_tiling(step: Launch, tiles: Tiling, rows: int, streamed: int, item_bytes: list[int] | None = None) -> Launch:
+def with_tiling(
+    step: Launch, tiles: RowTiling, rows: int, streamed: int, item_bytes: list[int] | None = None
+) -> Launch:
     defines = {**step.kernel.defines, **tiles.defines, "STREAMED": streamed}
     groups = -(-rows // tiles.rows_per_block)
-    if tiles.loop:
+    if tiles.persistent:
         groups = min(groups, max(1, tiles.min_blocks * gpu(0).multiprocessors // tiles.cluster))
     grid, block = (groups * tiles.cluster, 1, 1), (tiles.threads, tiles.rows_per_block, 1)
-    shared = held_bytes(tiles, int(defines["ROW"]), item_bytes or []) if tiles.held else 0
+    shared = shared_bytes(tiles, int(defines["ROW"]), item_bytes or []) if tiles.in_shared else 0
     kernel = replace(step.kernel, defines=defines)
     return replace(step, kernel=kernel, grid=grid, block=block, cluster=tiles.cluster, shared=shared)
 
@@ -85,9 +90,9 @@ def name(step: Launch) -> str:
     defines = step.kernel.defines
     parts = [f"W{defines['WIDTH']} T{defines['THREADS']} V{defines['CHUNKS']} streamed{defines['STREAMED']}"]
     if "CLUSTER" in defines:
-        names = ("ROWS_PER_BLOCK", "CLUSTER", "EARLY", "LOOP", "HELD", "MIN_BLOCKS")
-        parts += [f"{name.split('_')[0].lower()}{defines[name]}" for name in names]
-    registers = compile_kernel(step.kernel, 0).keep.num_regs
+        names = ("ROWS_PER_BLOCK", "CLUSTER", "PREFETCH_WEIGHTS", "PERSISTENT", "IN_SHARED", "MIN_BLOCKS")
+        parts += [f"{name.lower()}{defines[name]}" for name in names]
+    registers = load_kernel(step.kernel, 0).module.num_regs
     return " ".join([*parts, f"grid{step.grid[0]}", f"regs{registers}"])
 
 
@@ -110,7 +115,7 @@ def sweep(case: Case) -> list[dict[str, Any]]:
             tried = replace(plan, steps=(variant,))
             us, spread = per_launch(rotated(tried, read, written), moved)
             error = difference(case, tried, read[0], written[0])
-            chain_us, _ = per_launch(chained(tried, read[0], written[0]), moved)
+            chain_us, _ = per_launch(chained(case, tried, read[0], written[0]), moved)
             row = {"name": name(variant), "us": us, "spread": spread, "error": error, "copy": copy_us / us}
             found.append({**row, "chain_us": chain_us})
         except Exception as error:  # too many registers for a block of this size, for example
@@ -128,24 +133,19 @@ def report(case: Case, found: list[dict[str, Any]]) -> None:
             print(f"  {times} {row['error']:.0e}  {row['name']}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default=",".join(FUSIONS))
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(given: argparse.Namespace) -> None:
+    given.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"versions": versions()}
-    for shape in options.shapes.split(","):
+    for shape in given.shapes.split(","):
         for case in row_cases(tuple(int(size) for size in shape.split("x"))):
             key = f"{case.fusion} {case.attributes.get('activation', '')} {shape}"
-            if case.fusion not in options.only.split(",") or case.attributes.get("activation") == "none":
+            if case.fusion not in given.only.split(",") or case.attributes.get("activation") == "none":
                 continue
             results[key] = sweep(case)
             report(case, results[key])
             torch.cuda.empty_cache()
-            Path(options.out, "tilings.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+            Path(given.out, "tilings.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(GIVEN)

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/models.py that run the module itself, in PyTorch."""
+"""The peers of models.py that run the exported module itself, in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from model_cases import Work, feeds_of, from_models, job_of
 
-from onnxfuse.verify.inputs import Array
+from onnxfuse.ir.dtypes import Array
 
 
 @functools.lru_cache(maxsize=1)
 def torch_model(architecture: str, device: str) -> Any:
-    """The module that was exported, with the same weights."""
+    """Return the module that was exported, with the same weights."""
     return from_models("exporters").build_model(job_of(architecture)).to(device)
 
 
 @dataclass
 class InTorch:
-    """A module with inputs on the device, called as onnxruntime's sessions are."""
+    """A module with inputs on the device, which is called like a session of onnxruntime."""
 
     call: Callable[..., Any]
     arguments: Mapping[str, Any]
@@ -30,21 +30,21 @@ class InTorch:
     last: Any = field(default=None)
 
     def run(self) -> None:
-        """One run, to its end."""
+        """Run once, and wait for the end."""
         torch = importlib.import_module("torch")
-        self.last = None  # CUDA graphs of torch write the next outputs to the same place
+        self.last = None  # CUDA graphs of torch write the next outputs to the same memory
         with torch.no_grad():
             self.last = self.call(**self.arguments)
         self.wait()
 
     def outputs(self) -> dict[str, Array]:
-        """The outputs of the last run as arrays."""
+        """Return the outputs of the last run as arrays."""
         values = from_models("exporters").as_tuple(self.last)
         return {name: value.float().cpu().numpy() for name, value in zip(self.names, values, strict=False)}
 
 
 def in_torch(mode: str | None = None) -> Callable[[Work], Any]:
-    """A peer that runs the module itself: eager without a mode, else compiled for these shapes."""
+    """Return the `prepare` of a peer that runs the module: eager without a mode, else compiled for these shapes."""
 
     def prepare(work: Work) -> InTorch:
         torch = importlib.import_module("torch")
@@ -63,18 +63,18 @@ def in_torch(mode: str | None = None) -> Callable[[Work], Any]:
 
 @dataclass
 class InPlace(InTorch):
-    """A module whose cache is no output, but part of it."""
+    """A module that keeps its cache in itself instead of returning it."""
 
     module: Any = None
 
     def outputs(self) -> dict[str, Array]:
-        """The logits of the last run, and the cache as it left it."""
+        """Return the logits of the last run, and the cache after it."""
         self.last = (*self.last, *self.module.states())
         return super().outputs()
 
 
 def in_torch_in_place(mode: str) -> Callable[[Work], Any]:
-    """A peer that compiles the module with a cache of fixed size, where torch need not copy what is past."""
+    """Return the `prepare` of a peer that compiles the module with a cache of fixed size, which torch need not copy."""
 
     def prepare(work: Work) -> InPlace:
         torch = importlib.import_module("torch")

@@ -1,1 +1,1 @@
-"""How a fused op runs on the GPU: per op one .cu and one .py of the same stem."""
+"""CUDA kernels of the fusions: a folder for each family, with its `FUSIONS`, its `host.py` and its .cu files."""

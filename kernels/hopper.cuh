@@ -1,6 +1,6 @@
 // Hopper's own instructions (sm_90a), one function each: mbarriers, bulk tensor copies (TMA), wgmma, stmatrix.
 //
-// Addresses of shared memory are 32-bit, as shared_address gives them.
+// An address of shared memory is the 32-bit one that shared_address returns.
 #pragma once
 #include "types.cuh"
 
@@ -28,17 +28,18 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// All threads of the cluster; what they wrote before is seen after.
+// Waits for all threads of the cluster; what they wrote before is visible after.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same for time alone: it waits for no writes.
+// Waits for all threads of the cluster, but makes no writes visible.
 __device__ __forceinline__ void cluster_barrier_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Registers a thread of this warpgroup, a multiple of 8: what a producer gives up, consumers take.
+// Sets the registers of a thread of this warpgroup to COUNT, a multiple of 8: a producer gives some up, consumers take
+// them.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
@@ -51,7 +52,8 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// After the inits, by the thread that made them: other blocks of the cluster and TMA see them (with a barrier after).
+// Called after barrier_init by the same thread: TMA and, after a barrier, other blocks of the cluster see the
+// mbarriers.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -61,12 +63,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for that many bytes of TMA loads too.
+// Arrives, and makes the phase wait for that many bytes of TMA loads too.
 __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns once the phase of that parity is complete: 0 is the first; a fresh barrier counts as past phase 1.
+// Returns once the phase of that parity is complete. The first phase has parity 0; before it, parity 1 counts as
+// complete.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{ .reg .pred done;\n"
                  "again:\n"
@@ -75,7 +78,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  : "memory");
 }
 
-// Stores to the shared memory of another block of the cluster, at the address that it has in this one.
+// Stores to the shared memory of block `rank` of the cluster, at the address that the place has in this block.
 __device__ __forceinline__ void store_at(u32 address, u32 rank, const float (&values)[4]) {
     asm volatile("{ .reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -89,10 +92,10 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads the map's box at those coordinates, innermost first; its bytes count towards the barrier's phase.
-#define TMA_LOAD(rank, places, ...)                                                                                \
+// Loads the box of a tensor map at these coordinates, innermost first; its bytes count towards the mbarrier's phase.
+#define TMA_LOAD(rank, coordinates, ...)                                                                           \
     asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.mbarrier::complete_tx::bytes "              \
-                 "[%0], [%1, " places "], [%2];" ::"r"(to), "l"(&map), "r"(barrier), __VA_ARGS__ : "memory")
+                 "[%0], [%1, " coordinates "], [%2];" ::"r"(to), "l"(&map), "r"(barrier), __VA_ARGS__ : "memory")
 
 __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
     TMA_LOAD("2d", "{%3, %4}", "r"(c0), "r"(c1));
@@ -109,10 +112,10 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 }
 #undef TMA_LOAD
 
-// Stores a box; what lies outside the tensor is not written. Ordinary stores to `from` need store_fence before.
-#define TMA_STORE(rank, places, ...)                                                                               \
-    asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " places "], [%1];" ::"l"(&map), \
-                 "r"(from), __VA_ARGS__ : "memory")
+// Stores a box; elements outside the tensor are not written. Ordinary stores to `from` need store_fence before.
+#define TMA_STORE(rank, coordinates, ...)                                                                          \
+    asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates "], [%1];"        \
+                 ::"l"(&map), "r"(from), __VA_ARGS__ : "memory")
 
 __device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, int c1) {
     TMA_STORE("2d", "{%2, %3}", "r"(c0), "r"(c1));
@@ -127,17 +130,18 @@ __device__ __forceinline__ void store(const TensorMap& map, u32 from, int c0, in
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all but the last PENDING committed groups have read their shared memory.
+// Waits until all but the last PENDING committed groups have read their shared memory.
 template <int PENDING>
 __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Until all but the last PENDING committed groups are written.
+// Waits until all but the last PENDING committed groups are written.
 template <int PENDING>
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma: by each writer, before the barrier.
+// Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma; each writer calls it before the
+// barrier.
 __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
@@ -158,7 +162,7 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 // d (64 x N, fp32) += a (64 x 16) b (16 x N). Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below
 // that, columns 2 (t % 4) and the next of every 8: d[4 j], d[4 j + 1] are above, d[4 j + 2], d[4 j + 3] below.
 
-// Where an operand lies in shared memory, in rows of SWIZZLE bytes as TMA writes them, from a multiple of 8 rows on.
+// Describes an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them, from a multiple of 8 rows on.
 //   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
 //                              16 elements of k further on: address + 32
 //   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
@@ -169,7 +173,7 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
     return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
 
-// Before the first wgmma, and after ordinary writes to its registers.
+// Called before the first wgmma, and after ordinary writes to its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -179,31 +183,31 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// After wgmma_wait, before the results are read: keeps the compiler from reading them earlier.
+// Called after wgmma_wait: keeps the compiler from reading the results earlier.
 template <int COUNT>
 __device__ __forceinline__ void settle(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define PLACES(a, b, c, d, e, f, g, h) \
+#define OPERANDS(a, b, c, d, e, f, g, h) \
     "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
-#define PLACES_8 PLACES(0, 1, 2, 3, 4, 5, 6, 7)
-#define PLACES_16 PLACES_8 ", " PLACES(8, 9, 10, 11, 12, 13, 14, 15)
-#define PLACES_24 PLACES_16 ", " PLACES(16, 17, 18, 19, 20, 21, 22, 23)
-#define PLACES_32 PLACES_24 ", " PLACES(24, 25, 26, 27, 28, 29, 30, 31)
-#define PLACES_40 PLACES_32 ", " PLACES(32, 33, 34, 35, 36, 37, 38, 39)
-#define PLACES_48 PLACES_40 ", " PLACES(40, 41, 42, 43, 44, 45, 46, 47)
-#define PLACES_56 PLACES_48 ", " PLACES(48, 49, 50, 51, 52, 53, 54, 55)
-#define PLACES_64 PLACES_56 ", " PLACES(56, 57, 58, 59, 60, 61, 62, 63)
-#define PLACES_72 PLACES_64 ", " PLACES(64, 65, 66, 67, 68, 69, 70, 71)
-#define PLACES_80 PLACES_72 ", " PLACES(72, 73, 74, 75, 76, 77, 78, 79)
-#define PLACES_88 PLACES_80 ", " PLACES(80, 81, 82, 83, 84, 85, 86, 87)
-#define PLACES_96 PLACES_88 ", " PLACES(88, 89, 90, 91, 92, 93, 94, 95)
-#define PLACES_104 PLACES_96 ", " PLACES(96, 97, 98, 99, 100, 101, 102, 103)
-#define PLACES_112 PLACES_104 ", " PLACES(104, 105, 106, 107, 108, 109, 110, 111)
-#define PLACES_120 PLACES_112 ", " PLACES(112, 113, 114, 115, 116, 117, 118, 119)
-#define PLACES_128 PLACES_120 ", " PLACES(120, 121, 122, 123, 124, 125, 126, 127)
+#define OPERANDS_8 OPERANDS(0, 1, 2, 3, 4, 5, 6, 7)
+#define OPERANDS_16 OPERANDS_8 ", " OPERANDS(8, 9, 10, 11, 12, 13, 14, 15)
+#define OPERANDS_24 OPERANDS_16 ", " OPERANDS(16, 17, 18, 19, 20, 21, 22, 23)
+#define OPERANDS_32 OPERANDS_24 ", " OPERANDS(24, 25, 26, 27, 28, 29, 30, 31)
+#define OPERANDS_40 OPERANDS_32 ", " OPERANDS(32, 33, 34, 35, 36, 37, 38, 39)
+#define OPERANDS_48 OPERANDS_40 ", " OPERANDS(40, 41, 42, 43, 44, 45, 46, 47)
+#define OPERANDS_56 OPERANDS_48 ", " OPERANDS(48, 49, 50, 51, 52, 53, 54, 55)
+#define OPERANDS_64 OPERANDS_56 ", " OPERANDS(56, 57, 58, 59, 60, 61, 62, 63)
+#define OPERANDS_72 OPERANDS_64 ", " OPERANDS(64, 65, 66, 67, 68, 69, 70, 71)
+#define OPERANDS_80 OPERANDS_72 ", " OPERANDS(72, 73, 74, 75, 76, 77, 78, 79)
+#define OPERANDS_88 OPERANDS_80 ", " OPERANDS(80, 81, 82, 83, 84, 85, 86, 87)
+#define OPERANDS_96 OPERANDS_88 ", " OPERANDS(88, 89, 90, 91, 92, 93, 94, 95)
+#define OPERANDS_104 OPERANDS_96 ", " OPERANDS(96, 97, 98, 99, 100, 101, 102, 103)
+#define OPERANDS_112 OPERANDS_104 ", " OPERANDS(104, 105, 106, 107, 108, 109, 110, 111)
+#define OPERANDS_120 OPERANDS_112 ", " OPERANDS(112, 113, 114, 115, 116, 117, 118, 119)
+#define OPERANDS_128 OPERANDS_120 ", " OPERANDS(120, 121, 122, 123, 124, 125, 126, 127)
 #define EIGHT(i)                                                                                                   \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -230,14 +234,14 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, %" #n0 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, %" #n0 \
                      ", %" #n1 ", p, 1, 1, 0, %" #n3 "; }" \
                      : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(ALONG_N))); \
     } \
     template <bool ALONG_N> \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], const u32 (&a)[4], u64 b, bool accumulate) { \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" PLACES_##n0 "}, {%" #n0 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" OPERANDS_##n0 "}, {%" #n0 \
                      ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }" \
                      : RESULTS_##n0 \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
@@ -264,7 +268,7 @@ WGMMAS(256, 128, 129, 130, 131, 132, 133, 134)
 
 #undef WGMMAS
 #undef WGMMA
-#undef PLACES
+#undef OPERANDS
 #undef EIGHT
 
 }  // namespace hopper

@@ -1,7 +1,7 @@
-// Storage types, vectors of them, and the loads and stores that move them.
+// Storage types, vectors of them, their loads and stores, and programmatic dependent launch.
 //
-// Arithmetic is fp32 everywhere; f32, f16 and bf16 say how a tensor is stored. Conversions are PTX, so that a kernel
-// needs no header of the CUDA toolkit and compiles in under 0.1 s.
+// Arithmetic is in fp32; f32, f16 and bf16 say how a tensor is stored. Conversions are PTX, so that a kernel needs no
+// header of the CUDA toolkit and compiles in under 0.1 s.
 #pragma once
 
 struct f32 { unsigned bits; };
@@ -27,17 +27,18 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
 
 constexpr float LOG2_E = 1.442695041f;
 
-// ---- one kernel after the other ----------------------------------------------------------------------------------
+// ---- programmatic dependent launch -------------------------------------------------------------------------------
 
-// In a launch that may start early (Launch.early): returns when the kernels before it have ended and what they wrote is
-// there. Until then it may touch nothing but constants. Elsewhere it returns at once.
+// In a launch with Launch.pdl, which may start before its predecessor has ended: returns when the kernels before it
+// have ended and their writes are visible. Until then the kernel may read nothing but constants, and write nothing. In
+// any other launch it returns at once.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may start, if it is launched so, once all blocks have said this or ended.
+// Lets the next kernel start, if its launch has Launch.pdl, once all blocks have called this or ended.
 __device__ __forceinline__ void release_successor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -71,7 +72,7 @@ __device__ __forceinline__ unsigned narrow(f16, const float* from) {
     return word;
 }
 
-__device__ __forceinline__ unsigned nearest_bf16(float value) {  // sm_75 has no conversion of its own
+__device__ __forceinline__ unsigned nearest_bf16(float value) {  // sm_75 has no instruction for it
     const unsigned bits = __float_as_uint(value);
     return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
 }
@@ -88,7 +89,7 @@ __device__ __forceinline__ unsigned narrow(bf16, const float* from) {
 
 // ---- vectors -----------------------------------------------------------------------------------------------------
 
-// N consecutive elements as they lie in memory.
+// N neighbouring elements as they lie in memory.
 template <class T, int N>
 struct Pack {
     static constexpr int BYTES = N * sizeof(T);
@@ -124,18 +125,19 @@ __device__ __forceinline__ Pack<T, N> pack(const float (&from)[N]) {
 
 // ---- loads and stores --------------------------------------------------------------------------------------------
 
-// Volatile keeps loads as early as the source says, where the compiler would move them to their first use. ONCE: nobody
-// in this kernel reads the data again, so that it need not push weights out of L1. CONSTANT: no kernel writes it. The
-// others are not of the read-only kind (.nc): where a launch starts early, the kernel before it may still write to them.
+// The loads are volatile, because the compiler would otherwise move them to their first use.
+//   ONCE      no other thread of this kernel reads the data, so that it need not evict weights from L1
+//   CONSTANT  no kernel writes the data, so that it may come through the read-only path (.nc); the data of others may
+//             still be written by the predecessor when a launch with Launch.pdl starts
 enum class Use { ONCE, OFTEN, CONSTANT };
 
-#define LOAD(size, places, ...)                                                                                     \
+#define LOAD(size, operands, ...)                                                                                     \
     if constexpr (USE == Use::ONCE)                                                                                 \
-        asm volatile("ld.global.L1::no_allocate." size " " places ";" : __VA_ARGS__ : "l"(from));                   \
+        asm volatile("ld.global.L1::no_allocate." size " " operands ";" : __VA_ARGS__ : "l"(from));                   \
     else if constexpr (USE == Use::CONSTANT)                                                                        \
-        asm volatile("ld.global.nc." size " " places ";" : __VA_ARGS__ : "l"(from));                                \
+        asm volatile("ld.global.nc." size " " operands ";" : __VA_ARGS__ : "l"(from));                                \
     else                                                                                                            \
-        asm volatile("ld.global." size " " places ";" : __VA_ARGS__ : "l"(from))
+        asm volatile("ld.global." size " " operands ";" : __VA_ARGS__ : "l"(from))
 
 template <Use USE, int BYTES>
 __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
@@ -157,12 +159,12 @@ __device__ __forceinline__ void load_bytes(const char* from, unsigned* to) {
 
 #undef LOAD
 
-// Outputs are left in L2 for the next operator to read; LEAVING: they are too large for that, and leave first.
-#define STORE(size, places, ...)                                                                                    \
+// Outputs stay in L2 for the next operator to read. LEAVING: they are too large for that, and are evicted first.
+#define STORE(size, operands, ...)                                                                                    \
     if constexpr (LEAVING)                                                                                         \
-        asm volatile("st.global.cs." size " " places ";" ::__VA_ARGS__ : "memory");                                 \
+        asm volatile("st.global.cs." size " " operands ";" ::__VA_ARGS__ : "memory");                                 \
     else                                                                                                            \
-        asm volatile("st.global." size " " places ";" ::__VA_ARGS__ : "memory")
+        asm volatile("st.global." size " " operands ";" ::__VA_ARGS__ : "memory")
 
 template <bool LEAVING, int BYTES>
 __device__ __forceinline__ void store_bytes(char* to, const unsigned* from) {
@@ -189,7 +191,7 @@ __device__ __forceinline__ Pack<T, N> load_once(const T* from) {
     return loaded;
 }
 
-// Data that several rows or threads use; CONSTANT: no kernel writes it.
+// Loads data that several rows or threads use; CONSTANT: no kernel writes it.
 template <int N, bool CONSTANT = false, class T>
 __device__ __forceinline__ Pack<T, N> load_cached(const T* from) {
     Pack<T, N> loaded;
@@ -206,8 +208,8 @@ __device__ __forceinline__ void store(T* to, const float (&values)[N]) {
 
 // ---- copies to shared memory -------------------------------------------------------------------------------------
 
-// Starts to copy N elements, which this thread may read once `arrived` has returned. No register is taken on the way
-// (sm_80 and later, from 4 bytes on).
+// Starts a copy to shared memory; this thread may read it once wait_for_copies has returned. From sm_80 and 4 bytes on
+// it is asynchronous and takes no registers.
 template <int BYTES>
 __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
 #if __CUDA_ARCH__ >= 800
@@ -224,20 +226,20 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
         copy_bytes<16>(to, from);
         copy_bytes<BYTES - 16>(to + 16, from + 16);
     } else {
-        const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+        const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
         if constexpr (BYTES == 16)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
         else
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(from), "n"(BYTES) : "memory");
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
     }
 }
 
 template <int N, class T>
-__device__ __forceinline__ void copy_later(Pack<T, N>& to, const T* from) {
+__device__ __forceinline__ void copy_to_shared(Pack<T, N>& to, const T* from) {
     copy_bytes<N * sizeof(T)>(reinterpret_cast<char*>(to.words), reinterpret_cast<const char*>(from));
 }
 
-__device__ __forceinline__ void arrived() {
+__device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif

@@ -1,4 +1,4 @@
-"""What the table of architectures is made of: graph inputs, ways to export, and the architectures themselves."""
+"""The types of the table of architectures: graph inputs, variants of exports, and architectures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Input:
     arg: str = ""  # the parameter of forward(), where it is not the name
 
     def shape(self, sizes: Mapping[str, int]) -> list[int]:
-        """The dims as numbers; a symbolic dim is a name or a sum of names ("past + seq")."""
+        """Return the dims as numbers; a symbolic dim is a name or a sum of names ("past + seq")."""
         return [d if isinstance(d, int) else sum(sizes[part] for part in d.split(" + ")) for d in self.dims]
 
     def draw(self, sizes: Mapping[str, int], dtype: torch.dtype) -> torch.Tensor:
-        """A valid random tensor of this input."""
+        """Return a valid random tensor of this input."""
         shape = self.shape(sizes)
         if self.prefix_mask:
             kept = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1))
@@ -50,7 +50,7 @@ class Variant:
     dtype: str = "fp32"
     keep_batch_norm: bool = False
     numbered_names: bool = False  # short names, as in files of older torch releases
-    only_batch: int = 0  # the one batch size that onnxruntime runs, where it refuses the others
+    only_batch: int = 0  # the only batch size that onnxruntime runs; 0: it runs all
 
     def file_name(self, architecture: str) -> str:
         """`bert_sdpa_dynamo_fp16.onnx`; models without attention have no attention in their name."""
@@ -69,5 +69,5 @@ class Architecture:
     variants: tuple[Variant, ...]
     sizes: tuple[Mapping[str, int], Mapping[str, int]] = ({"batch": 2, "seq": 7}, {"batch": 3, "seq": 12})
     full: Config | None = None
-    gain: float = 1.0  # of every random matrix and kernel; without it a deep gated network forgets its input
+    gain: float = 1.0  # factor of random weights; outputs of deep gated networks hardly depend on inputs without it
     metadata: Mapping[str, str] | None = None

@@ -55,7 +55,7 @@ LAYER_NORM_BEFORE_17 = """mean = ReduceMean <axes = [-1]> (features)
 
 
 def build_classifier(opset: int = DEFAULT_OPSET, seed: int = 0) -> onnx.ModelProto:
-    """A classifier of `image` float[batch,3,32,32] into `probabilities` float[batch,10].
+    """Return a classifier of `image` float[batch,3,32,32] into `probabilities` float[batch,10].
 
     Raises ValueError for an opset outside 13..23.
     """
@@ -72,13 +72,13 @@ def build_classifier(opset: int = DEFAULT_OPSET, seed: int = 0) -> onnx.ModelPro
 
 
 def constants() -> dict[str, np.ndarray]:
-    """The scalars of GELU and of the spelled-out LayerNormalization."""
+    """Return the scalars of GELU and of the spelled-out LayerNormalization."""
     values = {"sqrt_two": 2**0.5, "one": 1.0, "half": 0.5, "two": 2.0, "epsilon": 1e-5}
     return {name: np.array(value, np.float32) for name, value in values.items()}
 
 
 def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Weights of unit gain, and norms that are neither the identity nor alike."""
+    """Return weights of unit gain, and norms that differ from the identity and from each other."""
     shapes = {
         "conv1_w": (CHANNELS, 3, 3, 3),
         "conv2_w": (CHANNELS, CHANNELS, 3, 3),

@@ -39,7 +39,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 3e-2}
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a job: a verified file and its index entry, and the attempts that failed before it."""
+    """The result of a job: a verified file and its index entry, and the attempts that failed before it."""
 
     proto: onnx.ModelProto | None
     entry: dict | None
@@ -62,7 +62,7 @@ def verify(job: Job, model: nn.Module, proto: onnx.ModelProto) -> float:
 
 
 def compare(job: Job, model: nn.Module, session: onnxruntime.InferenceSession, sizes: Mapping[str, int]) -> float:
-    """The largest difference between onnxruntime and torch at these sizes, relative to the largest output."""
+    """Return the largest difference between onnxruntime and torch at these sizes, relative to the largest output."""
     arguments = job.arguments(sizes, job.variant.dtype)
     feeds = {each.name: arguments[each.arg or each.name].numpy() for each in job.inputs}
     with torch.no_grad():
@@ -75,7 +75,7 @@ def compare(job: Job, model: nn.Module, session: onnxruntime.InferenceSession, s
 
 
 def export_verified(job: Job) -> Result:
-    """Export and verify; where torch writes no valid half-precision file, convert the fp32 export instead."""
+    """Export and verify; if torch writes no valid half-precision file, convert the fp32 export instead."""
     model = build_model(job)
     half = HALF_BY_TORCH if job.variant.dtype == "fp16" else None
     invalid: dict[str, str] = {}
@@ -92,7 +92,7 @@ def export_verified(job: Job) -> Result:
 
 
 def export_once(job: Job, model: nn.Module, exported: nn.Module, half: str | None) -> tuple[onnx.ModelProto, dict]:
-    """One attempt; `model` and `exported` are one module, whose precision at the time decides what is exported."""
+    """Make one attempt; `model` and `exported` are one module, whose present precision decides what is exported."""
     converting = half == HALF_BY_CONVERTER
     proto = export_graph(job, exported, "fp32" if converting else job.variant.dtype)
     if converting:
@@ -108,13 +108,13 @@ def export_once(job: Job, model: nn.Module, exported: nn.Module, half: str | Non
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in one line; torch.export hides the reason in the cause."""
+    """Return the reason of an error in one line; torch.export hides it in the cause."""
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def describe(job: Job, proto: onnx.ModelProto, error: float, half: str | None) -> dict:
-    """The index entry of one file: everything needed to feed it and to know how many blocks it holds."""
+    """Return the index entry of a file: everything needed to feed it and to know how many blocks it holds."""
     variant = job.variant
     opset = next(each.version for each in proto.opset_import if each.domain == "")
     entry = {
@@ -130,7 +130,7 @@ def describe(job: Job, proto: onnx.ModelProto, error: float, half: str | None) -
 
 
 def describe_input(each: Input, dtype: str) -> dict:
-    """Name, element type, dims, and for integers the inclusive range of values."""
+    """Return the name, element type, dims, and for integers the inclusive range of values."""
     floats = {"fp32": "float32", "fp16": "float16"}[dtype]
     entry: dict = {"name": each.name, "dtype": "int64" if each.values else floats, "dims": list(each.dims)}
     if each.values:
@@ -141,13 +141,13 @@ def describe_input(each: Input, dtype: str) -> dict:
 
 
 def versions() -> dict[str, str | int]:
-    """What the files were made with."""
+    """Return the versions that the files were made with."""
     modules = {each.__name__: each.__version__ for each in (torch, transformers, onnxscript, onnx, onnxruntime)}
     return {"python": platform.python_version(), **modules, "seed": SEED}
 
 
 def select(names: tuple[str, ...], full: bool) -> Iterator[Job]:
-    """The jobs whose architecture or file name (less .onnx) matches one of the names; all of them without names."""
+    """Return the jobs whose architecture or file name without .onnx matches one of the names; all without names."""
     for architecture in ARCHITECTURES:
         config = architecture.full if full else architecture.config
         for variant in architecture.variants if config else ():
@@ -157,7 +157,7 @@ def select(names: tuple[str, ...], full: bool) -> Iterator[Job]:
 
 
 def load_index(path: Path) -> dict:
-    """The index so far, so that a partial run keeps the other entries."""
+    """Return the index so far, so that a partial run keeps the other entries."""
     index = json.loads(path.read_text()) if path.exists() else {}
     return {"made_with": versions(), "models": index.get("models", {}), "invalid": index.get("invalid", {})}
 
@@ -171,7 +171,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def lay_out(index: dict) -> str:
-    """The index as JSON with one line for every file."""
+    """Return the index as JSON with one line for every file."""
     parts = []
     for part, entries in index.items():
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items())
@@ -180,7 +180,7 @@ def lay_out(index: dict) -> str:
 
 
 def record(job: Job, result: Result, out: Path) -> None:
-    """Write the file and its index entry; entries of earlier runs go where the table no longer has them."""
+    """Write a file and its index entry, and remove entries that the table no longer has."""
     index = load_index(out / "index.json")
     known = {variant.file_name(each.name) for each in ARCHITECTURES for variant in each.variants}
     for part, content in (("models", result.entry), ("invalid", result.invalid)):

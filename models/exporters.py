@@ -24,27 +24,27 @@ class Job:
 
     @property
     def file_name(self) -> str:
-        """The name of the file, which is also its key in the index."""
+        """Return the name of the file, which is also its key in the index."""
         return self.variant.file_name(self.architecture.name)
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """The graph inputs at this size."""
+        """Return the graph inputs at this size."""
         return self.architecture.inputs(self.config)
 
     @property
     def verified_sizes(self) -> tuple[Mapping[str, int], ...]:
-        """The sizes that onnxruntime runs."""
+        """Return the sizes that onnxruntime runs."""
         only = {"batch": self.variant.only_batch} if self.variant.only_batch else {}
         return tuple({**sizes, **only} for sizes in self.architecture.sizes)
 
     def arguments(self, sizes: Mapping[str, int], dtype: str) -> dict[str, torch.Tensor]:
-        """Random tensors for forward(), by parameter name."""
+        """Return random tensors for forward(), by parameter name."""
         return {each.arg or each.name: each.draw(sizes, DTYPES[dtype]) for each in self.inputs}
 
 
 def build_model(job: Job) -> nn.Module:
-    """The torch module in eval mode, every parameter and running statistic drawn from the seed.
+    """Return the torch module in eval mode, every parameter and running statistic drawn from the seed.
 
     In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time; others are the same
     on every machine.
@@ -76,14 +76,14 @@ def randomise(name: str, value: torch.Tensor, gain: float) -> None:
 
 
 def export_graph(job: Job, model: nn.Module, dtype: str) -> onnx.ModelProto:
-    """Run the variant's exporter."""
+    """Return the model that the variant's exporter writes."""
     exporter = export_dynamo if job.variant.exporter == "dynamo" else export_torchscript
     torch.manual_seed(SEED)
     return exporter(job, model, job.arguments(job.architecture.sizes[0], dtype))
 
 
 def export_dynamo(job: Job, model: nn.Module, arguments: dict[str, torch.Tensor]) -> onnx.ModelProto:
-    """torch.export and onnxscript; unoptimized where BatchNormalization shall stay."""
+    """Export with torch.export and onnxscript; unoptimized if BatchNormalization must stay."""
     axes = {each.arg or each.name: named_axes(each.dims) for each in job.inputs}
     program = torch.onnx.export(
         model,
@@ -100,7 +100,7 @@ def export_dynamo(job: Job, model: nn.Module, arguments: dict[str, torch.Tensor]
 
 
 def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Tensor]) -> onnx.ModelProto:
-    """The TorchScript exporter; with training=PRESERVE it folds no BatchNormalization (the model is in eval mode)."""
+    """Export with TorchScript; training=PRESERVE keeps BatchNormalization, and the model is in eval mode."""
     axes = {each.name: named_axes(each.dims) for each in job.inputs}
     axes |= {name: named_axes(dims) for name, dims in job.architecture.outputs}
     keep = job.variant.keep_batch_norm
@@ -124,7 +124,7 @@ def export_torchscript(job: Job, model: nn.Module, arguments: dict[str, torch.Te
 
 
 def named_axes(dims: tuple[str | int, ...]) -> dict[int, str]:
-    """The symbolic dims by axis."""
+    """Return the symbolic dims by axis."""
     return {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str)}
 
 
@@ -158,7 +158,7 @@ def number_values(proto: onnx.ModelProto) -> None:
 
 
 def as_tuple(outputs: object) -> tuple[torch.Tensor, ...]:
-    """The outputs of forward() in the order of the graph's."""
+    """Return the outputs of forward() in the order of the graph's."""
     if isinstance(outputs, torch.Tensor):
         return (outputs,)
     return tuple(outputs.values()) if isinstance(outputs, dict) else tuple(outputs)

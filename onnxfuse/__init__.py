@@ -1,79 +1,76 @@
-"""Finds the subgraphs of an ONNX model that one kernel could run, and replaces them."""
+"""Find the subgraphs of an ONNX model that one kernel could run, and replace them by fused nodes."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onnxfuse.dsl import (
-    Fusion,
-    attribute,
-    choose,
-    contrib,
-    either,
-    filled,
-    fusion,
-    given,
-    narrow,
-    op,
-    part,
-    rearrange,
-    require,
-    results,
-    scalar,
-    scaled,
-    shared,
-    size,
-    stored,
-    tensor,
-    weight,
-    wide,
-)
-from onnxfuse.errors import ModelError, OnnxfuseError, PatternError, UsageError, VerificationError
-from onnxfuse.optimize import optimize
-from onnxfuse.report import Report
+from onnxfuse.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from onnxfuse.provider.session import InferenceSession, explain_session, register
+    from onnxfuse import dsl
+    from onnxfuse.dsl.declaration import *  # noqa: F403
+    from onnxfuse.dsl.words import *  # noqa: F403
+    from onnxfuse.errors import (
+        MissingPackageError,
+        ModelError,
+        OnnxfuseError,
+        PatternError,
+        UsageError,
+        VerificationError,
+    )
+    from onnxfuse.optimizer import optimize
+    from onnxfuse.report.report import Report
+    from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, register
 
-__version__ = "0.1.0"
+    __all__ = [
+        *dsl.__all__,
+        "InferenceSession",
+        "MissingPackageError",
+        "ModelError",
+        "NodeDispatch",
+        "OnnxfuseError",
+        "PatternError",
+        "Report",
+        "UsageError",
+        "VerificationError",
+        "explain_session",
+        "optimize",
+        "register",
+    ]
 
-__all__ = [
-    "Fusion",
-    "InferenceSession",
-    "ModelError",
-    "OnnxfuseError",
-    "PatternError",
-    "Report",
-    "UsageError",
-    "VerificationError",
-    "attribute",
-    "choose",
-    "contrib",
-    "either",
-    "explain_session",
-    "filled",
-    "fusion",
-    "given",
-    "narrow",
-    "op",
-    "optimize",
-    "part",
-    "rearrange",
-    "register",
-    "require",
-    "results",
-    "scalar",
-    "scaled",
-    "shared",
-    "size",
-    "stored",
-    "tensor",
-    "weight",
-    "wide",
-]
+# The public names by the module that has them, those of the pattern language apart: onnxfuse.dsl has all of these.
+_MODULES = {
+    "InferenceSession": "onnxfuse.session",
+    "MissingPackageError": "onnxfuse.errors",
+    "ModelError": "onnxfuse.errors",
+    "NodeDispatch": "onnxfuse.session",
+    "OnnxfuseError": "onnxfuse.errors",
+    "PatternError": "onnxfuse.errors",
+    "Report": "onnxfuse.report.report",
+    "UsageError": "onnxfuse.errors",
+    "VerificationError": "onnxfuse.errors",
+    "explain_session": "onnxfuse.session",
+    "optimize": "onnxfuse.optimizer",
+    "register": "onnxfuse.session",
+}
 
 
-def __getattr__(name: str) -> Any:
-    """Sessions need onnxruntime, which optimizing without verification does not: loaded when asked for."""
-    if name in ("InferenceSession", "explain_session", "register"):
-        return getattr(import_module("onnxfuse.provider.session"), name)
+def __getattr__(name: str) -> object:
+    """Import the module of a name when the name is first used.
+
+    So `onnxfuse --version` imports neither onnx nor NumPy, and optimizing without verification needs no onnxruntime.
+    """
+    if name in _MODULES:
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+    if name == "__all__" or not name.startswith("_"):
+        words = import_module("onnxfuse.dsl")
+        if name == "__all__":
+            return sorted({*_MODULES, *words.__all__})
+        if name in words.__all__:
+            value = globals()[name] = getattr(words, name)
+            return value
     raise AttributeError(f"module 'onnxfuse' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})  # type: ignore[misc]

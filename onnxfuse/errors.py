@@ -1,23 +1,50 @@
-"""The one exception that users meet, and its kinds."""
+"""The exceptions that users meet, and the first line of what others say."""
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+NO_ONNXRUNTIME: Final = (
+    "onnxruntime is not installed, so no model can run; pip install 'onnxfuse[cuda]' for NVIDIA GPUs, "
+    "or pip install 'onnxfuse[cpu]'"
+)
+NO_ONNXRUNTIME_TO_COMPARE: Final = (
+    "onnxruntime is not installed, so nothing was compared; pip install 'onnxfuse[cpu]' or pip install 'onnxfuse[cuda]'"
+)
+
 
 class OnnxfuseError(Exception):
-    """Something the user can act on.  `str(error)` is one line: what was wrong, what was expected, what to do."""
+    """An error that the user can act on.  Its text is one line: what was found, what is required, what to do."""
+
+    def __str__(self) -> str:
+        """Return the text; line breaks and control characters in the names that it quotes are written as escapes."""
+        text = super().__str__()
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class ModelError(OnnxfuseError):
-    """The model file cannot be read, is not valid ONNX, or cannot be written."""
+    """A model file that cannot be read, is not valid ONNX, or cannot be written."""
 
 
 class UsageError(OnnxfuseError):
-    """A name or an option that does not exist; the command line exits with 2."""
+    """A name or an option that does not exist, or does not fit the model; the command line exits with 2."""
+
+
+class MissingPackageError(UsageError, ImportError):
+    """An optional package that is not installed; its text says what to install."""
 
 
 class PatternError(OnnxfuseError):
-    """A fusion is declared in a way that cannot work; carries the fusion's file and line in its text."""
+    """A fusion that is declared in a way that cannot work; its text names the fusion's file and line."""
 
 
 class VerificationError(OnnxfuseError):
-    """The models could not be compared, or they differ."""
+    """Two models that could not be compared, or that differ."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, without onnxruntime's error class and C++ source position."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    line = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)
+    return re.sub(r"/\S+\.(h|cc):\d+ .*?\) (?=\w)", "", line)[:300]

@@ -1,4 +1,4 @@
-"""Why a fusion did not apply: the pattern's own source line with carets, the model's node, and what differs."""
+"""Explain why a fusion did not apply: the model's node, what differs, and the pattern's source line with carets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
 
-from onnxfuse.language.spans import Span
+from onnxfuse.dsl.spans import Span
+from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Miss
-from onnxfuse.model.protos import nodes, subgraphs
 from onnxfuse.rewrite.replace import Fused
 
 
 def explain(miss: Miss) -> str:
-    """The explanation of one miss, in lines."""
+    """Return the explanation of one miss, in lines."""
     head = f"{miss.fusion.name}: not at '{miss.node}' ({miss.matched} of {miss.of} nodes agree)"
     lines = [head, f"  {miss.reason}", *_source(miss.span)]
     if miss.hint:
@@ -23,7 +23,7 @@ def explain(miss: Miss) -> str:
 
 
 def _source(span: Span) -> list[str]:
-    """The source line that the span points into, with carets under it."""
+    """Return the source line that the span points into, with carets under it."""
     text = linecache.getline(span.file, span.line).rstrip("\n")
     if not text:
         return [f"  --> {span}"]
@@ -35,32 +35,33 @@ def _source(span: Span) -> list[str]:
 
 
 def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None = None) -> list[Miss]:
-    """The misses of a fusion where something agreed, or all around a node, nearest first."""
-    chosen = [
+    """Return the misses of a fusion where some nodes agreed, or all misses around a node, nearest first."""
+    found = [
         m
         for m in misses
         if (fusion is None or m.fusion.name == fusion) and (m.matched if node is None else node in (m.node, *m.around))
     ]
-    return sorted(chosen, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
+    return sorted(found, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
 
 
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:
-    """The fused node that replaced a node, in words; None where none did."""
+    """Return the fused node that replaced a node, in words; None where none did."""
     found = next((one for one in fused if node in one.replaces), None)
     return f"'{node}' is part of the {found.fusion} node '{found.node}'" if found else None
 
 
 def where_inside(model: onnx.ModelProto, name: str) -> str | None:
-    """What the node of this name, or output, is inside of, in words; None in the main graph, and for no node."""
+    """Return in words what the node of this name, or output, is inside of; None in the main graph, and for no node."""
     if any(name in (node.name, *node.output) for node in model.graph.node):
         return None
-    for part, where in _not_entered(model):
+    for part, where in _inner_graphs(model):
         if any(name in (node.name, *node.output) for node in nodes(part)):
             return f"'{name}' is inside {where}; only nodes of the main graph are fused"
     return None
 
 
-def _not_entered(model: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto | onnx.FunctionProto, str]]:
+def _inner_graphs(model: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto | onnx.FunctionProto, str]]:
+    """Yield the subgraphs and functions, in which nothing is fused, and what they are called in messages."""
     for node in model.graph.node:
         yield from ((part, f"a subgraph of {node.op_type} '{node.name or node.output[0]}'") for part in subgraphs(node))
     yield from ((function, f"the function '{function.domain}.{function.name}'") for function in model.functions)

@@ -1,28 +1,26 @@
-"""The spellings of layer norm and RMS norm, shared by the fusions with and without a residual in front."""
+"""The spellings of LayerNorm and RMSNorm, which the fusions with and without a sum in front share."""
 
-from typing import Any
-
-from onnxfuse.dsl import Term, either, op, wide
+from onnxfuse.dsl import Term, either, float32, op
 
 
-def layer_normalized(x: Term, scale: Any, bias: Any, epsilon: Any) -> Term:
-    """(x - mean) / sqrt(var + epsilon) * scale + bias over the last axis."""
-    x32 = wide(x)
+def layer_normalized(x: Term, scale: Term, bias: Term, epsilon: Term) -> Term:
+    """Return (x - mean) / sqrt(var + epsilon) * scale + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
+    x32 = float32(x)
     mean = op.ReduceMean(x32, axes=[-1])
     centred = x32 - mean
     deviation = op.Sqrt(op.ReduceMean(centred**2, axes=[-1]) + epsilon)
-    normal = centred / deviation * scale
+    scaled = centred / deviation * scale
     slope = 1 / deviation * scale
     return either(
         op.LayerNormalization(x, scale, bias, epsilon=epsilon),
-        normal + bias,
+        scaled + bias,
         x32 * slope + (bias - mean * slope),
-        normal,
+        scaled,
     )
 
 
-def rms_normalized(x: Term, scale: Any, epsilon: Any) -> Term:
-    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis."""
-    x32 = wide(x)
+def rms_normalized(x: Term, scale: Term, epsilon: Term) -> Term:
+    """Return x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    x32 = float32(x)
     root = op.Sqrt(op.ReduceMean(x32**2, axes=[-1]) + epsilon)
     return either(op.RMSNormalization(x, scale, epsilon=epsilon), x32 / root * scale)

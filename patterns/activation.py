@@ -1,21 +1,15 @@
-"""Activations that exporters write in several nodes, alone."""
+"""An activation that stands alone, of those that exporters write in several nodes."""
 
-from onnxfuse.dsl import choose, fusion, tensor
-from onnxfuse.patterns._activations import gelu, gelu_tanh, hard_swish, mish, quick_gelu, silu
+from onnxfuse.dsl import Term, choose, fusion, tensor
+from onnxfuse.patterns._activations import spelled
+
+IN_SEVERAL_NODES = "gelu", "gelu_tanh", "silu", "quick_gelu", "hard_swish", "mish"
 
 
 @fusion(out="...", last=True)
-def activation(x=tensor("...")):
-    """y = activation(x), in several nodes or in the one that an opset has for it
+def activation(x: Term = tensor("...")) -> Term:
+    """y = activation(x), in several nodes or in the one operator that newer opsets have for it
 
-    What every opset has as one operator, as Relu, Sigmoid and Tanh, stays as it is.
+    Activations that are one operator in every opset, such as Relu, Sigmoid and Tanh, are not fused alone.
     """
-    return choose(
-        "activation",
-        gelu=gelu(x),
-        gelu_tanh=gelu_tanh(x),
-        silu=silu(x),
-        quick_gelu=quick_gelu(x),
-        hard_swish=hard_swish(x),
-        mish=mish(x),
-    )
+    return choose("activation", **spelled(IN_SEVERAL_NODES, x))

@@ -1,17 +1,17 @@
-"""LayerNorm of a sum; the sum, which the next residual connection reads, is a second output."""
+"""LayerNorm of a sum; the second output is the sum, which the next residual connection reads."""
 
-from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._norms import layer_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True)
 def add_layer_norm(
-    x=tensor("... d"),
-    residual=tensor("... d"),
-    scale=weight("d"),
-    bias=weight("d", optional=True),
-    epsilon=scalar(default=1e-5),
-):
+    x: Term = tensor("... d"),
+    residual: Term = tensor("... d"),
+    scale: Term = weight("d"),
+    bias: Term = weight("d", optional=True),
+    epsilon: Term = scalar(if_absent=1e-5),
+) -> tuple[Term, Term]:
     """sum = x + residual; y = layer_norm(sum)"""
     total = x + residual
     return layer_normalized(total, scale, bias, epsilon), total

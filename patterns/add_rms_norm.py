@@ -1,11 +1,16 @@
-"""RMSNorm of a sum; the sum, which the next residual connection reads, is a second output."""
+"""RMSNorm of a sum; the second output is the sum, which the next residual connection reads."""
 
-from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._norms import rms_normalized
 
 
 @fusion(out=("... d", "... d"), casts=True)
-def add_rms_norm(x=tensor("... d"), residual=tensor("... d"), scale=weight("d"), epsilon=scalar(default=1e-5)):
+def add_rms_norm(
+    x: Term = tensor("... d"),
+    residual: Term = tensor("... d"),
+    scale: Term = weight("d"),
+    epsilon: Term = scalar(if_absent=1e-5),
+) -> tuple[Term, Term]:
     """sum = x + residual; y = rms_norm(sum)"""
     total = x + residual
     return rms_normalized(total, scale, epsilon), total

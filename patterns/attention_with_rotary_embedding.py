@@ -1,11 +1,12 @@
-"""Attention whose queries and keys are turned by their places first, as in Llama, and may have norms of their own."""
+"""Attention whose queries and keys are rotated by their positions first, as in Llama, and may be normalized before."""
 
 from onnxfuse.dsl import (
+    Term,
     attribute,
+    cast_like,
     choose,
     either,
     fusion,
-    narrow,
     op,
     rearrange,
     require,
@@ -15,41 +16,53 @@ from onnxfuse.dsl import (
     weight,
 )
 from onnxfuse.patterns._attention import (
+    SCORES,
+    Scores,
+    attend,
+    in_layout,
+    layouts,
+    require_grouped_heads,
+    value_rows,
+)
+from onnxfuse.patterns._attention_ort import (
     GROUPED_KEYS,
     GROUPED_VALUES,
     KEYS,
     QUERIES,
     VALUES,
-    by_layout,
     group_query_attention,
-    in_layout,
-    layouts,
     multi_head_attention,
 )
 from onnxfuse.patterns._norms import rms_normalized
-from onnxfuse.patterns._rotary import turned
-from onnxfuse.patterns.attention import SCORES, attended
+from onnxfuse.patterns._rotary import require_cos_batch, rotated
+
+Q_AXES, K_AXES = "batch heads queries size", "batch kv_heads keys size"
 
 
-def prepared(name, x, length, heads, scale, epsilon, cos, sin, operator):
-    """Queries or keys as (batch heads length size), normalized where the graph does that, and turned."""
-    heads_first, rows_first = f"batch {heads} {length} size", f"batch {length} {heads} size"
-    plain, rows = (layouts(name, x, length, heads, "size", axes) for axes in (heads_first, rows_first))
+def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, epsilon: Term) -> Term:
+    """Return queries or keys as (batch heads rows size), each head after an RMS norm where the graph has one."""
+    heads_first, rows_first = f"batch {heads} {rows} size", f"batch {rows} {heads} size"
+    by_heads, by_rows = (layouts(name, x, rows, heads, "size", axes) for axes in (heads_first, rows_first))
 
-    def normal(value):
-        return narrow(rms_normalized(value, scale, epsilon), like=x)
-
-    def before_or_after(layout):
+    def normalized(layout: str) -> Term:
+        after = cast_like(rms_normalized(by_heads[layout], scale, epsilon), like=x)
         if layout == "bhsd":
-            return normal(plain[layout])
-        return either(rearrange(normal(rows[layout]), f"{rows_first} -> {heads_first}"), normal(plain[layout]))
+            return after
+        before = cast_like(rms_normalized(by_rows[layout], scale, epsilon), like=x)
+        return either(rearrange(before, f"{rows_first} -> {heads_first}"), after)
 
-    ready = choose(
+    return choose(
         "norm",
-        rms=choose(f"{name}_layout", **{layout: before_or_after(layout) for layout in plain}),
-        none=choose(f"{name}_layout", **plain),
+        rms=choose(f"{name}_layout", **{layout: normalized(layout) for layout in by_heads}),
+        none=choose(f"{name}_layout", **by_heads),
     )
-    return choose("rotary", **turned(ready, cos, sin, length), operator=operator(ready))
+
+
+def by_rotary(heads: Term, cos: Term, sin: Term, rows: str, interleaved: Term, num_heads: Term) -> Term:
+    """Return (batch heads rows size) rotated, in several operators or by ONNX's RotaryEmbedding with half the table."""
+    tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
+    operator = op.RotaryEmbedding(heads, *tables, interleaved=interleaved, num_heads=num_heads)
+    return choose("rotary", **rotated(heads, cos, sin, rows), operator=operator)
 
 
 @fusion(
@@ -58,67 +71,47 @@ def prepared(name, x, length, heads, scale, epsilon, cos, sin, operator):
     example={"is_causal": 1, "softcap": 2.0, "interleaved": 1},
 )
 def attention_with_rotary_embedding(
-    q=tensor(),
-    k=tensor(),
-    v=tensor(),
-    cos=tensor(),
-    sin=tensor(),
-    q_scale=weight("size", optional=True),
-    k_scale=weight("size", optional=True),
-    mask=tensor(SCORES, optional=True),
-    bias=tensor(SCORES, optional=True),
-    scale=scalar(optional=True),
-    masked_score=scalar(optional=True),
-    epsilon=scalar(default=1e-5),
-    is_causal=attribute(),
-    softcap=attribute(),
-    interleaved=attribute(),
-    num_heads=attribute(),
-    kv_num_heads=attribute(),
-):
+    q: Term = tensor(),
+    k: Term = tensor(),
+    v: Term = tensor(),
+    cos: Term = tensor(),
+    sin: Term = tensor(),
+    q_scale: Term = weight("size", optional=True),
+    k_scale: Term = weight("size", optional=True),
+    mask: Term = tensor(SCORES, optional=True),
+    bias: Term = tensor(SCORES, optional=True),
+    scale: Term = scalar(optional=True),
+    masked_score: Term = scalar(optional=True),
+    epsilon: Term = scalar(if_absent=1e-5),
+    is_causal: Term = attribute(),
+    softcap: Term = attribute(),
+    interleaved: Term = attribute(),
+    num_heads: Term = attribute(),
+    kv_num_heads: Term = attribute(),
+) -> Term:
     """attention(rotary_embedding(q), rotary_embedding(k), v), for q and k or, where they have scales, their RMS norms
 
-    Nothing else reads what is turned: keys that go to a cache, too, are turned by a node of their own.
+    No other node reads the rotated values: keys that also go to a cache are rotated by a rotary_embedding.
+
+    With `--fallback ort` NaN and infinite inputs reach the elements that attention() says.
     """
-    require(
-        "{heads} query heads are {kv_heads} key heads times {repeats}",
-        lambda heads, kv_heads, repeats: heads == kv_heads * repeats,
-    )
-    require("{queries} queries are turned as {keys} keys are", lambda queries, keys: queries == keys)
-    require(
-        "cos has the batch size {batch}, or 1; it has {cos_batch}",
-        lambda batch, cos_batch: cos_batch is None or cos_batch in (1, batch),
-    )
-
+    require_grouped_heads()
+    require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
+    require_cos_batch()
     require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
-
-    def by_operator(length, heads_attribute):
-        def apply(x):
-            tables = (rearrange(table, f"cos_batch {length} half -> cos_batch {length} half") for table in (cos, sin))
-            return op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=heads_attribute)
-
-        return apply
-
-    q_turned = prepared("q", q, "queries", "heads", q_scale, epsilon, cos, sin, by_operator("queries", num_heads))
-    k_turned = prepared("k", k, "keys", "kv_heads", k_scale, epsilon, cos, sin, by_operator("keys", kv_num_heads))
-    of_q, of_k = "batch heads queries size", "batch kv_heads keys size"
-    queries = rearrange(q_turned, f"{of_q} -> {of_q}")
-    columns = rearrange(k_turned, f"{of_k} -> batch (kv_heads repeats) size keys")
-    keys = rearrange(k_turned, f"{of_k} -> batch (kv_heads repeats) keys size")
-    values = by_layout("v_layout", v, "keys", "kv_heads", "value_size", "batch (kv_heads repeats) keys value_size")
-    context = attended(queries, columns, keys, values, mask, bias, scale, masked_score, is_causal, softcap)
-    q_ready, k_ready = narrow(q_turned, like=q), narrow(k_turned, like=k)  # tables may be in float32
-    ready = (
-        rearrange(q_ready, f"{of_q} -> {QUERIES}"),
-        rearrange(k_ready, f"{of_k} -> {KEYS}"),
-        by_layout("v_layout", v, "keys", "kv_heads", "value_size", VALUES),
-    )
-    grouped = (
-        rearrange(k_ready, f"{of_k} -> {GROUPED_KEYS.format(rows='keys')}"),
-        by_layout("v_layout", v, "keys", "kv_heads", "value_size", GROUPED_VALUES.format(rows="keys")),
-    )
-    by_groups, *_ = group_query_attention(ready[0], *grouped, scale, softcap)
-    return stored(
-        in_layout(context, "batch heads queries value_size"),
-        ort=either(multi_head_attention(*ready, mask, bias, scale, masked_score), by_groups),
-    )
+    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
+    q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
+    k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)
+    q_rotated = by_rotary(q_heads, cos, sin, "queries", interleaved, num_heads)
+    k_rotated = by_rotary(k_heads, cos, sin, "keys", interleaved, kv_num_heads)
+    queries = rearrange(q_rotated, f"{Q_AXES} -> {Q_AXES}")
+    columns = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) size keys")
+    keys = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) keys size")
+    context = attend(queries, columns, keys, value_rows(v, "batch (kv_heads repeats) keys value_size"), scores)
+    q_ort, k_ort = cast_like(q_rotated, like=q), cast_like(k_rotated, like=k)  # tables may be in float32
+    packed_queries, packed_keys = rearrange(q_ort, f"{Q_AXES} -> {QUERIES}"), rearrange(k_ort, f"{K_AXES} -> {KEYS}")
+    multi_head = multi_head_attention(packed_queries, packed_keys, value_rows(v, VALUES), scores)
+    grouped_keys = rearrange(k_ort, f"{K_AXES} -> {GROUPED_KEYS.format(rows='keys')}")
+    grouped_values = value_rows(v, GROUPED_VALUES.format(rows="keys"))
+    grouped, *_ = group_query_attention(packed_queries, grouped_keys, grouped_values, scores)
+    return stored(in_layout(context, "batch heads queries value_size"), ort=either(multi_head, grouped))

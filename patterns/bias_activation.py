@@ -1,10 +1,15 @@
-"""A bias along the last axis and an activation, behind something that takes neither of them."""
+"""A bias along the last axis and an activation, where no product in front of them was fused with them."""
 
-from onnxfuse.dsl import fusion, scalar, tensor, weight
+from onnxfuse.dsl import Term, fusion, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
 
 
 @fusion(out="... d", last=True)
-def bias_activation(x=tensor("... d"), bias=weight("d"), alpha=scalar(optional=True), beta=scalar(optional=True)):
+def bias_activation(
+    x: Term = tensor("... d"),
+    bias: Term = weight("d"),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+) -> Term:
     """y = activation(x + bias)"""
     return activation(x + bias, alpha, beta)

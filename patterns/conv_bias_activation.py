@@ -1,37 +1,49 @@
-"""A convolution with what follows it: bias, residual, activation."""
+"""A convolution with the bias, residual and activation that follow it."""
 
-from onnxfuse.dsl import attribute, either, fusion, op, require, scalar, tensor, weight
+from onnxfuse.dsl import Term, attribute, either, fusion, op, require, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
 
 
 @fusion(
     out="n m ...",
     example={
-        "x": (2, 4, 6, 7), "w": (5, 4, 3, 3), "auto_pad": "SAME_UPPER", "dilations": [1, 2], "kernel_shape": [3, 3],
-        "pads": [1, 0, 1, 0], "strides": [2, 1],
+        "x": (2, 4, 6, 7),
+        "w": (5, 4, 3, 3),
+        "auto_pad": "SAME_UPPER",
+        "dilations": [1, 2],
+        "kernel_shape": [3, 3],
+        "pads": [1, 0, 1, 0],
+        "strides": [2, 1],
     },
 )
 def conv_bias_activation(
-    x=tensor(),
-    w=weight(),
-    bias=weight("m", optional=True),
-    residual=tensor("n m ...", optional=True),
-    alpha=scalar(optional=True),
-    beta=scalar(optional=True),
-    auto_pad=attribute(),
-    dilations=attribute(),
-    group=attribute(),
-    kernel_shape=attribute(),
-    pads=attribute(),
-    strides=attribute(),
-):
+    x: Term = tensor(),
+    w: Term = weight(),
+    bias: Term = weight("m", optional=True),
+    residual: Term = tensor("n m ...", optional=True),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+    auto_pad: Term = attribute(),
+    dilations: Term = attribute(),
+    group: Term = attribute(),
+    kernel_shape: Term = attribute(),
+    pads: Term = attribute(),
+    strides: Term = attribute(),
+) -> Term:
     """y = activation(conv(x, w) + bias + residual)"""
     require(
         "an activation or a residual follows the convolution",
         lambda residual, activation: residual is not None or activation != "none",
     )
     product = op.Conv(
-        x, w, bias, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
+        x,
+        w,
+        bias,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
         strides=strides,
     )
     total = either(product + residual, product)

@@ -1,25 +1,26 @@
-"""A matrix product with what follows it: bias, activation, a scale for each column, residual."""
+"""A matrix product with the bias, activation, scale of columns and residual that follow it."""
 
-from onnxfuse.dsl import either, fusion, require, scalar, tensor, weight
+from onnxfuse.dsl import Term, either, fusion, require, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
 from onnxfuse.patterns._linear import linear
 
 
 @fusion(out="... n")
 def gemm_bias_activation(
-    x=tensor("... k"),
-    w=weight(),
-    bias=weight("n", optional=True),
-    column_scale=weight("n", optional=True),
-    residual=tensor("... n", optional=True),
-    alpha=scalar(optional=True),
-    beta=scalar(optional=True),
-):
+    x: Term = tensor("... k"),
+    w: Term = weight(),
+    bias: Term = weight("n", optional=True),
+    column_scale: Term = weight("n", optional=True),
+    residual: Term = tensor("... n", optional=True),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+) -> Term:
     """y = activation(x w + bias) * column_scale + residual; w is (k, n), or (n, k) with weight_layout nk"""
     require(
         "a bias, an activation, a scale or a residual follows the product",
-        lambda bias, column_scale, residual, activation: activation != "none"
-        or any(operand is not None for operand in (bias, column_scale, residual)),
+        lambda bias, column_scale, residual, activation: (
+            activation != "none" or any(operand is not None for operand in (bias, column_scale, residual))
+        ),
     )
     product = linear(x, w, bias)
     activated = activation(product, alpha, beta, none=product)

@@ -1,14 +1,12 @@
 """GroupNorm of channels-first tensors, and the SiLU that follows it in diffusion models."""
 
-from typing import Any
-
 from onnxfuse.dsl import (
     Term,
     choose,
     either,
-    filled,
+    float32,
+    full,
     fusion,
-    given,
     op,
     rearrange,
     require,
@@ -16,39 +14,39 @@ from onnxfuse.dsl import (
     size,
     tensor,
     weight,
-    wide,
+    when,
 )
 from onnxfuse.patterns._activations import silu
 
-RANKS = 2, 3, 4, 5  # of (n, channels, …)
+RANKS = 2, 3, 4, 5  # of x, which is (n, channels, …)
 
 
 def of_rank(axes: int, value: Term) -> Term:
-    """A spelling that only tensors of that rank have."""
-    return given(value, f"x has {axes} axes", lambda rank: rank == axes)
+    """Return a spelling that holds only where x has so many axes."""
+    return when(value, f"x has {axes} axes", lambda rank: rank == axes)
 
 
-def standardized(rows: Term, axes: list[int], epsilon: Any) -> Term:
-    """(rows - mean) / sqrt(var + epsilon)."""
-    wide_rows = wide(rows)
-    centred = wide_rows - op.ReduceMean(wide_rows, axes=axes)
+def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
+    """Return (rows - mean) / sqrt(var + epsilon) over the given axes."""
+    rows32 = float32(rows)
+    centred = rows32 - op.ReduceMean(rows32, axes=axes)
     return centred / op.Sqrt(op.ReduceMean(centred**2, axes=axes) + epsilon)
 
 
 def per_channel(value: Term) -> Term:
-    """A weight with an axis of size one for each axis of x after the channels."""
+    """Return a weight with an axis of size 1 for each axis of x after the channels."""
     layouts = [(rank, first + "channels" + " 1" * (rank - 2)) for rank in RANKS for first in ("", "1 ")]
     return either(*(of_rank(rank, rearrange(value, f"{axes} -> {axes}")) for rank, axes in layouts))
 
 
 @fusion(out="n channels ...", casts=True)
 def group_norm(
-    x=tensor("n channels ..."),
-    scale=weight(),
-    bias=weight(),
-    epsilon=scalar(default=1e-5),
-):
-    """y = activation((x - mean) / sqrt(var + epsilon) * scale + bias), mean and variance of each group of channels
+    x: Term = tensor("n channels ..."),
+    scale: Term = weight(),
+    bias: Term = weight(),
+    epsilon: Term = scalar(if_absent=1e-5),
+) -> Term:
+    """y = activation((x - mean) / sqrt(var + epsilon) * scale + bias), with the mean and var of each group of channels
 
     Wu and He 2018, arXiv:1803.08494.
     """
@@ -58,12 +56,14 @@ def group_norm(
         lambda channels, groups, size: size is None or channels == groups * size,
     )
     rows = rearrange(x, "n (groups size) ... -> n groups (size ...)")
-    ones, zeros = filled(1, "groups"), filled(0, "groups")
-    normal = either(op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon), standardized(rows, [-1], epsilon))
+    ones, zeros = full(1, "groups"), full(0, "groups")
+    normalized_rows = either(
+        op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon), standardized(rows, [-1], epsilon)
+    )
     split = rearrange(x, "n (groups size) ... -> n groups size ...")
-    image = either(
-        rearrange(normal, "n groups (size ...) -> n (groups size) ..."),
-        op.Reshape(normal, op.Shape(x)),
+    spatial = either(
+        rearrange(normalized_rows, "n groups (size ...) -> n (groups size) ..."),
+        op.Reshape(normalized_rows, op.Shape(x)),
         *(
             of_rank(rank, rearrange(standardized(split, axes, epsilon), "n groups size ... -> n (groups size) ..."))
             for rank in RANKS[1:]
@@ -71,13 +71,16 @@ def group_norm(
         ),
     )
     operator = op.GroupNormalization(
-        x, rearrange(scale, "channels -> channels"), rearrange(bias, "channels -> channels"),
-        num_groups=size("groups"), epsilon=epsilon,
+        x,
+        rearrange(scale, "channels -> channels"),
+        rearrange(bias, "channels -> channels"),
+        num_groups=size("groups"),
+        epsilon=epsilon,
     )
     normalized = choose(
         "scale_layout",
-        broadcast=per_channel(bias) + per_channel(scale) * image,  # in the order that rules most out soonest
-        channels=given(
+        broadcast=per_channel(bias) + per_channel(scale) * spatial,  # in this order most nodes are ruled out soonest
+        channels=when(
             operator, "the operator of opset 18, with a scale for each group, is deprecated", lambda opset: opset >= 21
         ),
     )

@@ -1,18 +1,18 @@
-"""Matrix products of one input with two or three weights: queries, keys and values."""
+"""Matrix products of one input with two or three weights, as those of queries, keys and values."""
 
-from onnxfuse.dsl import fusion, tensor, weight
+from onnxfuse.dsl import Term, fusion, tensor, weight
 from onnxfuse.patterns._linear import linear
 
 
 @fusion(out=("... n", "... n_2", "... n_3"))
 def parallel_gemm(
-    x=tensor("... k"),
-    w=weight(),
-    bias=weight("n", optional=True),
-    w_2=weight(),
-    bias_2=weight("n_2", optional=True),
-    w_3=weight(optional=True),
-    bias_3=weight("n_3", optional=True),
-):
+    x: Term = tensor("... k"),
+    w: Term = weight(),
+    bias: Term = weight("n", optional=True),
+    w_2: Term = weight(),
+    bias_2: Term = weight("n_2", optional=True),
+    w_3: Term = weight(optional=True),
+    bias_3: Term = weight("n_3", optional=True),
+) -> tuple[Term, Term, Term]:
     """y = x w + bias, y_2 = x w_2 + bias_2, y_3 = x w_3 + bias_3; each w is (k, n), or (n, k) with weight_layout nk"""
     return linear(x, w, bias), linear(x, w_2, bias_2, "_2"), linear(x, w_3, bias_3, "_3")

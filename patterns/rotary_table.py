@@ -1,31 +1,31 @@
-"""The cosines and sines that rotary embedding turns by."""
+"""The tables of cosines and sines that rotary embedding reads."""
 
 from onnx import TensorProto
 
-from onnxfuse.dsl import choose, fusion, op, rearrange, scalar, tensor, weight
+from onnxfuse.dsl import Term, choose, fusion, op, rearrange, scalar, tensor, weight
 
 
 @fusion(out=("batch rows width", "batch rows width"), casts=True)
 def rotary_table(
-    positions=tensor(),
-    frequencies=weight("half", optional=True),
-    column=weight("1 half 1", optional=True),
-    factor=scalar(optional=True),
-):
+    positions: Term = tensor(),
+    frequencies: Term = weight("half", optional=True),
+    column: Term = weight("1 half 1", optional=True),
+    factor: Term = scalar(optional=True),
+) -> tuple[Term, Term]:
     """cos, sin = cos(angles) * factor, sin(angles) * factor
 
-    angles = positions * frequencies, once or twice side by side (Su et al. 2021, arXiv:2104.09864).  Positions are
-    integers, (batch, seq) or (seq); the frequencies may be a column.
+    angles = positions * frequencies, or twice that, concatenated (Su et al. 2021, arXiv:2104.09864).  Positions are
+    integers of shape (batch, seq) or (seq); the frequencies may be a column.
     """
 
-    def of(axes):
-        of_each, of_all = (rearrange(positions, f"{given} {axes}") for given in ("batch seq -> batch", "seq -> 1"))
-        return op.Cast(choose("sequences", each=of_each, all=of_all), to=TensorProto.FLOAT)
+    def positions_as(axes: str) -> Term:
+        own, common = rearrange(positions, f"batch seq -> batch {axes}"), rearrange(positions, f"seq -> 1 {axes}")
+        return op.Cast(choose("sequences", each=own, all=common), to=TensorProto.FLOAT)
 
     angles = choose(
         "product",
-        outer=of("seq 1") * frequencies,
-        matrix=rearrange(op.MatMul(column, of("1 seq")), "batch half seq -> batch seq half"),
+        outer=positions_as("seq 1") * frequencies,
+        matrix=rearrange(op.MatMul(column, positions_as("1 seq")), "batch half seq -> batch seq half"),
     )
     angles = choose("angles", twice=op.Concat(angles, angles, axis=-1), once=angles)
     cos, sin = op.Cos(angles), op.Sin(angles)

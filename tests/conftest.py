@@ -1,43 +1,128 @@
-"""What several test files share: the exported models, and each of them optimized once."""
+"""The fixtures that several test files share, and the folders that the processes of one test run share."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import onnx
 import pytest
+from shared_cubins import shared
+
+from onnxfuse.runtime import nvrtc
+from onnxfuse.verify import own_process
+
+
+class Case(Protocol):
+    """A generated case."""
+
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=Case)
+
+
+class EachCase(Protocol):
+    """The type of the fixture `each_case`."""
+
+    def __call__(self, cases: Iterable[T]) -> Iterator[tuple[T, AbstractContextManager[None]]]: ...
+
 
 EXPORTED = Path(__file__).parent.parent / "models" / "exported"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that picks generated cases: they are subtests, which `-k` does not see."""
+    parser.addoption("--case", default="", metavar="TEXT", help="of generated cases, run those with TEXT in their id")
+
+
+@pytest.fixture
+def each_case(request: pytest.FixtureRequest, subtests: pytest.Subtests) -> EachCase:
+    """Return an iterator over generated cases that runs each one, which has an `id`, as a subtest of its own.
+
+    Cases are generated inside tests, because generating them while pytest collects would take a minute.  The body of
+    the loop must use the context manager that comes with each case:
+
+        for case, subtest in each_case(generated):
+            with subtest: ...
+    """
+    wanted = request.config.getoption("--case")
+
+    def chosen(cases: Iterable[T]) -> Iterator[tuple[T, AbstractContextManager[None]]]:
+        ran = 0
+        for case in cases:
+            if wanted in case.id:
+                ran += 1
+                yield case, subtests.test(case.id)
+        if not ran:
+            assert wanted, "nothing was generated"
+            pytest.skip(f"no case has '{wanted}' in its id")
+
+    return chosen
+
+
 @pytest.fixture(scope="session", autouse=True)
-def no_verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was tuned on this machine must not decide what tests find."""
+def no_earlier_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what was tuned on this machine from deciding what tests find."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("verdicts")))
+        patch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("measurements")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_run_in_this_process() -> Iterator[None]:
+    """Start no process for each model that a test verifies; the tests of that process switch it on again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_process, "enabled", False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def terminal() -> Iterator[None]:
+    """Print as a terminal of 80 columns without colors would, whatever terminal the tests run in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            patch.delenv(name, raising=False)
         yield
 
 
 @dataclass(frozen=True)
 class Optimized:
-    """An exported model, what optimizing made of it, and the report as plain data."""
+    """An exported model, the optimized one, and the report as plain data."""
 
     original: Path
     path: Path
     report: dict[str, Any]
 
 
+def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that the processes of one test run share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each kernel once for each architecture, whichever process of the run wants it first."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = folder_of_the_run(tmp_path_factory, "machine_code")
+        patch.setattr(nvrtc, "_compile", shared(nvrtc._compile, folder))
+        yield
+
+
 @pytest.fixture(scope="session")
 def optimized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Optimized]:
-    """Optimizes models/exported/<name>; the processes of one test run share the results."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "optimized"
-    folder.mkdir(exist_ok=True)
+    """Return a function that optimizes models/exported/<name>, once for all processes of the test run."""
+    folder = folder_of_the_run(tmp_path_factory, "optimized")
 
     def optimize_once(name: str) -> Optimized:
         path, report = folder / name, folder / f"{name}.json"

@@ -1,4 +1,4 @@
-"""What a model computes, in onnxruntime and in onnx.reference, and when two results are equal."""
+"""Run models in onnxruntime and in onnx.reference, and compare results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import RuntimeContextError
 
-TOLERANCE = {  # of the largest value: float32 sums in another order; of the narrow types roundings, also of exponents
+# Relative to the largest value. float32 sums are rounded in another order; 16-bit values are rounded at every operator.
+TOLERANCE = {
     TensorProto.DOUBLE: 1e-9,
     TensorProto.FLOAT: 1e-5,
     TensorProto.FLOAT16: 5e-3,
@@ -21,7 +22,7 @@ TOLERANCE = {  # of the largest value: float32 sums in another order; of the nar
 
 
 def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray] | None, str]:
-    """What onnxruntime computes on the CPU; None, and why, where it cannot."""
+    """Return what onnxruntime computes on the CPU, and ""; or None, and the reason why it cannot run the model."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -35,16 +36,17 @@ def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[
 
 
 def evaluate(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """What onnx.reference computes."""
+    """Return what onnx.reference computes."""
     with np.errstate(all="ignore"):
         try:
             return ReferenceEvaluator(model).run(None, dict(inputs))
-        except RuntimeContextError:  # it has no Gelu of its own, and inside a function it does not know Gelu's type
+        except RuntimeContextError:  # it expands Gelu, whose type it does not know inside a function
             typed = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(model))
             return ReferenceEvaluator(typed).run(None, dict(inputs))
 
 
 def assert_close(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray], dtype: int) -> None:
+    """Fail unless two lists of outputs have equal dtypes and shapes, and values within the tolerance of a dtype."""
     for left, right in zip(expected, actual, strict=True):
         assert left.dtype == right.dtype and left.shape == right.shape
         wide, other = left.astype(np.float64), right.astype(np.float64)

@@ -1,8 +1,8 @@
-"""The kernel tests under compute-sanitizer: every one of them, in several processes side by side.
+"""Run the kernel tests under compute-sanitizer, in several processes side by side.
 
-    python tests/sanitize.py [--tools memcheck,racecheck] [--processes 12] [tests/test_kernels_gpu.py::test_softmax ...]
-    python tests/sanitize.py --tools racecheck --seconds 60 --left left.txt    # what did not run is listed in left.txt,
-    python tests/sanitize.py --tools racecheck @left.txt                       # and runs here
+    python tests/sanitize.py [--tools memcheck,racecheck] [--processes 12] [tests/kernels/test_kernels_gpu.py ...]
+    python tests/sanitize.py --tools racecheck --seconds 60 --left left.txt    # lists the tests left in left.txt
+    python tests/sanitize.py --tools racecheck @left.txt                       # runs these
 
 Each array has an allocation of its own, so that memcheck sees what lies beyond its end.  One test races on
 purpose, which does not show at a tool's pace: it is left out.
@@ -28,15 +28,15 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FOUND = 9  # what compute-sanitizer exits with where it has found something
-MERCY = 20.0  # seconds after the time is up, in which a test may end
-MOST_LINES = 60  # of what one process says
-ON_PURPOSE = "tests/test_early_gpu.py::test_a_kernel_that_does_not_wait_is_found[True]"
+FOUND = 9  # exit code of compute-sanitizer if it has found an error
+GRACE_SECONDS = 20.0  # for the last test to end once the time is up
+MAX_LINES_SHOWN = 60  # of the output of one process
+ON_PURPOSE = "tests/kernels/test_pdl_gpu.py::test_a_kernel_that_does_not_wait_is_found[True]"
 PYTEST = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
 
 
 def tests(chosen: list[str]) -> list[str]:
-    """The ids of the tests, but for the one that races on purpose."""
+    """Return the ids of the tests without the one that races on purpose."""
     collect = [sys.executable, "-m", "pytest", "--collect-only", *PYTEST, *chosen]
     listed = subprocess.run(collect, capture_output=True, text=True, check=False)
     found = [line for line in listed.stdout.splitlines() if "::" in line]
@@ -49,7 +49,7 @@ def tests(chosen: list[str]) -> list[str]:
 
 
 def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], str]:
-    """Run these tests under the tool: whether all was well, which ones did not end, and what it printed."""
+    """Run tests under a tool; return whether it found no error, the tests that did not end, and its output."""
     with tempfile.TemporaryDirectory() as folder:
         listing, ended = Path(folder, "tests"), Path(folder, "ended")
         listing.write_text("\n".join(ids), encoding="utf-8")
@@ -60,9 +60,9 @@ def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], s
         with Path(folder, "said").open("w+", encoding="utf-8") as said:
             run = subprocess.Popen([*command, *worker], stdout=said, stderr=said, start_new_session=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(timeout=min(until - time.time() + MERCY, threading.TIMEOUT_MAX))
+                run.wait(timeout=min(until - time.time() + GRACE_SECONDS, threading.TIMEOUT_MAX))
             stopped = run.poll() is None
-            if stopped:  # what it has found until then counts
+            if stopped:  # errors found until then count
                 os.killpg(run.pid, signal.SIGKILL)
                 run.wait()
             said.seek(0)
@@ -76,13 +76,13 @@ def watched(tool: str, ids: list[str], until: float) -> tuple[bool, list[str], s
 
 
 def telling(text: str) -> list[str]:
-    """What the tool and pytest say of errors, and how they end."""
+    """Return the lines of the output that tell of errors, and its last three."""
     lines = [line for line in text.splitlines() if line.startswith(("=========", "FAILED", "ERROR", "E  "))]
-    return [*lines[:MOST_LINES], *text.splitlines()[-3:]]
+    return [*lines[:MAX_LINES_SHOWN], *text.splitlines()[-3:]]
 
 
 class Until:
-    """A pytest plugin: notes which tests end, and begins none after a while."""
+    """A pytest plugin that lists the tests that ended, and begins none once the time is up."""
 
     def __init__(self, ended: Path, until: float) -> None:
         self._ended, self._until = ended, until
@@ -118,7 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="of a tool; soon after, no test goes on")
     parser.add_argument("--left", type=Path, help="where to list the tests that did not end under the last tool")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("test_kernels*_gpu.py"))))
+    parser.add_argument("tests", nargs="*", default=sorted(map(str, HERE.glob("kernels/test_kernels*_gpu.py"))))
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
-"""The command line: what each command prints and writes, its exit codes, and one line for whatever is wrong."""
+"""The command line: what each command prints and writes, its exit codes, and one line for each error."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,28 +10,33 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner, Result
+from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
 
+from onnxfuse import cli
 from onnxfuse.cli import main
+from onnxfuse.version import __version__
 
-DONE, FAILED, USAGE = 0, 1, 2
+DONE, FAILED, USAGE, PARTLY, NOTHING = 0, 1, 2, 3, 4  # the last two: how much was compared
+HANGS = 600  # seconds; a program that takes longer waits for something
 
 
 @pytest.fixture
 def block(tmp_path: Path) -> Path:
-    """A model with one gemm_bias_activation and one layer_norm."""
+    """Write a model with one gemm_bias_activation and one layer_norm."""
     path = tmp_path / "block.onnx"
     onnx.save(parse(BLOCK), path)
     return path
 
 
 def run(*arguments: str | Path) -> Result:
-    """`onnxfuse ...` in this process; an exception that reaches the user fails the test."""
+    """Run `onnxfuse` in this process; an exception that reaches the user fails the test."""
     result = CliRunner().invoke(main, [str(each) for each in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -38,7 +44,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def error_line(result: Result) -> str:
-    """The one line on stderr."""
+    """Return the one line on stderr without its "error: " in front."""
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("error: ")
@@ -60,9 +66,29 @@ def test_optimize_writes_the_model_and_prints_the_report(block: Path, tmp_path: 
     assert [node.op_type for node in model.graph.node] == ["gemm_bias_activation", "layer_norm"]
 
 
-def test_a_model_may_be_optimized_in_place(block: Path) -> None:
-    assert run("optimize", block, block).exit_code == DONE
+def test_a_model_may_be_optimized_in_place(block: Path, tmp_path: Path) -> None:
+    """It has to be asked for, whatever name of the file is given."""
+    before = block.read_bytes()
+    (tmp_path / "link.onnx").symlink_to(block)
+    for target in (block, tmp_path / "." / block.name, tmp_path / "link.onnx"):
+        result = run("optimize", block, target)
+        sentence = f"'{target}' is the model to read; give another name, or --overwrite to replace it"
+        assert (result.exit_code, error_line(result)) == (USAGE, sentence)
+    assert run("optimize", block, block, "--dry-run").exit_code == DONE
+    assert block.read_bytes() == before
+    assert run("optimize", block, tmp_path / "link.onnx", "--overwrite").exit_code == DONE
     assert len(onnx.load(block).graph.node) == 2
+    assert (tmp_path / "link.onnx").is_symlink()
+
+
+def test_a_target_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+    for target, sentence in (
+        (tmp_path, "it is a directory"),
+        (tmp_path / "none" / "o.onnx", "does not exist; create it first"),
+        (tmp_path / ("m" * 300), "File name too long; choose another name"),
+    ):
+        result = run("optimize", tmp_path / "not_even_read.onnx", target)
+        assert (result.exit_code, sentence in error_line(result)) == (FAILED, True)
 
 
 def test_dry_run_writes_nothing(block: Path, tmp_path: Path) -> None:
@@ -86,7 +112,7 @@ def test_without_onnxruntime_the_report_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     result = run("optimize", block, tmp_path / "out.onnx")
-    assert result.exit_code == DONE
+    assert result.exit_code == NOTHING
     assert (tmp_path / "out.onnx").exists()
     assert "Not verified: onnxruntime is not installed" in result.stdout
     assert "pip install 'onnxfuse[cpu]'" in " ".join(result.stdout.split())
@@ -122,7 +148,7 @@ def test_a_fusion_that_changes_an_output_is_dropped(tmp_path: Path) -> None:
     onnx.save(parse(LONE_RELU), tmp_path / "in.onnx")
     result = run("optimize", tmp_path / "in.onnx", tmp_path / "out.onnx", "--patterns", tmp_path / "mine")
     assert result.exit_code == DONE
-    assert "Dropped wrong_relu at 'active/wrong_relu': output 'y' is off by" in result.stdout
+    assert "Dropped wrong_relu at 'active/wrong_relu': on the values of a run its output" in result.stdout
     assert [node.op_type for node in onnx.load(tmp_path / "out.onnx").graph.node] == ["Relu", "layer_norm"]
 
 
@@ -134,12 +160,25 @@ def test_inputs_to_verify_with(block: Path, tmp_path: Path) -> None:
     assert (result.exit_code, "has no input 'x'" in error_line(result)) == (USAGE, True)
 
 
+def test_sizes_to_verify_with(tmp_path: Path) -> None:
+    """Without --shape the Reshape of this model runs at none of the sizes that are tried."""
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    body = "s = Constant<value_ints = [-1, 997]>() r = Reshape (x, s) a = Relu (r) y = Sqrt (a)"
+    onnx.save(parse(f"g (float[n,m] x) => (float[k,997] y) {{ {body} }}"), source)
+    assert "Not verified: the original does not run on generated inputs" in run("optimize", source, out).stdout
+    shape = "--shape", "x:3x997"
+    assert "Verified: 1 output equal" in run("optimize", source, out, *shape).stdout
+    assert run("verify", source, out, *shape).exit_code == DONE
+    result = run("verify", source, out, "--shape", "z:3x997")
+    assert (result.exit_code, "the model has no input 'z'" in error_line(result)) == (USAGE, True)
+
+
 def test_external_weights_travel_beside_the_model(tmp_path: Path) -> None:
     original, (source, target) = parse(STORED), (tmp_path / "in", tmp_path / "out")
     source.mkdir(), target.mkdir()
     onnx.save(original, source / "m.onnx", save_as_external_data=True, location="weights.bin", size_threshold=1024)
     assert run("optimize", source / "m.onnx", target / "m.onnx").exit_code == DONE
-    assert sorted(path.name for path in target.iterdir()) == ["m.onnx", "m.onnx.data"]
+    assert [path.suffix for path in sorted(target.iterdir())] == [".onnx", ".data"]
     assert run("verify", source / "m.onnx", target / "m.onnx").exit_code == DONE
     before = {t.name: onnx.numpy_helper.to_array(t) for t in parse(STORED).graph.initializer}
     after = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(target / "m.onnx").graph.initializer}
@@ -149,7 +188,7 @@ def test_external_weights_travel_beside_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs a shell's way to name a pipe")
 def test_a_pipe_is_refused(block: Path) -> None:
-    """As of `onnxfuse optimize <(cat block.onnx)`: it can be read once only."""
+    """A pipe, as in `onnxfuse optimize <(cat block.onnx)`, can be read only once."""
     end, start = os.pipe()
     os.write(start, block.read_bytes())
     os.close(start)
@@ -158,6 +197,20 @@ def test_a_pipe_is_refused(block: Path) -> None:
     finally:
         os.close(end)
     assert (result.exit_code, "is a device or a pipe; expected an ONNX file" in error_line(result)) == (FAILED, True)
+
+
+def test_the_progress_bar_forgets_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of unknown length has no count, and its bar moves; it does not stand at the count before it."""
+    monkeypatch.setattr(cli, "SECONDS_WITHOUT_PROGRESS", 0.0)
+    bars: list[Progress] = []
+    monkeypatch.setattr(
+        "rich.progress.Progress", lambda *columns, **how: bars.append(Progress(*columns, **how)) or bars[0]
+    )
+    with cli._progress() as show:
+        for stage, done, of, total in (("fuse", 3, 504, 504), ("fuse", 504, 504, 504), ("verify: run it", 0, 0, None)):
+            show(stage, done, of)
+            (task,) = bars[0].tasks
+            assert (task.description, task.completed, task.total) == (stage, done, total)
 
 
 # --- reports -------------------------------------------------------------------------------------------------------
@@ -226,7 +279,7 @@ def test_explain_shows_the_source_and_the_node(tmp_path: Path) -> None:
     source = Path(__file__).parent.parent.joinpath("patterns", "_activations.py").read_text(encoding="utf-8")
     assert source.splitlines()[int(number) - 1] == text
     underlined = text[carets.index("^") - line.index(" | ") - 3 : carets.rindex("^") + 1 - line.index(" | ") - 3]
-    assert "0.7071067811865476" in underlined
+    assert "1.4142135623730951" in underlined
 
 
 def test_explain_says_where_a_node_went(block: Path) -> None:
@@ -382,7 +435,7 @@ def unsupported_opset(path: Path) -> str:
     model = parse(BLOCK)
     model.opset_import[0].version = 99
     onnx.save(model, path)
-    return "has opset 99; supported are 9 to 24"
+    return "has opset 99; supported are 7 to 24"
 
 
 def undefined_name(path: Path) -> str:
@@ -484,8 +537,18 @@ def test_outputs_that_cannot_be_written(block: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["block.onnx", "folder.onnx"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_no_permission_to_write(block: Path, tmp_path: Path) -> None:
+def refuse(*_: object, **more: object) -> NoReturn:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_no_permission_to_write(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:  # root may write everywhere, so that the refusal has to be simulated
+        own = Path.open
+
+        def open_to_read(path: Path, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+            return (refuse if "x" in mode else own)(path, mode, *arguments, **more)
+
+        monkeypatch.setattr(Path, "open", open_to_read)
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     result = run("optimize", block, closed / "out.onnx")
@@ -493,8 +556,9 @@ def test_no_permission_to_write(block: Path, tmp_path: Path) -> None:
     assert list(closed.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_no_permission_to_read(block: Path, tmp_path: Path) -> None:
+def test_no_permission_to_read(block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:  # root may read everything, so that the refusal has to be simulated
+        monkeypatch.setattr(Path, "read_bytes", refuse)
     block.chmod(0)
     result = run("optimize", block, tmp_path / "out.onnx")
     assert (result.exit_code, "no permission" in error_line(result)) == (FAILED, True)
@@ -520,9 +584,91 @@ def test_a_failure_while_writing_leaves_what_was_there(
 
 
 def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """`onnxfuse ...` as a user runs it."""
+    """Run `onnxfuse` in a process, as a user does."""
     command = [sys.executable, "-c", "from onnxfuse.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
+
+
+COMMANDS = ("optimize", "explain", "list", "show", "verify", "bench", "tune", "env")
+HEAVY = ("onnx", "onnxruntime", "numpy", "onnx_graphsurgeon", "rich", "importlib.metadata")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], *([each, "--help"] for each in COMMANDS)], ids=" ".join
+)
+def test_versions_and_help_import_nothing_heavy(arguments: list[str]) -> None:
+    """A help text appears at once. The imported modules are checked, because times depend on the machine."""
+    script = f"""
+import sys
+from onnxfuse.cli import main
+main({arguments}, standalone_mode=False)
+print("imported:", *(each for each in {HEAVY} if each in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANGS)
+    assert (done.returncode, done.stderr) == (DONE, "")
+    assert done.stdout.splitlines()[-1] == "imported:"
+
+
+def test_every_command_has_a_help_text_that_fits_the_list() -> None:
+    lines = run("--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == sorted(COMMANDS)
+    assert not [line for line in lines if line.endswith("...")]
+
+
+def test_the_package_is_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxfuse", "--version"], capture_output=True, text=True, check=False, timeout=HANGS
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (DONE, f"onnxfuse, version {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_without_onnxruntime_a_command_says_what_to_install(command: str, block: Path) -> None:
+    done = without_onnxruntime(f"from onnxfuse.cli import main; main([{command!r}, {str(block)!r}])")
+    assert (done.returncode, done.stdout) == (USAGE, "")
+    assert re.fullmatch(r"error: onnxruntime is not installed, .* pip install 'onnxfuse\[cuda\]' .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", ["optimize {} {}.out", "verify {} {}", "explain {}", "list", "show softmax", "env"])
+def test_without_onnxruntime_no_command_ends_in_a_traceback(command: str, block: Path, tmp_path: Path) -> None:
+    """onnxruntime is hidden from the processes that a command starts, too."""
+    (tmp_path / "onnxruntime.py").write_text("raise ModuleNotFoundError('No module named onnxruntime')\n")
+    arguments = command.format(block, block).split()
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "onnxfuse", *arguments],
+        capture_output=True, text=True, check=False, timeout=HANGS, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    if arguments[0] in ("optimize", "verify"):
+        assert "onnxruntime is not installed" in " ".join(done.stdout.split())
+    else:
+        assert (done.returncode, done.stderr) == (DONE, "")
+
+
+@pytest.mark.parametrize("name", ["InferenceSession", "register", "explain_session"])
+def test_without_onnxruntime_a_session_says_what_to_install(name: str) -> None:
+    """The exception is an ImportError and a UsageError, so that programs that expect either handle it."""
+    done = without_onnxruntime(f"from onnxfuse import {name}")
+    assert done.stderr.splitlines()[-1].startswith(
+        "onnxfuse.errors.MissingPackageError: onnxruntime is not installed, so no model can run; pip install "
+    )
+    script = f"""
+import onnxfuse
+for kind in (ImportError, onnxfuse.UsageError):
+    try:
+        onnxfuse.{name}
+    except kind as error:
+        print(error)
+"""
+    done = without_onnxruntime(script)
+    assert (done.returncode, done.stderr, done.stdout.count("onnxruntime is not installed")) == (DONE, "", 2)
+
+
+def without_onnxruntime(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process in which onnxruntime cannot be imported."""
+    hidden = f"import sys; sys.modules['onnxruntime'] = None\n{script}"
+    return subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False, timeout=HANGS)
 
 
 def test_the_program(block: Path, tmp_path: Path) -> None:

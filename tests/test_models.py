@@ -1,6 +1,6 @@
-"""Exported public architectures: every block is fused, and plain onnxruntime computes what it computed before.
+"""Test on exported public architectures that every block is fused and that onnxruntime computes the same.
 
-This file imports onnxfuse nowhere: run as a program, it compares pairs of models in a process without it.
+At its top the file does not import onnxfuse: run as a program, it compares models in a process without it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Counts = dict[str, int]
 
 
 def of(architecture: Formulas, config: Config) -> Counts:
-    """The numbers that the formulas give for a config; zeros are left out."""
+    """Return the counts that the formulas give for a config, without zeros."""
     return {name: count for name, formula in sorted(architecture.items()) if (count := formula(config))}
 
 
-# A block of layers reads its residual stream twice, so 2 norms a layer follow an Add, which the product before takes.
-# One more norm follows the embeddings, or the last layer; where the first one follows them, it takes them in.
+# A layer reads its residual stream twice: two norms a layer follow an Add, which the product before them fuses.  One
+# more norm follows the embeddings or the last layer; a norm that follows the embeddings is fused with them.
 POST_NORM = PRE_NORM = {
     "layer_norm": lambda c: 2 * c["layers"] + 1,
     "attention": lambda c: c["layers"],
@@ -47,7 +47,7 @@ POST_NORM = PRE_NORM = {
 RESIDUALS = {"gemm_bias_activation": lambda c: 2 * c["layers"]}  # output and down, without biases
 DECODER: Formulas = RESIDUALS | {
     "rms_norm": lambda c: 2 * c["layers"] + 1,
-    "attention_with_rotary_embedding": lambda c: c["layers"],  # which norms of queries and keys are parts of, too
+    "attention_with_rotary_embedding": lambda c: c["layers"],  # includes norms of queries and keys
     "rotary_table": lambda c: 1,
 }
 PROJECTIONS = {"parallel_gemm": lambda c: c["layers"]}  # query, key and value, which read one value
@@ -97,8 +97,8 @@ FUSED: Mapping[str, Formulas] = {
         "gemm_bias_activation": lambda c: FOUR_LINEARS * c["layers"],
     },
     "swin": {
-        # In all 2 a block, one for embedding or patch merging, and the last.  Products cannot add the residual where
-        # moves of windows lie between: after attention, but where one window is the whole map.
+        # Two a block, one for each embedding or patch merging, and the last.  The product after attention cannot add
+        # the residual, because windows are rearranged in between, unless one window is the whole map.
         "add_layer_norm": lambda c: sum(c["depths"]) - c["depths"][-1],
         "layer_norm": lambda c: sum(c["depths"]) + c["depths"][-1] + len(c["depths"]) + 1,
         "attention": lambda c: sum(c["depths"]),
@@ -119,7 +119,7 @@ FUSED: Mapping[str, Formulas] = {
     },
 }  # fmt: skip
 
-# Products and convolutions that nothing follows which could be fused.
+# Products and convolutions that no bias, activation or residual follows, so that nothing is fused.
 PLAIN: Mapping[str, Formulas] = {
     "bert": {},
     "gpt2": {"MatMul": lambda c: 1},  # logits
@@ -139,9 +139,9 @@ PLAIN: Mapping[str, Formulas] = {
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
 PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: c["layers"] + 1}}
 
-# Residuals that norms add, because the product before cannot.
+# Residuals that a norm adds, because the product before it cannot.
 ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
-    # Attention's result goes on as rows, and so does its product, but the residual has three axes.
+    # The product after attention works on rows, but the residual has three axes.
     **{f"gpt2_{attention}_dynamo_{dtype}.onnx": lambda c: c["layers"] for attention in ("sdpa", "eager")
        for dtype in ("fp16", "fp32")},
     "transformer_encoder_dynamo_fp32.onnx": lambda c: c["layers"],
@@ -153,7 +153,7 @@ LEFT_EMBEDDINGS = {"llama_sdpa_ts_fp16.onnx"}  # the converter has put Casts beh
 
 
 def expected(name: str) -> tuple[Counts, Counts]:
-    """The fused nodes of a model by fusion, and the products and convolutions that are left by operator."""
+    """Return the expected fused nodes of a model by fusion, and the unfused products and convolutions by operator."""
     architecture, config = INDEX[name]["architecture"], INDEX[name]["config"]
     fused, plain = Counter(of(FUSED[architecture], config)), Counter(of(PLAIN[architecture], config))
     norm = "rms_norm" if "rms_norm" in fused else "layer_norm"
@@ -169,7 +169,7 @@ def expected(name: str) -> tuple[Counts, Counts]:
     return dict(fused), dict(plain)
 
 
-# Operators that only occur in what is fused, in all these architectures.
+# Operators that occur only inside fused blocks in all these architectures.
 FAMILIES = {
     "attention": {"Softmax", "IsNaN", "Attention"},
     "norms": {"LayerNormalization", "RMSNormalization", "Pow", "Sqrt", "Reciprocal"},
@@ -196,7 +196,7 @@ def test_nothing_of_the_families_is_left(name: str, optimized: Callable[[str], A
 
 
 def biases(graph: onnx.GraphProto) -> list[str]:
-    """Adds of a constant to a product."""
+    """Return the names of the Adds of a constant to a product."""
     constants = {t.name for t in graph.initializer} | {n.output[0] for n in graph.node if n.op_type == "Constant"}
     products = {n.output[0] for n in graph.node if n.op_type in ("MatMul", "Conv", "Gemm")}
     return [n.name for n in graph.node if n.op_type == "Add" and constants & set(n.input) and products & set(n.input)]
@@ -246,7 +246,7 @@ def test_optimizing_again_changes_nothing(name: str, optimized: Callable[[str], 
 
 # --- its values ----------------------------------------------------------------------------------------------------
 
-TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3}  # of the largest output; what the project promises
+TOLERANCES = {"fp32": 1e-5, "fp16": 2e-3}  # relative to the largest output, as the project promises
 
 
 REQUIRED = "bert", "gpt2", "vit", "llama", "resnet50", "mobilenetv3"
@@ -271,9 +271,9 @@ def worst(by_size: Iterable[Mapping[str, float]]) -> float:
 
 
 def errors_without_onnxfuse(paths: Iterable[Path]) -> dict[str, list[dict[str, float]]]:
-    """The errors of optimized models, by file, size and output, measured in a process without onnxfuse."""
+    """Return the errors of optimized models by file, size and output, measured in a process without onnxfuse."""
     command = [sys.executable, __file__, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -311,12 +311,12 @@ def test_the_reference_evaluator_computes_the_same(name: str, optimized: Callabl
 
 
 def draw(inputs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Seeded inputs, as the index describes them."""
+    """Return seeded inputs that the index describes."""
     feeds = {}
     for each in inputs:
         name, shape = each["name"], [d if isinstance(d, int) else size_of(d, sizes) for d in each["dims"]]
         random = np.random.default_rng(zlib.crc32(f"{name}{shape}".encode()))
-        if each.get("prefix_mask"):  # padded on the right, but for the first row
+        if each.get("prefix_mask"):  # every row but the first is padded on the right
             kept = random.integers(1, shape[-1] + 1, (*shape[:-1], 1))
             kept.flat[:1] = shape[-1]
             value = np.arange(shape[-1]) < kept
@@ -329,12 +329,12 @@ def draw(inputs: Iterable[Mapping[str, Any]], sizes: Mapping[str, int]) -> dict[
 
 
 def size_of(dim: str, sizes: Mapping[str, int]) -> int:
-    """A dim is a name, or a sum such as `past + seq`."""
+    """Return the size of a dim, which is a name or a sum such as `past + seq`."""
     return sum(sizes[name] for name in dim.split(" + "))
 
 
 def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
-    """The largest difference, relative to the largest value; infinite where shapes or what is finite differ."""
+    """Return the largest difference relative to the largest value; infinity if shapes or non-finite values differ."""
     if expected.shape != actual.shape or not np.array_equal(np.isfinite(expected), np.isfinite(actual)):
         return math.inf
     want, have = (np.nan_to_num(value.astype(np.float64)) for value in (expected, actual))
@@ -342,10 +342,10 @@ def relative_error(expected: np.ndarray, actual: np.ndarray) -> float:
 
 
 def compare(path: Path) -> list[dict[str, float]]:
-    """The error of each output, for each of the sizes.
+    """Return the error of each output, for each of the sizes.
 
     In half precision it is the smaller of the errors against the original and against the original computed in
-    float32: onnxruntime places other Casts in another graph, which alone moves outputs by 1.8e-3.
+    float32: onnxruntime inserts other Casts into another graph, which alone moves outputs by 1.8e-3.
     """
     entry, original = INDEX[path.name], onnx.load(EXPORTED / path.name)
     names = [output.name for output in original.graph.output]
@@ -366,12 +366,12 @@ def compare(path: Path) -> list[dict[str, float]]:
 
 
 def session(model: bytes) -> onnxruntime.InferenceSession:
-    """What a user has who only has onnxruntime."""
+    """Return a session as someone without onnxfuse creates it."""
     return onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
 
 
 def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """The named outputs."""
+    """Return the named outputs."""
     return session.run(names, {each.name: feeds[each.name] for each in session.get_inputs()})
 
 
@@ -380,7 +380,7 @@ def as_float32(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with float32 wherever it has float16."""
+    """Replace float16 by float32 everywhere in a model, and return it."""
     for value in (*model.graph.input, *model.graph.output):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
             value.type.tensor_type.elem_type = TensorProto.FLOAT

@@ -1,4 +1,4 @@
-"""The Python API: what it takes, what it leaves alone, and what verification takes back."""
+"""Test the Python API: what it accepts, what it leaves unchanged, and what verification takes back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCK_COUNTS = {"gemm_bias_activation": 1, "layer_norm": 1}
 
 
 def parse(text: str, opset: int = 20, ir: int = 8) -> onnx.ModelProto:
-    """A model from ONNX text; values declared without a value are random initializers."""
+    """Parse a model from ONNX text; initializers without a value get random ones."""
     model = onnx.parser.parse_model(HEAD.format(ir=ir, opset=opset) + text)
     random = np.random.default_rng(0)
     known = {t.name for t in model.graph.initializer}
@@ -49,7 +49,7 @@ def ops(model: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in model.graph.node]
 
 
-# --- what it takes -------------------------------------------------------------------------------------------------
+# --- arguments -----------------------------------------------------------------------------------------------------
 
 
 def test_a_path_bytes_and_a_model_give_the_same(tmp_path: Path) -> None:
@@ -104,7 +104,11 @@ def test_the_ort_fallback_computes_the_same() -> None:
 def test_progress_names_the_stages() -> None:
     stages: list[str] = []
     optimize(parse(BLOCK), progress=lambda stage, done, of: stages.append(stage))
-    assert list(dict.fromkeys(stages)) == ["load", "normalize", "fuse", "write", "verify"]
+    named = list(dict.fromkeys(stages))
+    assert named[:5] == ["load", "normalize", "fuse", "write", "verify"]
+    steps = [stage.partition(": ")[2] for stage in named[5:]]
+    assert steps[0].startswith("run the original")
+    assert {"run the fused nodes", "run the optimized model"} <= {*steps}
 
 
 # --- the user's own fusions ----------------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ def root_of_relu(x=tensor("...")):
     """y = sqrt(max(x, 0))"""
     return op.Sqrt(op.Relu(x))
 '''
-# The two spellings are said to be one value, and are not: what matches a Relu is stored as Abs.
+# The two spellings differ: the pattern matches a Relu, and its body is stored as Abs.
 WRONG = '''"""A Relu, and a wrong claim."""
 
 from onnxfuse import either, fusion, op, tensor
@@ -163,7 +167,8 @@ def test_a_wrong_fusion_is_found_dropped_and_reported(tmp_path: Path) -> None:
     assert (report.counts, report.verified.passed) == ({"layer_norm": 1}, True)
     (dropped,) = report.dropped
     assert (dropped.fusion, dropped.node) == ("wrong_relu", "active/wrong_relu")
-    assert "'y' is off by" in dropped.reason
+    assert re.match(r"on the values of a run its output 'active' is .*; the nodes that it replaced give 0, and float32 "
+                    r"allows an error of ", dropped.reason)  # fmt: skip
     assert report.to_json()["dropped"] == [vars(dropped)]
 
 
@@ -204,7 +209,7 @@ def test_without_onnxruntime_the_report_says_what_to_install(monkeypatch: pytest
     assert report.verified.reason.startswith("onnxruntime is not installed, so nothing was compared; pip install")
 
 
-# --- what stays as it is -------------------------------------------------------------------------------------------
+# --- what stays unchanged ------------------------------------------------------------------------------------------
 
 NORM = """
   mean = ReduceMean <axes = [-1]> (x)
@@ -224,7 +229,7 @@ BRANCHES = """
 
 
 def branching(outer: str) -> onnx.ModelProto:
-    """A LayerNorm, and an If whose branches read `outer` from the graph around them."""
+    """Build a LayerNorm, and an If whose branches read `outer` from the graph around them."""
     branches = BRANCHES.replace("OUTER", outer)
     return parse(
         f"""g (float[batch,8] x, bool flag) => (float[batch,8] y, float[batch,6] z) {NORM_WEIGHTS}
@@ -298,7 +303,7 @@ def test_a_weight_that_a_branch_reads_is_not_changed() -> None:
               else_branch = no () => (float[batch,3,h,w] e) { e = Neg (x) }> (flag) }"""
     model = parse(text)
     result, report = optimize(model, inputs={"x": np.ones((1, 3, 2, 2), np.float32), "flag": np.array(True)})
-    assert [one.what for one in report.folded] == ["batch_norm"]
+    assert [one.kind for one in report.folded] == ["batch_norm"]
     assert subgraphs(result) == subgraphs(model)
     assert report.verified.passed
 
@@ -319,7 +324,7 @@ def test_a_loop_stays() -> None:
 def test_newer_fused_nodes_are_refused() -> None:
     model = parse(BLOCK)
     model.opset_import.add(domain="onnxfuse", version=7)
-    with pytest.raises(ModelError, match=r"uses version 7 .* this onnxfuse knows version 1; install a newer onnxfuse"):
+    with pytest.raises(ModelError, match=r"uses version 7 .* this onnxfuse supports version 1: install a newer"):
         optimize(model)
 
 
@@ -387,7 +392,7 @@ def test_weights_that_a_caller_may_replace_are_no_weights() -> None:
 
 
 def test_a_model_of_ir_version_3() -> None:
-    """Before version 4 every initializer had to be an input as well, which did not mean that callers replaced it."""
+    """Before IR version 4 every initializer had to be an input too, although callers did not override it."""
     text = "g (float[n,8] x) => (float[n,6] y) <float[8,6] w, float[6] b> { p = Gemm (x, w, b) y = Relu (p) }"
     result, report = optimize(with_weights_as_inputs(parse(text, opset=9, ir=3)))
     onnx.checker.check_model(result, full_check=True)
@@ -406,7 +411,7 @@ def test_folding_in_a_model_of_ir_version_3(skip: list[str]) -> None:
     assert "BatchNormalization" not in ops(result)
 
 
-@pytest.mark.parametrize("opset", range(9, 25))
+@pytest.mark.parametrize("opset", range(7, 25))
 def test_every_opset(opset: int) -> None:
     norm, weights = NORM, NORM_WEIGHTS
     if opset >= 18:  # the axes became an input
@@ -423,11 +428,11 @@ def test_every_opset(opset: int) -> None:
     assert [o.version for o in result.opset_import if o.domain == ""] == [opset]
 
 
-@pytest.mark.parametrize("opset", [8, 99])
+@pytest.mark.parametrize("opset", [6, 99])
 def test_an_opset_out_of_range(opset: int) -> None:
     model = parse(BLOCK)
     model.opset_import[0].version = opset
-    with pytest.raises(ModelError, match=f"has opset {opset}; supported are 9 to 24"):
+    with pytest.raises(ModelError, match=f"has opset {opset}; supported are 7 to 24"):
         optimize(model)
 
 
@@ -453,7 +458,7 @@ def test_external_weights_stay_on_disk_unless_they_change(tmp_path: Path) -> Non
     model, report = optimize(path)
     stored = {t.name: uses_external_data(t) for t in model.graph.initializer}
     assert stored["w"]
-    assert [one.what for one in report.folded if one.what == "batch_norm"] == ["batch_norm"]
+    assert [one.kind for one in report.folded if one.kind == "batch_norm"] == ["batch_norm"]
     assert not any(outside for name, outside in stored.items() if name.startswith("kernel"))
     assert (report.counts, report.verified.passed) == ({"gemm_bias_activation": 1}, True)
 
@@ -488,7 +493,7 @@ def test_the_public_names_exist() -> None:
 
 @pytest.mark.parametrize("name", ["llama_kvcache_sdpa_dynamo_fp16", "llama_kvcache_sdpa_ts_fp32"])
 def test_a_step_of_fixed_sizes_is_fused_as_one_of_any_sizes(name: str) -> None:
-    """Its tables of rotary embedding are constants of one position."""
+    """The tables of rotary embedding of such a model are constants of one position."""
     model = onnx.load(EXPORTED / f"{name}.onnx")
     _, of_any = optimize(model)
     model.graph.ClearField("value_info")
@@ -501,3 +506,15 @@ def test_a_step_of_fixed_sizes_is_fused_as_one_of_any_sizes(name: str) -> None:
     _, report = optimize(model)
     assert not report.dropped
     assert {**report.counts, "rotary_table": 1} == of_any.counts
+
+
+@pytest.mark.parametrize(
+    "name", ["+".join("a" * 3000), "*".join(f"(a{i}+b{i})" for i in range(24)), "(" * 900 + "a" + ")" * 900]
+)
+def test_a_dimension_with_a_long_expression_for_a_name(name: str) -> None:
+    info = onnx.helper.make_tensor_value_info
+    x, y = (info(tensor, onnx.TensorProto.FLOAT, [name, 3]) for tensor in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
+    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    optimized, report = optimize(model)
+    assert report.verified.passed and [node.op_type for node in optimized.graph.node] == ["Relu"]

@@ -1,4 +1,4 @@
-"""What a report says: its plain data, the estimate, the misses and the table in the terminal."""
+"""Test reports: their plain data, the estimate, the misses and the table in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_optimize import BLOCK, parse
 from onnxfuse import ModelError, Report, UsageError, optimize
 from onnxfuse.bench.bench import bench
 
-# A type, a list of one element's type, or a dict; `...` stands for any keys with values of one type.
+# A schema is a type, a list with the type of its elements, or a dict; the key `...` stands for any keys.
 SCHEMA: dict[str, Any] = {
     "input": {"path": str, "nodes": int, "opset": int},
     "output": {"path": str, "nodes": int},
@@ -27,9 +27,11 @@ SCHEMA: dict[str, Any] = {
     "dropped": [{"fusion": str, "node": str, "reason": str}],
     "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
     "verified": {
+        "status": str,
         "passed": bool,
         "reason": str,
         "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float}],
+        "not_compared": [{"name": str, "reason": str}],
     },
     "seconds": {...: float},
 }
@@ -54,14 +56,14 @@ g (float[batch,3,8,8] image, float[batch,8] x) => (float[batch,4,8,8] y, float[b
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Of a model in which something is fused, folded and missed."""
+    """Return the report of a model in which something is fused, folded and missed."""
     path = tmp_path_factory.mktemp("report") / "m.onnx"
     onnx.save(parse(EVERYTHING), path)
     return optimize(path)[1].written(path.with_name("out.onnx"))
 
 
 def misfits(value: Any, schema: Any, place: str = "report") -> list[str]:
-    """Where a value is not as the schema says."""
+    """Return the paths of values that differ from the schema."""
     if isinstance(schema, dict) and ... in schema:
         return [text for key, each in value.items() for text in misfits(each, schema[...], f"{place}.{key}")]
     if isinstance(schema, dict):
@@ -99,7 +101,7 @@ def test_a_model_that_comes_from_no_file() -> None:
 
 
 def test_an_infinite_error_is_null_in_json() -> None:
-    from onnxfuse.verify.verify import compare
+    from onnxfuse.verify.compare import compare
 
     other = parse(EVERYTHING.replace("Relu (n)", "Log (n)").replace("float half", "float[1,1] half"))
     data = compare(parse(EVERYTHING), other).to_json()
@@ -109,15 +111,15 @@ def test_an_infinite_error_is_null_in_json() -> None:
 
 
 def test_the_estimate_reads_and_writes_each_value_once() -> None:
-    """A Relu of 1 x 8 floats and an Add of a bias: 4 bytes an element, one launch a node."""
+    """A Relu of 1 x 8 floats and an Add of a bias move 4 bytes per element, in one launch per node."""
     text = "g (float[batch,8] x) => (float[batch,8] y) <float[8] b> { r = Relu (x) y = Add (r, b) }"
     estimate = optimize(parse(text), verify=False)[1].to_json()["estimate"]
     assert estimate["bytes_before"] == estimate["bytes_after"] == 4 * (8 + 8) + 4 * (8 + 8 + 8)
     assert estimate["launches_before"] == 2
 
 
-def test_the_estimate_of_what_is_fused() -> None:
-    """Values between the fused nodes are neither written nor read."""
+def test_the_estimate_of_fused_nodes() -> None:
+    """Values between fused nodes are neither written nor read."""
     batch, k, n = 1, 8, 6
     estimate = optimize(parse(BLOCK), verify=False)[1].to_json()["estimate"]
     inside = 2 * batch * n  # the product and the biased product, each written and read
@@ -173,7 +175,7 @@ def test_the_counts_of_a_model_in_which_nothing_is_fused() -> None:
     assert np.isfinite(report.verified.outputs[0].max_rel)
 
 
-def test_of_a_table_the_rows_that_are_read_count(tmp_path: Path) -> None:
+def test_only_the_rows_of_a_table_that_are_read_count(tmp_path: Path) -> None:
     text = """g (int64[batch, 4] ids) => (float[batch, 4, 8] y) <float[1000, 8] table, float[8] scale, float[8] bias>
         { rows = Gather (table, ids)  y = LayerNormalization (rows, scale, bias) }"""
     optimized, report = optimize(parse(text))

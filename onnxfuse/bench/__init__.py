@@ -1,1 +1,1 @@
-"""Times: original beside fused, each operator alone, and what is kept of them."""
+"""Time a model before and after fusing, time each operator alone, and show the times."""

@@ -1,4 +1,4 @@
-"""The result of a benchmark for the eye: a table, a page with bars, or a picture."""
+"""Show the result of a benchmark as tables in the terminal, as a page with bars, or as a picture."""
 
 from __future__ import annotations
 
@@ -8,43 +8,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape as escaped
 from pathlib import Path
-from typing import Any
+from typing import Final, Literal
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.bench.bench import Bench, Contender, write_text
-from onnxfuse.bench.op_times import OTHER, OpTime
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.tuning.op_times import UNFUSED, OpTime
 
-PAGE = """<!DOCTYPE html>
+PAGE: Final = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; }}
 svg {{ width: 100%; height: auto; }}
 text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
-.plain {{ fill: #8a94a6; }} .fused {{ fill: #2f6fde; }} .wrong {{ fill: #c9463d; }}
+{colors}
 .range {{ stroke: currentColor; stroke-width: 1.5; }}
 </style></head><body>
 <h1>{title}</h1><p>{subtitle}</p>
 {charts}
 </body></html>
 """
-WIDTH, LABELS, NUMBERS, ROW, THICK = 960, 330, 190, 26, 16  # pixels of a chart
-SHOWN = 12  # operators in the terminal
+CHART_WIDTH, LABEL_WIDTH, NOTE_WIDTH, ROW_HEIGHT, BAR_HEIGHT = 960, 330, 190, 26, 16  # pixels
+MAX_OPERATORS_SHOWN: Final = 12  # in the terminal
+COLORS: Final = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
+BarKind = Literal["plain", "fused", "wrong"]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its length, the quartiles where they are known, and what is written behind it."""
+    """One bar of a chart: its length, the quartiles if they are known, and the note behind it."""
 
     label: str
     value: float
     quartiles: tuple[float, float] | None
     note: str
-    kind: str  # plain, fused or wrong
+    kind: BarKind
 
 
 def check_name(path: Path) -> None:
@@ -57,7 +59,7 @@ def check_name(path: Path) -> None:
 
 
 def draw(result: Bench, path: Path) -> None:
-    """Write the chart.  Raises ModelError where that fails."""
+    """Write the chart to a .html or .png file.  Raises ModelError where that fails."""
     if path.suffix == ".html":
         write_text(path, page(result))
     else:
@@ -68,13 +70,13 @@ def draw(result: Bench, path: Path) -> None:
 
 
 def tables(result: Bench) -> Group:
-    """What the terminal shows."""
-    parts: list[Any] = [escape(_subtitle(result)), _models(result.contenders)]
+    """Return what the terminal shows."""
+    parts: list[RenderableType] = [escape(_subtitle(result)), _models(result.contenders)]
     parts += [f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}"
               for each in result.contenders if each.reason]  # fmt: skip
     parts += [f"Operators were not timed alone: {escape(result.ops_error)}"] if result.ops_error else []
-    fused = [op for op in result.ops if op.how != OTHER]
-    others = [op for op in result.ops if op.how == OTHER]
+    fused = [op for op in result.ops if op.how != UNFUSED]
+    others = [op for op in result.ops if op.how == UNFUSED]
     return Group(*parts, *(_ops(fused) if fused else []), *(_others(fused, others) if others else []))
 
 
@@ -85,37 +87,39 @@ def _models(contenders: Sequence[Contender]) -> Table:
     for name in "median ms", "quartiles ms", "runs", "speed-up":
         table.add_column(name, justify="right")
     for each in contenders:
-        time = each.spread
+        times = each.times
         cells = ["-", "-", "-"]
-        if time:
-            cells = [f"{1e3 * time.median:.3f}", f"{1e3 * time.q1:.3f} - {1e3 * time.q3:.3f}", str(time.runs)]
-        table.add_row(escape(each.name), each.mode, *cells, _verdict(each))
+        if times:
+            cells = [f"{1e3 * times.median:.3f}", f"{1e3 * times.q1:.3f} - {1e3 * times.q3:.3f}", str(times.runs)]
+        table.add_row(escape(each.name), each.mode, *cells, _outcome(each))
     return table
 
 
-def _verdict(each: Contender) -> str:
+def _outcome(each: Contender) -> str:
+    """Return the speed-up, or why there is none."""
     if each.agrees is None:
         return "did not run"
     return "wrong result" if not each.agrees else f"{each.speed_up:.2f}x" if each.speed_up else ""
 
 
-def _ops(ops: Sequence[OpTime]) -> list[Any]:
+def _ops(ops: Sequence[OpTime]) -> list[RenderableType]:
     table = Table(title="Fused operators", title_justify="left", box=None, pad_edge=False)
     table.add_column("fusion", no_wrap=True)
     table.add_column("inputs", overflow="fold")
     for name in "nodes", "kernel us", "body us", "MB", "of a copy":
         table.add_column(name, justify="right")
-    for op in ops[:SHOWN]:
+    for op in ops[:MAX_OPERATORS_SHOWN]:
         share = "" if op.share is None else f"{op.share:.0%}"
         megabytes = f"{op.bytes / 1e6:.3g}"
         table.add_row(op.fusion, _inputs(op), str(len(op.nodes)), _us(op.kernel), _us(op.body), megabytes, share)
-    more = [f"{len(ops) - SHOWN} more; --json FILE writes all of them."] if len(ops) > SHOWN else []
+    hidden = len(ops) - MAX_OPERATORS_SHOWN
+    more = [f"{hidden} more; --json FILE writes all of them."] if hidden > 0 else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in ops if op.error)
     return [table, *more, *map(escape, failed)]
 
 
-def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Any]:
-    """The operators that nothing fused, those of a kind together, and the sums."""
+def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[RenderableType]:
+    """Return a table of the operators that nothing fused, one row for each kind, and the sums."""
     table = Table(title="Other operators", title_justify="left", box=None, pad_edge=False)
     table.add_column("operator", no_wrap=True)
     for name in "nodes", "us of all":
@@ -130,12 +134,12 @@ def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[Any]:
 
 
 def total_of(ops: Sequence[OpTime]) -> float:
-    """Seconds of all nodes, as far as they were timed."""
+    """Return the seconds of all nodes that were timed."""
     return sum((op.seconds or 0.0) * len(op.nodes) for op in ops)
 
 
 def _inputs(op: OpTime) -> str:
-    """Dims of the inputs, and their dtype once where it is one."""
+    """Return the dims of the inputs; a dtype that all of them have is named once."""
     pairs = [shape.partition(" ") for shape in op.shapes]
     dtypes = {dtype for _, _, dtype in pairs if dtype}
     if len(dtypes) == 1:
@@ -157,21 +161,25 @@ def _subtitle(result: Bench) -> str:
 
 
 def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
-    """Milliseconds of a run."""
+    """Yield the milliseconds of a run of each model."""
     for each in contenders:
-        if each.spread:
-            kind = "wrong" if not each.agrees else "fused" if each.name == "fused" else "plain"
-            verdict = _verdict(each)
-            note = f"{1e3 * each.spread.median:.3f} ms" + (f", {verdict}" if verdict else "")
-            quartiles = 1e3 * each.spread.q1, 1e3 * each.spread.q3
-            yield Bar(f"{each.name}, {each.mode}", 1e3 * each.spread.median, quartiles, note, kind)
+        if each.times:
+            kind: BarKind = "wrong" if not each.agrees else "fused" if each.name == "fused" else "plain"
+            outcome = _outcome(each)
+            note = f"{1e3 * each.times.median:.3f} ms" + (f", {outcome}" if outcome else "")
+            quartiles = 1e3 * each.times.q1, 1e3 * each.times.q3
+            yield Bar(f"{each.name}, {each.mode}", 1e3 * each.times.median, quartiles, note, kind)
 
 
 def bars_of_ops(ops: Sequence[OpTime]) -> Iterator[Bar]:
-    """Microseconds of all nodes of an operator."""
-    for op in (each for each in ops if each.how != OTHER):
+    """Yield the microseconds of all nodes of each fused operator, as kernels and as bodies."""
+    for op in (each for each in ops if each.how != UNFUSED):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
-        for kind, name, seconds in ("fused", "kernel", op.kernel), ("plain", "body", op.body):
+        pairs: tuple[tuple[BarKind, str, float | None], ...] = (
+            ("fused", "kernel", op.kernel),
+            ("plain", "body", op.body),
+        )
+        for kind, name, seconds in pairs:
             if seconds is not None:
                 share = f", {op.share:.0%} of a copy" if op.share is not None and name == op.how else ""
                 total = 1e6 * seconds * len(op.nodes)
@@ -179,29 +187,32 @@ def bars_of_ops(ops: Sequence[OpTime]) -> Iterator[Bar]:
 
 
 def page(result: Bench) -> str:
-    """An HTML page without scripts, which is well-formed XML as well."""
+    """Return an HTML page without scripts, which is also well-formed XML."""
     charts = [("Milliseconds of a run, with quartiles", list(bars_of_models(result.contenders))),
               ("Microseconds in fused operators, all nodes", list(bars_of_ops(result.ops)))]  # fmt: skip
     parts = [f"<h2>{escaped(title)}</h2>\n{svg(bars)}" for title, bars in charts if bars]
     parts += [f"<p>{escaped(f'{each.name}, {each.mode}: {each.reason}')}</p>"
               for each in result.contenders if each.reason]  # fmt: skip
     title = f"onnxfuse bench {Path(result.model).name}"
-    return PAGE.format(title=escaped(title), subtitle=escaped(_subtitle(result)), charts="\n".join(parts))
+    colors = " ".join(f".{kind} {{ fill: {color}; }}" for kind, color in COLORS.items())
+    subtitle = escaped(_subtitle(result))
+    return PAGE.format(colors=colors, title=escaped(title), subtitle=subtitle, charts="\n".join(parts))
 
 
 def svg(bars: Sequence[Bar]) -> str:
-    """Horizontal bars from zero."""
+    """Return a picture of horizontal bars that start at zero."""
     longest = max(max(bar.value, *(bar.quartiles or ())) if bar.quartiles else bar.value for bar in bars) or 1.0
-    scale = (WIDTH - LABELS - NUMBERS) / longest
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {ROW * len(bars) + 4}" role="img">']
+    scale = (CHART_WIDTH - LABEL_WIDTH - NOTE_WIDTH) / longest
+    box = f"0 0 {CHART_WIDTH} {ROW_HEIGHT * len(bars) + 4}"
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img">']
     for row, bar in enumerate(bars):
-        top, end = ROW * row + 4, LABELS + scale * bar.value
-        middle = top + THICK / 2
-        lines.append(f'<text x="{LABELS - 8}" y="{top + 13}" text-anchor="end">{escaped(bar.label)}</text>')
-        lines.append(f'<rect class="{bar.kind}" x="{LABELS}" y="{top}" width="{scale * bar.value:.1f}" '
-                     f'height="{THICK}"/>')  # fmt: skip
+        top, end = ROW_HEIGHT * row + 4, LABEL_WIDTH + scale * bar.value
+        middle = top + BAR_HEIGHT / 2
+        lines.append(f'<text x="{LABEL_WIDTH - 8}" y="{top + 13}" text-anchor="end">{escaped(bar.label)}</text>')
+        lines.append(f'<rect class="{bar.kind}" x="{LABEL_WIDTH}" y="{top}" width="{scale * bar.value:.1f}" '
+                     f'height="{BAR_HEIGHT}"/>')  # fmt: skip
         if bar.quartiles:
-            low, high = (LABELS + scale * value for value in bar.quartiles)
+            low, high = (LABEL_WIDTH + scale * value for value in bar.quartiles)
             lines.append(f'<line class="range" x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}"/>')
             end = max(end, high)
         lines.append(f'<text x="{end + 8:.1f}" y="{top + 13}">{escaped(bar.note)}</text>')
@@ -213,12 +224,11 @@ def _picture(result: Bench, path: Path) -> None:
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(9, 1 + 0.4 * len(bars)))
-    places = range(len(bars))
+    rows = range(len(bars))
     errors = [[max(b.value - b.quartiles[0], 0) if b.quartiles else 0 for b in bars],
               [max(b.quartiles[1] - b.value, 0) if b.quartiles else 0 for b in bars]]  # fmt: skip
-    colors = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
-    axes.barh(places, [b.value for b in bars], xerr=errors, color=[colors[b.kind] for b in bars])
-    axes.set_yticks(places, [f"{b.label}\n{b.note}" for b in bars])
+    axes.barh(rows, [b.value for b in bars], xerr=errors, color=[COLORS[b.kind] for b in bars])
+    axes.set_yticks(rows, [f"{b.label}\n{b.note}" for b in bars])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of a run")
     axes.set_title(_subtitle(result), fontsize=8, wrap=True)

@@ -1,290 +1,213 @@
-"""The walk: every way of reading a term yields a State, and the first complete and legal one wins."""
+"""The walk over a fusion's terms: every way to read them yields a State, and the first one that is accepted wins."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from onnx import TensorProto
 
-from onnxfuse.errors import PatternError
-from onnxfuse.language.terms import (
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.terms import (
     Absent,
+    Alternatives,
     Apply,
     Capture,
-    Causal,
-    Choose,
     Constant,
-    Either,
-    Filled,
-    Fusion,
-    Given,
-    Part,
-    Precision,
+    Number,
     Product,
-    Rearrange,
-    Scaled,
-    Shared,
-    Stored,
     Sum,
     Term,
-    bare,
-    parts,
+    Wrapper,
     walk,
 )
-from onnxfuse.match.chains import Chain, Way
-from onnxfuse.match.ending import complete, holds
-from onnxfuse.match.leaves import match_absent, match_capture, match_causal, match_constant, match_filled
-from onnxfuse.match.names import unify_first
-from onnxfuse.match.nearest import Nearest
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Tensor
+from onnxfuse.match.accept import accept, guard_holds
+from onnxfuse.match.context import MatchContext
+from onnxfuse.match.diagnostics import origin
+from onnxfuse.match.named_dims import unify_first
+from onnxfuse.match.operands import match_absent, match_capture, match_causal, match_constant, match_full
 from onnxfuse.match.operators import match_operator
-from onnxfuse.match.reader import Reader
-from onnxfuse.match.siblings import computed_from, siblings
-from onnxfuse.match.state import FLOATS, Match, Miss, State
-from onnxfuse.match.views import Source, match_rearrange, match_scaled
-from onnxfuse.match.words import number_text, origin, root_ops
-from onnxfuse.model.graph import Graph, Tensor, op_of
-from onnxfuse.shapes.inference import Shapes
-from onnxfuse.shapes.places import Places
+from onnxfuse.match.scaling import match_scaled
+from onnxfuse.match.side_outputs import computed_from, side_outputs
+from onnxfuse.match.state import Match, Miss, State
+from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
+from onnxfuse.match.views import ViewSources, match_rearrange
 
-LEAVES = {Absent, Capture, Causal, Constant, Filled}
-PASSED = {Part, Precision, Stored, Given, Shared}  # words that matching looks under
-FIXED = {"rank", "dtype", "opset"}  # what a condition may ask for and no reading changes
-SIBLINGS = 8  # ways to choose the other outputs that are tried
-STEPS = 20_000  # per anchor: a bound on backtracking, far above what the patterns need
+MAX_SIDE_OUTPUT_COMBINATIONS = 8  # ways to choose the outputs beside the first that are tried for one State
+MAX_STEPS_PER_TENSOR = 20_000  # a bound on backtracking, far above what the patterns need
 
 
-def passed(term: Term) -> Term:
-    """The term without the words that say nothing to matching."""
-    while isinstance(term, Part | Precision | Stored):
-        term = term.inner
-    return term
+class Matcher(MatchContext):
+    """Matches one fusion against one graph.  It is the `Matching` of the pattern language."""
 
-
-def _repeated(fusion: Fusion) -> set[int]:
-    """The terms that stand in several places, or are outputs: only they must be the same value again."""
-    terms = [term for term in walk(*fusion.outputs) if type(term) not in PASSED]
-    times = Counter(id(bare(part)) for term in terms for part in parts(term))
-    return {term for term, count in times.items() if count > 1} | {id(bare(term)) for term in fusion.outputs}
-
-
-def _scalable(terms: Sequence[Term]) -> Iterator[Term]:
-    """The terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
-    work = [part for term in terms if isinstance(term, Scaled) for part in parts(bare(term.inner))]
-    while work:
-        term = work.pop()
-        if not isinstance(term, Apply):
-            yield term
-            work.extend(parts(term))
-
-
-class Matcher(Reader):
-    """Matches one fusion against one graph."""
-
-    def __init__(self, graph: Graph, shapes: Shapes, fusion: Fusion) -> None:
-        super().__init__(graph, shapes, fusion.casts)
-        self.fusion = fusion
-        self._rules: dict[type[Term], Callable[..., Iterator[State]]] = {
-            Capture: functools.partial(match_capture, self),
-            Constant: functools.partial(match_constant, self),
-            Filled: functools.partial(match_filled, self),
-            Absent: functools.partial(match_absent, self),
-            Causal: functools.partial(match_causal, self),
-            Apply: functools.partial(match_operator, self),
-            Sum: self._chain,
-            Product: self._chain,
-            Either: self._either,
-            Choose: self._choose,
-            Rearrange: functools.partial(match_rearrange, self),
-            Scaled: functools.partial(match_scaled, self),
-        }
-        self._options: dict[tuple[int, str], list[tuple[Any, Term]]] = {}
-        self._chains: dict[int, Chain] = {}
-        self.splits: dict[tuple[int, bool], Sequence[Way]] = {}  # of the tensors met since `at` was called
-        self.sources: dict[tuple[int, bool, bool], Sequence[Source]] = {}
-        terms = list(walk(*fusion.outputs))
-        self._ops = {id(term): root_ops(term) for term in terms}
-        for term in _scalable(terms):
-            ops = self._ops[id(term)]
-            self._ops[id(term)] = None if ops is None else ops | {"Mul", "Div"}
-        self._passed = {id(term): passed(term) for term in terms}
+    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion) -> None:
+        super().__init__(graph, shapes, fusion)
+        self._visible = {id(term): _without_remarks(term) for term in walk(*fusion.outputs)}
         self._repeated = _repeated(fusion)
-        self.siblings = siblings(fusion)
-        ends = self._ops[id(fusion.outputs[0])]
-        if ends is None:
-            raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
-        self.roots = ends | {"Cast"} if fusion.casts else ends
-        self.nearest = Nearest(fusion)
-        self.fail = self.nearest.fail
-        self.root: Tensor = None
+        self._side_outputs = side_outputs(fusion)
+        self._associative: dict[int, AssociativeMatcher] = {}
+        self._decompositions = Decompositions(self)
+        self._view_sources = ViewSources(self)
+        self._root: Tensor | None = None
         self._steps = 0
 
-    @functools.cached_property
-    def places(self) -> Places:
-        """What integer and boolean tensors hold; what is fused meanwhile changes no values."""
-        return Places(self.graph, self.shapes)
-
     def at(self, tensor: Tensor) -> Match | Miss:
-        """The first complete way to read `tensor` as the fusion's first output, or the nearest miss."""
-        self.root, self._steps = tensor, 0
+        """Return the first acceptable way to read `tensor` as the fusion's first output, or the nearest miss."""
+        self._root, self._steps = tensor, 0
         self.nearest.forget()
-        self.splits.clear()
-        self.sources.clear()
+        self._decompositions.forget()
+        self._view_sources.forget()
         dtype = self.shapes.dtype(tensor)
-        if dtype not in FLOATS:
+        if dtype not in FUSIBLE_FLOATS:
             name = TensorProto.DataType.Name(dtype).lower() if dtype else "of unknown dtype"
             hint = "convert the model to float32 or float16" if dtype == TensorProto.DOUBLE else ""
-            said = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"
-            return self.nearest.at_once(said, tensor, hint)
+            sentence = f"'{tensor.name}' is {name}; required float32, float16 or bfloat16"
+            return self.nearest.miss_at_once(sentence, tensor, hint)
         for state in self.match(self.fusion.outputs[0], tensor, self._start(tensor)):
-            for whole in islice(self._with_siblings(state), SIBLINGS):
-                found = complete(self, whole)
+            for whole in islice(self._with_side_outputs(tensor, state), MAX_SIDE_OUTPUT_COMBINATIONS):
+                found = accept(self, tensor, whole, bool(self._side_outputs))
                 if found is not None:
                     return found
         return self.nearest.miss(tensor)
 
     def _start(self, tensor: Tensor) -> State:
-        """Names of the output's dimensions are bound first, so that operands are held against them."""
+        """Return the state in which the names of the output's dimensions are bound, which operands must agree with."""
         shape, spec = self.shapes.shape(tensor), self.fusion.out[0]
         return State(dims=unify_first(spec, shape) if shape is not None and "(" not in spec else {})
 
     # --- the walk ------------------------------------------------------------------------------------------------
 
     def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """Every way to read `tensor` as `term`, given what is captured already."""
-        term = self._passed[id(term)]
-        kind = type(term)
-        if kind is Given:
-            return self._given(term, tensor, state)  # type: ignore[arg-type]
-        if kind is Shared:
-            return self._shared(term, tensor, state)  # type: ignore[arg-type]
-        if kind not in LEAVES and id(term) not in state.terms:
+        """Yield the state after each way to read `tensor` as `term`, given what is captured already."""
+        term = self._visible[id(term)]
+        if isinstance(term, Wrapper):
+            return term.match(self, tensor, state)
+        if not term.is_leaf and id(term) not in state.terms:
             if self.casts:
                 tensor, state = self.through_casts(tensor, state)
             if not self.fits(term, tensor):
                 self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
                 return iter(())
-        return self._read(term, tensor, state)
+        return self._match_once(term, tensor, state)
 
-    def _option(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        """As `match`, for a term that is known to fit."""
-        return self.match(term, tensor, state) if type(term) in PASSED else self._read(term, tensor, state)
+    def match_option(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        """Do what `match` does for an option that `fitting` has found to fit."""
+        return self.match(term, tensor, state) if isinstance(term, Wrapper) else self._match_once(term, tensor, state)
 
-    def _read(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+    def _match_once(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match a term; where it stands in several positions, only against the value that it has already."""
         self._steps += 1
-        if self._steps > STEPS:
+        if self._steps > MAX_STEPS_PER_TENSOR:
             return iter(())
         if id(term) not in self._repeated:
-            return self._rules[type(term)](term, tensor, state)
+            return term.match(self, tensor, state)
         known = state.terms.get(id(term))
         if known is not None:
-            if self.stem(known, term) is self.stem(tensor, term):
-                return iter((state,))
+            found, casts = self.without_casts(tensor, term)
+            if self.without_casts(known, term)[0] is found:
+                return iter((state.with_nodes(casts, keep=True),))
             self.fail(term, state, lambda: f"'{tensor.name}' stands where '{known.name}' is required again")
             return iter(())
-        return self._named(term, tensor, state)
+        return self._remembering(term, tensor, state)
 
-    def _named(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
-        for after in self._rules[type(term)](term, tensor, state):
+    def _remembering(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        for after in term.match(self, tensor, state):
             yield after.with_term(id(term), tensor)
 
-    def _given(self, term: Given, tensor: Tensor, state: State) -> Iterator[State]:
-        if FIXED.issuperset(term.guard.names) and not holds(self, term.guard, state, None):
-            return
-        for after in self.match(term.inner, tensor, state):
-            if holds(self, term.guard, after, term):
-                yield after
+    # --- what terms ask for --------------------------------------------------------------------------------------
 
-    def _shared(self, term: Shared, tensor: Tensor, state: State) -> Iterator[State]:
-        for after in self.match(term.inner, tensor, state):
-            seen = [n for i, n in after.nodes.items() if i not in state.nodes]
-            yield after._replace(nodes=state.nodes).with_nodes(seen, keep=True)
+    def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
+        """Return the indices of the options that can end with the operator that computes the tensor."""
+        return self.prefilter.fitting(term, tensor)
 
-    def _chain(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
-        chain = self._chains.get(id(term))
-        if chain is None:
-            chain = self._chains[id(term)] = Chain(self, term)
+    def holds(self, guard: Guard, state: State, term: Term | None = None) -> bool:
+        """Return whether a condition is true of the state; where it is false, that is a miss of `term`, if given."""
+        assert self._root is not None
+        return guard_holds(self, guard, self._root, state, term)
+
+    def match_absent(self, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match an input that is left out."""
+        return match_absent(self, term, tensor, state)
+
+    def match_capture(self, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match a parameter of the fused operator."""
+        return match_capture(self, term, tensor, state)
+
+    def match_constant(self, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match a number."""
+        return match_constant(self, term, tensor, state)
+
+    def match_full(self, term: Term, value: Number, dims: str, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match a constant of these dimensions whose elements all are `value`."""
+        return match_full(self, term, value, dims, tensor, state)
+
+    def match_causal(
+        self, term: Term, dims: str, score: Capture | None, tensor: Tensor, state: State
+    ) -> Iterator[State]:
+        """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
+        return match_causal(self, term, dims, score, tensor, state)
+
+    def match_operator(self, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match an operator."""
+        return match_operator(self, term, tensor, state)
+
+    def match_rearrange(
+        self, term: Term, inner: Term, pattern: str, slice_name: str | None, tensor: Tensor, state: State
+    ) -> Iterator[State]:
+        """Match `inner` with its axes rearranged, or a slice of it whose attributes begin with `slice_name`."""
+        return match_rearrange(self, self._view_sources, term, inner, pattern, slice_name, tensor, state)
+
+    def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match `inner` times a scalar, wherever the factors stand."""
+        return match_scaled(self, term, inner, scale, tensor, state)
+
+    def match_associative(self, term: Sum | Product, tensor: Tensor, state: State) -> Iterator[State]:
+        """Match a sum or product in any order and grouping."""
+        matcher = self._associative.get(id(term))
+        if matcher is None:
+            matcher = self._associative[id(term)] = AssociativeMatcher(self, self._decompositions, term)
         if state.factor is None:
-            return chain.match(tensor, state)
-        inside = chain.match(tensor, state._replace(factor=None))  # factors of a part are not those of the whole
+            return matcher.match(tensor, state)
+        inside = matcher.match(tensor, state._replace(factor=None))  # factors of a part are not those of the whole
         return (after._replace(factor=state.factor) for after in inside)
 
-    def _either(self, term: Either, tensor: Tensor, state: State) -> Iterator[State]:
-        for _, option in self._fitting(term, enumerate(term.options), tensor):
-            yield from self._option(option, tensor, state)
+    # --- outputs beside the first --------------------------------------------------------------------------------
 
-    def is_output(self, term: Term) -> bool:
-        """Whether a term is an output of the fusion."""
-        return any(bare(output) is bare(term) for output in self.fusion.outputs)
+    def _with_side_outputs(self, root: Tensor, state: State, index: int = 0) -> Iterator[State]:
+        """Yield the state with the outputs that are not interior values of the first, as far as they are found.
 
-    def ending(self, term: Term) -> frozenset[str] | None:
-        """The operators that a term may end with; None where any may."""
-        return self._ops[id(term)]
-
-    def fits(self, term: Term, tensor: Tensor) -> bool:
-        """Whether the operator that computes the tensor can be the last one of the term: most cannot, and end here."""
-        ops = self._ops[id(term)]
-        if ops is None:
-            return True
-        made_by = tensor.inputs
-        return bool(made_by) and (
-            op_of(made_by[0]) in ops or (self.casts and self.float_cast(tensor) is not None)
-        )
-
-    def _fitting(self, term: Term, options: Iterable[tuple[Any, Term]], tensor: Tensor) -> Sequence[tuple[Any, Term]]:
-        """The options that the operator which computes the tensor can end; the same for all tensors of an operator."""
-        key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
-        if key not in self._options or key[1] == "Cast":
-            self._options[key] = [(label, option) for label, option in options if self.fits(option, tensor)]
-        return self._options[key]
-
-    def wanted(self, term: Term) -> str:
-        """The operators that a term may end with, in words."""
-        ops = sorted(self._ops[id(term)] or ["any value"])
-        return ops[0] if len(ops) == 1 else f"{', '.join(ops[:-1])} or {ops[-1]}"
-
-    def _choose(self, term: Choose, tensor: Tensor, state: State) -> Iterator[State]:
-        """Variants exclude each other, so the first that fits is not taken back."""
-        name = term.name
-        for label, option in self._fitting(term, term.options.items(), tensor):
-            known = state.choices.get(name)
-            if known is not None and known != label:
-                continue
-            fits = False
-            chosen = state if known else state.with_choice(name, label)
-            for after in self._option(option, tensor, chosen):
-                fits = True
-                yield after
-            if fits:
-                return
-
-    # --- outputs beside the first ---------------------------------------------------------------------------------
-
-    def _with_siblings(self, state: State, place: int = 0) -> Iterator[State]:
-        """The state with the outputs that are no interior values of the first, as far as they are found.
-
-        Those of the first one's dtype are tried first: with or without a last Cast, as there.
+        Tensors of the first output's dtype are tried first: they have or lack a last Cast, as the first output does.
         """
-        if place == len(self.siblings):
+        if index == len(self._side_outputs):
             yield state
             return
-        term, anchors, ops = self.siblings[place]
-        starts = [state.operands[name] for name in anchors if name in state.operands]
-        dtype = self.shapes.dtype(self.root)
-        for tensor in sorted(computed_from(starts, ops), key=lambda found: self.shapes.dtype(found) != dtype):
-            taken = id(tensor.inputs[0]) in state.nodes or not self.fits(term, tensor)
-            after = None if taken else next(self.match(term, tensor, state), None)
+        output = self._side_outputs[index]
+        starts = [state.operands[name] for name in output.operands if name in state.operands]
+        dtype = self.shapes.dtype(root)
+        for tensor in sorted(computed_from(starts, output.ops), key=lambda found: self.shapes.dtype(found) != dtype):
+            taken = id(tensor.inputs[0]) in state.nodes or not self.fits(output.term, tensor)
+            after = None if taken else next(self.match(output.term, tensor, state), None)
             if after is not None:
-                yield from self._with_siblings(after.with_term(id(bare(term)), tensor), place + 1)
-        yield from self._with_siblings(state, place + 1)
+                found = after.with_term(id(output.term.unwrapped), tensor)
+                yield from self._with_side_outputs(root, found, index + 1)
+        yield from self._with_side_outputs(root, state, index + 1)
 
-    def value(self, term: Capture, value: Any, state: State) -> Iterator[State]:
-        """The state with a scalar or attribute bound; none where it has another value elsewhere."""
-        if term.name in state.values and state.values[term.name] != value:
-            here, elsewhere = number_text(value), number_text(state.values[term.name])
-            self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")
-            return
-        yield state._replace(values={**state.values, term.name: value})
+
+def _without_remarks(term: Term) -> Term:
+    """Return the term without the wrappers that matching ignores."""
+    while isinstance(term, Wrapper) and type(term).match is Wrapper.match:
+        term = term.inner
+    return term
+
+
+def _repeated(fusion: Fusion) -> set[int]:
+    """Return the ids of the terms that stand in several positions, or are outputs: each is one value."""
+    terms = [term for term in walk(*fusion.outputs) if not isinstance(term, Wrapper)]
+    times = Counter(id(part.unwrapped) for term in terms for part in term.parts)
+    return {term for term, count in times.items() if count > 1} | {id(term.unwrapped) for term in fusion.outputs}

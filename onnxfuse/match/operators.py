@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from onnxfuse.language.terms import Absent, Apply, Capture, Size, bare
-from onnxfuse.match.state import State
-from onnxfuse.match.words import origin, short
-from onnxfuse.model.graph import Node, Tensor, attribute, default, op_of, producer, schema
-from onnxfuse.shapes.cuts import taken
-from onnxfuse.shapes.rules import Undecided
-
-if TYPE_CHECKING:
-    from onnxfuse.match.matcher import Matcher
+from onnxfuse.analysis.shape_info import CannotInfer
+from onnxfuse.analysis.slice_ranges import slice_ranges
+from onnxfuse.dsl.dim_expressions import DimExpression
+from onnxfuse.dsl.terms import Apply, Capture
+from onnxfuse.ir.attributes import attribute_default, attribute_or_input, schema
+from onnxfuse.ir.node import Node, Tensor, is_tensor, op_of, producer
+from onnxfuse.match.context import MatchContext
+from onnxfuse.match.diagnostics import origin, value_text
+from onnxfuse.match.state import CapturedValue, Dims, State
 
 COMMUTATIVE = {"Add", "Mul", "Min", "Max", "And", "Or", "Equal"}
-LINEAR = {"MatMul"}  # in each of its inputs
+LINEAR = {"MatMul"}  # in each of its inputs: factors may stand on either of them
 
 
-def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
-    """Every way to read a tensor as the output of an operator."""
+def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield the state after each way to read a tensor as the output of an operator."""
     node = producer(tensor)
     if node is not None and op_of(node) == "Split" and term.op == "Slice":
         yield from _match_split(m, term, tensor, node, state)
@@ -34,14 +34,14 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
     if node.outputs[0] is not tensor:
         m.fail(term, state, lambda: f"'{tensor.name}' is not the first output of its {term.op}")
         return
-    wide = m.widening(node)
-    if wide is not None:
-        m.fail(term, state, lambda: f"'{wide.name}' has {len(wide.shape)} axes, more than what it meets")
+    constant = m.rank_raising_constant(node)
+    if constant is not None:
+        m.fail(term, state, lambda: f"'{constant.name}' has {len(constant.shape)} axes, more than what it meets")
         return
     state, factor = state.with_nodes([node]), state.factor
     if term.op not in LINEAR:  # factors inside are not those of the whole
         state = state._replace(factor=None)
-    inputs = [t for i, t in enumerate(node.inputs) if _formal(m, term.op, i) not in term.attributes]
+    inputs = [t for i, t in enumerate(node.inputs) if _input_name(m, term.op, i) not in term.attributes]
     orders = [inputs]
     if term.op in COMMUTATIVE and len(inputs) == 2:
         orders.append(inputs[::-1])
@@ -50,11 +50,11 @@ def match_operator(m: Matcher, term: Apply, tensor: Tensor, state: State) -> Ite
             yield from _attributes(m, term, node, after._replace(factor=after.factor if term.op in LINEAR else factor))
 
 
-def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
-    """Every way to read an output of a Split as what a Slice along one axis takes."""
+def _match_split(m: MatchContext, term: Apply, tensor: Tensor, node: Node, state: State) -> Iterator[State]:
+    """Yield the state after each way to read an output of a Split as what a Slice along one axis takes."""
     try:
-        ((axis, (start, count)),) = taken(m.shapes, node, tensor).items()
-    except Undecided:
+        ((axis, (start, count)),) = slice_ranges(m.shapes, node, tensor).items()
+    except CannotInfer:
         m.fail(term, state, lambda: f"the sizes of Split '{node.name}' are not known")
         return
     shape = m.shapes.shape(node.inputs[0])
@@ -63,28 +63,29 @@ def _match_split(m: Matcher, term: Apply, tensor: Tensor, node: Node, state: Sta
     for after in _inputs(m, term, node.inputs[:1], 0, state.with_nodes([node])._replace(factor=None)):
         for name, value in found.items():
             after = _with_size(term.attributes.get(name, value), value, after)
-        required = {name: _computed(term.attributes.get(name, value), after.dims) for name, value in found.items()}
+        required = {name: _evaluated(term.attributes.get(name, value), after.dims) for name, value in found.items()}
         if isinstance(whole := shape[axis], int):
             required["ends"] = [min(end, whole) if isinstance(end, int) else end for end in required["ends"]]
         required["axes"] = [number % len(shape) for number in required["axes"]]
         if required == found:
             yield after._replace(factor=state.factor)
         else:
-            told = ", ".join(f"{name}={short(value)}" for name, value in required.items() if value != found[name])
+            told = ", ".join(f"{name}={value_text(value)}" for name, value in required.items() if value != found[name])
             m.fail(term, after, lambda told=told: f"Split '{node.name}' takes {found}; required {told}")  # type: ignore[misc]
 
 
-def _with_size(wanted: Any, value: Any, state: State) -> State:
-    """The state with a dimension that the attribute names, [size("d")], where nothing else has bound it."""
+def _with_size(wanted: object, value: object, state: State) -> State:
+    """Return the state with the dimension that the attribute [size("d")] names, where nothing else has bound it."""
     if not isinstance(wanted, list) or not isinstance(value, list) or len(wanted) != 1 or len(value) != 1:
         return state
     (item,) = wanted
-    if isinstance(item, Size) and item.text.isidentifier() and item.text not in state.dims:
-        return state._replace(dims={**state.dims, item.text: value[0]})
+    if isinstance(item, DimExpression) and item.name is not None and item.name not in state.dims:
+        return state._replace(dims={**state.dims, item.name: value[0]})
     return state
 
 
-def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
+def _inputs(m: MatchContext, term: Apply, tensors: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
+    """Yield the state after each way to read the inputs from index `i` on as those of the term."""
     if i == len(term.inputs):
         extra = next((t for t in tensors[i:] if t.name), None)
         if extra is None:
@@ -97,18 +98,19 @@ def _inputs(m: Matcher, term: Apply, tensors: Sequence[Tensor], i: int, state: S
     if present:
         for after in m.match(wanted, tensors[i], state):
             yield from _inputs(m, term, tensors, i + 1, after)
-    elif (isinstance(inner := bare(wanted), Capture) and inner.optional) or isinstance(inner, Absent):
+    elif wanted.is_optional:
         yield from _inputs(m, term, tensors, i + 1, state)
     else:
         m.fail(wanted, state, lambda: f"{term.op} has no input {i}; required one")
 
 
-def _formal(m: Matcher, op: str, place: int) -> str | None:
+def _input_name(m: MatchContext, op: str, index: int) -> str | None:
     found = schema(op, m.graph.opset)
-    return found.inputs[place].name if found and place < len(found.inputs) else None
+    return found.inputs[index].name if found and index < len(found.inputs) else None
 
 
-def _attributes(m: Matcher, term: Apply, node: Node, state: State) -> Iterator[State]:
+def _attributes(m: MatchContext, term: Apply, node: Node, state: State) -> Iterator[State]:
+    """Yield the state where all attributes are what the pattern says; those that it does not mention, their default."""
     for name in node.attrs:
         if name not in term.attributes and not _is_default(m, node, name):
             value = node.attrs[name]
@@ -116,7 +118,7 @@ def _attributes(m: Matcher, term: Apply, node: Node, state: State) -> Iterator[S
                 term,
                 state,
                 lambda name=name, value=value: (  # type: ignore[misc]
-                    f"{term.op} has {name}={short(value)}; required its default"
+                    f"{term.op} has {name}={value_text(value)}; required its default"
                 ),
             )
             return
@@ -126,58 +128,63 @@ def _attributes(m: Matcher, term: Apply, node: Node, state: State) -> Iterator[S
     yield from states
 
 
-def _is_default(m: Matcher, node: Node, name: str) -> bool:
-    value, usual = node.attrs[name], default(op_of(node), name, m.graph.opset)
+def _is_default(m: MatchContext, node: Node, name: str) -> bool:
+    value, usual = node.attrs[name], attribute_default(op_of(node), name, m.graph.opset)
     return bool(value == usual) or (usual is not None and _same_axis(m, node, name, value, usual))
 
 
-def _attribute(m: Matcher, term: Apply, node: Node, name: str, wanted: Any, state: State) -> Iterator[State]:
-    value = attribute(m.graph, node, name)
+def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: object, state: State) -> Iterator[State]:
+    """Yield the state where an attribute is what the pattern says; what it captures is bound."""
+    value = attribute_or_input(m.graph, node, name)
     if isinstance(wanted, Capture):
         if value is None and wanted.optional:
             yield state
         elif wanted.kind == "scalar" and not isinstance(value, int | float):
             m.fail(term, state, lambda: f"{name} of {term.op} is not a constant number")
         else:
-            yield from m.value(wanted, value, state)
+            yield from m.bind_value(wanted, value, state)
         return
-    if isinstance(wanted, Size) and wanted.text.isidentifier() and wanted.text not in state.dims:
-        yield state._replace(dims={**state.dims, wanted.text: value})
+    if isinstance(wanted, DimExpression) and wanted.name is not None and wanted.name not in state.dims:
+        yield state._replace(dims={**state.dims, wanted.name: value})
         return
     state = _with_size(wanted, value, state)
-    required = _computed(wanted, state.dims)
+    required = _evaluated(wanted, state.dims)
     if _same(m, node, name, value, required):
         yield state
     else:
-        shown = f"'{value.name}'" if hasattr(value, "name") else short(value)
-        m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required {short(required)}")
+        shown = f"'{value.name}'" if is_tensor(value) else value_text(value)
+        m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required {value_text(required)}")
 
 
-def _same(m: Matcher, node: Node, name: str, found: Any, required: Any) -> bool:
+def _same(m: MatchContext, node: Node, name: str, found: CapturedValue, required: Any) -> bool:
+    """Return whether an attribute, or the input that it became, is what is required."""
     if name == "steps" and found is None:
         found = [1] * len(required)
     if isinstance(found, float) and isinstance(required, int | float):
         return math.isclose(found, required, rel_tol=1e-6)
     if op_of(node) == "Slice" and name == "ends" and isinstance(found, list):
         return _ends(m, node, found) == _ends(m, node, required)
-    if hasattr(found, "name"):
-        return False  # computed at run time
+    if is_tensor(found):
+        return False  # it is computed at run time
     return bool(found == required) or _same_axis(m, node, name, found, required)
 
 
-def _ends(m: Matcher, node: Node, ends: Sequence[int]) -> list[Any]:
-    """The ends of a Slice, those beyond the axis brought back to its size."""
-    shape, axes = m.shapes.shape(node.inputs[0]), attribute(m.graph, node, "axes")
+def _ends(m: MatchContext, node: Node, ends: Sequence[object]) -> list[object]:
+    """Return the ends of a Slice, where those beyond the axis become its size."""
+    shape, axes = m.shapes.shape(node.inputs[0]), attribute_or_input(m.graph, node, "axes")
     if shape is None or not isinstance(axes, list):
         return list(ends)
-    sizes = [shape[axis] for axis in axes]
+    sizes = [shape[axis] for axis in axes if isinstance(axis, int) and -len(shape) <= axis < len(shape)]
+    if len(sizes) != len(ends):
+        return list(ends)  # the model is invalid
     return [
         n if isinstance(end, int) and end > (n if isinstance(n, int) else 2**62) else end
         for end, n in zip(ends, sizes, strict=True)
     ]
 
 
-def _same_axis(m: Matcher, node: Node, name: str, found: Any, required: Any) -> bool:
+def _same_axis(m: MatchContext, node: Node, name: str, found: Any, required: Any) -> bool:
+    """Return whether two values of `axis` or `axes` are equal, where negative axes count from the last one."""
     if name not in ("axis", "axes") or not node.inputs:
         return False
     rank = m.shapes.rank(node.inputs[0])
@@ -189,7 +196,8 @@ def _same_axis(m: Matcher, node: Node, name: str, found: Any, required: Any) -> 
         return False
 
 
-def _computed(wanted: Any, dims: Mapping[str, Any]) -> Any:
-    if isinstance(wanted, Size):
-        return wanted.compute(dims)
-    return [_computed(item, dims) for item in wanted] if isinstance(wanted, list) else wanted
+def _evaluated(wanted: object, dims: Dims) -> Any:
+    """Return an attribute's value, in which expressions of dimensions are numbers, or symbolic sizes."""
+    if isinstance(wanted, DimExpression):
+        return wanted.evaluate(dims)
+    return [_evaluated(item, dims) for item in wanted] if isinstance(wanted, list) else wanted

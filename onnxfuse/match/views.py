@@ -1,178 +1,269 @@
-"""Rearrangements and scalings against chains of nodes that only move or scale values."""
+"""Rearrangements against chains of views: Reshape, Transpose, Expand and the like, and slices of a packed last axis."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple
 
-from onnxfuse.language.terms import Capture, Part, Rearrange, Scaled, bare
-from onnxfuse.match.names import fitted
-from onnxfuse.match.parts import moved, part_of
+from onnxfuse.analysis import layout as layouts
+from onnxfuse.analysis.dims import Size, product
+from onnxfuse.analysis.shape_info import CannotInfer
+from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.dsl.terms import VIEW_OPS, Capture, Term
+from onnxfuse.ir.attributes import ints_attribute
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.match.context import MatchContext
+from onnxfuse.match.diagnostics import shape_text
+from onnxfuse.match.named_dims import fitted_arrangement
+from onnxfuse.match.scaling import scale_step
 from onnxfuse.match.state import State
-from onnxfuse.match.words import VIEWS, shape_text
-from onnxfuse.model.graph import Node, Tensor, is_constant, op_of, producer
-from onnxfuse.shapes import layout as layouts
-from onnxfuse.shapes.cuts import CUTS
-from onnxfuse.shapes.dims import Size as DimSize
-
-if TYPE_CHECKING:
-    from onnxfuse.match.matcher import Matcher
-
-Source: TypeAlias = tuple[Tensor, list[Node], float]  # what is viewed, the nodes from it, the factor on the way
 
 
-def match_rearrange(m: Matcher, term: Rearrange, tensor: Tensor, state: State) -> Iterator[State]:
-    """Every way to read a tensor as a rearrangement; the farthest source first."""
-    keep = isinstance(bare(term.inner), Capture) or m.is_output(term.inner)  # what is viewed will be there
-    part = term.inner.name if isinstance(term.inner, Part) else None
-    found = False
-    inner = bare(term.inner)
-    farthest = _sources(m, tensor, False, False)[-1][0]
-    if isinstance(inner, Capture) and inner.kind == "weight" and not is_constant(farthest):
-        m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {inner.name}")
+class ViewSource(NamedTuple):
+    """A tensor that another one is a view of."""
+
+    tensor: Tensor
+    nodes: list[Node]  # from it to the view
+    factor: float  # the product of the numbers that these multiply by
+
+
+class ViewSources:
+    """The sources of the tensors that were met while matching at one tensor."""
+
+    def __init__(self, m: MatchContext) -> None:
+        self._m = m
+        self._known: dict[tuple[int, bool, bool], Sequence[ViewSource]] = {}
+
+    def forget(self) -> None:
+        """Begin at another tensor."""
+        self._known.clear()
+
+    def of(self, tensor: Tensor, *, scaling: bool, slicing: bool) -> Sequence[ViewSource]:
+        """Return the tensor itself and what it is a view of, nearest first.
+
+        `scaling` and `slicing` say whether the nodes may also multiply by numbers, and take slices.
+        """
+        key = id(tensor), scaling, slicing
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = list(self._follow(tensor, scaling, slicing))
+        return known
+
+    def _follow(self, tensor: Tensor, scaling: bool, slicing: bool) -> Iterator[ViewSource]:
+        m, nodes, factor = self._m, list[Node](), 1.0
+        while True:
+            yield ViewSource(tensor, nodes[::-1], factor)
+            node = producer(tensor)
+            if node is None:
+                return
+            if op_of(node) in VIEW_OPS or (m.casts and m.float_cast(tensor)) or (slicing and op_of(node) in SLICING):
+                tensor = node.inputs[0]
+            elif scaling and (step := scale_step(m, node)) is not None:
+                tensor, factor = step[0], factor * step[1]
+            else:
+                return
+            nodes.append(node)
+
+
+def match_rearrange(
+    m: MatchContext,
+    sources: ViewSources,
+    term: Term,
+    inner: Term,
+    pattern: str,
+    slice_name: str | None,
+    tensor: Tensor,
+    state: State,
+) -> Iterator[State]:
+    """Yield the state after each way to read a tensor as `inner` rearranged, from the farthest source that fits.
+
+    With `slice_name` it may be a slice of `inner`, which attributes that begin with this name describe.
+    """
+    value = inner.unwrapped
+    keep = isinstance(value, Capture) or m.is_output(value)  # the source stays in the graph
+    arranged, nearest_source = False, tensor
+    farthest = sources.of(tensor, scaling=False, slicing=False)[-1].tensor
+    if isinstance(value, Capture) and value.kind == "weight" and not is_constant(farthest):
+        m.fail(term, state, lambda: f"'{tensor.name}' is computed; required a constant for {value.name}")
         return
-    for source, nodes, factor in reversed(_sources(m, tensor, state.factor is not None, part is not None)):
-        if not m.fits(term.inner, source):  # the cheaper question first
+    candidates = sources.of(tensor, scaling=state.factor is not None, slicing=slice_name is not None)
+    for source, nodes, factor in reversed(candidates):
+        if not m.fits(inner, source) or (isinstance(value, Capture) and _is_rounded(m, source, nodes)):
             continue
-        after = _arrangement(m, term.pattern, source, nodes, tensor, part, state)
+        after = _arrange(m, pattern, source, nodes, tensor, slice_name, state)
         if after is None:
+            nearest_source = source
             continue
-        found = True
+        arranged = True
         after = after._replace(factor=None if state.factor is None else state.factor * factor)
         fits = False
-        for inside in m.match(term.inner, source, after.with_nodes(nodes, keep=keep)):
+        for inside in m.match(inner, source, after.with_nodes(nodes, keep=keep)):
             fits = True
             yield inside
         if fits:
-            return  # the farthest source is the one to read; a nearer one would only keep the views
-    if not found:
-        shape = m.shapes.shape(tensor)
-        m.fail(term, state, lambda: f"'{tensor.name}' ({shape_text(shape)}) is not made by {term.pattern}")
+            return  # a nearer source would only keep more views
+    if not arranged:
+        m.fail(term, state, lambda: _not_arranged(m, pattern, tensor, nearest_source))
 
 
-def _sources(m: Matcher, tensor: Tensor, scaling: bool, cutting: bool) -> Sequence[Source]:
-    """The tensor itself and what it is a view of, nearest first; once for each tensor while matching at one place."""
-    key = id(tensor), scaling, cutting
-    known = m.sources.get(key)
-    if known is None:
-        known = m.sources[key] = list(_follow(m, tensor, scaling, cutting))
-    return known
+def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
+    """Return whether Casts among the nodes round what is in the source; then an operand is what they give."""
+    casts = [node for node in nodes if op_of(node) == "Cast" and not m.is_to_float32(node)]
+    return any(m.shapes.dtype(cast.outputs[0]) != m.shapes.dtype(source) for cast in casts)
 
 
-def _follow(m: Matcher, tensor: Tensor, scaling: bool, cutting: bool) -> Iterator[Source]:
-    nodes: list[Node] = []
-    factor = 1.0
-    while True:
-        yield tensor, nodes[::-1], factor
-        node = producer(tensor)
-        if node is None:
-            return
-        if op_of(node) in VIEWS or (m.casts and m.float_cast(tensor)) or (cutting and op_of(node) in CUTS):
-            tensor = node.inputs[0]
-        elif scaling and (step := _scale_step(m, node)) is not None:
-            tensor, factor = step[0], factor * step[1]
-        else:
-            return
-        nodes.append(node)
+def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor) -> str:
+    sentence = f"'{tensor.name}' ({shape_text(m.shapes.shape(tensor))}) is not made by {pattern}"
+    return sentence if source is tensor else f"{sentence} of '{source.name}' ({shape_text(m.shapes.shape(source))})"
 
 
-def unscaled(m: Matcher, tensor: Tensor, state: State) -> tuple[Tensor, State]:
-    """An operand inside scaled(), without the factors that it was multiplied by."""
-    factor = state.factor
-    nodes: list[Node] = []
-    while factor is not None and (node := producer(tensor)) is not None and (step := _scale_step(m, node)) is not None:
-        tensor, factor = step[0], factor * step[1]
-        nodes.append(node)
-    return tensor, state.with_nodes(nodes, keep=True)._replace(factor=factor)
-
-
-def _unscalable(node: Node) -> str:
-    left, right = (t.name for t in node.inputs)
-    return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"
-
-
-def _scale_step(m: Matcher, node: Node) -> tuple[Tensor, float] | None:
-    """(x, c) where the node computes x * c or x / (1/c) for a constant number c."""
-    if op_of(node) not in ("Mul", "Div") or m.widening(node) is not None:
-        return None
-    left, right = node.inputs
-    value = m.number(right)
-    if value is not None:
-        if op_of(node) == "Mul":
-            return left, value
-        return (left, 1 / value) if value else None
-    value = m.number(left)
-    return (right, value) if value is not None and op_of(node) == "Mul" else None
-
-
-def _arrangement(
-    m: Matcher, pattern: str, source: Tensor, nodes: Sequence[Node], tensor: Tensor, part: str | None, state: State
+def _arrange(
+    m: MatchContext,
+    pattern: str,
+    source: Tensor,
+    nodes: Sequence[Node],
+    tensor: Tensor,
+    slice_name: str | None,
+    state: State,
 ) -> State | None:
-    """The state with the sizes, and the `part`, that make the tensor the arrangement of its source."""
+    """Return the state with the sizes, and the slice, that make the tensor the arrangement of its source.
+
+    None where it is not.
+    """
     start, end = m.shapes.shape(source), m.shapes.shape(tensor)
     if start is None or end is None:
         return None
-    arrangement = fitted(pattern, len(start), len(end))
+    arrangement = fitted_arrangement(pattern, len(start), len(end))
     if arrangement is None:
         return None
     known = {name: size for name, size in state.dims.items() if name != "..."}
-    leading = {f"...{i}": size for i, size in enumerate(state.dims.get("...", ()))}
-    if part is not None and any(op_of(node) in CUTS for node in nodes):
-        taken = part_of(m, arrangement, source, nodes, tensor, {**known, **leading})
-        if taken is None:
-            return None
-        part_sizes, offset, pitch = taken
-        numbers = {f"{part}_offset": offset, **({} if pitch is None else {f"{part}_pitch": pitch})}
-        if any(state.values.get(name, number) != number for name, number in numbers.items()):
-            return None
-        if pitch is not None:
-            part_sizes = {**part_sizes, f"{part}_blocks": start[-1] // pitch}
-        return _with_sizes(pattern, arrangement, part_sizes, state._replace(values={**state.values, **numbers}))
-    sizes = layouts.solve(arrangement, start, end, {**known, **leading})
+    known |= {f"...{i}": size for i, size in enumerate(state.dims.get("...", ()))}
+    if slice_name is not None and any(op_of(node) in SLICING for node in nodes):
+        found = packed_slice(m, arrangement, source, nodes, tensor, known)
+        return None if found is None else _with_packed_slice(pattern, arrangement, slice_name, found, start[-1], state)
+    sizes = layouts.solve_sizes(arrangement, start, end, known)
     if sizes is None:
         return None
     if nodes or arrangement.source != arrangement.result:  # else nothing moves
-        found = _layout(m, start, nodes)
-        if found is None or layouts.arranged(arrangement, sizes) != layouts.merged(found):
+        layout: layouts.Layout | None = layouts.identity(start)
+        for node in nodes:
+            layout = _layout_after(m, layout, node)
+        if layout is None or layouts.arrangement_layout(arrangement, sizes) != layouts.coalesce(layout):
             return None
     return _with_sizes(pattern, arrangement, sizes, state)
 
 
 def _with_sizes(
-    pattern: str, arrangement: layouts.Arrangement, sizes: Mapping[str, DimSize], state: State
+    pattern: str, arrangement: layouts.Arrangement, sizes: Mapping[str, Size], state: State
 ) -> State | None:
-    extra = sum(name.startswith("...") for axis in arrangement.source for name in axis)
+    """Return the state with the sizes of an arrangement; None where "..." stands for other sizes elsewhere."""
     dims = {name: size for name, size in sizes.items() if not name.startswith("...")}
     if "..." in pattern:
-        dims_leading = tuple(sizes[f"...{i}"] for i in range(extra))
-        if state.dims.get("...", dims_leading) != dims_leading:
+        count = sum(name.startswith("...") for axis in arrangement.source for name in axis)
+        leading = tuple(sizes[f"...{i}"] for i in range(count))
+        if state.dims.get("...", leading) != leading:
             return None
-        return state._replace(dims={**dims, "...": dims_leading})
+        return state._replace(dims={**dims, "...": leading})
     return state._replace(dims={**dims, **({"...": state.dims["..."]} if "..." in state.dims else {})})
 
 
-def _layout(m: Matcher, shape: Sequence[DimSize], nodes: Sequence[Node]) -> layouts.Layout | None:
-    found: layouts.Layout | None = layouts.identity(shape)
-    for node in nodes:
-        found = moved(m, found, node)
-    return found
+def _layout_after(m: MatchContext, layout: layouts.Layout | None, node: Node) -> layouts.Layout | None:
+    """Return the layout after a view; None where sizes do not tell it."""
+    after = m.shapes.shape(node.outputs[0])
+    if layout is None or after is None:
+        return None
+    match op_of(node):
+        case "Transpose":
+            return layouts.transpose(layout, ints_attribute(node, "perm") or range(len(after))[::-1])
+        case "Expand":
+            return layouts.expand(layout, after)
+        case "Reshape" | "Squeeze" | "Unsqueeze" | "Flatten":
+            return layouts.reshape(layout, after)
+    return layout
 
 
-def match_scaled(m: Matcher, term: Scaled, tensor: Tensor, state: State) -> Iterator[State]:
-    """Every way to read a tensor as a value times a number, collected from all around it."""
-    factor = 1.0
-    nodes: list[Node] = []
-    while (node := producer(tensor)) is not None:
-        if (step := _scale_step(m, node)) is not None:
-            tensor, factor = step[0], factor * step[1]
-        elif m.casts and m.float_cast(tensor):
-            tensor = node.inputs[0]
-        elif op_of(node) in ("Mul", "Div"):
-            m.fail(term, state.with_nodes([*nodes, node]), lambda node=node: _unscalable(node))  # type: ignore[misc]
-            return
-        else:
-            break
-        nodes.append(node)
-    inside = state.with_nodes(nodes)._replace(factor=factor)
-    for after in m.match(term.inner, tensor, inside):
-        yield from m.value(term.scale, after.factor, after._replace(factor=state.factor))
+# --- slices of a packed last axis --------------------------------------------------------------------------------
+
+
+class FoundSlice(NamedTuple):
+    """The elements of a last axis "(a b)" that are arranged: `a` runs of `b` elements."""
+
+    sizes: dict[str, Size]  # of the arrangement
+    offset: int  # elements before the first run
+    pitch: int | None  # elements from the beginning of one run to that of the next; None where that is `b`
+
+
+def _with_packed_slice(
+    pattern: str, arrangement: layouts.Arrangement, name: str, found: FoundSlice, width: Size, state: State
+) -> State | None:
+    """Return the state with the attributes that describe a slice; None where they have other values elsewhere."""
+    numbers = {f"{name}_offset": found.offset, **({} if found.pitch is None else {f"{name}_pitch": found.pitch})}
+    if any(state.values.get(key, number) != number for key, number in numbers.items()):
+        return None
+    sizes = found.sizes if found.pitch is None else {**found.sizes, f"{name}_blocks": width // found.pitch}
+    return _with_sizes(pattern, arrangement, sizes, state._replace(values={**state.values, **numbers}))
+
+
+def packed_slice(
+    m: MatchContext,
+    arrangement: layouts.Arrangement,
+    source: Tensor,
+    chain: Sequence[Node],
+    tensor: Tensor,
+    known: Mapping[str, Size],
+) -> FoundSlice | None:
+    """Return the slice of the source's last axis of which the tensor is an arrangement; None where it is not one."""
+    start, end = m.shapes.shape(source), m.shapes.shape(tensor)
+    assert start is not None and end is not None
+    axis, found = len(start) - 1, _layout_and_offsets(m, start, chain, tensor)
+    if axis < 0 or found is None or any(offset for other, offset in found[1].items() if other != axis):
+        return None
+    layout, offset = layouts.coalesce(found[0]), found[1].get(axis, 0)
+    runs = [sub_axis for axes in layout for sub_axis in axes if sub_axis.axis == axis]
+    sizes = layouts.solve_sizes(arrangement, (*start[:-1], product([run.size for run in runs])), end, known)
+    last = arrangement.source[-1]
+    if sizes is None or not last:
+        return None
+    width, run, count = start[-1], sizes[last[-1]], product([sizes[name] for name in last[:-1]])
+    if not (isinstance(width, int) and isinstance(run, int) and isinstance(count, int)):
+        return None
+    if layouts.arrangement_layout(arrangement, sizes) == layout:
+        return FoundSlice(sizes, offset, None)
+    for pitch in (each.stride for each in runs if isinstance(each.stride, int)):
+        fits = _is_within(width, offset, count, run, pitch)
+        if fits and layouts.arrangement_layout(arrangement, sizes, pitch) == layout:
+            return FoundSlice(sizes, offset, pitch)
+    return None
+
+
+def _is_within(width: int, offset: int, count: int, run: int, pitch: int) -> bool:
+    """Return whether so many runs lie within an axis of blocks of `pitch` elements, one run in a block."""
+    block, begin = divmod(offset, pitch)
+    return width % pitch == 0 and block + count <= width // pitch and begin + run <= pitch
+
+
+def _layout_and_offsets(
+    m: MatchContext, shape: Sequence[Size], chain: Sequence[Node], tensor: Tensor
+) -> tuple[layouts.Layout, dict[int, int]] | None:
+    """Return the layout of the chain's result in a source of that shape, and on each axis the first element's index."""
+    layout: layouts.Layout | None = layouts.identity(shape)
+    offsets: dict[int, int] = {}
+    for node, after in zip(chain, (*chain[1:], None), strict=True):
+        if op_of(node) not in SLICING:
+            layout = _layout_after(m, layout, node)
+            continue
+        made = tensor if after is None else next(t for t in node.outputs if any(t is read for read in after.inputs))
+        try:
+            ranges = slice_ranges(m.shapes, node, made)
+        except CannotInfer:
+            return None
+        for axis, (first, count) in ranges.items():
+            selected = None if layout is None else layouts.select(layout, axis, first, count)
+            if selected is None:
+                return None
+            layout = selected[0]
+            offsets |= {axis: offsets.get(axis, 0) + more for axis, more in selected[1].items()}
+        if layout is not None and op_of(node) == "Gather" and m.shapes.rank(node.inputs[1]) == 0:
+            (axis,) = ranges
+            layout = (*layout[:axis], *layout[axis + 1 :])
+    return None if layout is None else (layout, offsets)

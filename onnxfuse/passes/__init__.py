@@ -1,1 +1,35 @@
-"""Rewrites that need no pattern: one spelling for what means the same, constants computed, weights rescaled."""
+"""Rewrites that need no pattern: equivalent graphs get one form, constants are computed, weights are rescaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.graph import Graph
+from onnxfuse.passes.conv_to_matmul import conv_to_matmul
+from onnxfuse.passes.fold_batch_norm import fold_batch_norm
+from onnxfuse.passes.fold_constants import fold_constants
+from onnxfuse.passes.fold_shapes import fold_shapes
+from onnxfuse.passes.folded import Folded
+from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.split_packed_gate import split_packed_gate
+from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
+
+# A pass changes a sorted graph in place, and records the types of the tensors that it adds.  It returns what it
+# changed: the nodes that it folded, or a number of changes.
+Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
+
+# The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
+PIPELINE: tuple[Pass, ...] = (
+    fold_constants,  # first, because the other passes ask which inputs are constant
+    fold_shapes,  # views can be composed when their targets are constant
+    normalize,  # so that patterns, and the passes below, meet each computation in one form
+    unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
+    conv_to_matmul,  # makes products, into whose weights the next pass can fold
+    fold_batch_norm,
+    split_packed_gate,  # last, because scales and biases of a packed product are folded by then
+)
+WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values
+
+__all__ = ["PIPELINE", "WEIGHT_PASSES", "Folded", "Pass"]

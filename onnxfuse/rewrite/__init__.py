@@ -1,1 +1,1 @@
-"""From matches to fused nodes: which match wins, whether it may, and the function that stands for it."""
+"""From matches to fused nodes: select the match that wins, write its body as a function, replace its nodes."""

@@ -1,1 +1,1 @@
-"""Original against optimized on the CPU: inputs, sizes, runs, and how far outputs may be apart."""
+"""Compare an optimized model with the original on the CPU: choose inputs, run both, measure errors."""

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array: TypeAlias = NDArray[Any]
+from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 
-# The largest error of an output, relative to the largest finite magnitude that it should have.
+# The largest allowed error of an output, relative to the largest finite magnitude of the expected output.
 #
-# What it should be is the original's own output, except where the original computes in half precision: there it is the
-# original evaluated in float32, and an output also passes if its error is not larger than that of the original as it
-# is.  The original's rounding is no standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops
-# pairs of them, so where it rounds depends on the nodes around.  Merely folding the shape arithmetic of the Reshapes
-# moved an output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32
-# evaluation, the exported float16 transformers are off by 4.8e-4 to 1.5e-3, optimized by 3.8e-4 to 1.9e-3.
+# The expected output is the original's own, unless the original computes in half precision.  Then it is the original
+# evaluated in float32, and an output also passes if its error is at most that of the original as it is.  The original's
+# own rounding is no standard: onnxruntime's CPU provider puts Casts around most float16 nodes and drops pairs of them,
+# so where it rounds depends on the neighbouring nodes.  Merely folding the shape arithmetic of the Reshapes moved an
+# output of float16 ViTs by 1.8e-3 (onnxruntime 1.31), without a change of arithmetic.  Against the float32 evaluation,
+# the exported float16 transformers are off by 4.8e-4 to 1.5e-3, optimized by 3.8e-4 to 1.9e-3.
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-12,  # 2^-53 = 1.1e-16: sums of some thousand terms in another order; no fusion touches doubles
     "float32": 1e-5,  # 2^-24 = 6e-8: some hundred roundings in another order
@@ -28,21 +26,20 @@ TOLERANCES: Mapping[str, float] = {
     "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; a fused op rounds once where its nodes rounded each time
     "bfloat16": 1.6e-2,  # 2^-8 = 3.9e-3: four roundings, as for float16
 }  # every other dtype is exact: integers, booleans and strings have no roundings
-HALVES = ("float16", "bfloat16")
 
-# Magnitudes that only masks have: -3.4e38, or -65504 in float16.  They would make every error look small, so they
-# count for themselves alone.
-MASKS: Mapping[str, float] = {"float16": 3e4}
-MASK = 1e30
+# From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
+# every error look small, so their errors are relative to themselves.
+MASK_MAGNITUDE = 1e30
+MASK_MAGNITUDES: Mapping[str, float] = {"float16": 3e4}
 
 
 @dataclass(frozen=True)
-class OutputError:
-    """The error of one output, the worst of all rounds.
+class OutputDifference:
+    """The largest error of one output over all runs.
 
-    `max_rel` is relative to the output's largest magnitude, masks aside.  For what comes from half precision it is the
-    error against the original evaluated in float32, and `original_rel` the original's own error against that; None
-    elsewhere.
+    `max_rel` is relative to the output's largest magnitude, values of masks aside.  For an output that is computed in
+    or from half precision it is the error against the original evaluated in float32, and `original_rel` is the
+    original's own error against that.  `original_rel` is None for other outputs.
     """
 
     name: str
@@ -55,41 +52,51 @@ class OutputError:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """Errors relative to the largest magnitude: the optimized's, the original's, and where the original overflowed."""
+class _Errors:
+    """Largest errors of one output; all but `max_abs` are relative to the expected output's largest magnitude."""
 
     max_abs: float
-    rel: float
-    own: float
-    overflow: float
+    optimized: float
+    original: float
+    overflowed: float  # the optimized model's error where the original overflowed in half precision
 
 
-def difference(name: str, expected: Any, actual: Any, exact: Any = None, half: str = "") -> OutputError:
-    """The error of one value; sequences element by element, maps exactly.
+def compare_output(
+    name: str,
+    expected: object,
+    actual: object,
+    exact: object = None,
+    half: str = "",
+    limit: float | None = None,
+) -> OutputDifference:
+    """Measure the error of one output: of a sequence element by element; a map must be equal.
 
-    `half` is the half precision that the value comes from, '' for none, and `exact` the original's value in float32.
+    `half` is the half precision that the value is computed in or from, '' for none.  `exact` is the original's value
+    when it is evaluated in float32.  `limit` replaces the tolerance of floating-point dtypes.
     """
     if not isinstance(expected, np.ndarray):
-        return _difference_of_objects(name, expected, actual, exact, half)
+        return _compare_objects(name, expected, actual, exact, half, limit)
     dtype = str(expected.dtype)
     tolerance = TOLERANCES.get(dtype, 0.0)
-    wrong = _mismatch(expected, actual, tolerance)
-    if wrong or not tolerance:
+    wrong = _describe_mismatch(expected, actual, tolerance)
+    if wrong or not tolerance or not isinstance(actual, np.ndarray):
         size = math.inf if wrong else 0.0
-        return OutputError(name, size, size, tolerance, not wrong, wrong and f"output '{name}' {wrong}")
-    mask = min(MASKS.get(each, MASK) for each in (dtype, half))
-    known = isinstance(exact, np.ndarray) and exact.shape == expected.shape
-    rounded = half if half and dtype not in HALVES else dtype
-    return _judge(name, expected, actual, exact if known else None, rounded, mask)
+        return OutputDifference(name, size, size, tolerance, not wrong, wrong and f"output '{name}' {wrong}")
+    mask = min(MASK_MAGNITUDES.get(each, MASK_MAGNITUDE) for each in (dtype, half))
+    float32 = exact if isinstance(exact, np.ndarray) and exact.shape == expected.shape else None
+    rounded = half if half and dtype not in HALF_PRECISION.values() else dtype
+    return _compare_floats(
+        name, expected, actual, float32, rounded, mask, TOLERANCES[rounded] if limit is None else limit
+    )
 
 
-def worst(errors: Iterable[OutputError]) -> OutputError:
-    """The one that fails, else the one with the largest error."""
+def worst(errors: Iterable[OutputDifference]) -> OutputDifference:
+    """Return a difference that fails, else the one with the largest relative error."""
     return max(errors, key=lambda e: (not e.passed, e.max_rel))
 
 
-def _mismatch(expected: Array, actual: Any, tolerance: float) -> str:
-    """What is wrong other than rounding; '' for nothing."""
+def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str:
+    """Return what differs besides rounding, as the end of a sentence about the output; '' if nothing does."""
     if not isinstance(actual, np.ndarray):
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
@@ -100,70 +107,77 @@ def _mismatch(expected: Array, actual: Any, tolerance: float) -> str:
     return ""
 
 
-def _judge(name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float) -> OutputError:
-    """Whether NaN and infinities are where they have to be, and the rest within the tolerance of `dtype`."""
-    tolerance = TOLERANCES[dtype]
-    misplaced = _misplaced(expected, actual, expected if exact is None else exact)
+def _compare_floats(
+    name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float, tolerance: float
+) -> OutputDifference:
+    """Check that NaN and infinities are where they must be, and all other values within the tolerance."""
+    misplaced = _describe_misplaced(expected, actual, expected if exact is None else exact)
     if misplaced:
-        return OutputError(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
-    found = _measure(expected, actual, expected if exact is None else exact, mask)
-    passed = found.rel <= max(tolerance, found.own) and found.overflow <= tolerance
-    rel = max(found.rel, found.overflow)
+        return OutputDifference(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
+    found = _measure_errors(expected, actual, expected if exact is None else exact, mask)
+    passed = found.optimized <= max(tolerance, found.original) and found.overflowed <= tolerance
+    rel = max(found.optimized, found.overflowed)
     text = f"output '{name}' is off by {rel:.1e} of its largest value"
     if exact is not None:
-        text += f" from the original in float32, the original itself by {found.own:.1e}"
+        text += f" from the original in float32, the original itself by {found.original:.1e}"
     reason = "" if passed else f"{text}; {dtype} allows {tolerance:.1e}"
-    return OutputError(name, found.max_abs, rel, tolerance, passed, reason, None if exact is None else found.own)
+    original_rel = None if exact is None else found.original
+    return OutputDifference(name, found.max_abs, rel, tolerance, passed, reason, original_rel)
 
 
-def _misplaced(expected: Array, actual: Array, exact: Array) -> str:
-    """How many NaN or infinities came or went; one that float32 does not have may go, none may come."""
-    old, new, true = _wide(expected), _wide(actual), _wide(exact)
+def _describe_misplaced(expected: Array, actual: Array, exact: Array) -> str:
+    """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
+
+    One that the float32 evaluation does not have may vanish; none may appear.
+    """
+    old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     both_nan = np.isnan(old) & np.isnan(new)
     wrong = ~np.isfinite(old) & (old != new) & ~both_nan & ~(np.isfinite(true) & np.isfinite(new))
     wrong |= np.isfinite(old) & ~np.isfinite(new)
-    for kind, places in (("NaN", wrong & (np.isnan(old) != np.isnan(new))), ("infinite values", wrong)):
-        if places.any():
-            return f"{kind} at {int(places.sum())} of {old.size} places"
+    for kind, where in (("NaN", wrong & (np.isnan(old) != np.isnan(new))), ("infinite values", wrong)):
+        if where.any():
+            return f"{kind} at {int(where.sum())} of {old.size} elements"
     return ""
 
 
-def _measure(expected: Array, actual: Array, exact: Array, mask: float) -> _Measured:
-    """Errors against `exact`, or against `expected` where only that is finite."""
-    old, new, true = _wide(expected), _wide(actual), _wide(exact)
+def _measure_errors(expected: Array, actual: Array, exact: Array, mask: float) -> _Errors:
+    """Measure errors against `exact`, or against `expected` where only that is finite."""
+    old, new, true = _as_double(expected), _as_double(actual), _as_double(exact)
     true = np.where(np.isfinite(true), true, old)
     size = np.where(np.isfinite(true), np.abs(true), 0.0)
     scale = float(size[size < mask].max(initial=0.0)) or 1.0
     size = np.where(size < mask, scale, size)
 
-    def largest(value: Array, places: Array, relative: bool = True) -> float:
+    def largest(value: Array, where: Array, relative: bool = True) -> float:
         with np.errstate(over="ignore"):  # an infinite error is one
-            errors = np.abs(value[places] - true[places])
-            return float((errors / size[places] if relative else errors).max(initial=0.0))
+            errors = np.abs(value[where] - true[where])
+            return float((errors / size[where] if relative else errors).max(initial=0.0))
 
     known, there = np.isfinite(old) & np.isfinite(true), np.isfinite(new) & np.isfinite(true)
-    return _Measured(
+    return _Errors(
         largest(new, there, relative=False), largest(new, there & known), largest(old, known),
         largest(new, there & ~known),
     )  # fmt: skip
 
 
-def _wide(array: Array) -> Array:
+def _as_double(array: Array) -> Array:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _difference_of_objects(name: str, expected: Any, actual: Any, exact: Any, half: str) -> OutputError:
+def _compare_objects(
+    name: str, expected: object, actual: object, exact: object, half: str, limit: float | None
+) -> OutputDifference:
     if not isinstance(expected, list) or any(not isinstance(e, np.ndarray) for e in expected):
         same = type(expected) is type(actual) and expected == actual
         size = 0.0 if same else math.inf
-        return OutputError(name, size, size, 0.0, same, "" if same else f"output '{name}' differs; a map is exact")
+        return OutputDifference(name, size, size, 0.0, same, "" if same else f"output '{name}' differs; a map is exact")
     if not isinstance(actual, list) or len(actual) != len(expected):
         text = f"output '{name}' is no sequence of {len(expected)} tensors, as it is in the original"
-        return OutputError(name, math.inf, math.inf, 0.0, False, text)
+        return OutputDifference(name, math.inf, math.inf, 0.0, False, text)
     exacts = exact if isinstance(exact, list) and len(exact) == len(expected) else [None] * len(expected)
     triples = zip(expected, actual, exacts, strict=True)
-    found = [difference(name, old, new, true, half) for old, new, true in triples]
-    return worst(found) if found else OutputError(name, 0.0, 0.0, 0.0, True, "")
+    found = [compare_output(name, old, new, true, half, limit) for old, new, true in triples]
+    return worst(found) if found else OutputDifference(name, 0.0, 0.0, 0.0, True, "")
 
 
 def _type(array: Array) -> str:

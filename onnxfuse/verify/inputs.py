@@ -1,4 +1,4 @@
-"""What a model is verified with: sizes for its dynamic dims and values that mean something, or an .npz file."""
+"""Make the inputs that a model is verified with: sizes of its dims and meaningful values, or those of an .npz file."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import difflib
 import math
 import operator
 import os
+import re
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx.inliner
-from numpy.typing import NDArray
 
-from onnxfuse.errors import UsageError, VerificationError
-from onnxfuse.model.protos import nodes
-from onnxfuse.shapes.dim_text import is_name
-from onnxfuse.verify.session import first_line
+from onnxfuse.analysis.dim_parser import is_name
+from onnxfuse.errors import UsageError, VerificationError, first_line
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.verify.input_uses import Use
 
-Array: TypeAlias = NDArray[Any]
-
-# Sizes of the dynamic dims, for dims on axis 0 and for the others; the n-th name takes the n-th number.  The first two
-# plans tell all names apart.  The others are for models that need more: a batch of one, equal
-# sizes under different names, images.
-PLANS = (
+# Sizes of the dynamic dims, on axis 0 and on the other axes; the n-th name takes the n-th number.  The first two lines
+# give all names different sizes.  The others are for models that need more: a batch of one, equal sizes under
+# different names, images.
+DIM_SIZES = (
     ((2, 7, 13), (5, 3, 9, 11, 4)),
     ((3, 10, 14), (8, 4, 6, 12, 7)),
     ((1,), (5, 3, 9, 11, 4)),
@@ -40,16 +37,21 @@ PLANS = (
     ((1,), (16,)),
     ((2,), (64,)),
     ((1,), (224,)),
+    ((1,), (448,)),
+    ((1,), (1024,)),
 )
+MAX_EXPRESSION = 150  # characters of a dim that is read as an expression; longer ones count as names
+# Tried after those, where a float input of at most three axes may hold samples of audio.
+AUDIO_SIZES = tuple(((1,), (2**n,)) for n in range(11, 16))
+MAX_ELEMENTS_DRAWN = 2**22  # of one input: an image of 1024 x 1024 in colors, or minutes of audio
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv, ast.Div: operator.floordiv,
 }  # fmt: skip
-PASSES_ON = {
-    "Cast", "Clip", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
-}  # fmt: skip
-COMPARES = {"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"}
-MASK_TYPES = {1, 9, 10, 11, 16}  # TensorProto: float, bool, float16, double, bfloat16
+# Words in the names of inputs: of those that count elements, and of those that hold the size of an image.
+LENGTH_WORDS = frozenset({"len", "lens", "length", "lengths", "seqlen", "seqlens"})
+SIZE_WORDS = frozenset({"shape", "size", "sizes"})
+SMALL_SIZE = 2  # of what is a size and says of nothing else
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Input:
     dims: tuple[int | str, ...]
 
 
-def inputs_of(model: onnx.ModelProto) -> list[Input]:
-    """The graph inputs that a caller must give."""
+def model_inputs(model: onnx.ModelProto) -> list[Input]:
+    """Return the graph inputs that a caller must give."""
     weights = {t.name for t in model.graph.initializer} | {t.values.name for t in model.graph.sparse_initializer}
     return [_input(value) for value in model.graph.input if value.name not in weights]
 
@@ -84,12 +86,12 @@ def _input(value: onnx.ValueInfoProto) -> Input:
 
 
 def load_inputs(path: str | os.PathLike[str], model: onnx.ModelProto) -> dict[str, Array]:
-    """Every input of the model from an .npz file.  Raises UsageError where file and model do not fit."""
-    arrays, wanted = _read_arrays(path), inputs_of(model)
+    """Return every input of the model from an .npz file.  Raises UsageError if the file does not fit the model."""
+    arrays, wanted = _read_arrays(path), model_inputs(model)
     for each in wanted:
         if each.name not in arrays:
             raise UsageError(f"'{path}' has no input '{each.name}'{_similar(each.name, list(arrays))}")
-        if each.dtype == ml_dtypes.bfloat16 and arrays[each.name].dtype == np.dtype("V2"):  # what npz makes of it
+        if each.dtype == ml_dtypes.bfloat16 and arrays[each.name].dtype == np.dtype("V2"):  # how an .npz file stores it
             arrays[each.name] = arrays[each.name].view(ml_dtypes.bfloat16)
     check_inputs(arrays, wanted)
     return arrays
@@ -110,6 +112,7 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 
 def check_inputs(arrays: Mapping[str, Array], wanted: Sequence[Input]) -> None:
+    """Raise UsageError unless each array has the name, dtype and shape of one of the model's inputs."""
     known = {each.name: each for each in wanted}
     for name, value in arrays.items():
         if name not in known:
@@ -129,55 +132,86 @@ def _similar(name: str, known: list[str]) -> str:
 
 
 def sizes_to_try(inputs: Sequence[Input], given: Mapping[str, Array]) -> Iterator[dict[str, int]]:
-    """Sizes of all dynamic dims, plan by plan, without repeats; given arrays settle theirs."""
+    """Yield sizes of all dynamic dims, each set once, in the order of DIM_SIZES; given arrays fix their own sizes.
+
+    Sets for which an input would be too big are left out.
+    """
+    names = _single_names(inputs)
+    audio = any(
+        each.dtype.kind == "f" and len(each.dims) <= 3 and any(isinstance(dim, str) for dim in each.dims[-2:])
+        for each in inputs
+    )
     tried: list[dict[str, int]] = []
-    for plan in PLANS:
-        sizes = _sizes(inputs, plan, given)
-        if sizes not in tried:
+    for choices in (*DIM_SIZES, *(AUDIO_SIZES if audio else ())):
+        sizes = _choose_sizes(inputs, choices, given)
+        drawn = (each for each in inputs if each.name not in given)
+        if sizes not in tried and not (tried and any(_is_big(each, sizes, names) for each in drawn)):
             tried.append(sizes)
             yield sizes
 
 
-def generate(
-    inputs: Sequence[Input], sizes: Mapping[str, int], roles: Mapping[str, int], given: Mapping[str, Array]
+def _is_big(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> bool:
+    try:
+        return math.prod(_shape(each, sizes, single_names)) > MAX_ELEMENTS_DRAWN
+    except ArithmeticError:  # whoever makes the input reports it
+        return False
+
+
+def generate_inputs(
+    inputs: Sequence[Input],
+    sizes: Mapping[str, int],
+    uses: Mapping[str, Use],
+    given: Mapping[str, Array],
+    requested: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Array]:
-    """An array for every input: the given one, else seeded values."""
-    return {i.name: given[i.name] if i.name in given else _values(i, sizes, inputs, roles) for i in inputs}
+    """Return an array for every input: the given one, else seeded values of the requested shape or of these sizes."""
+    names = _single_names(inputs)
+    known = {**(requested or {}), **{name: array.shape for name, array in given.items()}}
+    shapes = {i.name: known[i.name] if i.name in known else _shape(i, sizes, names) for i in inputs}
+    return {i.name: given[i.name] if i.name in given else _generate_input(i, inputs, shapes, uses) for i in inputs}
 
 
-def _sizes(inputs: Sequence[Input], plan: Any, given: Mapping[str, Array]) -> dict[str, int]:
-    """One size for every name among the dims: from the given arrays, else from the plan."""
-    alone = _alone(inputs)
+def _choose_sizes(
+    inputs: Sequence[Input], choices: tuple[tuple[int, ...], tuple[int, ...]], given: Mapping[str, Array]
+) -> dict[str, int]:
+    """Return a size for every name among the dims: from the given arrays, else from `choices` (axis 0, other axes)."""
+    single_names = _single_names(inputs)
     sizes: dict[str, int] = {}
     for each in inputs:
         if each.name in given:
             pairs = zip(each.dims, given[each.name].shape, strict=True)
-            sizes |= {dim: n for dim, n in pairs if isinstance(dim, str) and _expression(dim, alone) is None}
+            named = ((dim, size) for dim, size in pairs if isinstance(dim, str))
+            sizes |= {dim: size for dim, size in named if _parse_expression(dim, single_names) is None}
     count: Counter[bool] = Counter()
     for each in inputs:
+        alone = len(each.dims) == 1 and each.dtype.kind == "f"  # samples of audio rather than a batch
         for axis, dim in enumerate(each.dims):
-            tree = _expression(dim, alone) if isinstance(dim, str) else None
+            tree = _parse_expression(dim, single_names) if isinstance(dim, str) else None
             names = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)] if tree else [dim]
             for name in names:
                 if isinstance(name, str) and name not in sizes:
-                    choices = plan[0 if axis == 0 else 1]
-                    sizes[name] = choices[count[axis == 0] % len(choices)]
-                    count[axis == 0] += 1
+                    batch = axis == 0 and not (alone and choices[0] == (1,))
+                    numbers = choices[0 if batch else 1]
+                    sizes[name] = numbers[count[batch] % len(numbers)]
+                    count[batch] += 1
     return sizes
 
 
-def _alone(inputs: Sequence[Input]) -> frozenset[str]:
+def _single_names(inputs: Sequence[Input]) -> frozenset[str]:
+    """Return the dims that are a single name, not an expression."""
     return frozenset(d for each in inputs for d in each.dims if isinstance(d, str) and d.isidentifier())
 
 
-def _expression(dim: str, alone: frozenset[str]) -> ast.expr | None:
-    """The arithmetic that a dim's name spells, such as `past + seq` or `2*seq`; None where it is only a name.
+def _parse_expression(dim: str, single_names: frozenset[str]) -> ast.expr | None:
+    """Parse a dim that is an expression, such as `past + seq` or `2*seq`; return None if it is only a name.
 
-    `total_sequence_length` is taken for the sum of `past_sequence_length` and `sequence_length` where both exist.
+    `total_sequence_length` is taken for the sum of `past_sequence_length` and `sequence_length` if both exist.
     """
     past, new = dim.replace("total", "past"), dim.replace("total_", "")
-    if "total" in dim and past in alone and new in alone:
+    if "total" in dim and past in single_names and new in single_names:
         dim = f"{past} + {new}"
+    if len(dim) > MAX_EXPRESSION:
+        return None
     try:
         tree = ast.parse(dim, mode="eval").body
     except (SyntaxError, ValueError):
@@ -185,14 +219,14 @@ def _expression(dim: str, alone: frozenset[str]) -> ast.expr | None:
     if isinstance(tree, ast.Name):
         return None
     for node in ast.walk(tree):
-        plain = isinstance(node, ast.Name | ast.expr_context | ast.BinOp | ast.operator)
-        if not plain and not (isinstance(node, ast.Constant) and isinstance(node.value, int)):
+        supported = isinstance(node, ast.Name | ast.expr_context | ast.BinOp | ast.operator)
+        if not supported and not (isinstance(node, ast.Constant) and isinstance(node.value, int)):
             return None
         if isinstance(node, ast.operator) and type(node) not in OPERATORS:
             return None
     names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     ambiguous = any(isinstance(n, ast.Sub | ast.Div) for n in ast.walk(tree))  # `decoder-length` is a name as well
-    return None if ambiguous and not names <= alone else tree
+    return None if ambiguous and not names <= single_names else tree
 
 
 def _evaluate(tree: ast.AST, sizes: Mapping[str, int]) -> int:
@@ -206,81 +240,94 @@ def _evaluate(tree: ast.AST, sizes: Mapping[str, int]) -> int:
     raise AssertionError(ast.dump(tree))
 
 
-def _shape(each: Input, sizes: Mapping[str, int], alone: frozenset[str]) -> tuple[int, ...]:
+def _shape(each: Input, sizes: Mapping[str, int], single_names: frozenset[str]) -> tuple[int, ...]:
     result = []
     for dim in each.dims:
-        tree = _expression(dim, alone) if isinstance(dim, str) else None
+        tree = _parse_expression(dim, single_names) if isinstance(dim, str) else None
         result.append(dim if isinstance(dim, int) else max(0, _evaluate(tree, sizes)) if tree else sizes[dim])
     return tuple(result)
 
 
-def roles_of(model: onnx.ModelProto) -> dict[str, int]:
-    """What an integer input is for: the number of rows of the table that it selects from; 0 for a mask."""
-    graph = _without_weights(model)
-    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
-    readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-    for node in nodes(graph):
-        tensor = next((a.t for a in node.attribute if a.name == "value" and node.op_type == "Constant"), None)
-        if tensor is not None:
-            shapes[node.output[0]] = tuple(tensor.dims)
-        elif node.op_type in ("Cast", "DequantizeLinear", "Identity") and node.input[0] in shapes:
-            shapes[node.output[0]] = shapes[node.input[0]]
-        for place, name in enumerate(node.input):
-            readers.setdefault(name, []).append((node, place))
-    found = {value.name: _role(value.name, readers, shapes) for value in model.graph.input}
-    return {name: role for name, role in found.items() if role is not None}
-
-
-def _role(name: str, readers: Mapping[str, list[tuple[onnx.NodeProto, int]]], shapes: Mapping[str, Any]) -> int | None:
-    """Follow the tensor through what only reshapes it."""
-    work, seen, rows, mask = [name], {name}, list[int](), False
-    while work:
-        for node, place in readers.get(work.pop(), ()):
-            numbers = {a.name: a.i for a in node.attribute}
-            if node.op_type == "Gather" and place == 1:
-                table = shapes.get(node.input[0])
-                rows += [table[numbers.get("axis", 0)]] if table else []
-            elif node.op_type in COMPARES or (node.op_type == "Cast" and numbers["to"] in MASK_TYPES):
-                mask = True
-            elif (place == 0 and node.op_type in PASSES_ON) or (place > 0 and node.op_type == "Where"):
-                work += [o for o in node.output if o not in seen]
-                seen.update(node.output)
-    return min(rows) if rows else 0 if mask else None
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.GraphProto:
-    """The graph with its model-local functions inlined, and without initializers, which can be big."""
-    if not model.functions:
-        return model.graph
-    light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
-    for field in ("node", "input", "output"):
-        getattr(light.graph, field).extend(getattr(model.graph, field))
-    return onnx.inliner.inline_local_functions(light).graph
-
-
-def _values(each: Input, sizes: Mapping[str, int], inputs: Sequence[Input], roles: Mapping[str, int]) -> Array:
-    """Seeded values that mean something to the input: a mask, positions, rows of a table, or noise."""
-    shape = _shape(each, sizes, _alone(inputs))
-    random = np.random.default_rng(zlib.crc32(each.name.encode()))
-    name, role = each.name.lower(), roles.get(each.name)
+def _generate_input(
+    each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]], uses: Mapping[str, Use]
+) -> Array:
+    """Return seeded values that the input's name or use asks for: a mask, lengths, rows of a table, noise and so on."""
+    shape, use = shapes[each.name], uses.get(each.name)
     if each.dtype.kind == "O":
         return np.full(shape, "a", object)
-    if "mask" in name or (each.dtype.kind in "iu" and role == 0 and "position" not in name):
-        return _mask(shape).astype(each.dtype)
+    kind = use.kind if use else ""
+    words = set(re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", each.name).lower()))
+    is_length = kind == "length" or not words.isdisjoint(LENGTH_WORDS)
+    if "mask" in each.name.lower() or (kind == "mask" and not is_length and "position" not in each.name.lower()):
+        return _prefix_mask(shape).astype(each.dtype)
+    if use and kind == "equal":
+        return np.full(shape, use.number).astype(each.dtype)
+    numeric = each.dtype.kind in "iuf" and kind != "row" and "position" not in each.name.lower()
+    if numeric and is_length:
+        lengths = _lengths(shape, _counted_size(each, inputs, shapes), "cu" in words)
+        # Lengths in floats are shares of the longest one.
+        return (lengths / max(1, *lengths.flat) if each.dtype.kind == "f" else lengths).astype(each.dtype)
+    if numeric and words & SIZE_WORDS and shape and shape[-1] == 2:
+        return np.broadcast_to(_size_of_image(inputs, shapes), shape).astype(each.dtype)
+    if words >= {"scale", "factor"}:
+        return np.ones(shape, each.dtype)
+    if kind == "size":
+        return np.full(shape, SMALL_SIZE).astype(each.dtype)
+    return _noise(each, shape, use.number if use and kind == "row" else 0)
+
+
+def _lengths(shape: tuple[int, ...], longest: int, cumulative: bool) -> Array:
+    """Return lengths from `longest` down, at least 1; if cumulative, where rows begin that lie one behind another."""
+    count = math.prod(shape)
+    if cumulative:
+        return np.linspace(0, longest, count).round().reshape(shape)
+    return np.asarray(longest - np.arange(count) % max(1, (longest + 1) // 2)).reshape(shape)
+
+
+def _counted_size(each: Input, inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the size of the axis that a length counts.
+
+    The axis belongs to the input that the length is named after, else to the first with as many rows, else to the
+    first of several axes.  It is the longest dynamic axis behind the batch, or the longest static one.
+    """
+    words = sorted(LENGTH_WORDS, key=len, reverse=True)
+    stem = re.sub(f"_?({'|'.join(words)})(?![a-z])", "", each.name.lower())
+    wide = [other for other in inputs if other.name != each.name and len(other.dims) > 1]
+    named = [other for other in wide if stem and stem in other.name.lower()]
+    same_rows = [other for other in wide if shapes[other.name][:1] == shapes[each.name][:1]]
+    for other in (*named, *same_rows, *wide):
+        axes = list(zip(other.dims, shapes[other.name], strict=True))[1:]
+        dynamic = [size for dim, size in axes if isinstance(dim, str)]
+        return max(1, *(dynamic or [size for _, size in axes]))
+    return SMALL_SIZE
+
+
+def _size_of_image(inputs: Sequence[Input], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return height and width of the first input that has the rank of images, by default with the channels first."""
+    for each in inputs:
+        if len(each.dims) == 4:
+            channels_last = isinstance(each.dims[3], int) and not isinstance(each.dims[1], int)
+            return shapes[each.name][1:3] if channels_last else shapes[each.name][2:]
+    return SMALL_SIZE, SMALL_SIZE
+
+
+def _noise(each: Input, shape: tuple[int, ...], rows: int) -> Array:
+    """Return positions if the input's name says so, else random values: rows of its table, bits, normal floats."""
+    random = np.random.default_rng(zlib.crc32(each.name.encode()))
     if each.dtype.kind == "b":
         bits = random.random(shape) < 0.5
         bits.reshape(-1)[:1] = True
         return np.asarray(bits)
     if each.dtype.kind not in "iu":
         return np.asarray(random.standard_normal(shape)).astype(each.dtype)
-    if "position" in name:
-        places = np.arange(shape[-1] if shape else 1) % (role or 2**31)
-        return np.broadcast_to(places if shape else places[0], shape).astype(each.dtype)
-    return np.asarray(random.integers(0, role or 2, shape)).astype(each.dtype)
+    if "position" in each.name.lower():
+        positions = np.arange(shape[-1] if shape else 1) % (rows or 2**31)
+        return np.broadcast_to(positions if shape else positions[0], shape).astype(each.dtype)
+    return np.asarray(random.integers(0, rows or 2, shape)).astype(each.dtype)
 
 
-def _mask(shape: tuple[int, ...]) -> Array:
-    """Each row keeps a prefix of another length, never none of it, and never all of it where it has two elements."""
+def _prefix_mask(shape: tuple[int, ...]) -> Array:
+    """Return a mask whose rows keep prefixes of different lengths: at least one element, and not all of two or more."""
     if not shape or shape[-1] < 2:
         return np.ones(shape, bool)
     last = shape[-1]

@@ -1,5 +1,5 @@
-// A stand-in for libcublasLt: products are computed on the host, column-major as the real ones, and what was asked for
-// is kept.
+// A stand-in for libcublasLt, which computes products on the host, column-major as the real library.
+// The functions fake_... tell tests about the last product, and let the heuristic find nothing.
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -38,21 +38,21 @@ struct Result {
   int reserved[4];
 };
 
-constexpr uint64_t kMark = 0xA160;
+constexpr uint64_t kMark = 0xA160;  // the first word of every algorithm
 std::atomic<int64_t> handles{0}, products{0};
-std::atomic<int> missing{0};
+std::atomic<int> no_algorithm{0};
 std::mutex mutex;
 Operation last_operation{}, asked_operation{};
 Preference last_preference{};
 
-float widen_half(uint16_t bits) {
+float float_of_half(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const float sign = bits & 0x8000 ? -1.0f : 1.0f;
   if (exponent == 31) return fraction ? NAN : sign * INFINITY;
   return sign * (exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
 }
 
-uint16_t narrow_half(float value) {
+uint16_t half_of_float(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const float size = std::fabs(value);
   if (std::isnan(value)) return 0x7e00;
@@ -64,29 +64,29 @@ uint16_t narrow_half(float value) {
   return static_cast<uint16_t>(sign | ((static_cast<uint32_t>(exponent + 13) << 10) + digits));
 }
 
-float load(const void* from, int type, int64_t at) {
-  if (type == 0) return static_cast<const float*>(from)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
-  if (type == 2) return widen_half(bits);
+float load(const void* from, int type, int64_t index) {
+  if (type == 0) return static_cast<const float*>(from)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
+  if (type == 2) return float_of_half(bits);
   const uint32_t wide = uint32_t{bits} << 16;
   float value;
   std::memcpy(&value, &wide, sizeof value);
   return value;
 }
 
-void store(void* to, int type, int64_t at, float value) {
+void store(void* to, int type, int64_t index, float value) {
   if (type == 0) {
-    static_cast<float*>(to)[at] = value;
+    static_cast<float*>(to)[index] = value;
   } else if (type == 2) {
-    static_cast<uint16_t*>(to)[at] = narrow_half(value);
+    static_cast<uint16_t*>(to)[index] = half_of_float(value);
   } else {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
-    static_cast<uint16_t*>(to)[at] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    static_cast<uint16_t*>(to)[index] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 }
 
-float activated(int epilogue, float value) {
+float activate(int epilogue, float value) {
   if (epilogue & 2) return value > 0 ? value : 0;
   if (epilogue & 32) return 0.5f * value * (1 + std::tanh(0.7978845608f * (value + 0.044715f * value * value * value)));
   return value;
@@ -154,17 +154,17 @@ EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attr
   if (attribute >= 5 && attribute <= 8) return set(preference->alignment[attribute - 5], value, size);
   return kInvalidValue;
 }
-// The first algorithm needs no workspace, the others 1024 bytes more each.
+// Offers up to five algorithms; the first needs no workspace, each other one 1024 bytes more than the one before it.
 EXPORT int cublasLtMatmulAlgoGetHeuristic(void* handle, const Operation* operation, const Layout* a, const Layout* b,
-                                          const Layout* c, const Layout* d, const Preference* preference, int most,
+                                          const Layout* c, const Layout* d, const Preference* preference, int max_count,
                                           Result* results, int* found) {
   if (!handle || !fits(*operation, *a, *b, *c, *d)) return kInvalidValue;
   std::lock_guard<std::mutex> lock(mutex);
   last_preference = *preference;
   asked_operation = *operation;
-  if (missing) return kNotSupported;
+  if (no_algorithm) return kNotSupported;
   *found = 0;
-  for (uint64_t i = 0; i < 5 && *found < most && i * 1024 <= preference->workspace; ++i) {
+  for (uint64_t i = 0; i < 5 && *found < max_count && i * 1024 <= preference->workspace; ++i) {
     results[(*found)++] = {{kMark, i * 1024, {}}, i * 1024, kSuccess, 1.0f, {}};
   }
   return kSuccess;
@@ -179,10 +179,11 @@ EXPORT int cublasLtMatmul(void* handle, const Operation* operation, const float*
                           const void* b, const Layout* bt, const float* beta, const void* c, const Layout* ct, void* d,
                           const Layout* dt, const Algorithm* algorithm, void* workspace, size_t workspace_bytes,
                           void*) {
-  // The real library wants 256 bytes, which CUDA's allocators give and onnxruntime's on the CPU does not.
-  const bool room = workspace_bytes >= algorithm->workspace && (workspace || !algorithm->workspace) &&
+  // The real library requires an alignment of 256 bytes; onnxruntime's allocator for the CPU aligns to 64.
+  const bool has_workspace = workspace_bytes >= algorithm->workspace && (workspace || !algorithm->workspace) &&
                     reinterpret_cast<uintptr_t>(workspace) % 64 == 0;
-  if (!handle || algorithm->mark != kMark || !room || !fits(*operation, *at, *bt, *ct, *dt)) return kInvalidValue;
+  if (!handle || algorithm->mark != kMark || !has_workspace) return kInvalidValue;
+  if (!fits(*operation, *at, *bt, *ct, *dt)) return kInvalidValue;
   if (algorithm->workspace) std::memset(workspace, 0xEE, algorithm->workspace);
   const int64_t m = static_cast<int64_t>(dt->rows), n = static_cast<int64_t>(dt->columns);
   const auto k = static_cast<int64_t>(bt->rows);
@@ -191,14 +192,14 @@ EXPORT int cublasLtMatmul(void* handle, const Operation* operation, const float*
       for (int64_t j = 0; j < n; ++j) {
         float sum = 0;
         for (int64_t l = 0; l < k; ++l) {
-          const int64_t place = operation->transpose ? l + i * at->leading : i + l * at->leading;
-          sum += load(a, at->type, batch * at->batch_stride + place) *
+          const int64_t index = operation->transpose ? l + i * at->leading : i + l * at->leading;
+          sum += load(a, at->type, batch * at->batch_stride + index) *
                  load(b, bt->type, batch * bt->batch_stride + l + j * bt->leading);
         }
         sum *= *alpha;
         if (*beta != 0) sum += *beta * load(c, ct->type, batch * ct->batch_stride + i + j * ct->leading);
         if (operation->epilogue & 4) sum += load(operation->bias, dt->type, i);
-        store(d, dt->type, batch * dt->batch_stride + i + j * dt->leading, activated(operation->epilogue, sum));
+        store(d, dt->type, batch * dt->batch_stride + i + j * dt->leading, activate(operation->epilogue, sum));
       }
     }
   }
@@ -210,10 +211,10 @@ EXPORT int cublasLtMatmul(void* handle, const Operation* operation, const float*
 
 EXPORT int64_t fake_products() { return products; }
 EXPORT int64_t fake_handles() { return handles; }
-// Let the heuristic find nothing.
-EXPORT void fake_no_algorithm(int on) { missing = on; }
-// compute type, transpose, epilogue of the last product; of the last question reductions, four alignments, and the
-// bias's address beyond the last multiple of 256
+// Lets the heuristic find nothing, or something again.
+EXPORT void fake_no_algorithm(int on) { no_algorithm = on; }
+// Writes compute type, transpose and epilogue of the last product; and of the last question to the heuristic reductions,
+// four alignments and the bias's address modulo 256.
 EXPORT void fake_last_product(int* out) {
   std::lock_guard<std::mutex> lock(mutex);
   const int words[] = {last_operation.compute, last_operation.transpose, last_operation.epilogue,

@@ -1,4 +1,5 @@
-// A stand-in for libcuda: "kernels" are functions of the host, which run at once; launches are counted.
+// A stand-in for libcuda on machines without a GPU: its kernels are host functions, which a launch runs at once.
+// The functions fake_... tell tests about launches, and let calls fail.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -22,7 +23,7 @@ struct Entry {
 struct Launched {
   Dim grid, block;
   unsigned shared, cluster;
-  bool early;
+  bool pdl;
   void* stream;
   void* context;
 };
@@ -32,9 +33,9 @@ constexpr int kVersion = 11080;
 #else
 constexpr int kVersion = 13000;
 #endif
-constexpr unsigned kStaticShared = 1024;  // bytes of every kernel
+constexpr unsigned kStaticShared = 1024;  // bytes; every kernel has so much static shared memory
 std::mutex mutex;
-std::map<void*, unsigned> dynamic_limits;  // of the kernels that were allowed more than is left of 48 KB
+std::map<void*, unsigned> dynamic_limits;  // by kernel; others may use what static memory leaves of 48 KB
 Launched last{};
 std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
@@ -43,8 +44,8 @@ std::atomic<int> last_mode{0};
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode = 0;  // CU_STREAM_CAPTURE_MODE_GLOBAL
 
-// What may not happen while another thread captures a graph: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
-int forbidden() { return other_captures && capture_mode != 2 ? 900 : 0; }
+// Returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED if another thread captures a graph and this one is not in relaxed mode.
+int refuse_during_capture() { return other_captures && capture_mode != 2 ? 900 : 0; }
 
 template <class T>
 T value(void* argument) {
@@ -53,7 +54,7 @@ T value(void* argument) {
   return result;
 }
 
-// (x, bias, y, n, d): y[i] = x[i] + bias[i % d]
+// Arguments x, bias, y, n, d: y[i] = x[i] + bias[i % d].
 void shift(void** a, Dim) {
   const auto* x = value<const float*>(a[0]);
   const auto* bias = value<const float*>(a[1]);
@@ -63,19 +64,19 @@ void shift(void** a, Dim) {
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] + bias[i % d];
 }
 
-// (x, y, bytes)
+// Arguments x, y, bytes: y = x.
 void copy(void** a, Dim) {
   std::memcpy(value<void*>(a[1]), value<void*>(a[0]), static_cast<size_t>(value<int64_t>(a[2])));
 }
 
-// (x, y, n, factor)
+// Arguments x, y, n, factor: y[i] = x[i] * factor.
 void scale(void** a, Dim) {
   const auto* x = value<const float*>(a[0]);
   auto* y = value<float*>(a[1]);
   for (int64_t i = 0; i < value<int64_t>(a[2]); ++i) y[i] = x[i] * value<float>(a[3]);
 }
 
-// (x, r, sum, difference, n)
+// Arguments x, r, sum, difference, n.
 void pair(void** a, Dim) {
   const auto* x = value<const float*>(a[0]);
   const auto* r = value<const float*>(a[1]);
@@ -87,7 +88,7 @@ void pair(void** a, Dim) {
   }
 }
 
-// What the stand-in keeps of a tensor map.
+// What the stand-in stores in a tensor map.
 struct Map {
   void* address;
   uint32_t type, rank, interleave, swizzle, promotion, fill;
@@ -96,7 +97,7 @@ struct Map {
 };
 static_assert(sizeof(Map) <= 128);
 
-// (map of a float32 matrix, y): y = the matrix, without gaps between its rows
+// Arguments the map of a float32 matrix, y: y = the matrix without gaps between its rows.
 void unmap(void** a, Dim) {
   const auto map = value<Map>(a[0]);
   auto* y = value<float*>(a[1]);
@@ -184,7 +185,7 @@ EXPORT int cuLaunchKernelEx(const void* configuration, void* function, void** ar
   for (unsigned i = 0; i < config.count; ++i) {
     const Attribute& attribute = config.attributes[i];
     if (attribute.id == 4) launch.cluster = attribute.value.cluster.x;
-    else if (attribute.id == 6 && kVersion >= 12030) launch.early = attribute.value.flag == 1;
+    else if (attribute.id == 6 && kVersion >= 12030) launch.pdl = attribute.value.flag == 1;
     else return 1;
   }
   return run(function, launch, arguments);
@@ -218,13 +219,13 @@ EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
   return 0;
 }
 EXPORT int cuModuleLoadData(void** module, const void* image) {
-  if (const int code = forbidden()) return code;
+  if (const int code = refuse_during_capture()) return code;
   if (std::strncmp(static_cast<const char*>(image), "fake:", 5) != 0) return 200;
   *module = new int(++modules);
   return 0;
 }
 EXPORT int cuModuleUnload(void* module) {
-  if (const int code = forbidden()) return code;
+  if (const int code = refuse_during_capture()) return code;
   delete static_cast<int*>(module);
   --modules;
   return 0;
@@ -257,10 +258,11 @@ EXPORT int cuGetErrorString(int, const char** text) {
   return 0;
 }
 
-// Of the thread's last tensor map: type, rank, interleave, swizzle, promotion, fill.
+// Writes type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map.
 EXPORT void fake_last_map(unsigned* out) { std::memcpy(out, &last_map.type, 6 * sizeof *out); }
-EXPORT int fake_last_mode() { return last_mode; }  // of captures, in the thread of the last launch
-EXPORT int fake_last_early() { return last.early; }
+// The capture mode that the thread of the last launch had.
+EXPORT int fake_last_mode() { return last_mode; }
+EXPORT int fake_last_pdl() { return last.pdl; }
 EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }

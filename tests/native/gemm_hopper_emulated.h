@@ -1,33 +1,33 @@
-// Runs the GEMM above it in the translation unit: maps of x, w (three), up, y (three), residual; pointers are null where
-// absent, and of three there are PRODUCTS.
-extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const T* const* biases, const T* up_bias, const T* scale,
-                    int m, const int* sizes, int k, int group, int grid, int cluster, int shared_bytes) {
+// Runs the GEMM that is defined above in the translation unit. `maps` are those of x, w (three), up, y (three) and
+// residual; PRODUCTS says how many of three are used, and pointers of absent operands are null.
+extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const T* const* biases, const T* up_bias,
+                    const T* scale, int m, const int* sizes, int k, int group, int grid, int cluster, int shared_bytes) {
     emulated::launch(grid, cluster, shared_bytes, [=] {
         const TensorMap x{maps}, w{maps + 1}, w_2{maps + 2}, w_3{maps + 3}, up{maps + 4};
         const T *bias = biases[0], *bias_2 = biases[1], *bias_3 = biases[2];
         const int n = sizes[0], n_2 = sizes[1], n_3 = sizes[2];
         const TensorMap added{maps + 8};
-#if DIRECT
+#if STORE_BY_THREADS
         T *const results = outputs[0], *const results_2 = outputs[1], *const results_3 = outputs[2];
 #else
         const TensorMap results{maps + 5}, results_2{maps + 6}, results_3{maps + 7};
 #endif
-#if SPLIT > 1
+#if SPLIT_K > 1
         gemm_hopper_split(x, w,
 #if GATED
                           up,
 #endif
                           outputs[0], residual, bias, up_bias, scale, 0, 0, m, n, k, group);
 #else
-        gemm_hopper(x, EACH(, w),
+        gemm_hopper(x, EACH_PRODUCT(, w),
 #if GATED
                     up,
 #endif
-                    EACH(, results),
-#if RESIDUAL
+                    EACH_PRODUCT(, results),
+#if HAS_RESIDUAL
                     added,
 #endif
-                    EACH(, bias), up_bias, scale, 0, 0, m, EACH(, n), k, group);
+                    EACH_PRODUCT(, bias), up_bias, scale, 0, 0, m, EACH_PRODUCT(, n), k, group);
 #endif
     });
 }

@@ -1,8 +1,9 @@
-// Hopper's instructions, named as in hopper.cuh, run by threads of the CPU: a kernel's own source compiles with this.
+// An emulation of Hopper's instructions by threads of the CPU, under the names of hopper.cuh, so that the source of a
+// kernel compiles with this header in its place.
 //
-// Copies and wgmmas happen as late or as early as the program allows: a store to memory when something waits for it, a
-// wgmma when something waits for it, a load at once. What reuses memory too soon, or reads it too early, gives wrong
-// results. Waits that never end, barriers with too many arrivals and work left undone end the process.
+// A load happens at once; a store or a wgmma happens when something waits for it. These are the extremes that the
+// hardware allows, so that a kernel that reuses memory too soon or reads it too early computes wrong results. A wait
+// that never ends, a barrier with too many arrivals and unfinished work abort the process.
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -94,6 +95,16 @@ Pack<T, N> load_cached(const T* from) {
     return loaded;
 }
 
+template <int N, class T>
+Pack<T, N> load_once(const T* from) {
+    return load_cached<N>(from);
+}
+
+template <class T, int N>
+void unpack(const Pack<T, N>& packed, float (&to)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = widened(T{reinterpret_cast<const unsigned short*>(packed.words)[i]});
+}
+
 template <bool LEAVING, int N, class T>
 void store(T* to, const float (&values)[N]) {
     for (int i = 0; i < N; ++i) to[i].bits = narrowed(T(), values[i]);
@@ -106,7 +117,7 @@ void store_bytes(char* to, const u32* from) {
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------
 
-// A matrix in memory, of 16-bit elements, and the box of it that a copy moves: innermost dimension first.
+// A matrix of 16-bit elements in memory, and the box that a copy moves; the innermost dimension is the first.
 struct Map {
     char* start;
     long sizes[2], stride;
@@ -121,20 +132,20 @@ struct Barrier {  // an mbarrier
     long bytes = 0;
 };
 
-struct Meeting {  // of a number of threads
+struct ThreadBarrier {  // as __syncthreads and bar.sync
     int arrived = 0;
     u32 generation = 0;
 };
 
 struct Warp {
-    Meeting meeting;
+    ThreadBarrier barrier;
     u32 address[32];
 };
 
 struct Block {
     char* memory;
     std::map<u32, Barrier> barriers;
-    Meeting named[16], warpgroups[4];
+    ThreadBarrier named[16], warpgroups[4];
     Warp warps[16];
 };
 
@@ -149,15 +160,15 @@ constexpr int THREADS = 128 * (1 + CONSUMERS);
 #else
 constexpr int THREADS = 384;
 #endif
-constexpr std::chrono::seconds PATIENCE(60);
+constexpr std::chrono::seconds MAX_WAIT(60);
 
 static std::mutex lock;
 static std::condition_variable changed;
 static std::vector<Block*> cluster;
-static Meeting cluster_meeting;
+static ThreadBarrier cluster_threads;
 static thread_local int rank;
 static thread_local Block* here;
-static thread_local std::deque<std::vector<Stored>> stores;  // groups, the last still open
+static thread_local std::deque<std::vector<Stored>> stores;  // groups, the last of which is not committed yet
 static thread_local std::deque<std::vector<std::function<void()>>> products;
 
 static void fail(const char* what) {
@@ -171,18 +182,18 @@ static void require(bool condition, const char* what) {
 
 template <class Condition>
 void wait(std::unique_lock<std::mutex>& held, Condition condition) {
-    require(changed.wait_for(held, PATIENCE, condition), "waits for ever");
+    require(changed.wait_for(held, MAX_WAIT, condition), "a wait that never ends");
 }
 
-static void meet(Meeting& meeting, int threads, bool stay) {
+static void arrive(ThreadBarrier& barrier, int threads, bool stay) {
     std::unique_lock<std::mutex> held(lock);
-    const u32 generation = meeting.generation;
-    if (++meeting.arrived == threads) {
-        meeting.arrived = 0;
-        ++meeting.generation;
+    const u32 generation = barrier.generation;
+    if (++barrier.arrived == threads) {
+        barrier.arrived = 0;
+        ++barrier.generation;
         changed.notify_all();
     } else if (stay) {
-        wait(held, [&] { return meeting.generation != generation; });
+        wait(held, [&] { return barrier.generation != generation; });
     }
 }
 
@@ -202,62 +213,63 @@ static void count(Block* block, u32 address, int arrivals, long bytes) {
 
 static u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 
-// Every element of a map's box: `move`(its bytes in memory, or null beyond the matrix; its place in shared memory).
+// Calls `move` for each element of a map's box, with its address in memory, or null outside the matrix, and with its
+// address in shared memory.
 template <class Move>
-void each_element(const Map& map, u32 place, int c0, int c1, Move move) {
+void each_element(const Map& map, u32 to, int c0, int c1, Move move) {
     for (int row = 0; row < map.box[1]; ++row)
         for (int column = 0; column < map.box[0]; ++column) {
             const long x = c0 + column, y = c1 + row;
             const bool inside = x >= 0 && y >= 0 && x < map.sizes[0] && y < map.sizes[1];
-            move(inside ? map.start + y * map.stride + 2 * x : nullptr, swizzled(place + row * 128 + column * 2));
+            move(inside ? map.start + y * map.stride + 2 * x : nullptr, swizzled(to + row * 128 + column * 2));
         }
 }
 
 static void perform(const Stored& stored) {
-    each_element(*stored.map, stored.from, stored.c0, stored.c1, [](char* element, u32 place) {
-        if (element) memcpy(element, here->memory + place, 2);
+    each_element(*stored.map, stored.from, stored.c0, stored.c1, [](char* element, u32 address) {
+        if (element) memcpy(element, here->memory + address, 2);
     });
 }
 
 static void load_into(Block* block, const Map& map, u32 to, u32 barrier, int c0, int c1) {
     require(to % 1024 == 0, "a load to an address that is no multiple of 1024");
-    each_element(map, to, c0, c1, [block](const char* element, u32 place) {
-        memset(block->memory + place, 0, 2);
-        if (element) memcpy(block->memory + place, element, 2);
+    each_element(map, to, c0, c1, [block](const char* element, u32 address) {
+        memset(block->memory + address, 0, 2);
+        if (element) memcpy(block->memory + address, element, 2);
     });
     count(block, barrier, 0, -2L * map.box[0] * map.box[1]);
 }
 
-// wgmma needs all four warps, so that none is ahead of another.
-static void meet_warpgroup() { meet(here->warpgroups[threadIdx.x / 128], 128, true); }
+// All four warps execute a wgmma together.
+static void sync_warpgroup() { arrive(here->warpgroups[threadIdx.x / 128], 128, true); }
 
-// Leaves in `addresses` what each lane gave.
+// Returns the addresses that the 32 lanes of this thread's warp pass.
 static const u32* exchange(u32 address) {
     Warp& warp = here->warps[threadIdx.x / 32];
     warp.address[threadIdx.x % 32] = address;
-    meet(warp.meeting, 32, true);
+    arrive(warp.barrier, 32, true);
     return warp.address;
 }
 
-static void end_exchange() { meet(here->warps[threadIdx.x / 32].meeting, 32, true); }
+static void end_exchange() { arrive(here->warps[threadIdx.x / 32].barrier, 32, true); }
 
-// Element `k` of row `row` (of m or n) of a wgmma operand.
+// Returns element `k` of row `row` (of m or n) of a wgmma operand.
 template <class T>
 float element(u64 descriptor, bool along_rows, int row, int k) {
     const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const u32 stride = (descriptor >> 32 & 0x3fff) << 4;
     require(descriptor >> 62 == 1, "a descriptor without the 128-byte swizzle");
-    const u32 at = along_rows ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
+    const u32 address = along_rows ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
                               : start + row / 8 * stride + row % 8 * 128 + k * 2;
     T value;
-    memcpy(&value, here->memory + swizzled(at), 2);
+    memcpy(&value, here->memory + swizzled(address), 2);
     return widened(value);
 }
 
 template <class Kernel>
-void run_block(int block, int place, int thread, Kernel kernel) {
-    rank = place;
-    here = cluster[place];
+void run_block(int block, int block_rank, int thread, Kernel kernel) {
+    rank = block_rank;
+    here = cluster[block_rank];
     threadIdx.x = thread;
     blockIdx.x = block;
     kernel();
@@ -265,13 +277,13 @@ void run_block(int block, int place, int thread, Kernel kernel) {
     for (const auto& group : products) require(group.empty(), "ends with products that nothing waited for");
 }
 
-// Clusters of `size` blocks, one after another.
+// Runs the kernel's clusters of `size` blocks, one after another.
 template <class Kernel>
 void launch(int grid, int size, int shared_bytes, Kernel kernel) {
     gridDim.x = grid;
     for (int first = 0; first < grid; first += size) {
         cluster.clear();
-        cluster_meeting = Meeting();
+        cluster_threads = ThreadBarrier();
         std::vector<std::vector<char>> memories(size, std::vector<char>(shared_bytes, char(0xff)));  // NaN
         std::vector<Block> blocks(size);
         for (int i = 0; i < size; ++i) {
@@ -283,7 +295,7 @@ void launch(int grid, int size, int shared_bytes, Kernel kernel) {
             threads.emplace_back([=] { run_block(first + i / THREADS, i / THREADS, i % THREADS, kernel); });
         for (auto& thread : threads) thread.join();
         for (const Block& block : blocks)
-            for (const Meeting& named : block.named) require(named.arrived == 0, "leaves a barrier half full");
+            for (const ThreadBarrier& named : block.named) require(named.arrived == 0, "leaves a barrier half full");
     }
 }
 
@@ -296,7 +308,7 @@ Word __shfl_sync(unsigned, Word value, int lane) {
     return found;
 }
 inline void __syncwarp() {}
-inline void __syncthreads() { emulated::meet(emulated::here->named[0], emulated::THREADS, true); }
+inline void __syncthreads() { emulated::arrive(emulated::here->named[0], emulated::THREADS, true); }
 
 // ---- hopper.cuh --------------------------------------------------------------------------------------------------
 
@@ -304,10 +316,10 @@ namespace hopper {
 using namespace emulated;
 
 inline u32 shared_address(const void* pointer) { return u32(static_cast<const char*>(pointer) - here->memory); }
-inline void named_barrier(int barrier, int threads) { meet(here->named[barrier], threads, true); }
-inline void named_barrier_arrive(int barrier, int threads) { meet(here->named[barrier], threads, false); }
+inline void named_barrier(int barrier, int threads) { arrive(here->named[barrier], threads, true); }
+inline void named_barrier_arrive(int barrier, int threads) { arrive(here->named[barrier], threads, false); }
 inline u32 cluster_rank() { return rank; }
-inline void cluster_barrier() { meet(cluster_meeting, THREADS * int(cluster.size()), true); }
+inline void cluster_barrier() { arrive(cluster_threads, THREADS * int(cluster.size()), true); }
 inline void cluster_barrier_relaxed() { cluster_barrier(); }
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
@@ -365,13 +377,13 @@ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
     static_assert(SWIZZLE == 128);
     return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
-inline void wgmma_fence() { meet_warpgroup(); }
+inline void wgmma_fence() { sync_warpgroup(); }
 inline void wgmma_commit() { products.emplace_back(); }
 template <int PENDING>
 void wgmma_wait() {
     for (; products.size() > PENDING + 1; products.pop_front())
         for (const auto& product : products.front()) product();
-    meet_warpgroup();
+    sync_warpgroup();
 }
 template <int COUNT> void settle(float (&)[COUNT]) {}
 

@@ -1,9 +1,10 @@
-"""The provider without a GPU: the native library on onnxruntime's CPU provider, over stand-ins for CUDA's libraries."""
+"""Run fused nodes without a GPU: the native library on the CPU provider, over stand-ins for CUDA's libraries."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -22,11 +23,12 @@ import onnxruntime as ort
 import pytest
 
 import onnxfuse.kernels
-from onnxfuse.provider import build_native, native, planner
-from onnxfuse.provider.compile import Function
-from onnxfuse.provider.plan import Device, Kernel
-from onnxfuse.provider.session import InferenceSession
-from onnxfuse.provider.target import native_library
+from onnxfuse.runtime import build_native, planner
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.plan import Device, Kernel
+from onnxfuse.runtime.target import native_library
+from onnxfuse.session import InferenceSession
 
 HERE = Path(__file__).parent
 CPU = "CPUExecutionProvider"
@@ -44,7 +46,7 @@ BODIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The stand-in's own functions, and the test's kernel modules by name."""
+    """The functions of the stand-ins, the native library, and the hosts of the test kernels by name."""
 
     cuda: Any
     cublaslt: Any
@@ -55,13 +57,13 @@ class Stage:
         return int(self.cuda.fake_launches())
 
     def last(self) -> list[int]:
-        """Grid, block, shared memory and cluster size of the last launch."""
+        """Return grid, block, shared memory and cluster size of the last launch."""
         words = (ctypes.c_uint * 8)()
         self.cuda.fake_last(words)
         return list(words)
 
     def last_map(self) -> list[int]:
-        """Type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map."""
+        """Return type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map."""
         words = (ctypes.c_uint * 6)()
         self.cuda.fake_last_map(words)
         return list(words)
@@ -70,7 +72,10 @@ class Stage:
         return int(self.cublaslt.fake_products())
 
     def last_product(self) -> list[int]:
-        """Compute type, transpose, epilogue of the last product; reductions, alignments, bias of the last question."""
+        """Return compute type, transpose and epilogue of the last product, and what the heuristic was last asked for.
+
+        The latter are reductions, four alignments, and the bias's address modulo 256.
+        """
         words = (ctypes.c_int * 9)()
         self.cublaslt.fake_last_product(words)
         return list(words)
@@ -87,40 +92,49 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setattr(native, "library_path", lambda: library)
     monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
-    monkeypatch.setattr(planner, "stored", {})
-    monkeypatch.setattr(planner, "_equal", weakref.WeakValueDictionary())
+    monkeypatch.setattr(planner, "_plans_of_nodes", {})  # sessions of other tests may not be collected yet
+    monkeypatch.setattr(planner, "plan_files", {})
+    monkeypatch.setattr(planner, "_shared_plans", weakref.WeakValueDictionary())
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
     cublaslt.fake_products.restype = cublaslt.fake_handles.restype = ctypes.c_int64
-    return Stage(cuda, cublaslt, native_library(), lambda name: importlib.import_module(f"onnxfuse.kernels.{name}"))
+    return Stage(cuda, cublaslt, native_library(), host)
+
+
+def host(family: str) -> Any:
+    """Return the host module of a family of test kernels."""
+    return importlib.import_module(f"onnxfuse.kernels.{family}.host")
 
 
 def device(ordinal: int) -> Device:
     return DEVICE
 
 
-def load(kernel: Kernel, ordinal: int) -> Function:
+def load(kernel: Kernel, ordinal: int) -> LoadedKernel:
     return _load(kernel.entry, ordinal)
 
 
 @functools.cache
-def _load(entry: str, ordinal: int) -> Function:
+def _load(entry: str, ordinal: int) -> LoadedKernel:
     module, function = native.load_function(native.load(), ordinal, b"fake:cubin", entry)
-    return Function(function, module)
+    return LoadedKernel(function, module)
 
 
 @functools.cache
 def built(name: str, build: Callable[[Path], Path]) -> Path:
-    """A library compiled from the present sources, kept for later runs."""
-    sources = sorted([*(native.PACKAGE / "native").iterdir(), *HERE.glob("*.cc")])
+    """Return a library that is compiled from the present sources with the present flags, and kept for later runs."""
+    flags = [Path(build_native.__file__), Path(__file__)]
+    sources = sorted([*(native.PACKAGE / "native").iterdir(), *HERE.glob("*.cc"), *flags])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{name}-{digest}.so"
-    if not target.exists():
-        part = build(folder / f"{name}-{digest}-{os.getpid()}.so")
-        part.rename(target)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the run wait for what one of them compiles
+        if not target.exists():
+            part = build(folder / f"{name}-{digest}-{os.getpid()}.so")
+            part.rename(target)
     return target
 
 
@@ -131,7 +145,7 @@ def compiled(source: Path, target: Path, *flags: str) -> Path:
 
 
 def model(graph: str, **bodies: str) -> bytes:
-    """A model in ONNX text; its functions are those of BODIES that it calls, and others that are given."""
+    """Return a model of a graph in ONNX text, with those functions of BODIES and `bodies` that it calls."""
     functions = [
         f'<domain: "onnxfuse", opset_import: ["" : 17]> {name} '
         f"<{'factor' if name == 'scale' else 'd'}, fusion, operands, output_types> {body}"
@@ -145,7 +159,7 @@ def model(graph: str, **bodies: str) -> bytes:
 
 
 def node(op: str, inputs: str, outputs: str, *, operands: str, types: str = "1", more: str = "") -> str:
-    """A fused node in ONNX text."""
+    """Return a fused node in ONNX text."""
     attributes = f'fusion = "{op}", operands = "{operands}", output_types = [{types}]{more}'
     return f"{outputs} = onnxfuse.{op} <{attributes}> ({inputs})"
 
@@ -154,18 +168,18 @@ SHIFT = "g (float[n, d] x, float[d] b) => (float[n, d] y) { " + node("shift", "x
 
 
 def session(source: bytes, **arguments: Any) -> ort.InferenceSession:
-    """A session on the CPU provider, through onnxfuse."""
+    """Return a session of onnxfuse on the CPU provider."""
     return InferenceSession(source, providers=[CPU], **arguments)
 
 
 def feed(n: int, d: int, dtype: Any = np.float32) -> dict[str, Any]:
-    """Inputs for SHIFT."""
+    """Return inputs for SHIFT."""
     random = np.random.default_rng(n * 1000 + d)
     return {"x": random.standard_normal((n, d)).astype(dtype), "b": random.standard_normal(d).astype(dtype)}
 
 
 def fails(run: ort.InferenceSession, given: dict[str, Any]) -> str:
-    """The message of a run that must fail."""
+    """Return the message of a run that must fail."""
     with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
         run.run(None, given)
     return str(caught.value)

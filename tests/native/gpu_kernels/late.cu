@@ -1,4 +1,4 @@
-// What runs in front of a launch that starts early: it lets it start at once, and writes what that reads only later.
+// A kernel to run before a programmatic dependent launch: it releases that launch at once, and writes its inputs late.
 #include "types.cuh"
 
 __device__ void copy(const unsigned char* from, unsigned char* to, long long bytes) {
@@ -11,8 +11,8 @@ __device__ unsigned long long nanoseconds() {
   return now;
 }
 
-// After a while, read = source and kept = written: what the next kernel reads becomes right, and what it wrote until
-// now is seen.
+// After `wait` nanoseconds: kept = written, which shows what the next kernel wrote too early, and read = source, which
+// the next kernel must not have read before.
 extern "C" __global__ void late(const unsigned char* source, const unsigned char* written, unsigned char* read,
                                 unsigned char* kept, long long read_bytes, long long written_bytes, long long wait) {
   release_successor();
@@ -22,7 +22,7 @@ extern "C" __global__ void late(const unsigned char* source, const unsigned char
   copy(source, read, read_bytes);
 }
 
-// y = x, of `bytes`; RACING: without waiting.
+// y = x, of `bytes`; if RACING, without waiting for the kernel before it.
 extern "C" __global__ void copy_early(const unsigned char* x, unsigned char* y, long long bytes) {
 #if !RACING
   wait_for_predecessor();

@@ -1,6 +1,8 @@
-// Tile (x, y) of a matrix, as its tensor map loads it, into tile (x, y) of a list of dense tiles.
+// Copy tile (x, y) of a matrix, as its tensor map loads it, to tile (x, y) of a list of dense tiles.
 //
-//   ELEMENT  bytes of one    WIDE, HIGH  the box in elements    LANES  the swizzle's bytes / 16; 0 for none
+//   ELEMENT     bytes of an element
+//   WIDE, HIGH  elements of the box
+//   LANES       bytes of the swizzle / 16; 0 without one
 #include "hopper.cuh"
 
 extern "C" __global__ void map_copy(const __grid_constant__ TensorMap map, unsigned char* tiles) {
@@ -18,7 +20,7 @@ extern "C" __global__ void map_copy(const __grid_constant__ TensorMap map, unsig
     hopper::barrier_wait(arrived, 0);
     unsigned char* tile = tiles + (blockIdx.y * gridDim.x + blockIdx.x) * SIZE;
     for (int i = threadIdx.x; i < SIZE; i += blockDim.x) {
-        // Of its address, a piece of 16 bytes has bits 4 and up exchanged by bits 7 and up.
+        // The swizzle XORs the bits of the address from bit 4 with those from bit 7, in pieces of 16 bytes.
         const int piece = i / 16 ^ (LANES ? i / 128 % LANES : 0);
         tile[i] = box[piece * 16 + i % 16];
     }

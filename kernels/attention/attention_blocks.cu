@@ -1,0 +1,98 @@
+// What a mask leaves of each tile of 64 queries and BLOCK_N keys, for attention_hopper.cu to skip tiles by.
+//
+// One block of 128 threads reads a tile of the mask, WIDTH elements an access, and writes
+//   flags  one byte: 0, no score of the tile counts; 1, some scores change; 2, all scores stay as they are; 3, each
+//          score stays or does not count
+//   bits   for tiles of kind 3, and for all tiles of a boolean mask: which scores count. They are in the layout of a
+//          wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads the bits of its scores
+// Elements beyond the last query or key do not matter.
+//
+// Macros: BLOCK_N; WIDTH; MASK 1 boolean, 2 additive; INVERTED; NEGLIGIBLE; MASK_T, the element type; MASK_KEY, the
+// stride of keys, 0 or 1.
+#include "attention_blocks.cuh"
+
+constexpr bool BOOLEAN = MASK == 1;
+constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // of a thread, as in attention_hopper.cu
+constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // one element of a word
+constexpr int LANES = BLOCK_N / WIDTH;               // threads to a row
+constexpr int ACCESSES = 64 * LANES / 128;           // of a thread
+constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of accesses in flight
+constexpr int PITCH = BLOCK_N + 16;                  // bytes of a row, so that eight rows are in different banks
+static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
+
+// Stores a byte for each score: 1 if it counts, else 0.
+__device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[WIDTH]) {
+    u32 words[(WIDTH + 3) / 4] = {};
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) words[i / 4] |= u32(kinds[i] != 0) << i % 4 * 8;
+    if constexpr (WIDTH == 1) *to = words[0];
+    else if constexpr (WIDTH == 2) *reinterpret_cast<unsigned short*>(to) = words[0];
+    else
+#pragma unroll
+        for (int w = 0; w < WIDTH / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
+}
+
+extern "C" __global__ void __launch_bounds__(128, 4)
+attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int queries, int keys, int heads,
+                 long long batch_stride, long long head_stride, long long query_stride) {
+    const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (queries + 63) / 64;
+    const int tile = blockIdx.x, plane = tile / key_tiles / row_tiles;
+    const int first_key = tile % key_tiles * BLOCK_N, first_row = tile / key_tiles % row_tiles * 64;
+    const MASK_T* const from = mask + plane / heads * batch_stride + plane % heads * head_stride;
+
+    wait_for_predecessor();
+    release_successor();
+    __shared__ alignas(16) unsigned char counts[64 * PITCH];
+    bool none = true, all = true, plain = true;
+#pragma unroll 1
+    for (int batch = 0; batch < ACCESSES; batch += BATCH) {
+        Pack<MASK_T, WIDTH> elements[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x;
+            const int q = min(first_row + access / LANES, queries - 1);
+            const int k = first_key + access % LANES * WIDTH;
+            elements[i] = load_mask<WIDTH>(from + q * query_stride + (k < keys ? k : 0) * MASK_KEY);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * WIDTH;
+            const bool inside = first_row + row < queries && first_key + column < keys;
+            int kinds[WIDTH], one[1];
+            if (equal(elements[i])) {  // as in most of the masks of models
+                mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
+                none &= !inside || one[0] == 0;
+                all &= !inside || one[0] == 2;
+                plain &= !inside || one[0] != 1;
+#pragma unroll
+                for (int& kind : kinds) kind = one[0];
+            } else {
+                mask_kinds(elements[i], kinds);
+#pragma unroll
+                for (int kind : kinds) {
+                    none &= !inside || kind == 0;
+                    all &= !inside || kind == 2;
+                    plain &= !inside || kind != 1;
+                }
+            }
+            put(counts + row * PITCH + column, kinds);
+        }
+    }
+    none = __syncthreads_and(none);
+    all = __syncthreads_and(all);
+    plain = __syncthreads_and(plain);
+    const int kind = none ? 0 : all ? 2 : plain ? 3 : 1;
+    if (threadIdx.x == 0) flags[tile] = kind;
+    if (BOOLEAN || kind == 3) {
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+        u32 words[BIT_WORDS] = {};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; i += 2) {  // the thread's scores i and i + 1 are neighbours
+            const int at = (row + i / 2 % 2 * 8) * PITCH + column + i / 4 * 8;
+            const u32 both = *reinterpret_cast<const unsigned short*>(counts + at);
+            words[i / 32] |= ((both | both >> 7) & 3) << i % 32;
+        }
+#pragma unroll
+        for (int w = 0; w < BIT_WORDS; ++w) bits[((long long)tile * BIT_WORDS + w) * 128 + threadIdx.x] = words[w];
+    }
+}

@@ -1,0 +1,105 @@
+// Combining the results of blocks that share the keys of a head: in a cluster through distributed shared memory
+// (CLUSTER > 1), or in scratch memory for attention_combine; a block that has all keys writes its result itself.
+#pragma once
+
+#include "attention_mma.cuh"
+#include "attention_mma_shares.cuh"
+
+constexpr int CLUSTER_BLOCKS = CLUSTER > 1 ? CLUSTER : 1;
+
+#if CLUSTER > 1
+#define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTER
+#endif
+
+__device__ __forceinline__ void cluster_sync() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 address_of(const float* shared) {
+    return shared_base() + u32(reinterpret_cast<const char*>(shared) - shared_bytes);
+}
+
+__device__ __forceinline__ float load_peer(u32 address, int rank) {
+    float value = 0.0f;
+#if CLUSTER > 1
+    asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %1, %2; ld.shared::cluster.f32 %0, [peer]; }"
+                 : "=f"(value) : "r"(address), "r"(rank) : "memory");
+#endif
+    return value;
+}
+
+// The result of a block, put together from those of its warps, in shared memory over that of the first warp.
+struct BlockResult {
+    float *o, *top, *sum;
+
+    __device__ __forceinline__ BlockResult(const WarpResults& results, int count)
+        : o(results.o), top(results.sum + WARPS_N * BLOCK_M), sum(top + BLOCK_M) {
+        for (int i = threadIdx.x; i < count * OUT_VECTORS; i += THREADS) {
+            const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
+            const Combination<WARPS_N> combination = combine_warps(results, row);
+            float y[OUT_WIDTH];
+            sum_warps(results, combination, row, column, y);
+#pragma unroll
+            for (int e = 0; e < OUT_WIDTH; ++e) o[row * PITCH + column + e] = y[e];
+            if (column == 0) top[row] = combination.top, sum[row] = combination.sum;
+        }
+    }
+};
+
+// Combines the results of the cluster's blocks; each block writes an equal part of the rows.
+__device__ __forceinline__ void write_cluster(const BlockResult& share, const Out& out, int rank) {
+    for (int i = rank * THREADS + threadIdx.x; i < out.count * OUT_VECTORS; i += CLUSTER_BLOCKS * THREADS) {
+        const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
+        float tops[CLUSTER_BLOCKS], sums[CLUSTER_BLOCKS], y[OUT_WIDTH] = {};
+#pragma unroll
+        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer) {
+            tops[peer] = load_peer(address_of(share.top + row), peer);
+            sums[peer] = load_peer(address_of(share.sum + row), peer);
+        }
+        const Combination<CLUSTER_BLOCKS> combination(tops, sums);
+#pragma unroll
+        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer)
+#pragma unroll
+            for (int e = 0; e < OUT_WIDTH; ++e)
+                y[e] = fmaf(
+                    load_peer(address_of(share.o + row * PITCH + column + e), peer), combination.factors[peer], y[e]);
+#pragma unroll
+        for (float& value : y) value = normalized(value, combination.sum);
+        store<false, OUT_WIDTH>(out.at(row) + column, y);
+    }
+}
+
+// Writes the block's result to scratch memory: BLOCK_M rows of HEAD_DIM_V floats, and the maximum and the sum of each.
+__device__ __forceinline__ void write_partial(const WarpResults& results, int count, float* partial, float2* totals) {
+    partial += (i64)blockIdx.x * BLOCK_M * HEAD_DIM_V, totals += (i64)blockIdx.x * BLOCK_M;
+    for (int i = threadIdx.x; i < count * OUT_VECTORS; i += THREADS) {
+        const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
+        const Combination<WARPS_N> combination = combine_warps(results, row);
+        float y[OUT_WIDTH];
+        sum_warps(results, combination, row, column, y);
+#pragma unroll
+        for (int e = 0; e < OUT_WIDTH; ++e) partial[row * HEAD_DIM_V + column + e] = y[e];
+        if (column == 0) totals[row] = make_float2(combination.top, combination.sum);
+    }
+}
+
+// `rank`: of the block in its cluster. If `partial` is null, the block has all keys.
+__device__ __forceinline__ void write_rows(
+    const WarpState& warp, const Out& out, int rank, float* partial, float2* totals) {
+    const WarpResults results;
+    results.store_warp(warp);
+    if constexpr (CLUSTER > 1) {
+        const BlockResult share(results, out.count);
+        cluster_sync();
+        write_cluster(share, out, rank);
+        cluster_sync();  // no block ends while others read its shared memory
+    } else if (partial) {
+        write_partial(results, out.count, partial, totals);
+    } else {
+        write_combined(results, out);
+    }
+}

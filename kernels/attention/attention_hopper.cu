@@ -1,0 +1,276 @@
+// Flash attention by wgmma and TMA on Hopper (sm_90a), in fp16 and bf16, with fp32 scores and sums.
+//
+//   out = softmax(mask(softcap(scale q k^T) + bias)) v        as kernels/attention/problem.py defines it
+//
+// A block works on WARPGROUPS x 64 queries of one head: each consumer warpgroup on 64 of them. One more warp is the
+// producer.
+//   Producer (attention_hopper_copies.cuh)  decides which tiles of BLOCK_N keys matter, the last one first, and copies
+//       their keys and values by TMA into two rings of STAGES stages. Each stage has two mbarriers: `full` (the bytes
+//       have arrived) and `empty` (all consumers have read it). Under a mask each stage of keys carries the number of
+//       its tile and what is to be masked in it, and consumers take what comes until END; without a mask no tile is
+//       skipped, and they count.
+//   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal
+//       (attention_hopper_scores.cuh), run the online softmax, and multiply the weights, in registers, by the values.
+//       While the tensor cores multiply a tile's weights by its values, the next tile's softmax runs. With PINGPONG the
+//       warpgroups issue their products in turns, so that one's softmax runs beside the other's products: 651 against
+//       514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
+// The result goes through shared memory, where the queries were, and TMA stores it.
+//
+// Scores. With SCALE_IN_EXPONENT they are in units of q k^T and the scale goes into the exponent: what a mask adds is
+// divided by the scale. Otherwise, with a bias or a cap, they are in natural units.
+//
+// Masks. attention_blocks.cu has found what a mask leaves of each tile; if the mask is the same for all queries, the
+// producer finds it itself. Tiles of which nothing is left are skipped, and a mask's elements are read only if they
+// change scores that count. If what a mask leaves out is finite (SECOND_PASS), a row without a score above
+// `second_pass_below` may need what was skipped: the warpgroups vote, and the whole block begins again with all tiles,
+// with ADD_MASKED_SCORE also those behind the diagonal.
+//
+// Macros:
+//   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
+//   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  that must fit on a multiprocessor
+//   CAUSAL, SOFTCAP, BIAS     1: there is one           ZERO_MASKED_ROWS  rows without a key are 0, else NaN
+//   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
+//   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT   as above
+//   LAZY_RESCALE   results are rescaled only if a row's maximum has grown by much: attention_hopper_scores.cuh
+//   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
+//   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS   element type; whether it differs along keys and queries; whether two
+//                  neighbouring keys are one access. BIAS_T and so on likewise
+#include "attention_hopper_copies.cuh"
+#include "attention_hopper_scores.cuh"
+
+// ---- a consumer warpgroup ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u32 keys) {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step)
+        wgmma<false>(T(), s, matrix_descriptor<128>(queries + step / 4 * QO_PANEL + step % 4 * 32, 0, 1024),
+                     matrix_descriptor<128>(keys + step / 4 * PANEL + step % 4 * 32, 0, 1024), step != 0);
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const u32 (&p)[BLOCK_N / 16][4], u32 values) {
+#pragma unroll
+    for (int step = 0; step < BLOCK_N / 16; ++step)
+        wgmma<true>(T(), o, p[step], matrix_descriptor<128>(values + step * 16 * 128, PANEL, 1024), true);
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void pack_weights(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; ++i) p[i / 4][i % 4] = narrow(T(), s + 2 * i);
+}
+
+__device__ __forceinline__ void rescale(float (&o)[RESULTS], const float (&factor)[2]) {
+    if (LAZY_RESCALE && !__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) o[i] *= factor[i / 2 % 2];
+}
+
+// Divides the rows by their sums and stores them through shared memory; TMA leaves out what lies beyond the last row
+// and column.
+__device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, u32 qo, int group, int queries,
+                                      const float (&o)[RESULTS], Softmax& softmax) {
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float sum = softmax.total(r);
+        const float factor = sum == 0.0f ? (ZERO_MASKED_ROWS ? 0.0f : __int_as_float(0x7fc00000)) : __frcp_rn(sum);
+#pragma unroll
+        for (int j = 0; j < VALUE_COLUMNS / 8; ++j) {
+            const float both[2] = {o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor};
+            const u32 to = qo + j / 8 * QO_PANEL + (line + 8 * r) * 128 + (j % 8 ^ line % 8) * 16 + lane % 4 * 4;
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(narrow(T(), both)) : "memory");
+        }
+    }
+    store_fence();
+    named_barrier(8 + group, 128);
+    if (threadIdx.x % 128 == 0 && at.first + group * 64 < queries) {
+        for (int panel = 0; panel < V_PANELS; ++panel)
+            store(out, qo + panel * QO_PANEL, panel * 64, at.first + group * 64, at.head, at.batch);
+        store_commit();
+        store_wait_read<0>();
+    }
+}
+
+// The main loop over the first `tiles` tiles, or those that the producer sends. Registers of products in flight stay
+// untouched until wgmma_wait.
+//
+// The keys of a stage are read once a product has been waited for, and k_taken releases the stage then. What came with
+// the keys is read by each warp for itself, and each releases it: the last warp in k_taken, the others at once. The
+// last thread of a warp does that, because racecheck remembers only that one of the threads that read a word, and sees
+// no order through __syncwarp.
+__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
+                                        int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
+                                        Ring& k_ring, Ring& v_ring) {
+    const auto next_tile = [&]() -> u32 {
+        barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
+        if (!MASK) return --tiles < 0 ? END : tiles;
+        const u32 info = reread(barriers.tile[k_ring.stage]);
+        score_mod.read_row(barriers.bits[k_ring.stage]);
+        __syncwarp();
+        const bool tells = threadIdx.x % 32 == 31 && threadIdx.x % 128 < 96;
+        if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+        return info;
+    };
+    const auto k_taken = [&] {
+        if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+        k_ring.advance();
+    };
+    const auto add_values = [&](const u32 (&p)[BLOCK_N / 16][4]) {
+        barrier_wait(shared_address(barriers.v_full + v_ring.stage), v_ring.phase);
+        multiply_values(o, p, v_buffers + v_ring.stage * V_STAGE);
+    };
+    const auto v_taken = [&] {
+        if (threadIdx.x % 128 == 127) barrier_arrive(shared_address(barriers.v_empty + v_ring.stage));
+        v_ring.advance();
+    };
+
+    u32 info = next_tile();
+    if (info == END) return k_taken();
+    float s[SCORES], factor[2];
+    u32 p[BLOCK_N / 16][4];
+    wgmma_fence();
+    multiply_keys(s, qo, k_buffers + k_ring.stage * K_STAGE);
+    score_mod.prepare(info);
+    wgmma_wait<0>();
+    settle(s);
+    k_taken();
+    score_mod.apply(s, info);
+    softmax.update(s, exponent, factor);
+    pack_weights(s, p);
+    if (PINGPONG && score_mod.group == WARPGROUPS - 1) named_barrier_arrive(1, 256);
+    info = next_tile();
+    while (info != END) {
+        if (PINGPONG) named_barrier(1 + score_mod.group, 256);
+        settle(o);
+        wgmma_fence();
+        multiply_keys(s, qo, k_buffers + k_ring.stage * K_STAGE);
+        add_values(p);
+        if (PINGPONG) named_barrier_arrive(1 + (score_mod.group + 1) % WARPGROUPS, 256);
+        score_mod.prepare(info);
+        wgmma_wait<1>();
+        settle(s);
+        k_taken();
+        score_mod.apply(s, info);
+        softmax.update(s, exponent, factor);
+        wgmma_wait<0>();
+        settle(o);
+        v_taken();
+        pack_weights(s, p);
+        rescale(o, factor);
+        info = next_tile();
+    }
+    k_taken();
+    if (PINGPONG && score_mod.group == 0) named_barrier(1, 256);
+    settle(o);
+    wgmma_fence();
+    add_values(p);
+    wgmma_wait<0>();
+    settle(o);
+    v_taken();
+}
+
+// ---- the kernel --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void init(Barriers& barriers) {
+    barrier_init(shared_address(&barriers.queries), 1);
+    barrier_init(shared_address(&barriers.vote), WARPGROUPS * 4);
+    for (int stage = 0; stage < STAGES; ++stage) {
+        barrier_init(shared_address(barriers.k_full + stage), 1);
+        barrier_init(shared_address(barriers.v_full + stage), 1);
+        barrier_init(shared_address(barriers.k_empty + stage), WARPGROUPS * (MASK ? 4 : 1));
+        barrier_init(shared_address(barriers.v_empty + stage), WARPGROUPS);
+    }
+    barriers.second_pass = 0;
+    barrier_init_fence();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
+                 int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
+                 float masked_score, float unit, float lowest, float second_pass_below, const MASK_T* mask,
+                 long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
+                 long long bias_batch, long long bias_head, long long bias_query,
+                 const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 qo = shared_address(shared);
+    const u32 k_buffers = qo + WARPGROUPS * QO_BYTES, v_buffers = k_buffers + STAGES * K_STAGE;
+    Barriers& barriers = *reinterpret_cast<Barriers*>(shared + WARPGROUPS * QO_BYTES + STAGES * (K_STAGE + V_STAGE));
+    if (threadIdx.x == 0) init(barriers);
+    __syncthreads();
+    wait_for_predecessor();
+    release_successor();
+
+    const Shape shape = {queries, keys, heads, repeats, causal};
+    const WorkTile at = work_tile(blockIdx.x, shape, batches, heads_in_l2);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N, row_tiles = (queries + 63) / 64;
+    const int tiles = tiles_of(shape, at.first), all = ADD_MASKED_SCORE ? key_tiles : tiles;
+    const int plane = (at.batch * flags_batch + at.head * flags_head) * row_tiles;
+    const long long mask_plane = at.batch * mask_batch + at.head * mask_head;
+
+    if (warp >= CONSUMERS / 32) {
+        if constexpr (REALLOCATES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
+        if (warp > CONSUMERS / 32 || (lane && !MASK)) return;
+        if (lane == 0) {
+            const u32 barrier = shared_address(&barriers.queries);
+            barrier_arrive_expect(barrier, WARPGROUPS * K_PANELS * QO_PANEL);
+            for (int i = 0; i < WARPGROUPS * K_PANELS; ++i)
+                load(q, qo + i / K_PANELS * QO_BYTES + i % K_PANELS * QO_PANEL, barrier, i % K_PANELS * 64,
+                     at.first + i / K_PANELS * 64, at.head, at.batch);
+        }
+        Producer producer = {k, v, at, k_buffers, barriers};
+        if constexpr (ROW_MASK) {
+            RowMask rows = {mask + mask_plane, keys, lane};
+            produce(producer, rows, tiles, all, lane == 0);
+        } else {
+            const int row_tile = at.first / 64;
+            const unsigned char* const from = flags + (long long)(plane + row_tile) * key_tiles;
+            Flags found = {from, key_tiles, min(WARPGROUPS, row_tiles - row_tile), lane};
+            produce(producer, found, tiles, all, lane == 0);
+        }
+        return;
+    }
+
+    if constexpr (REALLOCATES_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    const int group = warp / 4, first = at.first + group * 64, row = first + warp % 4 * 16 + lane / 4;
+    const u32 qo_group = qo + group * QO_BYTES;
+    ScoreMod score_mod;
+    score_mod.group = group, score_mod.column = lane % 4 * 2, score_mod.keys = keys;
+    score_mod.unlimited = CAUSAL ? min(keys, first + causal + 1) : keys;
+    score_mod.scale = scale, score_mod.cap = cap, score_mod.cap_reciprocal = 1.0f / cap;
+    score_mod.masked = minus_infinity(), score_mod.unit = unit, score_mod.lowest = lowest;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) score_mod.limit[r] = CAUSAL ? min(keys, row + 8 * r + causal + 1) : keys;
+    // Rows of mask and bias, not beyond their last.
+    const int first_row = min(row, queries - 1), second_row = min(row + 8, queries - 1) - first_row;
+    score_mod.mask = mask + mask_plane + first_row * mask_query, score_mod.next_mask = second_row * int(mask_query);
+    score_mod.bias = bias + at.batch * bias_batch + at.head * bias_head + first_row * bias_query;
+    score_mod.next_bias = second_row * int(bias_query);
+    score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
+
+    Ring k_ring, v_ring;
+    Softmax softmax;
+    float o[RESULTS];
+    const float exponent = SCALE_IN_EXPONENT ? scale * LOG2_E : 1.0f;
+    barrier_wait(shared_address(&barriers.queries), 0);
+#pragma unroll 1
+    for (int pass = 0; pass < 1 + SECOND_PASS; ++pass) {
+        softmax = Softmax();
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
+        consume(score_mod, softmax, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers, barriers,
+                k_ring, v_ring);
+        if (!SECOND_PASS || pass == 1) break;
+        bool found = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) found |= row + 8 * r < queries && softmax.top[r] <= second_pass_below;
+        if (__any_sync(0xffffffffu, found) && lane == 0) *const_cast<volatile u32*>(&barriers.second_pass) = 1;
+        if (lane == 0) barrier_arrive(shared_address(&barriers.vote));
+        barrier_wait(shared_address(&barriers.vote), 0);
+        if (!reread(barriers.second_pass)) break;
+        score_mod.masked = masked_score;
+    }
+    write(out, at, qo_group, group, queries, o, softmax);
+}

@@ -1,0 +1,131 @@
+// The producer warp of attention_hopper.cu: which tiles matter, in which order, and their copies into shared memory.
+#pragma once
+#include "attention_blocks.cuh"
+#include "attention_hopper_shape.cuh"
+
+// What a mask leaves of each tile, from the flags of attention_blocks.cu: 2 bits for each warpgroup. The lanes of the
+// warp load the flags of 32 tiles at once.
+struct Flags {
+    const unsigned char* flags;  // of the first 64 rows of the block
+    int step;                    // from these to the flags of the next 64 rows
+    int groups, lane;            // warpgroups that have rows; this lane
+    int first;                   // the tile of lane 0; the other lanes have the tiles before it
+    u32 found;
+
+    __device__ __forceinline__ void ahead(int tile) {
+        first = tile, found = 0;
+#pragma unroll
+        for (int g = 0; g < WARPGROUPS; ++g)
+            if (g < groups && tile >= lane) found |= u32(flags[g * step + tile - lane]) << 2 * g;
+    }
+    __device__ __forceinline__ u32 kinds(int tile, u32 (&)[BIT_WORDS]) {
+        if (first - tile == 32) ahead(tile);
+        return __shfl_sync(0xffffffffu, found, first - tile);
+    }
+};
+
+// The same for a mask that is the same for all queries, from its elements, and the bits of each tile.
+struct RowMask {
+    const MASK_T* mask;
+    int keys, lane;
+    Pack<MASK_T, 1> next[BIT_WORDS];
+
+    __device__ __forceinline__ void ahead(int tile) {  // a tile's elements are loaded while the one before is copied
+#pragma unroll
+        for (int w = 0; w < BIT_WORDS; ++w)
+            next[w] = load_mask<1>(mask + max(0, min(tile * BLOCK_N + w * 32 + lane, keys - 1)) * MASK_KEY);
+    }
+    __device__ __forceinline__ u32 kinds(int tile, u32 (&bits)[BIT_WORDS]) {
+        bool none = true, all = true, boolean = true;
+#pragma unroll
+        for (int w = 0; w < BIT_WORDS; ++w) {
+            int found[1];
+            mask_kinds(next[w], found);
+            const bool inside = w * 32 + lane < BLOCK_N && tile * BLOCK_N + w * 32 + lane < keys;
+            none &= !inside || found[0] == 0;
+            all &= !inside || found[0] == 2;
+            boolean &= !inside || found[0] != 1;
+            bits[w] = __ballot_sync(0xffffffffu, found[0]);
+        }
+        ahead(tile - 1);
+        none = __all_sync(0xffffffffu, none);
+        all = __all_sync(0xffffffffu, all);
+        boolean = __all_sync(0xffffffffu, boolean);
+        return (none ? 0 : all ? 2 : boolean ? 3 : 1) * EACH_GROUP;
+    }
+};
+
+// The number of tiles that the block's rows see on their side of the diagonal.
+__device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
+    int keys = shape.keys;
+    if (CAUSAL) keys = min(keys, min(first + BLOCK_M, shape.queries) + shape.causal);
+    return keys <= 0 ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
+}
+
+struct Producer {
+    const TensorMap &k, &v;
+    const WorkTile& at;
+    u32 buffers;
+    Barriers& barriers;
+    Ring k_ring, v_ring;
+    int pending = -1;  // the tile whose values are copied next: keys are a tile ahead, as the products need them
+
+    __device__ __forceinline__ void copy_keys(u32 info, const u32 (&bits)[BIT_WORDS]) {
+        const u32 full = shared_address(barriers.k_full + k_ring.stage);
+        barrier_wait(shared_address(barriers.k_empty + k_ring.stage), k_ring.phase ^ 1);
+        if (MASK) barriers.tile[k_ring.stage] = info;
+        if (ROW_MASK)
+            for (int w = 0; w < BIT_WORDS; ++w) barriers.bits[k_ring.stage][w] = bits[w];
+        if (info == END) {
+            barrier_arrive(full);
+        } else {
+            barrier_arrive_expect(full, K_STAGE);
+            for (int panel = 0; panel < K_PANELS; ++panel)
+                load(k, buffers + k_ring.stage * K_STAGE + panel * PANEL, full, panel * 64, (info & END) * BLOCK_N,
+                     at.key_head, at.batch);
+        }
+        k_ring.advance();
+    }
+    __device__ __forceinline__ void copy_values() {
+        if (pending < 0) return;
+        const u32 full = shared_address(barriers.v_full + v_ring.stage);
+        barrier_wait(shared_address(barriers.v_empty + v_ring.stage), v_ring.phase ^ 1);
+        barrier_arrive_expect(full, V_STAGE);
+        for (int panel = 0; panel < V_PANELS; ++panel)
+            load(v, buffers + STAGES * K_STAGE + v_ring.stage * V_STAGE + panel * PANEL, full, panel * 64,
+                 pending * BLOCK_N, at.key_head, at.batch);
+        v_ring.advance();
+        pending = -1;
+    }
+};
+
+// Copies those of the first `tiles` tiles that count and then, if a row needs a second pass, all of the first `all`
+// tiles.
+template <class Mask>
+__device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tiles, int all, bool leader) {
+    u32 bits[BIT_WORDS] = {};
+#pragma unroll 1
+    for (int pass = 0; pass < 1 + SECOND_PASS; ++pass) {
+        if (pass == 1) tiles = all;
+        if (MASK) mask.ahead(tiles - 1);
+#pragma unroll 1
+        for (int tile = tiles - 1; tile >= 0; --tile) {
+            u32 kinds = 2 * EACH_GROUP;
+            if (MASK) {
+                kinds = mask.kinds(tile, bits);
+                if (pass == 1) kinds = (BOOLEAN ? 3 : 1) * EACH_GROUP;
+                if (kinds == 0 || !leader) continue;
+            }
+            producer.copy_keys(tile | kinds << KINDS, bits);
+            producer.copy_values();
+            producer.pending = tile;
+        }
+        if (leader) {
+            producer.copy_values();
+            producer.copy_keys(END, bits);
+        }
+        if (!SECOND_PASS || pass == 1) break;
+        barrier_wait(shared_address(&producer.barriers.vote), 0);
+        if (!reread(producer.barriers.second_pass)) break;
+    }
+}

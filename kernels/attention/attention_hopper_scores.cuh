@@ -1,0 +1,231 @@
+// What attention_hopper.cu does with the scores of a thread: cap, bias, mask, limits and the online softmax.
+//
+// A thread holds scores of two rows, 8 apart: s[4 j], s[4 j + 1] are columns 8 j + 2 (lane % 4) and the next of the
+// first row, s[4 j + 2], s[4 j + 3] the same of the second.
+#pragma once
+#include "attention_hopper_shape.cuh"
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Converts what is added to a score to the score's units: with SCALE_IN_EXPONENT those of q k^T, in which -3.4e38 may
+// overflow.
+template <class E>
+__device__ __forceinline__ float in_units(E, float value, float unit, float lowest) {
+    return !SCALE_IN_EXPONENT ? value : value == minus_infinity() ? value : fmaxf(value * unit, lowest);
+}
+__device__ __forceinline__ float in_units(f16, float value, float unit, float) {
+    return SCALE_IN_EXPONENT ? value * unit : value;
+}
+
+// The elements of a mask or bias that are added to a thread's scores of KEYS keys. KEY, QUERY: whether they differ
+// along keys and queries; PAIRS: two neighbours can be read as one word (or two, of fp32).
+template <class E, bool KEY, bool QUERY, bool PAIRS, int KEYS>
+struct Fragment {
+    static constexpr int ROW_COUNT = QUERY ? 2 : 1;
+    static constexpr int COUNT = KEY ? KEYS / 8 : 1;
+    Pack<E, 2> pairs[COUNT][ROW_COUNT];
+
+    // `from`: the thread's first element in its first row; `next`: elements from there to its second row; `left`: keys.
+    __device__ __forceinline__ void load(const E* from, int next, int left) {
+#pragma unroll
+        for (int r = 0; r < ROW_COUNT; ++r)
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) {
+                const E* const element = from + r * next + 8 * j;
+                Pack<E, 1> one[2] = {};
+                pairs[j][r] = {};
+                if constexpr (KEY && PAIRS) {
+                    if (8 * j < left) pairs[j][r] = load_cached<2>(element);
+                } else {
+                    if (!KEY || 8 * j < left) one[0] = load_cached<1>(element);
+                    if (KEY && 8 * j + 1 < left) one[1] = load_cached<1>(element + 1);
+                    pairs[j][r] = both(one[0], one[KEY]);
+                }
+            }
+    }
+
+    static __device__ __forceinline__ Pack<E, 2> both(const Pack<E, 1>& low, const Pack<E, 1>& high) {
+        if constexpr (sizeof(E) == 4) return {{low.words[0], high.words[0]}};
+        else return {{low.words[0] | high.words[0] << 16}};
+    }
+
+    __device__ __forceinline__ void add(float* s, float unit, float lowest) const {
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float values[2];
+                unpack(pairs[KEY ? j : 0][QUERY ? r : 0], values);
+                s[4 * j + 2 * r] += in_units(E(), values[0], unit, lowest);
+                s[4 * j + 2 * r + 1] += in_units(E(), values[1], unit, lowest);
+            }
+    }
+};
+
+__device__ __forceinline__ float softcapped(float s, float cap, float cap_reciprocal) {
+    // tanh(x) = 1 - 2 / (1 + exp(2 x)), to 2e-7; the instruction tanh.approx is exact to 5e-4 only
+    const float power = exp2_fast(2.0f * LOG2_E * s * cap_reciprocal);
+    return cap - 2.0f * cap * reciprocal(1.0f + power);
+}
+
+// Applies cap, bias, mask, diagonal and the end of the keys to a thread's scores.
+struct ScoreMod {
+    int group, column, keys;  // column: in a tile
+    int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
+    float scale, cap, cap_reciprocal;
+    float masked, unit, lowest;  // the masked score; a natural unit in the scores' units; the lowest finite score
+    const MASK_T* mask;          // of the first row
+    const BIAS_T* bias;
+    int next_mask, next_bias;  // elements from there to the second row
+    const u32* bits_from;
+    int own_tiles;  // the index of the first tile of the warpgroup's rows, among all tiles of the mask
+
+    Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BLOCK_N> added_mask;
+    Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS, BLOCK_N> added_bias;
+    u32 bits[BIT_WORDS];
+
+    __device__ __forceinline__ u32 kind(u32 info) const { return info >> (KINDS + 2 * group) & 3; }
+
+    // Reads the bits that came with the keys, of a mask that is the same for all queries.
+    __device__ __forceinline__ void read_row(const u32* row_bits) {
+        if constexpr (ROW_MASK) {
+#pragma unroll
+            for (int w = 0; w < BIT_WORDS; ++w) bits[w] = reread(row_bits[w]) >> column;
+        }
+    }
+
+    // Starts the loads of what else the tile's scores need, while the products run.
+    __device__ __forceinline__ void prepare(u32 info) {
+        const int tile = info & END, first = tile * BLOCK_N + column;
+        if constexpr (BIAS) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first);
+        if constexpr (ADDITIVE && !LATE_MASK) {
+            if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first);
+        }
+        if constexpr (MASK && !ROW_MASK) {
+            const u32* from = bits_from + (long long)(own_tiles + tile) * BIT_WORDS * 128 + threadIdx.x % 128;
+#pragma unroll
+            for (int w = 0; w < BIT_WORDS; ++w) {
+                bits[w] = 0;
+                if (kind(info) == 3) load_bytes<Use::OFTEN, 4>(reinterpret_cast<const char*>(from + w * 128), bits + w);
+            }
+        }
+    }
+
+    __device__ __forceinline__ bool counts(int i) const {
+        const int at = ROW_MASK ? i / 4 * 8 + i % 2 : i;
+        return bits[at / 32] >> at % 32 & 1;
+    }
+
+    // With LATE_MASK registers have no room for a mask's elements during the products. They are loaded afterwards, a
+    // few at a time; only tiles of kind 1 need any.
+    __device__ __forceinline__ void add_mask(float (&s)[SCORES], int first) const {
+        if constexpr (ADDITIVE && LATE_MASK) {
+            constexpr int KEYS_AT_ONCE = 32 / sizeof(MASK_T);
+#pragma unroll
+            for (int k = 0; k < BLOCK_N; k += KEYS_AT_ONCE) {
+                __syncwarp();  // else all loads come first, into more registers than exist
+                Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, KEYS_AT_ONCE> added;
+                added.load(mask + (first + k) * MASK_KEY, next_mask, keys - first - k);
+                added.add(s + k / 2, unit, lowest);
+            }
+        } else if constexpr (ADDITIVE) {
+            added_mask.add(s, unit, lowest);
+        }
+    }
+
+    __device__ __forceinline__ void apply(float (&s)[SCORES], u32 info) const {
+        const int first = (info & END) * BLOCK_N + column;
+        if constexpr (!SCALE_IN_EXPONENT) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                s[i] = SOFTCAP ? softcapped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
+            if constexpr (BIAS) added_bias.add(s, unit, lowest);
+        }
+        if constexpr (ADD_MASKED_SCORE) {
+            add_masked(s, first, MASK && kind(info) != 2);
+        } else if (ADDITIVE && kind(info) == 1) {
+            add_mask(s, first);
+        } else if (MASK && kind(info) != 2) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                if (!counts(i)) s[i] = BOOLEAN && SECOND_PASS ? masked : minus_infinity();
+        }
+        if (first - column + BLOCK_N > unlimited) {
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i)
+                if (first + i / 4 * 8 + i % 2 >= (ADD_MASKED_SCORE ? keys : limit[i / 2 % 2])) s[i] = minus_infinity();
+        }
+    }
+
+    // Adds `masked` to the scores that the mask or the diagonal leaves out.
+    __device__ __forceinline__ void add_masked(float (&s)[SCORES], int first, bool by_mask) const {
+        if (!by_mask && first - column + BLOCK_N <= unlimited) return;
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i)
+            if ((by_mask && !counts(i)) || first + i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] += masked;
+    }
+};
+
+// With LAZY_RESCALE a row's reference is raised only if its largest score is 2^8 times above it: weights up to 256 are
+// as exact in fp16 and bf16 as those up to 1, and results are rescaled for few tiles instead of most.
+//
+// Below -FAR the rounded product of a score with the scale is so far from the exact one that weights overflow
+// (SCALE_IN_EXPONENT). Only rows of which a mask leaves nothing come there, and under additive masks in fp16 none.
+constexpr float FAR = 1e7f;
+template <class E> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<f16> = true;
+constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<MASK_T>);
+
+struct Softmax {
+    float top[2] = {minus_infinity(), minus_infinity()};
+    float sum[2] = {0.0f, 0.0f};  // of this thread's columns
+
+    // Turns scores into weights; `factor` returns what earlier weights and results are to be multiplied by.
+    __device__ __forceinline__ void update(float (&s)[SCORES], float scale, float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float best = top[r];
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 8; ++j) best = fmaxf(best, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+            best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
+            if (LAZY_RESCALE && (best - top[r]) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 8.0f) best = top[r];
+            float from = best == minus_infinity() ? 0.0f : best, before = top[r];  // -inf less -inf would be NaN
+            if (SCALE_IN_EXPONENT) {
+                if (FAR_SCORES && from * scale < -FAR) {
+#pragma unroll
+                    for (int j = 0; j < BLOCK_N / 8; ++j) s[4 * j + 2 * r] -= from, s[4 * j + 2 * r + 1] -= from;
+                    before -= from, from = 0.0f;
+                }
+                const float scaled = __fmul_rn(from, scale);
+                factor[r] = exp2_fast(__fmul_rn(before, scale) - scaled);
+#pragma unroll
+                for (int j = 0; j < BLOCK_N / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& value = s[4 * j + 2 * r + e];
+                        value = exp2_fast(__fmaf_rn(value, scale, -scaled));
+                    }
+            } else {
+                factor[r] = exp2_fast(LOG2_E * (before - from));
+#pragma unroll
+                for (int j = 0; j < BLOCK_N / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& value = s[4 * j + 2 * r + e];
+                        value = exp2_fast(LOG2_E * (value - from));
+                    }
+            }
+            top[r] = best;
+            sum[r] *= factor[r];
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 8; ++j) sum[r] += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1];
+        }
+    }
+
+    // The sum of the whole row.
+    __device__ __forceinline__ float total(int r) const {
+        const float pair = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
+        return pair + __shfl_xor_sync(0xffffffffu, pair, 2);
+    }
+};

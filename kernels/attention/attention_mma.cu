@@ -1,0 +1,31 @@
+// Attention by mma.sync in one launch: each block has all keys of a tile of rows; see attention_mma.cuh.
+//
+// If WARPS_N > 1, warps of a block share the keys of each tile, and their results meet in shared memory: short
+// sequences have too few rows to occupy the chip otherwise. With SECOND_PASS a block skips the tiles behind the
+// diagonal of a causal mask whose masked scores are finite, and begins again with all tiles if one of its rows has no
+// score above SECOND_PASS_BELOW, beside which masked scores would have no weight.
+#include "attention_mma.cuh"
+#include "attention_mma_shares.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_mma(ATTENTION_PARAMETERS) {
+    wait_for_predecessor();
+    release_successor();
+    const Problem problem{ATTENTION_ARGUMENTS};
+    WorkTile at = work_tile(blockIdx.x, problem);
+    WarpState warp;
+    attend(warp, Tiles{problem, at, 0, (at.end + BLOCK_N - 1) / BLOCK_N});
+    if constexpr (SECOND_PASS) {
+        if (__syncthreads_or(at.end < problem.keys && warp.needs_second_pass(problem.queries * GQA_GROUP - at.row))) {
+            at.end = problem.keys, warp = WarpState();
+            attend(warp, Tiles{problem, at, 0, (at.end + BLOCK_N - 1) / BLOCK_N});
+        }
+    }
+    const Out result(problem, at);
+    if constexpr (WARPS_N == 1) {
+        write_warp(warp, result);
+    } else {
+        const WarpResults results;
+        results.store_warp(warp);
+        write_combined(results, result);
+    }
+}

@@ -1,0 +1,224 @@
+// The constants and parameters of attention_mma.cuh, and the copies of tiles of q, k and v to shared memory.
+#pragma once
+
+#include "types.cuh"
+
+enum { HALF, TF32, FP32 };                       // MATH_KIND
+enum { NONE, BOOLEAN, INVERTED, ADDITIVE };      // MASK
+
+struct b8 { unsigned char bits; };
+
+using i64 = long long;
+
+template <bool FIRST, class A, class B>
+struct Conditional { using type = A; };
+template <class A, class B>
+struct Conditional<false, A, B> { using type = B; };
+using Shared = Conditional<MATH_KIND == FP32, f32, T>::type;  // element type in shared memory
+
+constexpr int odd_sixteens(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
+constexpr int up(int n, int step) { return (n + step - 1) / step * step; }
+
+constexpr int SHARED_ITEM = sizeof(Shared);
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int BLOCK_M = WARPS_M * M_TILES * 16;  // rows of a block
+constexpr int STEP = MATH_KIND == HALF ? 16 : MATH_KIND == TF32 ? 8 : 4;
+constexpr int QK_SIZE = up(HEAD_DIM, STEP);
+constexpr int QK_STEPS = QK_SIZE / STEP;
+constexpr int PV_SIZE = up(HEAD_DIM_V, MATH_KIND == HALF ? 16 : 8);
+constexpr int V_TILES = PV_SIZE / 8;
+constexpr int WARP_KEYS = BLOCK_N / WARPS_N;
+constexpr int KEY_TILES = WARP_KEYS / 8, SIXTEENS = (KEY_TILES + 1) / 2;
+// Rows are an odd number of 16 bytes, so that eight rows of ldmatrix, or of the other accesses here, meet no bank
+// twice.
+constexpr int K_ROW = odd_sixteens(QK_SIZE * SHARED_ITEM), V_ROW = odd_sixteens(PV_SIZE * SHARED_ITEM);
+constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
+
+static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
+
+#define MINUS_INFINITY __uint_as_float(0xff800000u)  // -inf
+// Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite: a row whose scores are
+// all the lowest float32 has equal probabilities, and not none.
+constexpr float LOWEST = -1.6e38f;
+
+extern __shared__ __align__(128) char shared_bytes[];
+
+__device__ __forceinline__ u32 shared_base() {
+    u32 address;
+    asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }" : "=r"(address) : "l"(shared_bytes));
+    return address;
+}
+
+// ---- from global to shared memory --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_shared(u32 to, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+template <int BYTES>
+__device__ __forceinline__ void store_shared(u32 to, const u32* words) {
+    if constexpr (BYTES > 16) {
+        store_shared<16>(to, words);
+        store_shared<BYTES - 16>(to + 16, words + 4);
+    } else if constexpr (BYTES == 16) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                     "r"(words[3]) : "memory");
+    } else if constexpr (BYTES == 8) {
+        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(words[0]), "r"(words[1]) : "memory");
+    } else if constexpr (BYTES == 4) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(words[0]) : "memory");
+    } else {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"((unsigned short)words[0]) : "memory");
+    }
+}
+
+#if __CUDA_ARCH__ >= 800
+constexpr bool ASYNC = MATH_KIND != FP32 && ACCESS_BYTES >= 4 || MATH_KIND == FP32 && sizeof(T) == 4;
+#else
+constexpr bool ASYNC = false;
+#endif
+
+// Copies ACCESS_BYTES bytes to shared memory, or zeros unless `inside`.
+__device__ __forceinline__ void copy(u32 to, const T* from, bool inside) {
+    constexpr int EACH = ACCESS_BYTES / sizeof(T);
+    if constexpr (ASYNC) {
+        if constexpr (ACCESS_BYTES == 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+                         : "memory");
+        else
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(ACCESS_BYTES),
+                         "r"(inside ? ACCESS_BYTES : 0) : "memory");
+    } else {
+        Pack<T, EACH> read = {};
+        if (inside) read = load_cached<EACH>(from);
+        if constexpr (sizeof(T) == SHARED_ITEM) {
+            store_shared<ACCESS_BYTES>(to, read.words);
+        } else {
+            float values[EACH];
+            unpack(read, values);
+            const auto wide = pack<f32>(values);
+            store_shared<EACH * 4>(to, wide.words);
+        }
+    }
+}
+
+__device__ __forceinline__ void commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Copies COUNT rows of a tile, from row `first` of `rows` on. Row r lies at r / INTERLEAVE * outer + r % INTERLEAVE *
+// inner.
+template <int COUNT, int ELEMENTS, int ROW_BYTES, int INTERLEAVE = 1>
+__device__ __forceinline__ void load_rows(u32 tile, const T* from, i64 outer, int rows, int first = 0, i64 inner = 0) {
+    constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = ELEMENTS / EACH;
+    constexpr int TOTAL = COUNT * PER_ROW, ROUNDS = (TOTAL + THREADS - 1) / THREADS;
+    static_assert(ELEMENTS % EACH == 0, "rows are whole accesses");
+    constexpr bool STEADY = INTERLEAVE == 1 && THREADS % PER_ROW == 0;  // a thread's accesses lie in one column
+    const i64 step = THREADS / PER_ROW * outer;
+    const T* next = from + (first + threadIdx.x / PER_ROW) * outer + threadIdx.x % PER_ROW * EACH;
+#pragma unroll(MATH_KIND == FP32 ? 2 : ROUNDS <= 8 ? ROUNDS : 4)
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int i = round * THREADS + threadIdx.x, r = i / PER_ROW, access = i % PER_ROW, row = first + r;
+        if (TOTAL % THREADS && i >= TOTAL) break;
+        const bool inside = row < rows;
+        if constexpr (STEADY) {
+            copy(tile + r * ROW_BYTES + access * EACH * SHARED_ITEM, inside ? next : from, inside);
+            next += step;
+        } else {
+            const i64 offset = row / INTERLEAVE * outer + row % INTERLEAVE * inner + access * EACH;
+            copy(tile + r * ROW_BYTES + access * EACH * SHARED_ITEM, from + (inside ? offset : 0), inside);
+        }
+    }
+}
+
+// Clears the columns from `used` to `all`, which products read but no copy writes.
+template <int ROW_BYTES>
+__device__ __forceinline__ void clear_columns(u32 tile, int count, int used, int all) {
+    const int width = all - used;
+    for (int i = threadIdx.x; i < count * width; i += THREADS) {
+        const u32 to = tile + i / width * ROW_BYTES + (used + i % width) * SHARED_ITEM;
+        const u32 zero = 0;
+        store_shared<SHARED_ITEM>(to, &zero);
+    }
+}
+
+// ---- the parameters, and the work of a block ---------------------------------------------------------------------
+
+struct Problem {
+    const T *q, *k, *v;
+    OUT_T* out;
+    const MASK_T* mask;
+    const BIAS_T* bias;
+    i64 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row;
+    i64 mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query;
+    int mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal;
+    float scale, masked, cap;
+};
+
+#define ATTENTION_PARAMETERS                                                                                         \
+    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, i64 q_batch,             \
+        i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,               \
+        i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,     \
+        i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads,              \
+        int row_tiles, int causal, float scale, float masked, float cap
+#define ATTENTION_ARGUMENTS                                                                                          \
+    q, k, v, out, mask, bias, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,     \
+        out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query, mask_key, bias_key, \
+        queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
+
+struct WorkTile {
+    int batch, kv, row, end;  // the first row; the block's rows see keys before `end` only
+};
+
+// seen_keys: one more than the last key that a query sees. last_key: one more than the last key that it reads.
+__device__ __forceinline__ int seen_keys(int query, int keys, int causal) {
+    return CAUSAL ? min(keys, query + causal + 1) : keys;
+}
+__device__ __forceinline__ int last_key(int query, int keys, int causal) {
+    return ADD_MASKED_SCORE && !SECOND_PASS ? keys : seen_keys(query, keys, causal);
+}
+
+// The work of block `index`: tiles that see most keys begin first.
+__device__ __forceinline__ WorkTile work_tile(u32 index, const Problem& p) {
+    const int tile = CAUSAL ? p.row_tiles - 1 - int(index % p.row_tiles) : int(index % p.row_tiles);
+    const int head = index / p.row_tiles, row = tile * BLOCK_M;
+    const int last = min(p.queries * GQA_GROUP - 1, row + BLOCK_M - 1) / GQA_GROUP;
+    return {head / p.kv_heads, head % p.kv_heads, row, max(0, last_key(last, p.keys, p.causal))};
+}
+
+// The tiles of keys and values that a block goes through, with STAGES - 1 of them in flight.
+struct Tiles {
+    const Problem& p;
+    const WorkTile& at;
+    int begin, end;
+    u32 stages = shared_base() + Q_BYTES;
+
+    __device__ __forceinline__ u32 stage(int tile) const { return stages + (tile - begin) % STAGES * STAGE; }
+
+    __device__ __forceinline__ void landed(int tile) const {}  // called when all of a tile is in its stage
+
+    __device__ __forceinline__ void load(int tile) const {
+        if (tile < end) {
+            const int first = tile * BLOCK_N;
+            const T* k = p.k + at.batch * p.k_batch + at.kv * p.k_head + first * p.k_row;
+            const T* v = p.v + at.batch * p.v_batch + at.kv * p.v_head + first * p.v_row;
+            load_rows<BLOCK_N, HEAD_DIM, K_ROW>(stage(tile), k, p.k_row, p.keys - first);
+            load_rows<BLOCK_N, HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, v, p.v_row, p.keys - first);
+        }
+        commit();
+    }
+
+    __device__ __forceinline__ void load_queries(u32 tile) const {
+        const T* q = p.q + at.batch * p.q_batch + (i64)at.kv * GQA_GROUP * p.q_head;
+        load_rows<BLOCK_M, HEAD_DIM, K_ROW, GQA_GROUP>(tile, q, p.q_row, p.queries * GQA_GROUP, at.row, p.q_head);
+    }
+};

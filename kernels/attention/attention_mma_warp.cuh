@@ -1,0 +1,290 @@
+// A warp's share of a tile: the two matrix products in their three kinds, and the online softmax between them.
+#pragma once
+
+#include "attention_mma_products.cuh"
+
+struct WarpState {
+    float o[M_TILES][V_TILES][4];  // not yet divided by the sums
+    float top[M_TILES][2], sum[M_TILES][2];
+    u32 queries[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? QK_STEPS : 1][4];
+    int lane, group, quad, m, n;  // group: lane / 4, a row of eight; quad: lane % 4, two neighbouring columns
+
+    __device__ __forceinline__ WarpState() {
+        lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+        m = threadIdx.x / 32 % WARPS_M, n = threadIdx.x / 32 / WARPS_M;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+            for (int vt = 0; vt < V_TILES; ++vt) o[mt][vt][0] = o[mt][vt][1] = o[mt][vt][2] = o[mt][vt][3] = 0.0f;
+            top[mt][0] = top[mt][1] = MINUS_INFINITY, sum[mt][0] = sum[mt][1] = 0.0f;
+        }
+    }
+
+    // The row in the block that half `half` of accumulator `mt` belongs to.
+    __device__ __forceinline__ int row(int mt, int half) const { return (m * M_TILES + mt) * 16 + half * 8 + group; }
+
+    __device__ __forceinline__ void load_queries(u32 (&a)[4], u32 tile, int mt, int step) const {
+        load_matrices<false>(a, tile + ((m * M_TILES + mt) * 16 + lane % 16) * K_ROW + step * 32 + lane / 16 * 16);
+        round_operand(a);
+    }
+
+    __device__ __forceinline__ void keep_queries(u32 tile) {
+        if constexpr (Q_IN_REGISTERS && MATH_KIND != FP32) {
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                for (int step = 0; step < QK_STEPS; ++step) load_queries(queries[mt][step], tile, mt, step);
+        }
+    }
+
+    // Scores of a tile. PART: only the first `live` groups of sixteen keys count; the scores of the others are 0.
+    template <bool PART>
+    __device__ __forceinline__ void scores(float (&s)[M_TILES][KEY_TILES][4], u32 q_tile, u32 k_tile, int live) const {
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; ++t) s[mt][t][0] = s[mt][t][1] = s[mt][t][2] = s[mt][t][3] = 0.0f;
+        if constexpr (MATH_KIND == FP32) {
+            scores_by_ffma<PART>(s, q_tile, k_tile, live);
+        } else {
+            const u32 from = k_tile + (n * WARP_KEYS + lane / 16 * 8 + lane % 8) * K_ROW + lane / 8 % 2 * 16;
+            if constexpr (PART) {  // one branch for each sixteen keys, and none between their products
+#pragma unroll
+                for (int t = 0; t < KEY_TILES; t += 2) {
+                    if (t / 2 >= live) break;
+#pragma unroll
+                    for (int step = 0; step < QK_STEPS; ++step) {
+                        u32 a[M_TILES][4];
+                        get_queries(a, q_tile, step);
+                        score_sixteen(s, a, from + step * 32, t);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int step = 0; step < QK_STEPS; ++step) {
+                    u32 a[M_TILES][4];
+                    get_queries(a, q_tile, step);
+#pragma unroll
+                    for (int t = 0; t < KEY_TILES; t += 2) score_sixteen(s, a, from + step * 32, t);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void get_queries(u32 (&a)[M_TILES][4], u32 q_tile, int step) const {
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            if constexpr (Q_IN_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[mt][i] = queries[mt][step][i];
+            } else {
+                load_queries(a[mt], q_tile, mt, step);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void score_sixteen(
+        float (&s)[M_TILES][KEY_TILES][4], const u32 (&a)[M_TILES][4], u32 from, int t) const {
+        u32 b[4];
+        load_matrices<false>(b, from + t * 8 * K_ROW);
+        round_operand(b);
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            mma(T(), s[mt][t], a[mt], b[0], b[1]);
+            mma(T(), s[mt][t + 1], a[mt], b[2], b[3]);
+        }
+    }
+
+    template <bool PART>
+    __device__ __forceinline__ void scores_by_ffma(
+        float (&s)[M_TILES][KEY_TILES][4], u32 q_tile, u32 k_tile, int live) const {
+#pragma unroll 1
+        for (int step = 0; step < QK_STEPS; ++step) {
+            float4 a[M_TILES][2];
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    a[mt][half] = shared_float4(q_tile + row(mt, half) * K_ROW + step * 16);
+#pragma unroll
+            for (int t = 0; t < KEY_TILES; ++t) {
+                if (PART && t / 2 >= live) break;
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const float4 b = shared_float4(k_tile + (n * WARP_KEYS + t * 8 + 2 * quad + c) * K_ROW + step * 16);
+#pragma unroll
+                    for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            float& to = s[mt][t][2 * half + c];
+                            to = fmaf(a[mt][half].x, b.x, to), to = fmaf(a[mt][half].y, b.y, to);
+                            to = fmaf(a[mt][half].z, b.z, to), to = fmaf(a[mt][half].w, b.w, to);
+                        }
+                }
+            }
+        }
+    }
+
+    // o += p v
+    template <bool PART>
+    __device__ __forceinline__ void values(const float (&p)[M_TILES][KEY_TILES][4], u32 v_tile, int live) {
+        const u32 tile = v_tile + n * WARP_KEYS * V_ROW;
+        if constexpr (MATH_KIND == HALF)
+            values_by_half<PART>(p, tile, live);
+        else if constexpr (MATH_KIND == TF32)
+            values_by_tf32<PART>(p, tile, live);
+        else
+            values_by_ffma<PART>(p, tile, live);
+    }
+
+    template <bool PART>
+    __device__ __forceinline__ void values_by_half(const float (&p)[M_TILES][KEY_TILES][4], u32 tile, int live) {
+        const u32 from = tile + (lane % 16) * V_ROW + lane / 16 * 16;
+#pragma unroll
+        for (int t = 0; t < KEY_TILES; t += 2) {
+            if (PART && t / 2 >= live) break;
+            u32 a[M_TILES][4];
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[mt][i] = narrow(T(), &p[mt][t + i / 2][i % 2 * 2]);
+#pragma unroll
+            for (int vt = 0; vt < V_TILES; vt += 2) {
+                u32 b[4];
+                load_matrices<true>(b, from + t * 8 * V_ROW + vt * 16);
+#pragma unroll
+                for (int mt = 0; mt < M_TILES; ++mt) {
+                    mma(T(), o[mt][vt], a[mt], b[0], b[1]);
+                    mma(T(), o[mt][vt + 1], a[mt], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // The order of keys within a product is free, so columns 2 quad and 2 quad + 1 of the accumulator serve as the
+    // operand's columns quad and quad + 4, which this lane must supply.
+    template <bool PART>
+    __device__ __forceinline__ void values_by_tf32(const float (&p)[M_TILES][KEY_TILES][4], u32 tile, int live) {
+        const u32 from = tile + 2 * quad * V_ROW + group * 4;
+#pragma unroll
+        for (int t = 0; t < KEY_TILES; ++t) {
+            if (PART && t / 2 >= live) break;
+            u32 a[M_TILES][4];
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[mt][i] = rounded_tf32(__float_as_uint(p[mt][t][i % 2 * 2 + i / 2]));
+#pragma unroll
+            for (int vt = 0; vt < V_TILES; ++vt) {
+                const u32 b0 = rounded_tf32(__float_as_uint(shared_float(from + t * 8 * V_ROW + vt * 32)));
+                const u32 b1 = rounded_tf32(__float_as_uint(shared_float(from + (t * 8 + 1) * V_ROW + vt * 32)));
+#pragma unroll
+                for (int mt = 0; mt < M_TILES; ++mt) mma(f32(), o[mt][vt], a[mt], b0, b1);
+            }
+        }
+    }
+
+    template <bool PART>
+    __device__ __forceinline__ void values_by_ffma(const float (&p)[M_TILES][KEY_TILES][4], u32 tile, int live) {
+#pragma unroll
+        for (int t = 0; t < KEY_TILES; ++t) {
+            if (PART && t / 2 >= live) break;
+#pragma unroll 1
+            for (int from = 0; from < 4; ++from) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float a[M_TILES][2];
+#pragma unroll
+                    for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            a[mt][half] = __shfl_sync(0xffffffffu, p[mt][t][2 * half + c], lane / 4 * 4 + from);
+#pragma unroll
+                    for (int vt = 0; vt < V_TILES; ++vt) {
+                        if (vt % 8 == 0) __syncwarp();  // else all loads come first, into more registers than exist
+                        const float2 b = shared_float2(tile + (t * 8 + 2 * from + c) * V_ROW + (vt * 8 + 2 * quad) * 4);
+#pragma unroll
+                        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+                            for (int half = 0; half < 2; ++half) {
+                                o[mt][vt][2 * half] = fmaf(a[mt][half], b.x, o[mt][vt][2 * half]);
+                                o[mt][vt][2 * half + 1] = fmaf(a[mt][half], b.y, o[mt][vt][2 * half + 1]);
+                            }
+                    }
+                }
+            }
+        }
+    }
+
+    // Turns scores into probabilities, not yet divided by their sum, and rescales sums and o to the new maximum.
+    __device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_TILES][4], float scale) {
+        float factors[M_TILES][2];
+        bool same = true;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                factors[mt][half] = row_softmax(s[mt], mt, half, scale);
+                same = same && factors[mt][half] == 1.0f;
+            }
+        if (__all_sync(0xffffffffu, same)) return;  // after some tiles maxima seldom change
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int vt = 0; vt < V_TILES; ++vt)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o[mt][vt][i] *= factors[mt][i / 2];
+    }
+
+    // With SCALE_IN_EXPONENT scores and maxima still lack the scale, which is positive. Returns the factor for o.
+    __device__ __forceinline__ float row_softmax(float (&s)[KEY_TILES][4], int mt, int half, float scale) {
+        float best[2] = {top[mt][half], s[0][2 * half]}, total[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int t = 0; t < KEY_TILES; ++t) best[t % 2] = fmaxf(best[t % 2], fmaxf(s[t][2 * half], s[t][2 * half + 1]));
+        float most = fmaxf(best[0], best[1]);
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        // -inf less -inf would be NaN.
+        const float zero = most == MINUS_INFINITY ? 0.0f : SCALE_IN_EXPONENT ? most * scale : most;
+        const float factor = exp2_fast(SCALE_IN_EXPONENT ? fmaf(top[mt][half], scale, -zero) : top[mt][half] - zero);
+#pragma unroll
+        for (int t = 0; t < KEY_TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& p = s[t][2 * half + c];
+                p = exp2_fast(SCALE_IN_EXPONENT ? fmaf(p, scale, -zero) : p - zero);
+                total[c] += p;
+            }
+        top[mt][half] = most;
+        sum[mt][half] = fmaf(sum[mt][half], factor, total[0] + total[1]);
+        return factor;
+    }
+
+    // Whether one of this lane's rows, of `rows` in the block, has no score above SECOND_PASS_BELOW.
+    __device__ __forceinline__ bool needs_second_pass(int rows) const {
+        bool found = false;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                found |= row(mt, half) < rows && top[mt][half] <= float(SECOND_PASS_BELOW);
+        return found;
+    }
+
+    __device__ __forceinline__ void finish(float scale) {
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (SCALE_IN_EXPONENT) top[mt][half] *= scale;
+                sum[mt][half] += __shfl_xor_sync(0xffffffffu, sum[mt][half], 1);
+                sum[mt][half] += __shfl_xor_sync(0xffffffffu, sum[mt][half], 2);
+            }
+    }
+};
+
+// Divides by the sum of a row's weights; a row without weights is 0 with ZERO_MASKED_ROWS, else NaN.
+__device__ __forceinline__ float normalized(float value, float sum) {
+    const bool some = sum > 0.0f && sum <= LARGEST;
+    return some ? __fdividef(value, sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
+}

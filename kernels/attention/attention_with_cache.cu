@@ -1,0 +1,114 @@
+// Attention of few queries over a growing cache: attention_decode, whose blocks also write the present caches.
+//
+// The keys and values are rows of the past caches, and behind them the new rows. A block reads them tile by tile as
+// attention_decode does, and stores each tile to the present cache once it is in shared memory, so that the past is
+// read once and the present written once. If a past and its present are the same memory, and a row has the same offset
+// in both, only the new rows are written. New rows are always read from k and v, so that no block waits for another.
+//
+// Macros: those of attention_decode.cu.
+#include "attention_decode.cuh"
+
+constexpr bool LARGE_HEAD_DIM = PV_SIZE > 128;  // registers allow less unrolling
+
+// The cache of a head: the rows of the past, and the new rows behind them.
+struct Cache {
+    const T *past, *added;
+    T* present;
+    int past_row, added_row, present_row;
+    int rows;      // of the past
+    bool in_place;  // the present is the same memory as the past
+};
+
+template <int BYTES>
+__device__ __forceinline__ void load_shared(u32 from, u32* words) {
+    if constexpr (BYTES == 16)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(from));
+    else if constexpr (BYTES == 8)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
+    else if constexpr (BYTES == 4)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+    else
+        asm volatile("{ .reg .b16 half; ld.shared.u16 half, [%1]; cvt.u32.u16 %0, half; }"
+                     : "=r"(words[0]) : "r"(from));
+}
+
+struct CachedTiles : Tiles {
+    const Cache &keys, &values;
+
+    __device__ __forceinline__ CachedTiles(
+        const Problem& p, const WorkTile& at, int begin, int end, const Cache& keys, const Cache& values)
+        : Tiles{p, at, begin, end}, keys(keys), values(values) {}
+
+    __device__ __forceinline__ void load(int tile) const {
+        if (tile < end) {
+            load_half<HEAD_DIM, K_ROW>(stage(tile), keys, tile * BLOCK_N);
+            load_half<HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, values, tile * BLOCK_N);
+        }
+        commit();
+    }
+
+    __device__ __forceinline__ void landed(int tile) const {
+        store_half<HEAD_DIM, K_ROW>(stage(tile), keys, tile * BLOCK_N);
+        store_half<HEAD_DIM_V, V_ROW>(stage(tile) + K_BYTES, values, tile * BLOCK_N);
+    }
+
+    template <int ELEMENTS, int ROW_BYTES>
+    __device__ __forceinline__ void load_half(u32 to, const Cache& cache, int first) const {
+        if (!LARGE_HEAD_DIM && first + BLOCK_N <= cache.rows) {
+            const T* from = cache.past + (i64)first * cache.past_row;
+            load_rows<BLOCK_N, ELEMENTS, ROW_BYTES>(to, from, cache.past_row, BLOCK_N);
+            return;
+        }
+        constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = ELEMENTS / EACH;
+#pragma unroll(LARGE_HEAD_DIM ? 2 : 1)
+        for (int i = threadIdx.x; i < BLOCK_N * PER_ROW; i += THREADS) {
+            const int r = i / PER_ROW, column = i % PER_ROW * EACH, row = first + r;
+            const T* from = row < cache.rows ? cache.past + (i64)row * cache.past_row
+                                             : cache.added + (i64)(row - cache.rows) * cache.added_row;
+            const bool inside = row < p.keys;
+            copy(to + r * ROW_BYTES + column * SHARED_ITEM, inside ? from + column : p.q, inside);
+        }
+    }
+
+    template <int ELEMENTS, int ROW_BYTES>
+    __device__ __forceinline__ void store_half(u32 from, const Cache& cache, int first) const {
+        static_assert(sizeof(T) == SHARED_ITEM, "shared memory holds elements as they are");
+        constexpr int EACH = ACCESS_BYTES / sizeof(T), PER_ROW = ELEMENTS / EACH;
+        const int begin = cache.in_place ? max(0, cache.rows - first) : 0, end = min(BLOCK_N, p.keys - first);
+        T* to = cache.present + (i64)first * cache.present_row;
+#pragma unroll(LARGE_HEAD_DIM ? 1 : 4)
+        for (int i = begin * PER_ROW + threadIdx.x; i < end * PER_ROW; i += THREADS) {
+            const int r = i / PER_ROW, column = i % PER_ROW * EACH;
+            u32 words[(ACCESS_BYTES + 3) / 4];
+            load_shared<ACCESS_BYTES>(from + r * ROW_BYTES + column * SHARED_ITEM, words);
+            store_bytes<true, ACCESS_BYTES>(reinterpret_cast<char*>(to + r * cache.present_row + column), words);
+        }
+    }
+};
+
+// k and v of the problem are the present caches. `same_offsets`: a row has the same offset in the past and the present.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER attention_with_cache(
+    ATTENTION_PARAMETERS, int splits, float* partial, float2* totals, const T* past_k, const T* past_v,
+    const T* new_k, const T* new_v, i64 past_k_batch, i64 past_k_head, i64 past_k_row, i64 past_v_batch,
+    i64 past_v_head, i64 past_v_row, i64 new_k_batch, i64 new_k_head, i64 new_k_row, i64 new_v_batch, i64 new_v_head,
+    i64 new_v_row, int past, int same_offsets) {
+    wait_for_predecessor();
+    release_successor();
+    const Problem problem{ATTENTION_ARGUMENTS};
+    const int split = blockIdx.x % splits;
+    const WorkTile at = work_tile(blockIdx.x / splits, problem);
+    const Cache cached_keys{
+        past_k + at.batch * past_k_batch + at.kv * past_k_head, new_k + at.batch * new_k_batch + at.kv * new_k_head,
+        const_cast<T*>(k) + at.batch * k_batch + at.kv * k_head, int(past_k_row), int(new_k_row), int(k_row), past,
+        same_offsets && past_k == k};
+    const Cache cached_values{
+        past_v + at.batch * past_v_batch + at.kv * past_v_head, new_v + at.batch * new_v_batch + at.kv * new_v_head,
+        const_cast<T*>(v) + at.batch * v_batch + at.kv * v_head, int(past_v_row), int(new_v_row), int(v_row), past,
+        same_offsets && past_v == v};
+    const int tiles = (keys + BLOCK_N - 1) / BLOCK_N, each = (tiles + splits - 1) / splits;
+    WarpState warp;
+    attend(warp, CachedTiles(problem, at, min(split * each, tiles), min((split + 1) * each, tiles), cached_keys,
+                             cached_values));
+    write_rows(warp, Out(problem, at), split, partial, totals);
+}

@@ -1,0 +1,69 @@
+"""The host side of attention_blocks.cu, which finds out what a mask leaves of each tile of the scores."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, Scalar
+
+MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}  # MASK of attention_blocks.cuh
+BLOCK_M: Final = 64  # queries of a tile
+THREADS: Final = 128
+
+# For an additive mask: elements up to the first number are skipped at first, and if a row's best score is not above the
+# second one they may count after all. In between lies more than the scores can make up for: scores of 2e4 in fp16 are
+# 16 apart, those of 5e7 in fp32 are 4.
+NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32": (-1e8, -5e7)}
+
+
+def tile_count(problem: Attention, mask: ScoreTensor, block_n: int) -> int:
+    """Return the number of tiles of `block_n` keys of a mask that differs along queries; each has a 1-byte flag."""
+    planes = (problem.batch if mask.batch_stride else 1) * (problem.heads if mask.head_stride else 1)
+    return planes * math.ceil(problem.queries / BLOCK_M) * math.ceil(problem.keys / block_n)
+
+
+def bit_bytes(block_n: int) -> int:
+    """Return the bytes of the mask bits of a tile."""
+    return 4 * THREADS * math.ceil(block_n / 64)
+
+
+def mask_defines(problem: Attention) -> Defines:
+    """Return the macros by which attention_blocks.cuh reads a mask's elements."""
+    additive = problem.mask is not None and problem.mask_kind == "additive"
+    return {
+        "MASK": MASK_MACROS[problem.mask_kind],
+        "INVERTED": int(problem.mask_kind == "inverted"),
+        "NEGLIGIBLE": NEGLIGIBLE[problem.mask.dtype][0] if problem.mask and additive else 0.0,
+    }
+
+
+def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, bits: Pointer) -> Launch:
+    """Return the pass over the mask for tiles of `block_n` keys."""
+    defines: Defines = {
+        "BLOCK_N": block_n,
+        "WIDTH": _width(problem, mask, block_n),
+        **mask_defines(problem),
+        "MASK_T": STORAGE.get(mask.dtype, "b8"),
+        "MASK_KEY": mask.key_stride,
+    }
+    arguments: tuple[Argument, ...] = (
+        mask.pointer,
+        flags,
+        bits,
+        Scalar(problem.queries, "int32"),
+        Scalar(problem.keys, "int32"),
+        Scalar(problem.heads if mask.head_stride else 1, "int32"),
+        *(Scalar(stride, "int64") for stride in mask.strides),
+    )
+    kernel = Kernel("attention_blocks", "attention_blocks", defines)
+    return Launch(kernel, (tile_count(problem, mask, block_n), 1, 1), (THREADS, 1, 1), arguments, pdl=True)
+
+
+def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> int:
+    """Return the elements of an access, so that none crosses the last key or the middle of a tile's row."""
+    if not (mask.aligned and mask.key_stride):
+        return 1
+    return math.gcd(VECTOR_BYTES // ITEM_BYTES.get(mask.dtype, 1), *mask.strides, problem.keys, block_n // 2)

@@ -1,0 +1,151 @@
+"""Attention of few queries over many keys, which several blocks split: attention_decode and attention_with_cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from onnxfuse.kernels.attention.cache import Cache, access_bytes
+from onnxfuse.kernels.attention.mma import (
+    MAX_HEAD_DIM,
+    MMA_ARCH,
+    MmaAttentionConfig,
+    arguments,
+    defines,
+    fitted,
+    math_kind,
+    shared_bytes,
+)
+from onnxfuse.kernels.attention.problem import Attention
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, PDL_ARCH
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+
+CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
+CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
+BUSY_SHARE: Final = 0.9  # of the multiprocessors: on an H200, 64 heads in clusters of 2 outran 4 by a fifth, 8 by 1/4
+MAX_ROWS: Final = 64  # queries times the query heads of a key head: four warps of sixteen
+MIN_TILES: Final = 2  # of a block: with fewer, its start and its end cost more than they save
+MAX_SPLITS: Final = 64
+MIN_ROWS_OF_EIGHT_WARPS: Final = 1024  # rows of a cache from which eight warps of a block have enough to copy
+COMBINE_THREADS: Final = 128
+
+
+def implementations(problem: Attention, device: Device, cache: Cache | None = None) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none for many rows, few keys or no tensor cores.
+
+    With a `cache` the problem's k and v are the present caches, which the kernel writes on the way; keys may be few.
+    """
+    rows = problem.queries * problem.gqa_group
+    if device.arch < MMA_ARCH or rows > MAX_ROWS or max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return []
+    found = [fitted(problem, config, device, combines=True) for config in _configs(problem, rows, device, cache)]
+    configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)  # a block has all rows
+    return [each for config in configs for each in _implementations_of(problem, config, device, cache)]
+
+
+def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None) -> list[MmaAttentionConfig]:
+    """Return configs of sixteen rows to a warp, and four warps, which share keys if not all have rows, or eight."""
+    warps_m = 1 if rows <= 16 else 2 if rows <= 32 else 4
+    large = max(problem.head_dim, problem.head_dim_v) > 128
+    if large and math_kind(problem, device) == "FP32":  # registers have no room for what warps that share keys need
+        return [MmaAttentionConfig(warps_m, 1, 16, stages=3)]
+    wide = large or math_kind(problem, device) != "HALF"
+    warps_n = max(1, 4 // warps_m)
+    four_warps = MmaAttentionConfig(warps_m, warps_n, max(32 if wide else 64, 16 * warps_n), stages=3)
+    if cache is None or wide or warps_m > 1 or problem.keys < MIN_ROWS_OF_EIGHT_WARPS:
+        return [four_warps]
+    # 64 heads of a cache of 4096 rows on an H200: 82.5 us instead of 84.4 at head_dim 128, 45.8 instead of 55.1 at 64.
+    eight_warps = MmaAttentionConfig(1, 8, 128, stages=3)
+    busy = problem.batch * problem.kv_heads * CLUSTERS[0] >= BUSY_SHARE * device.multiprocessors
+    return [eight_warps, four_warps] if busy else [four_warps, eight_warps]
+
+
+def _implementations_of(
+    problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None
+) -> list[Implementation]:
+    """Return the ways to split keys over blocks, the expected fastest first."""
+    heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
+    splits = min(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES)
+    if splits < 2:
+        return [_one_block(problem, config, device, cache)] if cache else []
+    clusters = _clusters(problem, tiles, device)
+    in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
+    combined = _combined(problem, config, splits, device, cache)
+    busy = clusters and heads * clusters[0] >= BUSY_SHARE * device.multiprocessors
+    return [*in_clusters, combined] if busy else [combined, *in_clusters]
+
+
+def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
+    """Return cluster sizes: the smallest that gives every multiprocessor a block, then the next larger one."""
+    if device.arch < CLUSTER_ARCH:
+        return []
+    heads = problem.batch * problem.kv_heads
+    possible = [cluster for cluster in CLUSTERS if tiles >= cluster * MIN_TILES]
+    busy = [cluster for cluster in possible if heads * cluster >= BUSY_SHARE * device.multiprocessors]
+    return busy[:2] if busy else possible[-1:]
+
+
+def _one_block(problem: Attention, config: MmaAttentionConfig, device: Device, cache: Cache | None) -> Implementation:
+    step = _split(problem, config, 1, 1, (ABSENT, ABSENT), device, cache)
+    return Implementation(f"{step.kernel.entry} {config.name}", (step,))
+
+
+def _in_cluster(
+    problem: Attention, config: MmaAttentionConfig, cluster: int, device: Device, cache: Cache | None
+) -> Implementation:
+    step = _split(problem, config, cluster, cluster, (ABSENT, ABSENT), device, cache)
+    return Implementation(f"{step.kernel.entry} {config.name}, clusters of {cluster}", (step,))
+
+
+def _combined(
+    problem: Attention, config: MmaAttentionConfig, splits: int, device: Device, cache: Cache | None
+) -> Implementation:
+    """Return splits that leave their results in scratch memory, and the launch that combines them."""
+    partial, totals = Pointer("scratch", 0), Pointer("scratch", 1)
+    first = _split(problem, config, 1, splits, (partial, totals), device, cache)
+    out = problem.out
+    second = Launch(
+        Kernel("attention_decode", "attention_combine", first.kernel.defines),
+        (problem.batch * problem.heads * problem.queries, 1, 1),
+        (COMBINE_THREADS, 1, 1),
+        (
+            out.pointer,
+            *(Scalar(stride, "int64") for stride in out.strides),
+            *(Scalar(number, "int32") for number in (problem.queries, problem.kv_heads, splits)),
+            partial,
+            totals,
+        ),
+        pdl=device.arch >= PDL_ARCH,
+    )
+    rows = problem.batch * problem.kv_heads * splits * config.block_m
+    scratch = (rows * problem.head_dim_v * 4, rows * 8)
+    return Implementation(f"{first.kernel.entry} {config.name}, {splits} splits", (first, second), scratch)
+
+
+def _split(
+    problem: Attention,
+    config: MmaAttentionConfig,
+    cluster: int,
+    splits: int,
+    scratch: tuple[Pointer | Scalar, Pointer | Scalar],
+    device: Device,
+    cache: Cache | None,
+) -> Launch:
+    """Return the launch whose blocks each take one of `splits` slices of the keys."""
+    entry, constants = "attention_decode", {**defines(problem, config, device), "CLUSTER": cluster}
+    cache_arguments: tuple[Argument, ...] = ()
+    if cache:
+        entry = "attention_with_cache"
+        constants["ACCESS_BYTES"] = math.gcd(int(constants["ACCESS_BYTES"]), access_bytes(problem, *cache.tensors))
+        integers = (Scalar(cache.past_rows, "int32"), Scalar(int(cache.same_offsets), "int32"))
+        cache_arguments = (*cache.pointers, *cache.strides, *integers)
+    return Launch(
+        Kernel(entry, entry, constants),
+        (problem.batch * problem.kv_heads * splits, 1, 1),
+        (config.threads, 1, 1),
+        (*arguments(problem, 1), Scalar(splits, "int32"), *scratch, *cache_arguments),
+        shared_bytes(problem, config, device, True),
+        cluster,
+        pdl=device.arch >= PDL_ARCH,
+    )

@@ -1,0 +1,310 @@
+"""The host side of attention_hopper.cu, which attention_blocks.cu tells what a mask leaves of each tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from onnxfuse.kernels.attention import blocks
+from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
+ALIGNMENT: Final = 8  # elements; the strides of tensor maps are multiples of 16 bytes
+BARRIER_BYTES: Final = 512  # reserved for mbarriers
+LAZY_RESCALE_FROM: Final = 64  # a wider head_dim_v is rescaled only if a row's maximum has grown by much
+L2_KEY_VALUE_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
+LOWEST: Final = -3.4028234663852886e38
+DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # what a mask adds may be divided by a scale between these, in fp32
+NEGLIGIBLE_GAP: Final = 128.0  # a score so far below another has no weight beside it
+
+
+@dataclass(frozen=True)
+class HopperAttentionConfig:
+    """The macros of attention_hopper.cu that the host chooses."""
+
+    warpgroups: int  # of 64 queries each
+    block_n: int  # keys of a tile
+    stages: int  # tiles of keys, and of values, in flight
+    blocks: int = 1  # on a multiprocessor
+    pingpong: bool = False  # the warpgroups issue their products in turns
+    relative_time: float = 1.0  # of a multiprocessor full of them, relative to other configs of the same head dim
+
+    def shared(self, head_dim: int, head_dim_v: int) -> int:
+        """Return the bytes of shared memory of a block."""
+        panels = [math.ceil(columns / PANEL) for columns in (head_dim, head_dim_v)]
+        return 128 * (self.warpgroups * 64 * max(panels) + self.stages * self.block_n * sum(panels)) + BARRIER_BYTES
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 128 * self.warpgroups + (128 if self.reallocates_registers else 32)
+
+    @property
+    def reallocates_registers(self) -> bool:
+        """Whether the producer's warpgroup gives registers to the consumers."""
+        return self.warpgroups > 1 and self.blocks == 1
+
+    @property
+    def registers(self) -> int:
+        """The registers of a consumer's thread: those of CONSUMER_REGISTERS, or an even share of a scheduler's."""
+        if self.reallocates_registers:
+            return {2: 224, 3: 160, 4: 112}[self.warpgroups]
+        return min(255, 512 // math.ceil(self.blocks * self.threads / 128) // 8 * 8)
+
+
+# By the larger of head_dim and head_dim_v. The relative times are of an H200: 2 x 16 heads of 8192 queries and keys, or
+# 2048.
+CONFIGS: Final = {
+    64: (
+        HopperAttentionConfig(1, 64, 2, 3),
+        HopperAttentionConfig(3, 128, 2, pingpong=True, relative_time=0.95),
+        HopperAttentionConfig(4, 64, 4),
+        HopperAttentionConfig(1, 48, 3, 3),
+        HopperAttentionConfig(1, 128, 2, 2, relative_time=1.2),
+        HopperAttentionConfig(2, 128, 2, pingpong=True, relative_time=1.13),
+        HopperAttentionConfig(2, 64, 3, relative_time=1.3),
+    ),
+    128: (
+        HopperAttentionConfig(2, 128, 2, pingpong=True),
+        HopperAttentionConfig(1, 64, 2, 2, relative_time=1.02),
+        HopperAttentionConfig(2, 64, 3, relative_time=1.2),
+        HopperAttentionConfig(1, 32, 2, 2, relative_time=1.3),
+    ),
+    192: (
+        HopperAttentionConfig(2, 96, 2, pingpong=True),
+        HopperAttentionConfig(1, 64, 2, relative_time=1.02),
+        HopperAttentionConfig(2, 64, 2, relative_time=1.1),
+        HopperAttentionConfig(1, 32, 2, relative_time=1.3),
+    ),
+    256: (
+        HopperAttentionConfig(2, 80, 2, pingpong=True),
+        HopperAttentionConfig(1, 64, 2, relative_time=1.3),
+        HopperAttentionConfig(2, 48, 2, relative_time=1.2),
+        HopperAttentionConfig(2, 32, 2, relative_time=1.3),
+        HopperAttentionConfig(1, 32, 2, relative_time=1.5),
+    ),
+}
+BLOCK_OVERHEAD: Final = 100  # the time that a block takes to begin and to end, in that of a key
+TILE_OVERHEAD: Final = 8  # the time that each tile takes besides its keys, in that of a key
+OTHER_REGISTERS: Final = 28  # of a thread, beside scores, weights, results and what is added to scores
+ADD_MASKED_REGISTERS: Final = 8  # more, for masked scores that are added
+
+
+def implementations(problem: Attention, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if GPU, dtype, sizes or alignment do not allow it."""
+    if device.arch != 90 or not _is_supported(problem):
+        return []
+    if problem.mask_kind == "additive" and problem.mask and problem.mask.head_stride and problem.bias is None:
+        # A bias in effect: a pass over it would read as much as the attention itself.
+        problem = replace(problem, mask_kind="none", mask=None, bias=problem.mask)
+    wider = max(problem.head_dim, problem.head_dim_v)
+    # Under a mask, heads up to 64 are fastest in small blocks, which skip more.
+    configs = [
+        config
+        for config in CONFIGS[next(limit for limit in CONFIGS if wider <= limit)]
+        if config.shared(problem.head_dim, problem.head_dim_v) * config.blocks <= device.shared_per_block
+        and _registers(problem, config, late_mask=True) <= config.registers
+        and (problem.mask is None or wider > 64 or config.warpgroups * config.block_n <= 128)
+    ]
+    return [implementation(problem, config) for config in sorted(configs, key=lambda c: _time(problem, c, device))]
+
+
+def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> float:
+    """Estimate the time of a multiprocessor, in that of a warpgroup for a key: waves of blocks times tiles of keys."""
+    blocks = math.ceil(problem.queries / (64 * config.warpgroups)) * problem.heads * problem.batch
+    resident = min(config.blocks, math.ceil(blocks / device.multiprocessors))
+    waves = blocks / (device.multiprocessors * resident)
+    keys = problem.keys
+    if problem.causal is None:
+        waves = math.ceil(waves)
+    else:  # half of the keys, and half of what the diagonal crosses; short rows come last and fill up
+        keys = min(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
+    keys = math.ceil(keys / config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
+    return max(1, waves) * resident * config.warpgroups * keys * config.relative_time
+
+
+def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: bool) -> int:
+    """Return the registers of a thread: its scores, weights and results, and what bias and mask add to the scores.
+
+    `late_mask`: a mask's elements are loaded after the products.
+    """
+    columns = ALIGNMENT * math.ceil(problem.head_dim_v / ALIGNMENT)
+    added = [x for x in (problem.bias, None if late_mask else problem.mask) if x and x.dtype != "bool"]
+    words = sum(
+        (config.block_n // 8 if x.key_stride else 1) * (2 if x.query_stride else 1) * ITEM_BYTES[x.dtype] // 2
+        for x in added
+    )
+    others = OTHER_REGISTERS + problem.add_masked_score * ADD_MASKED_REGISTERS
+    return config.block_n // 2 + config.block_n // 4 + columns // 2 + words + others
+
+
+def _is_supported(problem: Attention) -> bool:
+    tensors = (
+        (problem.q, problem.queries, problem.heads),
+        (problem.k, problem.keys, problem.kv_heads),
+        (problem.v, problem.keys, problem.kv_heads),
+        (problem.out, problem.queries, problem.heads),
+    )
+    head_dims = (problem.head_dim, problem.head_dim_v)
+    return (
+        problem.dtype in ("float16", "bfloat16")
+        and problem.aligned
+        and not (problem.add_masked_score and problem.masked_score > blocks.NEGLIGIBLE[problem.dtype][0])
+        and all(0 < head_dim <= MAX_HEAD_DIM and head_dim % ALIGNMENT == 0 for head_dim in head_dims)
+        and min(problem.batch, problem.heads, problem.queries, problem.keys) > 0
+        and all(_has_tensor_map(x, rows, heads, problem.batch) for x, rows, heads in tensors)
+    )
+
+
+def _has_tensor_map(x: HeadTensor, rows: int, heads: int, batch: int) -> bool:
+    """Return whether a tensor map can describe it: strides of 40 bits, no overlap, aligned."""
+    extents = (batch, heads, rows)
+    return (
+        all(
+            extent == 1 or (0 < stride < 1 << 39 and stride % ALIGNMENT == 0)
+            for stride, extent in zip(x.strides, extents, strict=True)
+        )
+        and x.pointer.offset % 16 == 0
+    )
+
+
+def implementation(problem: Attention, config: HopperAttentionConfig) -> Implementation:
+    """Return the launches of one config."""
+    mask = problem.mask if problem.mask_kind != "none" else None
+    name = f"hopper {64 * config.warpgroups}x{config.block_n}, {config.stages} stages, {config.blocks} blocks"
+    if mask is None or mask.query_stride == 0:
+        return Implementation(name, (_launch(problem, config, mask, ABSENT, ABSENT),))
+    tiles = blocks.tile_count(problem, mask, config.block_n)
+    flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
+    steps = (
+        blocks.launch(problem, mask, config.block_n, flags, bits),
+        _launch(problem, config, mask, flags, bits),
+    )
+    return Implementation(name, steps, (tiles, tiles * blocks.bit_bytes(config.block_n)))
+
+
+def _launch(
+    problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None, flags: Argument, bits: Argument
+) -> Launch:
+    row_tiles = math.ceil(problem.queries / (64 * config.warpgroups))
+    integers = (
+        *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
+        *(problem.causal or 0, _heads_in_l2(problem)),
+    )
+    scalars = (problem.scale, problem.softcap or 1.0, *_score_scalars(problem))
+    flag_strides = (0, 0)  # of batch and head, in planes of flags
+    if mask:
+        heads = problem.heads if mask.head_stride else 1
+        flag_strides = (heads if mask.batch_stride else 0, int(mask.head_stride != 0))
+    arguments = (
+        _tensor_map(problem, problem.q, problem.queries, problem.heads, problem.head_dim, 64),
+        _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
+        _tensor_map(problem, problem.v, problem.keys, problem.kv_heads, problem.head_dim_v, config.block_n),
+        _tensor_map(problem, problem.out, problem.queries, problem.heads, problem.head_dim_v, 64),
+        *(Scalar(number, "int32") for number in integers),
+        *(Scalar(number, "float32") for number in scalars),
+        *_score_arguments(mask),
+        *_score_arguments(problem.bias),
+        *(flags, bits),
+        *(Scalar(number, "int32") for number in flag_strides),
+    )
+    return Launch(
+        Kernel("attention_hopper", "attention_hopper", _defines(problem, config, mask), arch_specific=True),
+        (row_tiles * problem.heads * problem.batch, 1, 1),
+        (config.threads, 1, 1),
+        arguments,
+        config.shared(problem.head_dim, problem.head_dim_v),
+        pdl=True,
+    )
+
+
+def _scales_in_exponent(problem: Attention) -> bool:
+    """Return whether scores keep the units of q k^T until they are exponentiated."""
+    plain = problem.scale > 0 and not (problem.softcap or problem.bias)
+    divided = problem.mask is not None or problem.add_masked_score
+    return plain and (not divided or DIVISIBLE_SCALES[0] <= problem.scale <= DIVISIBLE_SCALES[1])
+
+
+def _score_scalars(problem: Attention) -> tuple[float, float, float, float]:
+    """Return masked_score, unit, lowest and second_pass_below of attention_hopper.cu, in the units of its scores."""
+    unit = 1 / problem.scale if _scales_in_exponent(problem) else 1.0
+    lowest = LOWEST / max(1.0, 1.5 / unit)  # times scale and log2(e) it is still finite
+    masked, second_pass_below = problem.masked_score, problem.masked_score + NEGLIGIBLE_GAP
+    if problem.mask and problem.mask_kind == "additive":
+        second_pass_below = blocks.NEGLIGIBLE[problem.mask.dtype][1]
+    if problem.add_masked_score:
+        second_pass_below = blocks.NEGLIGIBLE[problem.dtype][1]
+    in_units = masked if math.isinf(masked) else max(masked * unit, lowest)
+    return in_units, unit, lowest, max(second_pass_below * unit, lowest)
+
+
+def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None) -> Defines:
+    additive = mask is not None and problem.mask_kind == "additive"
+    finite = (problem.add_masked_score or mask is not None) and math.isfinite(problem.masked_score)
+    return {
+        "T": STORAGE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "WARPGROUPS": config.warpgroups,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.stages,
+        "BLOCKS_PER_SM": config.blocks,
+        "PINGPONG": int(config.pingpong),
+        "LAZY_RESCALE": int(problem.head_dim_v > LAZY_RESCALE_FROM),
+        "CAUSAL": int(problem.causal is not None),
+        "SCALE_IN_EXPONENT": int(_scales_in_exponent(problem)),
+        "SOFTCAP": int(problem.softcap != 0),
+        "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
+        **blocks.mask_defines(problem),
+        "ADD_MASKED_SCORE": int(problem.add_masked_score),
+        "SECOND_PASS": int(additive or finite),
+        "LATE_MASK": int(additive and _registers(problem, config, late_mask=False) > config.registers),
+        **_score_defines("MASK", problem, mask),
+        "BIAS": int(problem.bias is not None),
+        **_score_defines("BIAS", problem, problem.bias),
+    }
+
+
+def _score_defines(name: str, problem: Attention, scores: ScoreTensor | None) -> Defines:
+    """Return the type of a mask's or bias's elements, the axes on which it differs, and whether to read two at once."""
+    if scores is None:
+        return {f"{name}_T": "f16", f"{name}_KEY": 0, f"{name}_QUERY": 0, f"{name}_PAIRS": 0}
+    even = all(n % 2 == 0 for n in (*scores.strides, problem.keys))
+    pairs = scores.key_stride == 1 and even and scores.aligned and scores.dtype != "bool"
+    return {
+        f"{name}_T": STORAGE.get(scores.dtype, "b8"),
+        f"{name}_KEY": scores.key_stride,
+        f"{name}_QUERY": int(scores.query_stride != 0),
+        f"{name}_PAIRS": int(pairs),
+    }
+
+
+def _score_arguments(scores: ScoreTensor | None) -> Sequence[Argument]:
+    if scores is None:
+        return (ABSENT, *(Scalar(0, "int64") for _ in range(3)))
+    return (scores.pointer, *(Scalar(stride, "int64") for stride in scores.strides))
+
+
+def _heads_in_l2(problem: Attention) -> int:
+    """Return how many heads begin with their longest rows at once: as many as have their keys and values in L2."""
+    if problem.causal is None and not (problem.mask and problem.mask.query_stride):
+        return 1
+    key_value_bytes = 2 * problem.keys * (problem.head_dim + problem.head_dim_v) * problem.kv_heads / problem.heads
+    return max(1, min(problem.heads * problem.batch, int(L2_KEY_VALUE_BYTES / key_value_bytes)))
+
+
+def _tensor_map(problem: Attention, x: HeadTensor, rows: int, heads: int, head_dim: int, box_rows: int) -> TensorMap:
+    sizes = (head_dim, rows, heads, problem.batch)
+    innermost_first = (x.row_stride, x.head_stride, x.batch_stride)
+    strides = tuple(
+        2 * (stride if extent > 1 else head_dim) for stride, extent in zip(innermost_first, sizes[1:], strict=True)
+    )
+    dtype: Literal["float16", "bfloat16"] = "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    return TensorMap(x.pointer, dtype, sizes, strides, (PANEL, box_rows, 1, 1), 128)

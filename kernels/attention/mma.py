@@ -1,0 +1,259 @@
+"""The host side of attention_mma.cu and attention_mma.cuh: attention by mma.sync, for every shape, mask and dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.attention.blocks import NEGLIGIBLE
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, STORAGE, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MMA_ARCH: Final = 80  # the first compute capability with bf16 and TF32 products and asynchronous copies
+MAX_HEAD_DIM: Final = 256
+LOG2_E: Final = math.log2(math.e)
+LOWEST: Final = -1.6e38  # LOWEST of attention_mma_tiles.cuh
+MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 2, "additive": 3}
+MASK_STORAGE: Final = {**STORAGE, "bool": "b8"}
+MAX_CONFIGS: Final = 4
+REGISTERS: Final = 65536  # of a multiprocessor
+CROWDED_REGISTERS: Final = 160  # of a thread: with fewer, queries are read again for each tile of keys
+MIN_SPLIT_KEYS: Final = 1024  # keys from which decode.py, which splits them over blocks, runs a few rows
+
+
+@dataclass(frozen=True)
+class MmaAttentionConfig:
+    """The macros of attention_mma.cuh that the host chooses."""
+
+    warps_m: int  # warps that have rows of their own
+    warps_n: int  # warps that share the keys of a tile
+    block_n: int  # keys of a tile
+    m_tiles: int = 1  # of sixteen rows, of a warp
+    stages: int = 2
+    min_blocks: int = 1  # blocks that must fit on a multiprocessor: a bound on registers
+
+    @property
+    def block_m(self) -> int:
+        """The rows of a block."""
+        return 16 * self.m_tiles * self.warps_m
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"{self.block_m}x{self.block_n}/{self.warps_m}x{self.warps_n}/{self.stages}"
+
+
+def implementations(problem: Attention, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if head dims are too large for this GPU."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return []
+    found = (fitted(problem, config, device) for config in _ranked(problem, device))
+    kept = dict.fromkeys(config for config in found if config)
+    return [_implementation(problem, config, device) for config in list(kept)[:MAX_CONFIGS]]
+
+
+def _implementation(problem: Attention, config: MmaAttentionConfig, device: Device) -> Implementation:
+    rows = problem.queries * problem.gqa_group
+    row_tiles = -(-rows // config.block_m)
+    blocks = row_tiles * problem.kv_heads * problem.batch
+    constants = defines(problem, config, device, second_pass=config.warps_n == 1)
+    kernel = Kernel("attention_mma", "attention_mma", constants)
+    shared = shared_bytes(problem, config, device, config.warps_n > 1)
+    pdl = device.arch >= PDL_ARCH
+    step = Launch(kernel, (blocks, 1, 1), (config.threads, 1, 1), arguments(problem, row_tiles), shared, pdl=pdl)
+    return Implementation(f"attention_mma {config.name}", (step,))
+
+
+def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
+    """Return configs: first those without idle warps and with enough blocks for the chip, and of these large ones."""
+    rows = problem.queries * problem.gqa_group
+    configs = list(_configs(max(problem.head_dim, problem.head_dim_v), math_kind(problem, device)))
+
+    def rank(config: MmaAttentionConfig) -> tuple[bool, bool, int]:
+        blocks = -(-rows // config.block_m) * problem.kv_heads * problem.batch
+        enough = blocks >= device.multiprocessors
+        return (config.block_m > _round_up(rows, 16), not enough, -config.block_m if enough else -blocks)
+
+    if problem.mask or problem.bias or problem.add_masked_score:  # their elements, or row limits, need registers too
+        configs = [config for config in configs if config.m_tiles == 1]
+    if problem.add_masked_score or _differs_by_row(problem, problem.mask) or _differs_by_row(problem, problem.bias):
+        configs = [config for config in configs if config.warps_m <= 4]
+    if problem.mask and problem.bias:
+        configs = [replace(c, min_blocks=1, block_n=max(c.block_n // 2, 16 * c.warps_n)) for c in configs]
+    return sorted((c for c in configs if c.warps_n == 1 or problem.keys <= MIN_SPLIT_KEYS or rows <= 64), key=rank)
+
+
+def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
+    config = MmaAttentionConfig
+    if kind == "FP32" and head_dim > 128:  # registers have no room for what warps that share keys need besides
+        yield from (config(2, 1, 16), config(1, 1, 16))
+        return
+    if kind == "FP32":
+        yield from (config(4, 1, 32), config(2, 2, 32), config(1, 4, 64))
+        return
+    if head_dim <= 64:
+        yield from (config(4, 1, 64, min_blocks=3), config(7, 1, 64, min_blocks=2), config(4, 1, 64, 2))
+        yield from (config(2, 2, 64), config(1, 4, 128))
+    elif head_dim <= 128:
+        yield from (config(4, 1, 64), config(2, 2, 64), config(1, 4, 64))
+    else:
+        yield from (config(4, 1, 32), config(2, 2, 64), config(1, 4, 64))
+
+
+def math_kind(problem: Attention, device: Device) -> str:
+    """Return the instruction that multiplies: MATH_KIND of attention_mma.cuh."""
+    if device.arch < MMA_ARCH:
+        return "FP32"
+    return "HALF" if problem.dtype != "float32" else "TF32" if problem.tf32 else "FP32"
+
+
+def shared_item_bytes(problem: Attention, device: Device) -> int:
+    """Return the bytes of an element in shared memory."""
+    return 4 if math_kind(problem, device) == "FP32" else ITEM_BYTES[problem.dtype]
+
+
+def shared_bytes(problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool) -> int:
+    """Return the bytes of shared memory of a block; `combines`: the results of its warps meet there."""
+    kind, item = math_kind(problem, device), shared_item_bytes(problem, device)
+    k_row = _odd_sixteens(_round_up(problem.head_dim, {"HALF": 16, "TF32": 8, "FP32": 4}[kind]) * item)
+    head_dim_v = _round_up(problem.head_dim_v, 16 if kind == "HALF" else 8)
+    tiles = config.block_m * k_row + config.stages * config.block_n * (k_row + _odd_sixteens(head_dim_v * item))
+    results = config.block_m * 4 * (config.warps_n * (head_dim_v + 8 + 2) + 2)
+    return max(tiles, results if combines else 0)
+
+
+def fitted(
+    problem: Attention, config: MmaAttentionConfig, device: Device, combines: bool = False
+) -> MmaAttentionConfig | None:
+    """Return the config, or one with fewer stages, keys or rows that fits into shared memory; None if none does."""
+    min_block_n = (8 if math_kind(problem, device) == "FP32" else 16) * config.warps_n
+    while shared_bytes(problem, config, device, combines or config.warps_n > 1) > device.shared_per_block:
+        if config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        elif config.block_n > min_block_n:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.warps_m > 1:
+            config = replace(config, warps_m=config.warps_m // 2)
+        else:
+            return None
+    return config
+
+
+def defines(problem: Attention, config: MmaAttentionConfig, device: Device, second_pass: bool = False) -> Defines:
+    """Return the macros of attention_mma.cuh; lengths are none of them, so that a growing cache needs no new kernel.
+
+    `second_pass`: a block may begin again with the tiles that it skipped, because it has all keys of its rows.
+    """
+    negligible, second_pass_below = NEGLIGIBLE[problem.dtype]
+    skips_causal_tiles = problem.add_masked_score and problem.causal is not None and problem.masked_score <= negligible
+    return {
+        "T": STORAGE[problem.dtype], "OUT_T": STORAGE[problem.out_dtype or problem.dtype],
+        "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "GQA_GROUP": problem.gqa_group,
+        "MATH_KIND": math_kind(problem, device), "M_TILES": config.m_tiles, "WARPS_M": config.warps_m,
+        "WARPS_N": config.warps_n, "BLOCK_N": config.block_n, "STAGES": config.stages,
+        "Q_IN_REGISTERS": int(_keeps_queries(problem, config, device)),
+        "MIN_BLOCKS": config.min_blocks, "ACCESS_BYTES": access_bytes(problem), "OUT_WIDTH": out_width(problem),
+        "SCALE_IN_EXPONENT": int(_scales_in_exponent(problem)), "CAUSAL": int(problem.causal is not None),
+        "SOFTCAP": int(problem.softcap != 0), "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
+        "MASK": MASK_MACROS[problem.mask_kind], "BIAS": int(problem.bias is not None),
+        "ADD_MASKED_SCORE": int(problem.add_masked_score), "SECOND_PASS": int(second_pass and skips_causal_tiles),
+        "SECOND_PASS_BELOW": second_pass_below * LOG2_E,
+        **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
+    }  # fmt: skip
+
+
+def _scales_in_exponent(problem: Attention) -> bool:
+    """Return whether scores can stay without their scale until they are exponentiated."""
+    replaced = problem.mask_kind in ("boolean", "inverted") and problem.masked_score > -math.inf
+    added = problem.add_masked_score or problem.mask_kind == "additive"
+    changed = replaced or added or problem.bias is not None or problem.softcap != 0
+    return problem.scale > 0 and not changed
+
+
+def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Device) -> bool:
+    """Return whether registers have room for the queries beside what masks and biases need."""
+    kind = math_kind(problem, device)
+    registers = 4 * config.m_tiles * (-(-problem.head_dim // 16) if kind == "HALF" else -(-problem.head_dim // 8))
+    crowded = REGISTERS // (config.threads * config.min_blocks) < CROWDED_REGISTERS
+    return kind != "FP32" and not crowded and registers <= (16 if problem.mask or problem.bias else 32)
+
+
+def _score_defines(name: str, scores: ScoreTensor | None, problem: Attention) -> Defines:
+    if scores is None:
+        return {f"{name}_T": "b8", f"{name}_BY_ROW": 0, f"{name}_PAIRS": 0}
+    pairs = scores.key_stride == 1 and scores.aligned and not any(stride % 2 for stride in scores.strides)
+    by_row = int(_differs_by_row(problem, scores))
+    return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_BY_ROW": by_row, f"{name}_PAIRS": int(pairs)}
+
+
+def _differs_by_row(problem: Attention, scores: ScoreTensor | None) -> bool:
+    """Return whether the rows of a block read different elements of a mask or bias."""
+    if scores is None:
+        return False
+    return bool(scores.query_stride and problem.queries > 1) or bool(scores.head_stride and problem.gqa_group > 1)
+
+
+def access_bytes(problem: Attention) -> int:
+    """Return the bytes of an access to q, k and v, every one of which is then aligned."""
+    item = ITEM_BYTES[problem.dtype]
+    if not problem.aligned:
+        return item
+    tensors = (problem.q, problem.k, problem.v)
+    extents = [problem.head_dim, problem.head_dim_v, *(stride for heads in tensors for stride in heads.strides)]
+    offsets = [heads.pointer.offset for heads in tensors]
+    return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), *offsets)
+
+
+def out_width(problem: Attention) -> int:
+    """Return the elements of an access to the result."""
+    item = ITEM_BYTES[problem.out_dtype or problem.dtype]
+    if not problem.aligned:
+        return 1
+    extents = (problem.head_dim_v, *problem.out.strides)
+    return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), problem.out.pointer.offset) // item
+
+
+def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
+    """Return the arguments for ATTENTION_PARAMETERS of attention_mma_tiles.cuh."""
+    tensors = (problem.q, problem.k, problem.v, problem.out)
+    scores = (problem.mask, problem.bias)
+    integers = (
+        *(each.key_stride if each else 0 for each in scores),
+        problem.queries, problem.keys, problem.kv_heads, row_tiles, problem.causal or 0,
+    )  # fmt: skip
+    return (
+        *(each.pointer for each in tensors),
+        *(each.pointer if each else ABSENT for each in scores),
+        *(Scalar(stride, "int64") for each in tensors for stride in each.strides),
+        *(Scalar(stride, "int64") for each in scores for stride in (each.strides if each else (0, 0, 0))),
+        *(Scalar(number, "int32") for number in integers),
+        *(Scalar(number, "float32") for number in _score_scalars(problem)),
+    )
+
+
+def _score_scalars(problem: Attention) -> tuple[float, float, float]:
+    """Return (scale, masked, cap), which make scores in units of log2(e) from the products q k^T."""
+    boolean = problem.add_masked_score or problem.mask_kind in ("boolean", "inverted")
+    masked = problem.masked_score if boolean else 0.0
+    masked = masked if math.isinf(masked) else max(LOWEST, min(-LOWEST, masked * LOG2_E))
+    if problem.softcap:
+        return problem.scale / problem.softcap, masked, problem.softcap * LOG2_E
+    return problem.scale * LOG2_E, masked, 0.0
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _odd_sixteens(count: int) -> int:
+    """Return the bytes of a row in shared memory: an odd number of sixteens, so that eight rows meet no bank twice."""
+    return (-(-count // 16) | 1) * 16

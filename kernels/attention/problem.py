@@ -1,0 +1,74 @@
+"""Scaled dot-product attention, as the hosts of every attention kernel see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.runtime.plan import Pointer
+
+MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
+
+
+@dataclass(frozen=True)
+class ScoreTensor:
+    """A mask or a bias of (batch, heads, queries, keys); the strides are in elements, and a stride of 0 broadcasts."""
+
+    pointer: Pointer
+    dtype: str  # "bool", "float32", "float16", "bfloat16"
+    batch_stride: int
+    head_stride: int
+    query_stride: int
+    key_stride: int  # 0 or 1
+    aligned: bool  # the data begins at a multiple of 16 bytes
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of batch, head and query."""
+        return self.batch_stride, self.head_stride, self.query_stride
+
+
+@dataclass(frozen=True)
+class Attention:
+    """out = softmax(mask(softcap(scale q k^T) + bias)) v for each head, with fp32 scores and sums.
+
+    Query head h reads key and value head h // (heads // kv_heads).
+
+    - A boolean mask keeps the scores where it is true and puts `masked_score` in place of the others; an inverted one
+      keeps those where it is false; an additive one is added.
+    - `causal` is None, or the number c for which query i sees the keys up to i + c: the scores of others are -inf.
+    - With `add_masked_score`, `masked_score` is instead added to the scores that `causal`, or a boolean mask if there
+      is one, leaves out.
+    - A row whose scores are all -inf gives 0 if `zero_masked_rows`, else NaN.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int  # of queries and keys
+    head_dim_v: int  # of values and results
+    dtype: str  # of q, k and v, and of out unless `out_dtype` says another
+    aligned: bool  # all four begin at multiples of 16 bytes
+    q: HeadTensor
+    k: HeadTensor
+    v: HeadTensor
+    out: HeadTensor
+    scale: float
+    mask_kind: MaskKind = "none"
+    mask: ScoreTensor | None = None
+    masked_score: float = float("-inf")
+    bias: ScoreTensor | None = None
+    causal: int | None = None
+    add_masked_score: bool = False
+    softcap: float = 0.0  # softcap(s) = softcap * tanh(s / softcap); 0: no cap
+    zero_masked_rows: bool = False
+    tf32: bool = False  # float32 operands may be rounded to TF32
+    out_dtype: str = ""
+
+    @property
+    def gqa_group(self) -> int:
+        """The number of query heads that share a key head."""
+        return self.heads // self.kv_heads

@@ -1,0 +1,110 @@
+"""Attention over a growing cache: one launch reads the past and writes the present, or a launch before it copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.attention import decode
+from onnxfuse.kernels.attention.cache import Cache, append
+from onnxfuse.kernels.attention.implementations import MAX_IMPLEMENTATIONS, implementations
+from onnxfuse.kernels.attention.operands import LAYOUTS, attention_of, unsupported
+from onnxfuse.kernels.attention.problem import Attention
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import required_spec, unsupported_choice
+from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
+
+ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows, by its layout
+PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and the operand with its new rows
+
+
+def unsupported_cache(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    """Return why no kernel computes attention over these caches; None if one does."""
+    if len(node.output_dtypes) != 1 + len(PASTS):
+        return f"{node.fusion}: it has {len(node.output_dtypes)} outputs; the kernels write the result and both caches"
+    choices = {"cache_layout": tuple(ROW_AXIS), "k_layout": LAYOUTS, "v_layout": LAYOUTS}
+    for choice, known in choices.items():
+        if why := unsupported_choice(node, choice, known, known[0]):
+            return why
+    dtypes = dict(zip(node.operands, input_dtypes, strict=True))
+    for (past, new), present in zip(PASTS, node.output_dtypes[1:], strict=True):
+        if not dtypes.get(past) == dtypes.get(new) == present:
+            found = f"{past} is {dtypes.get(past)}, {new} is {dtypes.get(new)} and the present cache is {present}"
+            return f"{node.fusion}: {found}; required one dtype"
+    return unsupported(_attention_over(node, ("past_key", "past_value")), input_dtypes)
+
+
+def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    problem, cache, outputs = cached_attention(node, inputs, device)
+    copy = (append(problem, cache, device),) if problem.batch and cache.rows else ()
+    no_alias = _no_alias(node, cache)
+    if 0 in outputs[0].shape:
+        return [Plan(outputs, copy, no_alias=no_alias)]
+    # One launch writes the keys that it reads, so it must read all of them: under a causal mask it does so only if the
+    # mask adds to scores.
+    reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
+    found = decode.implementations(problem, device, cache)[: MAX_IMPLEMENTATIONS - 1] if reads_all_keys else []
+    for each in implementations(problem, device):
+        found.append(Implementation(f"attention_append, {each.name}", (*copy, *each.steps), each.scratch))
+    if not found:
+        sizes = f"heads of {problem.head_dim} and {problem.head_dim_v} elements"
+        raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
+    return [Plan(outputs, each.steps, each.scratch, no_alias) for each in found[:MAX_IMPLEMENTATIONS]]
+
+
+def cached_attention(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device
+) -> tuple[Attention, Cache, tuple[TensorSpec, ...]]:
+    """Return attention over the present caches, how these are made, and the outputs.
+
+    Raises ValueError if shapes do not fit.
+    """
+    pasts = [required_spec(node, inputs, name) for name, _ in PASTS]
+    caches = {"k_layout": _cache_layout(node), "v_layout": _cache_layout(node)}
+    new, _ = attention_of(_attention_over(node, ("k", "v")), inputs, device)
+    old, _ = attention_of(_attention_over(node, ("past_key", "past_value"), caches), inputs, device)
+    sizes = [(each.batch, each.kv_heads, each.head_dim, each.head_dim_v) for each in (old, new)]
+    if sizes[0] != sizes[1]:
+        found = f"past caches {[list(past.shape) for past in pasts]}"
+        required = f"{new.kv_heads} heads of {new.head_dim} and {new.head_dim_v} elements in batches of {new.batch}"
+        raise ValueError(f"{node.fusion} '{node.name}': {found}; required {required}")
+    presents = [_present(past, ROW_AXIS[_cache_layout(node)], new.keys) for past in pasts]
+    grown = list(inputs)
+    for (_, name), present in zip(PASTS, presents, strict=True):
+        grown[node.operands.index(name)] = present
+    problem, y = attention_of(_attention_over(node, ("k", "v"), caches, masks=True), grown, device)
+    k, v = (replace(each, pointer=Pointer("output", i)) for i, each in enumerate((problem.k, problem.v), 1))
+    same_offsets = problem.batch == 1 and (problem.kv_heads == 1 or _cache_layout(node) == "bshd")
+    cache = Cache(old.k, old.v, new.k, new.v, old.keys, old.keys + new.keys, same_offsets)
+    return replace(problem, k=k, v=v, aligned=all(each.aligned for each in inputs)), cache, (y, *presents)
+
+
+def _attention_over(
+    node: FusedNode, caches: tuple[str, str], layouts: Mapping[str, str] | None = None, masks: bool = False
+) -> FusedNode:
+    """Return the node as plain attention whose keys and values are the operands named in `caches`."""
+    names = dict(zip(caches, "kv", strict=True)) | {"q": "q"} | ({"mask": "mask", "bias": "bias"} if masks else {})
+    operands = tuple(names.get(name, f"other {name}") for name in node.operands)
+    attributes = {**node.attributes, **(layouts or {})}
+    return replace(node, operands=operands, attributes=attributes, output_dtypes=node.output_dtypes[:1])
+
+
+def _no_alias(node: FusedNode, cache: Cache) -> tuple[NoAlias, ...]:
+    """Return that no past may overlap a present, except its own at the same start if rows keep their offsets."""
+    pasts = list(enumerate(name for name, _ in PASTS))
+    return tuple(
+        NoAlias(node.operands.index(past), 1 + present, same_start=cache.same_offsets and own == present)
+        for own, past in pasts
+        for present, _ in pasts
+    )
+
+
+def _cache_layout(node: FusedNode) -> str:
+    return node.text("cache_layout", "bhsd")
+
+
+def _present(past: TensorSpec, axis: int, rows: int) -> TensorSpec:
+    shape = (*past.shape[:axis], past.shape[axis] + rows, *past.shape[axis + 1 :])
+    return replace(past, shape=shape)

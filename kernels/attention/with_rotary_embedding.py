@@ -1,0 +1,106 @@
+"""Attention after rotary embedding: one launch rotates queries and keys, and the attention kernels read the result.
+
+Every tile of 64 to 192 queries reads a key, so that rotating it while it is loaded would repeat that work. Written once
+and read from L2, it costs as many bytes as it has: for 2048 queries of 32 heads and keys of 8, of 64 elements in fp16,
+21 MB in one launch instead of two, and with norms instead of four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.attention.implementations import implementations
+from onnxfuse.kernels.attention.problem import Attention
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
+from onnxfuse.kernels.rotary.rotary_embedding import check_tables
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
+
+ROTATED: Final = ("q", "k")
+LENGTH_AXIS: Final = {"packed": 1, "bshd": 1, "seq_first": 0, "bhsd": 2}
+
+
+def unsupported_rotary(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    """Return why no kernel rotates the queries and keys of this node; None if one does."""
+    dtypes = dict(zip(node.operands, input_dtypes, strict=True))
+    for name in ("cos", "sin", "q_scale", "k_scale"):
+        if name in dtypes and dtypes[name] not in STORAGE:
+            return f"{node.fusion}: {name} is {dtypes[name]}; the kernels take {', '.join(STORAGE)}"
+    scales = [dtypes.get(f"{name}_scale") for name in ROTATED]
+    if scales[0] != scales[1]:
+        return f"{node.fusion}: q_scale is {scales[0]}, k_scale is {scales[1]}; required one dtype"
+    return None
+
+
+def rotary_candidates(
+    node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, out: TensorSpec, device: Device
+) -> list[Plan]:
+    """Return the plans of a node with at least one key, the expected fastest first; none if no kernel takes the heads.
+
+    Raises ValueError if the tables do not fit.
+    """
+    rotated = _rotated_tensors(problem)
+    first = launch(_rotary(node, inputs, problem, rotated), device)
+    item = ITEM_BYTES[problem.dtype]
+    scratch = tuple(problem.batch * heads.batch_stride * item for heads in rotated)
+    # `_after` adds len(rotated) to the index of every scratch buffer, also to these two.
+    q, k = (replace(heads, pointer=Pointer("scratch", i - len(rotated))) for i, heads in enumerate(rotated))
+    return [_after(first, scratch, each, out) for each in implementations(replace(problem, q=q, k=k), device)]
+
+
+def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
+    """Return the rotated queries and as many keys in scratch memory, as (batch, length, heads, head_dim)."""
+    rows = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
+    q, k = (
+        HeadTensor(Pointer("scratch", i), problem.queries * row, problem.head_dim, row) for i, row in enumerate(rows)
+    )
+    return q, k
+
+
+def _rotary(
+    node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, results: tuple[HeadTensor, HeadTensor]
+) -> Rotary:
+    cos, sin = required_spec(node, inputs, "cos"), required_spec(node, inputs, "sin")
+    operator = node.text("rotary", "rotate_half") == "operator"
+    rotated = cos.shape[-1] * (2 if operator else 1)
+    table_row = rotated // 2 if operator else rotated
+    check_tables(cos, sin, problem.batch, problem.queries, problem.head_dim, rotated, table_row)
+    keys = required_spec(node, inputs, "k").shape[LENGTH_AXIS[node.text("k_layout", "packed")]]
+    if keys != problem.queries:
+        raise ValueError(f"{node.fusion}: {problem.queries} queries and {keys} keys; required as many")
+    scales = [operand_spec(node, inputs, f"{name}_scale") for name in ROTATED]
+    read = [required_spec(node, inputs, name) for name in ROTATED] + [cos, sin, *(scale for scale in scales if scale)]
+    tensors = zip(ROTATED, (problem.heads, problem.kv_heads), (problem.q, problem.k), results, strict=True)
+    return Rotary(
+        problem.batch, problem.queries, problem.head_dim, rotated,
+        tuple(RotatedHeads(count, x, y, _scale(node, name)) for name, count, x, y in tensors),
+        operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, problem.dtype, problem.dtype,
+        all(tensor.aligned for tensor in read), whole_table=not operator,
+        interleaved=operator and bool(node.integer("interleaved", 0)),
+        scale_dtype=scales[0].dtype if scales[0] else "", epsilon=node.number("epsilon", 0.0),
+    )  # fmt: skip
+
+
+def _scale(node: FusedNode, name: str) -> Argument:
+    return operand_pointer(node, f"{name}_scale") if f"{name}_scale" in node.operands else ABSENT
+
+
+def _after(first: Launch, scratch: tuple[int, ...], attention: Implementation, out: TensorSpec) -> Plan:
+    """Return the plan of `first`, with scratch buffers of these sizes, and then the steps of `attention`."""
+
+    def shifted_argument(argument: Argument) -> Argument:
+        if isinstance(argument, TensorMap):
+            return replace(argument, pointer=_shifted(argument.pointer, len(scratch)))
+        return _shifted(argument, len(scratch)) if isinstance(argument, Pointer) else argument
+
+    launches = [step for step in attention.steps if isinstance(step, Launch)]
+    steps = (replace(step, arguments=tuple(map(shifted_argument, step.arguments))) for step in launches)
+    return Plan((out,), (first, *steps), (*scratch, *attention.scratch))
+
+
+def _shifted(pointer: Pointer, by: int) -> Pointer:
+    return replace(pointer, index=pointer.index + by) if pointer.kind == "scratch" else pointer

@@ -1,0 +1,86 @@
+"""The plans of activation, bias_activation and gated_activation: activation.cu, bias_activation.cu and so on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.elementwise.elements import activation_arguments, element_plan
+from onnxfuse.kernels.tensors import (
+    STORAGE,
+    Defines,
+    check_element_count,
+    operand_pointer,
+    required_spec,
+    unsupported_choice,
+    unsupported_dtype,
+)
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, TensorSpec
+
+WITHOUT_PARAMETERS: Final = tuple(a.name for a in ACTIVATIONS.values() if not a.parameters)
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    known = WITHOUT_PARAMETERS if node.fusion == "gated_activation" else tuple(ACTIVATIONS)
+    return unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "activation", known, "none")
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the one plan for these shapes.  Raises ValueError if shapes do not fit together."""
+    if node.fusion == "gated_activation":
+        return [_gated_plan(node, inputs, device)]
+    x = required_spec(node, inputs, "x")
+    y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    defines: Defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype]}
+    read: list[Argument] = [operand_pointer(node, "x")]
+    if node.fusion == "bias_activation":
+        bias = required_spec(node, inputs, "bias")
+        check_element_count(node, "bias", bias, x.shape[-1])
+        defines |= {"BIAS_T": STORAGE[bias.dtype], "ROW": x.shape[-1]}
+        read.append(operand_pointer(node, "bias"))
+    arguments = [*read, Pointer("output", 0), *activation_arguments(node)]
+    return [element_plan(node, inputs, y, defines, arguments, device)]
+
+
+def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
+    """Return the plan of gated_activation, whose gate and up may each be a slice of every row of an operand."""
+    operands = {name: required_spec(node, inputs, name) for name in ("gate", "up")}
+    shapes = {name: _sliced_shape(node, name, tensor) for name, tensor in operands.items()}
+    if shapes["gate"] != shapes["up"]:
+        raise ValueError(
+            f"gated_activation: up has shape {list(shapes['up'])}; required {list(shapes['gate'])}, as gate"
+        )
+    y = TensorSpec(shapes["gate"], node.output_dtypes[0], operands["gate"].aligned)
+    row = math.prod(y.shape[-1:])
+    defines: Defines = {"Y_T": STORAGE[y.dtype], "ROW": row}
+    multiples: list[int] = []  # what vectors must divide, so that none crosses the border of a slice
+    for name, tensor in operands.items():
+        operand_row, offset = _operand_row(node, name, tensor, row)
+        define = name.upper()
+        defines |= {f"{define}_T": STORAGE[tensor.dtype], f"{define}_ROW": operand_row, f"{define}_OFFSET": offset}
+        if operand_row != row:
+            multiples += [row, operand_row, offset]
+    arguments = [operand_pointer(node, "gate"), operand_pointer(node, "up"), Pointer("output", 0)]
+    return element_plan(node, inputs, y, defines, arguments, device, multiples)
+
+
+def _sliced_shape(node: FusedNode, name: str, tensor: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of the slice of an operand, which is its own shape where the node has no offset for it."""
+    if f"{name}_offset" not in node.attributes:
+        return tensor.shape
+    offset, size = node.integer(f"{name}_offset"), node.integer("d")
+    if not 0 <= offset <= tensor.shape[-1] - size:
+        raise ValueError(
+            f"gated_activation: {name} has shape {list(tensor.shape)}; required rows of {offset} + {size} elements"
+        )
+    return (*tensor.shape[:-1], size)
+
+
+def _operand_row(node: FusedNode, name: str, tensor: TensorSpec, row: int) -> tuple[int, int]:
+    """Return the elements of a row of the operand, and how many of them come before its slice."""
+    if f"{name}_offset" not in node.attributes:
+        return row, 0
+    return tensor.shape[-1], node.integer(f"{name}_offset")

@@ -1,0 +1,133 @@
+// Norms along rows of a table, to which rows of up to two further tables or tensors are added first.
+//
+//   ADDENDS             rows that are added: 0 to 2
+//   FACTOR              1: the table's rows are multiplied by a number
+//   TABLE_T, TYPE_2, TYPE_3, SCALE_T ... SUM_T   storage types; those of absent operands do not matter
+//   IDS_T, IDS_2_T, IDS_3_T                      types of ids: int32_t or int64_t
+//   GATHERED_2, _3      1: ids choose the addend's row; 0: the addend is a tensor
+//   BROADCAST_2, _3     how the ids or the tensor broadcast: see Broadcast
+//   INDEX_T             an unsigned type that counts the rows
+#pragma once
+
+using int32_t = int;
+using int64_t = long long;
+using uint32_t = unsigned;
+using uint64_t = unsigned long long;
+
+#define X_T TABLE_T  // Norm's own loads are replaced below
+#define RESIDUAL_T TABLE_T
+#define RESIDUAL 0
+#include "norm.cuh"
+
+// How an addend broadcasts over (batch, seq) rows: it has a row for each, per position, per batch element, or for all.
+enum Broadcast { PER_ROW, PER_POSITION, PER_BATCH, PER_ALL };
+
+__device__ __align__(16) char zero_row[ROW * 4];  // of any storage type
+
+// Where the rows of one addend come from. Ids below 0 count from the end of the table. An id outside of the table,
+// which ONNX leaves undefined, gives zeros.
+template <class T, class Id, bool GATHERED, int BROADCAST, bool PRESENT = true>
+struct RowSource {
+    const T* values;
+    const Id* ids;
+    long long count;  // rows of the table
+    const T* from;    // the values for the current row
+
+    // Returns the id, or the index among the rows of a tensor.
+    __device__ __forceinline__ long long row_index(long long row, long long seq) const {
+        if constexpr (!PRESENT || BROADCAST == PER_ALL) row = 0;
+        else if constexpr (BROADCAST == PER_POSITION) row = INDEX_T(row) % INDEX_T(seq);
+        else if constexpr (BROADCAST == PER_BATCH) row = INDEX_T(row) / INDEX_T(seq);
+        return PRESENT && GATHERED ? ids[row] : row;
+    }
+
+    __device__ __forceinline__ void point_at(long long index) {
+        if (GATHERED && index < 0) index += count;
+        const bool outside = GATHERED && (index < 0 || index >= count);
+        from = outside ? reinterpret_cast<const T*>(zero_row) : values + index * ROW;
+    }
+};
+
+using Tokens = RowSource<TABLE_T, IDS_T, true, PER_ROW>;
+using Second = RowSource<TYPE_2, IDS_2_T, GATHERED_2, BROADCAST_2, (ADDENDS > 0)>;
+using Third = RowSource<TYPE_3, IDS_3_T, GATHERED_3, BROADCAST_3, (ADDENDS > 1)>;
+
+// A vector of one of the rows that are summed: 0 is the token's, 1 and 2 are addends.
+template <int NUMBER, class T, bool PRESENT = (NUMBER <= ADDENDS)>
+struct RowPack {
+    Pack<T, WIDTH> values;
+
+    __device__ __forceinline__ void fetch(const T* from, int pack) {
+        if constexpr (NUMBER == 0) values = load_once<WIDTH>(from + pack * WIDTH);
+        else values = load_cached<WIDTH>(from + pack * WIDTH);  // other rows add it, too
+    }
+
+    __device__ __forceinline__ void copy_async(const T* from, int pack) {
+        copy_to_shared<WIDTH>(values, from + pack * WIDTH);
+    }
+
+    __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
+        float added[WIDTH];
+        unpack(values, added);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) sum[i] += added[i];
+    }
+};
+
+template <int NUMBER, class T>
+struct RowPack<NUMBER, T, false> {
+    __device__ __forceinline__ void fetch(const T*, int) {}
+    __device__ __forceinline__ void copy_async(const T*, int) {}
+    __device__ __forceinline__ void add_to(float (&)[WIDTH]) const {}
+};
+
+// A row op of rows.cuh: the Norm of the sum, which is also written where SUM is 1.
+template <class Statistic>
+struct EmbeddingNorm : Norm<Statistic, false> {
+    static constexpr bool LOCATES = true;
+    using One = RowPack<0, TABLE_T>;
+    using Two = RowPack<1, TYPE_2>;
+    using Three = RowPack<2, TYPE_3>;
+    struct Raw : One, Two, Three {};
+
+    Tokens tokens;
+    Second second;
+    Third third;
+    float factor;
+    long long seq;
+
+    __device__ __forceinline__ void locate(long long row) {
+        const long long one = tokens.row_index(row, seq), two = second.row_index(row, seq);
+        const long long three = third.row_index(row, seq);
+        tokens.point_at(one);  // all ids are being loaded before one is needed
+        second.point_at(two);
+        third.point_at(three);
+    }
+
+    __device__ __forceinline__ Raw fetch(long long, int pack) const {
+        Raw raw;
+        raw.One::fetch(tokens.from, pack);
+        raw.Two::fetch(second.from, pack);
+        raw.Three::fetch(third.from, pack);
+        return raw;
+    }
+
+    __device__ __forceinline__ void copy_async(Raw& raw, long long, int pack) const {
+        raw.One::copy_async(tokens.from, pack);
+        raw.Two::copy_async(second.from, pack);
+        raw.Three::copy_async(third.from, pack);
+    }
+
+    __device__ __forceinline__ void convert(const Raw& raw, long long row, int pack, float (&values)[WIDTH],
+                                            bool first) {
+        unpack(raw.One::values, values);
+        if constexpr (FACTOR) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) values[i] *= factor;
+        }
+        raw.Two::add_to(values);
+        raw.Three::add_to(values);
+        if constexpr (SUM)
+            if (first) store<STREAMED>(this->sum + this->at(row, pack), values);
+    }
+};

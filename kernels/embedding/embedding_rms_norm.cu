@@ -1,0 +1,13 @@
+// embedding = table[ids] * factor; y = rms_norm(embedding), see rms_norm.cu. The embedding is written only if another
+// node reads it.
+//
+// The kernel moves 4 bytes an element in fp16 (6 with the embedding): a row of the table for each id, y, the embedding.
+#include "types.cuh"
+#include "rows.cuh"
+#include "embedding.cuh"
+
+ROW_KERNEL embedding_rms_norm(const TABLE_T* table, const IDS_T* ids, long long count, const SCALE_T* scale, Y_T* y,
+                              SUM_T* sum, float factor, float epsilon, long long rows) {
+    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon}, {table, ids, count}, {}, {},
+                                    factor, 1}, rows);
+}

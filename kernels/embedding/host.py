@@ -1,0 +1,186 @@
+"""The plans of embedding_layer_norm and embedding_rms_norm: the host side of embedding.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.norms.norm import norm_tilings, present, weight_item_bytes
+from onnxfuse.kernels.norms.rows import USUAL_THREADS, RowTiling, row_launch, row_tiling
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    ITEM_BYTES,
+    STORAGE,
+    Defines,
+    all_constant,
+    check_element_count,
+    is_streamed,
+    operand_pointer,
+    operand_spec,
+    required_spec,
+    unsupported_dtype,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+
+IDS: Final = {"int32": "int32_t", "int64": "int64_t"}  # embedding.cuh's names
+TABLES: Final = (("table", "ids"), ("table_2", "ids_2"), ("table_3", "ids_3"))
+TENSORS: Final = ("added", "row")
+PER_ROW, PER_POSITION, PER_BATCH, PER_ALL = range(4)  # embedding.cuh's Broadcast
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Where the rows of one addend come from: a table that ids index, or a tensor.
+
+    `lead` is the shape of the ids, or that of the tensor without its last axis.
+    """
+
+    name: str
+    values: TensorSpec
+    lead: tuple[int, ...]
+    ids: str = ""  # the operand with the ids; "": the values are a tensor
+    ids_dtype: str = "int64"
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    names = {ids for _, ids in TABLES}
+    for name, dtype in zip(node.operands, input_dtypes, strict=True):
+        if name in names and dtype not in IDS:
+            return f"{node.fusion}: {name} is {dtype}; the kernel takes {', '.join(IDS)}"
+    floats = [(n, dtype) for n, dtype in zip(node.operands, input_dtypes, strict=True) if n not in names]
+    rest = FusedNode(node.fusion, node.name, tuple(n for n, _ in floats), node.attributes, node.output_dtypes)
+    return unsupported_dtype(rest, [dtype for _, dtype in floats])
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit together.
+
+    The kernel of embedding_layer_norm takes (values, ids, number of table rows) of the tokens and of two addends, then
+    scale, bias, y, the sum, epsilon, seq and the number of rows; that of embedding_rms_norm takes the tokens, scale, y,
+    the sum, the factor, epsilon and the number of rows.
+    """
+    ids, (tokens, *addends) = required_spec(node, inputs, "ids"), _sources(node, inputs)
+    length, rows = tokens.values.shape[-1], math.prod(ids.shape)
+    _check(node, inputs, [tokens, *addends], length)
+    floats = [tensor for tensor in inputs if tensor.dtype in STORAGE]
+    aligned = all(tensor.aligned for tensor in floats)
+    outputs = tuple(TensorSpec((*ids.shape, length), dtype, aligned) for dtype in node.output_dtypes)
+    if rows * length == 0:
+        return [Plan(outputs, ())]
+    read = [source.values for source in (tokens, *addends)]
+    item_bytes = [ITEM_BYTES[tensor.dtype] for tensor in read]
+    defines = {
+        **_types(node, inputs, outputs), **_addends(node, tokens, addends, ids.shape), "ROW": length,
+        "STREAMED": is_streamed([*outputs, TensorSpec(outputs[0].shape, tokens.values.dtype)]),
+        "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
+        "INDEX_T": "uint32_t" if rows < 2**32 else "uint64_t",
+    }  # fmt: skip
+    arguments = _arguments(node, [tokens, *addends], len(outputs), ids.shape)
+    width, weight_bytes = vector_width([*read, *outputs], length, weights=floats), weight_item_bytes(node, inputs)
+    return [
+        Plan(outputs, (row_launch(node.fusion, tiling, rows, defines, arguments, item_bytes, device),))
+        for tiling in _tilings(rows, length, width, item_bytes, weight_bytes, device)
+    ]
+
+
+def _tilings(
+    rows: int, length: int, width: int, item_bytes: Sequence[int], weight_bytes: int, device: Device
+) -> list[RowTiling]:
+    """Return the tilings of other norms; for three inputs one, as registers do not hold a persistent grid's next row.
+
+    Three vectors are never all in registers as fp32 at once, so that a warp's row needs no more of these than with two
+    inputs. In large blocks, of which two are resident with fewer inputs, threads get twice the registers.
+    """
+    if len(item_bytes) < 3:
+        return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)
+    usual = row_tiling(rows, length, width, device, item_bytes, weight_bytes)
+    if usual.threads <= 32:
+        return [row_tiling(rows, length, width, device, item_bytes[:2], weight_bytes)]
+    return [usual if usual.in_shared else replace(usual, min_blocks=1)]
+
+
+def _sources(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[RowSource]:
+    """Return the sources that are present, the tokens' table first."""
+    found = []
+    for name, ids_name in TABLES:
+        if (table := operand_spec(node, inputs, name)) is not None:
+            ids = required_spec(node, inputs, ids_name)
+            found.append(RowSource(name, table, ids.shape, ids_name, ids.dtype))
+    tensors = ((name, operand_spec(node, inputs, name)) for name in TENSORS)
+    return found + [RowSource(name, tensor, tensor.shape[:-1]) for name, tensor in tensors if tensor is not None]
+
+
+def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowSource], length: int) -> None:
+    """Raise ValueError unless rows and weights have `length` elements, and no more are added than the kernel adds."""
+    if len(sources) > 1 + 2 * (node.fusion == "embedding_layer_norm"):
+        raise ValueError(f"{node.fusion}: {', '.join(source.name for source in sources)} are too many to add")
+    for source in sources:
+        if source.values.shape[-1] != length:
+            found = list(source.values.shape)
+            raise ValueError(f"{node.fusion}: {source.name} has shape {found}; required rows of {length} elements")
+    for name in ("scale", "bias"):
+        weight = operand_spec(node, inputs, name)
+        if weight is not None:
+            check_element_count(node, name, weight, length)
+
+
+def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
+    """Return how an addend, or its ids, broadcast over the ids of tokens, whose last axis is seq."""
+    lead = (1,) * (len(ids) - len(source.lead)) + source.lead
+    if len(lead) == len(ids) and all(size in (1, full) for size, full in zip(lead, ids, strict=True)):
+        if lead == ids:
+            return PER_ROW
+        if math.prod(lead) == 1:
+            return PER_ALL
+        if lead[-1] == ids[-1] and math.prod(lead[:-1]) == 1:
+            return PER_POSITION
+        if lead[:-1] == ids[:-1]:
+            return PER_BATCH
+    name = source.ids or source.name
+    raise ValueError(f"{node.fusion}: {name} has {list(source.lead)} rows, which do not broadcast over {list(ids)} ids")
+
+
+def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:
+    """Return storage types of weights and outputs; the type of an absent operand does not matter."""
+    scale, bias = required_spec(node, inputs, "scale"), operand_spec(node, inputs, "bias")
+    return {
+        "SCALE_T": STORAGE[scale.dtype],
+        "BIAS_T": STORAGE[(bias or scale).dtype],
+        "Y_T": STORAGE[outputs[0].dtype],
+        "SUM_T": STORAGE[outputs[-1].dtype],
+        "BIAS": int(bias is not None),
+        "SUM": int(len(outputs) > 1),
+        "FACTOR": int("factor" in node.attributes),
+    }
+
+
+def _addends(node: FusedNode, tokens: RowSource, addends: Sequence[RowSource], ids: tuple[int, ...]) -> Defines:
+    """Return what the kernel must know of tokens and addends; an absent addend gets the types of the tokens."""
+    defines: Defines = {"ADDENDS": len(addends), "TABLE_T": STORAGE[tokens.values.dtype]}
+    defines["IDS_T"] = IDS[tokens.ids_dtype]
+    for number, source in enumerate([*addends, tokens, tokens][:2], 2):
+        defines[f"TYPE_{number}"] = STORAGE[source.values.dtype]
+        defines[f"IDS_{number}_T"] = IDS[source.ids_dtype]
+        defines[f"GATHERED_{number}"] = int(bool(source.ids))
+        defines[f"BROADCAST_{number}"] = _broadcast(node, source, ids)
+    return defines
+
+
+def _arguments(node: FusedNode, sources: Sequence[RowSource], outputs: int, ids: tuple[int, ...]) -> list[Argument]:
+    """Return the arguments of the kernel, as `candidates` lists them."""
+    adds = node.fusion == "embedding_layer_norm"
+    read: list[Argument] = []
+    for source in sources:
+        count = Scalar(source.values.shape[0] if source.ids else 0, "int64")
+        read += [operand_pointer(node, source.name), operand_pointer(node, source.ids), count]
+    read += [ABSENT] * ((9 if adds else 3) - len(read))
+    weights = [operand_pointer(node, name) for name in (("scale", "bias") if adds else ("scale",))]
+    written = [Pointer("output", 0), Pointer("output", 1) if outputs > 1 else ABSENT]
+    factor = [] if adds else [Scalar(node.number("factor", 1.0), "float32")]
+    epsilon = Scalar(node.number("epsilon", 1e-5), "float32")
+    seq = [Scalar(ids[-1], "int64")] if adds else []
+    return [*read, *weights, *written, *factor, epsilon, *seq, Scalar(math.prod(ids), "int64")]

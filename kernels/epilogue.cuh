@@ -1,0 +1,145 @@
+// The epilogue: what happens to the fp32 accumulators of a matrix product or a convolution before y is stored.
+//
+//   y = activation(acc + bias) [* (up + up_bias)] * column_scale + residual
+//
+// All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; up, of a gated
+// product, is that of the second product at the same element. y and residual are row-major. A column is a position on
+// the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias and column_scale have
+// one value per column; residual has the shape of y.
+//
+// A kernel hands over its accumulators in one of two ways:
+//   by row       It has those of W neighbouring columns of one row, and calls Epilogue::finish, which loads the column
+//                vectors and the residual and stores y. load_columns and load_residual do the loads alone, for kernels
+//                that have them under way earlier.
+//   by fragment  It holds accumulators as mma or wgmma leave them, loads column vectors and residual in that layout
+//                itself, calls epilogue_columns for each accumulator, then add_residual, and stores y.
+//
+// Macros, which epilogue_defines of kernels/epilogue.py sets:
+//   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
+//   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can show
+//   GATED                 1: there is a second product
+//   HAS_BIAS HAS_UP_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: there is one
+//   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
+#pragma once
+#include "types.cuh"
+#include "activations.cuh"
+
+using T = ELEMENT;
+
+static_assert(GATED || !HAS_UP_BIAS, "up_bias belongs to the second product");
+
+// The column vectors at W neighbouring columns; what is absent is not set.
+template <int W>
+struct ColumnValues {
+    float bias[W], up_bias[W], scale[W];
+};
+
+// Everything but the residual, for the accumulators of the column of `values` with index i.
+template <int W>
+__device__ __forceinline__ float epilogue_columns(float acc, float up, const ColumnValues<W>& values, int i,
+                                                  float alpha, float beta) {
+    float y = activate::ACTIVATION(HAS_BIAS ? acc + values.bias[i] : acc, alpha, beta);
+    if constexpr (GATED) y *= HAS_UP_BIAS ? up + values.up_bias[i] : up;
+    if constexpr (HAS_COLUMN_SCALE) y *= values.scale[i];
+    return y;
+}
+
+__device__ __forceinline__ float add_residual(float y, float residual) { return HAS_RESIDUAL ? y + residual : y; }
+
+// ---- by row ------------------------------------------------------------------------------------------------------
+
+// W neighbouring elements of a column vector as they lie in memory. WRAPS: the columns may pass the end of a row, so
+// that the elements are loaded one by one.
+template <int W, bool WRAPS>
+struct ColumnLoads {
+    static constexpr int EACH = WRAPS ? 1 : W;
+    Pack<T, EACH> packs[W / EACH];
+
+    __device__ __forceinline__ void load(const T* from, int column, int columns) {
+#pragma unroll
+        for (int i = 0; i < W / EACH; ++i) {
+            packs[i] = load_cached<EACH>(from + column);
+            column = column + EACH == columns ? 0 : column + EACH;
+        }
+    }
+
+    __device__ __forceinline__ void unpack_to(float (&values)[W]) const {
+#pragma unroll
+        for (int i = 0; i < W / EACH; ++i) {
+            float some[EACH];
+            unpack(packs[i], some);
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) values[i * EACH + j] = some[j];
+        }
+    }
+};
+
+// What the epilogue reads for W neighbouring elements of y.
+template <int W, bool WRAPS>
+struct EpilogueLoads {
+    Pack<T, W> residual;
+    ColumnLoads<W, WRAPS> bias, up_bias, scale;
+};
+
+struct Epilogue {
+    const T *bias, *up_bias, *column_scale, *residual;
+    T* y;
+    float alpha, beta;
+
+    // The column vectors from `column` of a row of `columns` on.
+    template <int W, bool WRAPS>
+    __device__ __forceinline__ void load_columns(EpilogueLoads<W, WRAPS>& loads, int column,
+                                                 int columns) const {
+        if constexpr (HAS_BIAS) {
+            if (!OPTIONAL_BIAS || bias) loads.bias.load(bias, column, columns);
+            else loads.bias = {};
+        }
+        if constexpr (HAS_UP_BIAS) loads.up_bias.load(up_bias, column, columns);
+        if constexpr (HAS_COLUMN_SCALE) loads.scale.load(column_scale, column, columns);
+    }
+
+    template <int W, bool WRAPS, class Index>
+    __device__ __forceinline__ void load_residual(EpilogueLoads<W, WRAPS>& loads, Index at) const {
+        if constexpr (HAS_RESIDUAL) loads.residual = load_once<W>(residual + at);
+    }
+
+    // STREAM: y leaves L2 first.
+    template <bool STREAM, int W, bool WRAPS, class Index>
+    __device__ __forceinline__ void finish(Index at, const EpilogueLoads<W, WRAPS>& loads, const float (&acc)[W],
+                                           const float (&up)[W]) const {
+        ColumnValues<W> values;
+        float added[W], results[W];
+        if constexpr (HAS_BIAS) loads.bias.unpack_to(values.bias);
+        if constexpr (HAS_UP_BIAS) loads.up_bias.unpack_to(values.up_bias);
+        if constexpr (HAS_COLUMN_SCALE) loads.scale.unpack_to(values.scale);
+        if constexpr (HAS_RESIDUAL) unpack(loads.residual, added);
+#pragma unroll
+        for (int i = 0; i < W; ++i) {
+            const float y = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, alpha, beta);
+            results[i] = add_residual(y, HAS_RESIDUAL ? added[i] : 0.0f);
+        }
+        store<STREAM>(y + at, results);
+    }
+
+    // The elements of y in a row of `columns`, from `column` on; `up` is read only if GATED.
+    template <int W>
+    __device__ __forceinline__ void finish(const float (&acc)[W], const float (&up)[W], long long row, int column,
+                                           int columns) const {
+        EpilogueLoads<W, false> loads;
+        load_columns(loads, column, columns);
+        load_residual(loads, row * columns + column);
+        finish<false>(row * columns + column, loads, acc, up);
+    }
+
+    // The same for W accumulators in shared memory; those of the second product lie `up` floats after them.
+    template <int W>
+    __device__ __forceinline__ void finish(const float* acc, int up, long long row, int column, int columns) const {
+        float values[W], ups[W];
+#pragma unroll
+        for (int i = 0; i < W; ++i) {
+            values[i] = acc[i];
+            if constexpr (GATED) ups[i] = acc[up + i];
+        }
+        finish(values, ups, row, column, columns);
+    }
+};

@@ -1,0 +1,33 @@
+"""The host side of epilogue.cuh, which matrix products and convolutions share: its macros."""
+
+from __future__ import annotations
+
+from onnxfuse.kernels.tensors import STORAGE, Defines
+
+
+def epilogue_defines(
+    dtype: str,
+    activation: str,
+    *,
+    gated: bool = False,
+    bias: bool = False,
+    up_bias: bool = False,
+    column_scale: bool = False,
+    residual: bool = False,
+    optional_bias: bool = False,
+) -> Defines:
+    """Return the macros of epilogue.cuh for y of `dtype`; the flags say which operands there are.
+
+    `optional_bias`: the launch computes several products, of which some may have no bias.
+    """
+    return {
+        "ELEMENT": STORAGE[dtype],
+        "ACTIVATION": activation,
+        "PRECISE": int(dtype == "float32"),
+        "GATED": int(gated),
+        "HAS_BIAS": int(bias),
+        "HAS_UP_BIAS": int(up_bias),
+        "HAS_COLUMN_SCALE": int(column_scale),
+        "HAS_RESIDUAL": int(residual),
+        "OPTIONAL_BIAS": int(optional_bias),
+    }

@@ -1,0 +1,47 @@
+// The epilogue of epilogue.cuh as a kernel of its own, after matrix products by a library.
+//
+// An elementwise kernel (elementwise.cuh): each thread finishes vectors of WIDTH elements of y, which do not stop at
+// the end of a row. The products are fp32, so that y is rounded once. It moves 6 bytes an element in fp16, 4 more for a
+// second product and 2 for a residual; the column vectors come from L1.
+//
+// Macros: COLUMNS, the columns of all matrices; those of epilogue.cuh and of elementwise.cuh.
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "elementwise.cuh"
+
+constexpr bool WRAPS = COLUMNS % WIDTH != 0;
+
+struct EpilogueOp {
+    template <int W>
+    struct Raw {
+        Pack<f32, W> product, up;
+        EpilogueLoads<W, WRAPS> loads;
+    };
+
+    const f32 *product, *up;
+    Epilogue epilogue;
+
+    template <int W>
+    __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
+        Raw<W> raw;
+        const unsigned column = unsigned(at % COLUMNS);
+        raw.product = load_once<W>(product + at);
+        if constexpr (GATED) raw.up = load_once<W>(up + at);
+        epilogue.load_residual(raw.loads, at);
+        epilogue.load_columns(raw.loads, column, COLUMNS);
+        return raw;
+    }
+
+    template <int W>
+    __device__ __forceinline__ void finish(INDEX at, const Raw<W>& raw) const {
+        float acc[W], ups[W];
+        unpack(raw.product, acc);
+        if constexpr (GATED) unpack(raw.up, ups);
+        epilogue.finish<STREAMED>(at, raw.loads, acc, ups);
+    }
+};
+
+ELEMENT_KERNEL epilogue(const f32* product, const f32* up, const T* bias, const T* up_bias, const T* scale,
+                        const T* residual, T* y, float alpha, float beta, long long count) {
+    each_element(EpilogueOp{product, up, {bias, up_bias, scale, residual, y, alpha, beta}}, INDEX(count));
+}

@@ -1,0 +1,269 @@
+// The main loop of the Hopper GEMMs (sm_90a): a producer keeps a ring of operand tiles filled by TMA, consumers
+// multiply them by wgmma. gemm_hopper.cu and gemm_hopper_split.cu add what happens to the accumulators.
+//
+// x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
+// in fp32; epilogue.cuh does the rest.
+//
+// A stage of the ring holds 64 elements of k: TILE_M rows of x and TILE_N columns of w (and of up), in rows of 128
+// bytes, swizzled by TMA as wgmma reads them. Each stage has two mbarriers: the producer waits for `empty`, and
+// consumers wait for `full`, which is complete when all bytes have arrived. Warpgroup 0 is the producer, of which one
+// thread issues all loads; warpgroups 1 to CONSUMERS multiply. The producer gives registers to the consumers
+// (setmaxnreg).
+//
+// Macros:
+//   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side
+//   PINGPONG    1: each consumer has tiles of its own; one runs its epilogue while the other multiplies
+//               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
+//   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile
+//   STAGES      of the ring
+//   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
+//   PRODUCTS    of x with as many weights, each with its own n, y and bias: 1 to 3. Above 1, not GATED, and with a bias
+//               at most
+//   STORE_BY_THREADS   0: n is a multiple of 8, and TMA stores y. 1: rows of y begin at any element, and threads store
+//               them; the column vectors begin anywhere too. What TMA reads has rows of multiples of 16 bytes
+//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so that the first stages are read before the predecessor has
+//               ended
+//   and those of epilogue.cuh
+#pragma once
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "hopper.cuh"
+
+namespace {
+
+constexpr int TILE_K = 64;
+constexpr int ROW_BYTES = 128;
+constexpr int COLUMNS = TILE_N * (1 + GATED);                          // of accumulators: those of up follow those of w
+constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
+constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;           // 128 (40 + 2 * 232) of the 65536,
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;         // or 128 (32 + 3 * 160)
+
+constexpr int X_BYTES = TILE_M * ROW_BYTES;
+constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
+static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256);
+static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
+static_assert(PRODUCTS == 1 || !(GATED || HAS_UP_BIAS || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
+
+// The mbarriers: `full` of a stage is complete when TMA has filled it, `empty` when the consumers have read it.
+struct Barriers {
+    u32 first;
+    __device__ __forceinline__ u32 full(int stage) const { return first + 8 * stage; }
+    __device__ __forceinline__ u32 empty(int stage) const { return first + 8 * (STAGES + stage); }
+};
+
+// Called by all threads: initialises the mbarriers of the stages, and `more` after them that one arrival completes. A
+// barrier of the block must follow.
+__device__ __forceinline__ void init_barriers(const Barriers& barriers, int more) {
+    const int i = int(threadIdx.x) - 128;  // one thread for each; thread 0 has other things to do
+    if (i < 0 || i >= 2 * STAGES + more) return;
+    const bool empty = i >= STAGES && i < 2 * STAGES;
+    hopper::barrier_init(barriers.first + 8 * i, empty && !PINGPONG ? CONSUMERS : 1);
+    hopper::barrier_init_fence();
+}
+
+// Called by all threads after init_barriers: they then see the mbarriers, and the blocks that share the tile have
+// started.
+__device__ __forceinline__ void sync_blocks() {
+    if constexpr (SPLIT_K > 1) hopper::cluster_barrier_relaxed();
+    else __syncthreads();
+}
+
+// The warpgroup of this thread; a shuffle tells the compiler that all threads of a warp have the same.
+__device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
+
+// A position in a ring of SIZE buffers, and the parity of the rounds so far.
+template <int SIZE>
+struct Ring {
+    int at = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++at == SIZE) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void skip(int count) {
+        const int to = at + count;
+        at = to % SIZE;
+        parity ^= to / SIZE & 1;
+    }
+};
+
+// The value of one product out of those of all; a run-time index would move the array to local memory.
+template <class Value>
+__device__ __forceinline__ Value pick(const Value (&of)[PRODUCTS], int product) {
+    Value found = of[0];
+#pragma unroll
+    for (int i = 1; i < PRODUCTS; ++i)
+        if (product == i) found = of[i];
+    return found;
+}
+
+// The weights of all products. Their tiles lie side by side: columns count over all products.
+struct Weights {
+    const TensorMap* maps[PRODUCTS];
+    int n[PRODUCTS];
+
+    static __device__ __forceinline__ int columns_of(int n) { return (n + TILE_N - 1) / TILE_N; }
+    __device__ __forceinline__ int columns() const {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) sum += columns_of(n[i]);
+        return sum;
+    }
+    // Returns the product that `column` belongs to, and makes it a column of that product.
+    __device__ __forceinline__ int find(int& column) const {
+        int product = 0;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS - 1; ++i) {
+            const int width = columns_of(n[i]) * TILE_N;
+            if (column < width) break;
+            column -= width;
+            ++product;
+        }
+        return product;
+    }
+};
+
+// The order of tiles, in which those that run at once share operands in L2: down `group_m` rows of tiles, then right.
+struct Tiles {
+    int rows, columns, group_m;
+
+    __device__ __forceinline__ Tiles(int m, int columns, int group_m)
+        : rows((m + TILE_M - 1) / TILE_M), columns(columns), group_m(group_m) {}
+
+    __device__ __forceinline__ int first() const { return blockIdx.x / SPLIT_K; }
+    __device__ __forceinline__ int step() const { return gridDim.x / SPLIT_K; }
+    __device__ __forceinline__ int count() const { return rows * columns; }
+
+    // The first row and column of a tile.
+    __device__ __forceinline__ int2 origin(int tile) const {
+        const int group = tile / (group_m * columns), within = tile - group * group_m * columns;
+        const int height = min(group_m, rows - group * group_m);
+        return {(group * group_m + within % height) * TILE_M, within / height * TILE_N};
+    }
+};
+
+// ---- the producer ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_weight(const TensorMap& w, u32 to, u32 full, int column, int k) {
+    if constexpr (TRANSPOSED) {
+        hopper::load(w, to, full, k, column);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TILE_N / 64; ++i) hopper::load(w, to + i * TILE_K * ROW_BYTES, full, column + 64 * i, k);
+    }
+}
+
+__device__ __forceinline__ void load_weights(const TensorMap& w, const TensorMap& up, u32 stage, u32 full, int column,
+                                             int k) {
+    load_weight(w, stage + X_BYTES, full, column, k);
+    if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, column, k);
+}
+
+// Called by one thread: fills stages for all tiles of the block. `range`: the first step along k and the one after the
+// last.
+__device__ __forceinline__ void produce(const TensorMap& x, const Weights& weights, const TensorMap& up, u32 shared,
+                                        const Barriers& barriers, const Tiles& tiles, int2 range) {
+    int ahead = 0;  // stages whose weights are loaded already, but not yet x
+    if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
+        int2 origin = tiles.origin(tiles.first());
+        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
+        for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
+            const u32 stage = shared + ahead * STAGE_BYTES, full = barriers.full(ahead);
+            hopper::barrier_arrive_expect(full, STAGE_BYTES);
+            load_weights(w, up, stage, full, origin.y, (range.x + ahead) * TILE_K);
+        }
+    }
+    wait_for_predecessor();
+    Ring<STAGES> ring;
+    for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
+        int2 origin = tiles.origin(tile);
+        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
+        for (int step = range.x; step < range.y; ++step) {
+            const u32 stage = shared + ring.at * STAGE_BYTES, full = barriers.full(ring.at);
+            if (WEIGHTS_CONSTANT && ahead > 0) {
+                --ahead;
+            } else {
+                hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
+                hopper::barrier_arrive_expect(full, STAGE_BYTES);
+                load_weights(w, up, stage, full, origin.y, step * TILE_K);
+            }
+            hopper::load(x, stage, full, step * TILE_K, origin.x);
+            ring.next();
+        }
+    }
+}
+
+// ---- the consumers ----------------------------------------------------------------------------------------------
+
+// Named barriers 1 to CONSUMERS join the threads of one consumer. With PINGPONG the two after them say whose turn it is
+// to multiply. They are needed because a consumer has not waited for the stages that the other took, and could not tell
+// the present phase of an mbarrier from the last but one.
+__device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consumer; }
+
+__device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
+
+// Sums over k for this consumer's rows from `first_row` on. A stage is released once the wgmmas after it are under way.
+// `pass_on`: the other consumer has a tile after this one.
+__device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
+                                         u32 shared, int first_row, int steps, int consumer, bool pass_on) {
+    const int thread = threadIdx.x % 128;
+    const u64 x = hopper::matrix_descriptor<128>(shared + first_row * ROW_BYTES, 16, 8 * ROW_BYTES);
+    const u64 w = hopper::matrix_descriptor<128>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
+    constexpr int X_STEP = 32 / 16, W_STEP = (TRANSPOSED ? 32 : 16 * ROW_BYTES) / 16;  // 16 of k, in units of 16 bytes
+    const u32 x_low = u32(x), w_low = u32(w);  // only the low words, which hold addresses, change
+    u32 before = 0;
+    if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
+    for (int step = 0; step < steps; ++step) {
+        hopper::barrier_wait(barriers.full(ring.at), ring.parity);
+        if (PINGPONG && pass_on && step == steps - 1) hopper::named_barrier_arrive(turn(1 - consumer), 256);
+        const u32 stage = ring.at * (STAGE_BYTES / 16);
+        hopper::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < TILE_K / 16; ++i)
+#pragma unroll
+            for (int atom = 0; atom < ATOMS; ++atom)
+                hopper::wgmma<!TRANSPOSED>(
+                    T(), d[atom], with_low(x, x_low + stage + i * X_STEP + atom * (64 * ROW_BYTES / 16)),
+                    with_low(w, w_low + stage + i * W_STEP), step > 0 || i > 0);
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<1>();
+        if (step > 0 && thread == 0) hopper::barrier_arrive(before);
+        before = barriers.empty(ring.at);
+        ring.next();
+    }
+    hopper::wgmma_wait<0>();
+    if (thread == 0) hopper::barrier_arrive(before);
+#pragma unroll
+    for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
+}
+
+__device__ __forceinline__ float2 widen_pair(u32 word) {
+    float both[2];
+    widen(T(), word, both);
+    return {both[0], both[1]};
+}
+
+__device__ __forceinline__ void copy_pair(float2 both, float (&to)[2]) {
+    to[0] = both.x;
+    to[1] = both.y;
+}
+
+// Loads two neighbouring elements of a row that has `left` elements from `from` on; those beyond it are zeros.
+__device__ __forceinline__ u32 load_pair(const T* from, int left) {
+    if constexpr (!STORE_BY_THREADS) return left > 0 ? load_cached<2>(from).words[0] : 0;
+    const u32 first = left > 0 ? load_cached<1>(from).words[0] : 0;
+    return left > 1 ? load_cached<1>(from + 1).words[0] << 16 | first : first;
+}
+
+// The epilogue without the residual for four accumulators of a thread, in wgmma's order: two columns of two rows.
+__device__ __forceinline__ void finish_four(const float* d, const float* up, const ColumnValues<2>& values, float alpha,
+                                            float beta, float (&y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, alpha, beta);
+}
+
+}  // namespace

@@ -1,0 +1,63 @@
+// Copies of up to four matrices of 16-bit elements, whose rows then begin at multiples of 16 bytes, as TMA and vector
+// accesses need it. A matrix of 32-bit elements counts as one of twice as many columns.
+//
+// A warp copies SEGMENT elements of a row. Each lane copies PAIRS pairs of neighbouring elements: it loads them one by
+// one, because a source row begins anywhere, all loads before the first store, and stores each pair as one word. What
+// lies between the end of a row and the next is not written, but for one element, which gets any value.
+//
+// Macros:
+//   WARPS   of a block    PAIRS  of a lane
+//   WEIGHTS_CONSTANT   bit i: no kernel writes matrix i, so that it is read before the predecessor has ended
+#include "types.cuh"
+
+namespace {
+
+constexpr int SEGMENT = 64 * PAIRS;
+
+struct Matrix {
+    const f16* from;
+    f16* to;
+    int rows, columns;
+
+    __device__ __forceinline__ u32 segments() const { return (u32(columns) + SEGMENT - 1) / SEGMENT; }
+
+    // Copies segment `index` of rows * segments().
+    __device__ __forceinline__ void copy(u32 index, bool constant) const {
+        const u32 row = index / segments(), first = index % segments() * SEGMENT + threadIdx.x % 32 * 2;
+        const f16* source = from + u64(row) * columns;
+        f16* target = to + u64(row) * ((columns + 7) / 8 * 8);
+        u32 pairs[PAIRS][2];
+        if (!constant) wait_for_predecessor();
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; ++i) {  // beyond the end the last element again: a conditional load waits
+            const u32 column = first + i / 2 * 64 + i % 2;
+            pairs[i / 2][i % 2] = load_cached<1>(source + min(column, u32(columns) - 1)).words[0];
+        }
+        if (constant) wait_for_predecessor();
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const u32 column = first + i * 64, both = pairs[i][0] | pairs[i][1] << 16;
+            if (column < columns) store_bytes<false, 4>(reinterpret_cast<char*>(target + column), &both);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    gemm_pad(const f16* from, f16* to, int rows, int columns, const f16* from_2, f16* to_2, int rows_2, int columns_2,
+             const f16* from_3, f16* to_3, int rows_3, int columns_3, const f16* from_4, f16* to_4, int rows_4,
+             int columns_4) {
+    const Matrix matrices[] = {{from, to, rows, columns},
+                               {from_2, to_2, rows_2, columns_2},
+                               {from_3, to_3, rows_3, columns_3},
+                               {from_4, to_4, rows_4, columns_4}};
+    release_successor();
+    u64 index = u64(blockIdx.x) * WARPS + threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u64 count = u64(matrices[i].rows) * matrices[i].segments();
+        if (index < count) return matrices[i].copy(u32(index), WEIGHTS_CONSTANT >> i & 1);
+        index -= count;
+    }
+}

@@ -1,0 +1,294 @@
+// Matrix products of few rows of x in fp16 or bf16, whose weights stream in by TMA, from sm_90 on.
+//
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//
+// The time is that of reading the weights once, so the kernel keeps nearly all bytes that a multiprocessor can have in
+// flight in flight, and no warp waits for another before its sums are complete:
+//   1. Each warp has a ring of STAGES stages in shared memory. Its first lane fills them by TMA, an mbarrier says when
+//      a stage has arrived, and the warp alone multiplies it by mma.sync. A stage is 128 bytes of k: TILE_N columns of
+//      each weight and TILE_M rows of x. The weights are mma's left operand, so that tiles of 8 rows of x suffice.
+//      Warps take the stages of the block's slice of k in turn.
+//   2. Each warp leaves its sums where its ring was, and all threads add those of all warps.
+//   3. CLUSTER blocks share a tile, each with a slice of k. Each finishes TILE_N / CLUSTER columns: the blocks send
+//      each other their sums of these by st.async, and an mbarrier counts the bytes that arrive.
+//   4. All threads run the epilogue (epilogue.cuh) by row.
+//
+// 1x4096x4096 fp16 takes 8.5 us on an H200 (n x k; 9.0 as k x n), where 33.5 MB take 8.0 at the rate of a long copy. It
+// takes 10.6 without programmatic dependent launch. A kernel that only reads these bytes takes 7.4 and 9.3.
+//
+// Macros:
+//   GEMM_N, GEMM_K   n and k; m is an argument    TRANSPOSED  1: w and up are n x k, 0: k x n
+//   TILE_M   rows of x, a multiple of 8    TILE_N  columns of a tile: 32, or a multiple of 64
+//   STAGES, WARPS, CLUSTER   as above
+//   PRODUCTS   of one x, whose tiles lie side by side in the grid; their n are GEMM_N, GEMM_N_2 and GEMM_N_3
+//   WEIGHTS_CONSTANT   1: no kernel writes the weights, so that they are read before the predecessor has ended
+//   WIDTH   elements of an access to y, the residual and the column vectors; divides every n and TILE_N / CLUSTER
+//   and those of epilogue.cuh
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "gemm_multiply.cuh"
+#include "hopper.cuh"
+
+constexpr int N = GEMM_N, K = GEMM_K;
+constexpr int WEIGHTS = 1 + GATED;  // x is multiplied with w, and with up
+static_assert(N % WIDTH == 0, "a row is whole vectors");
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(T);
+constexpr int STEPS = ROW_BYTES / 32;               // mmas along k in a stage
+constexpr int MMA_N = TILE_N / 16, MMA_M = TILE_M / 8;  // mma tiles
+constexpr int PANEL = TILE_N < 64 ? TILE_N : 64;    // columns of a TMA box if w is k x n
+constexpr int W_ROW = TRANSPOSED ? ROW_BYTES : PANEL * sizeof(T);
+constexpr int PANEL_BYTES = TILE_K * W_ROW;         // if w is k x n
+constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES, STAGE = X_BYTES + WEIGHTS * W_BYTES;
+constexpr int RING = STAGES * STAGE;
+constexpr int SUMS_PITCH = TILE_N + 4;              // floats: the sums that a warp stores fall into different banks
+constexpr int TILES_K = (K + TILE_K - 1) / TILE_K;
+constexpr int OWN_COLUMNS = TILE_N / CLUSTER;       // columns that a block finishes
+constexpr int EXCHANGE = CLUSTER > 1 ? WEIGHTS * TILE_M * TILE_N * 4 : 0;  // bytes of all blocks' sums of these columns
+
+static_assert(sizeof(T) == 2, "ldmatrix moves 16-bit elements");
+static_assert(OWN_COLUMNS % 4 == 0 && OWN_COLUMNS % WIDTH == 0, "vectors end with a block's columns");
+static_assert(WEIGHTS * TILE_M * SUMS_PITCH * 4 <= RING, "a warp's sums take the place of its stages");
+
+// A warp's stages; `step` counts slices of 128 bytes of k.
+struct Ring {
+    const TensorMap *x, *w[WEIGHTS];
+    unsigned memory, barriers;
+    int row, column;
+
+    __device__ __forceinline__ unsigned stage(int i) const { return memory + i * STAGE; }
+    __device__ __forceinline__ unsigned barrier(int i) const { return barriers + 8 * i; }
+
+    __device__ __forceinline__ void load_weights(int i, int step) const {
+        hopper::barrier_arrive_expect(barrier(i), STAGE);
+#pragma unroll
+        for (int weight = 0; weight < WEIGHTS; ++weight) {
+            const TensorMap& map = *w[weight];
+            const unsigned to = stage(i) + X_BYTES + weight * W_BYTES;
+            if constexpr (TRANSPOSED) hopper::load(map, to, barrier(i), step * TILE_K, column);
+            else
+#pragma unroll
+                for (int panel = 0; panel < TILE_N / PANEL; ++panel)
+                    hopper::load(map, to + panel * PANEL_BYTES, barrier(i), column + panel * PANEL, step * TILE_K);
+        }
+    }
+
+    __device__ __forceinline__ void load_rows(int i, int step) const {
+        hopper::load(*x, stage(i), barrier(i), step * TILE_K, row);
+    }
+};
+
+using Sums = float[WEIGHTS][MMA_N][MMA_M][4];
+
+// Loads a fragment of 16 columns of w by 16 of k.
+__device__ __forceinline__ void load_weight(unsigned (&to)[4], unsigned tile, int n, int step, int lane) {
+    if constexpr (TRANSPOSED) {
+        load_matrices<false>(to, tile + swizzled_offset<W_ROW>(n * 16 + lane % 16, step * 2 + lane / 16));
+    } else {
+        const int chunk = n * 2 + lane / 8 % 2, row = step * 16 + lane % 8 + lane / 16 * 8;
+        const unsigned panel = tile + chunk / (PANEL / 8) * PANEL_BYTES;
+        load_matrices<true>(to, panel + swizzled_offset<W_ROW>(row, chunk % (PANEL / 8)));
+    }
+}
+
+__device__ __forceinline__ void multiply_stage(Sums& sums, unsigned stage) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int pair = 0; pair < STEPS / 2; ++pair) {
+        unsigned x[MMA_M][4];
+#pragma unroll
+        for (int m = 0; m < MMA_M; ++m)
+            load_matrices<false>(x[m], stage + swizzled_offset<ROW_BYTES>(m * 8 + lane % 8, pair * 4 + lane / 8));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int weight = 0; weight < WEIGHTS; ++weight) {
+                unsigned w[MMA_N][4];
+#pragma unroll
+                for (int n = 0; n < MMA_N; ++n)
+                    load_weight(w[n], stage + X_BYTES + weight * W_BYTES, n, pair * 2 + half, lane);
+#pragma unroll
+                for (int n = 0; n < MMA_N; ++n)
+#pragma unroll
+                    for (int m = 0; m < MMA_M; ++m)
+                        multiply(T(), sums[weight][n][m], w[n], x[m][2 * half], x[m][2 * half + 1]);
+            }
+    }
+}
+
+// Multiplies steps `from`, `from` + WARPS … before `to`.
+__device__ __forceinline__ void multiply_steps(Sums& sums, const Ring& ring, int from, int to) {
+    const bool first = threadIdx.x % 32 == 0;
+    if (first) hopper::prefetch(*ring.x);
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
+    if (first) {
+        for (int i = 0; i < STAGES; ++i) hopper::barrier_init(ring.barrier(i), 1);
+        hopper::store_fence();
+    }
+    __syncwarp();
+    if (first)
+        for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_weights(i, from + i * WARPS);
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+    if (first)
+        for (int i = 0; i < STAGES && from + i * WARPS < to; ++i) ring.load_rows(i, from + i * WARPS);
+    __syncwarp();
+    int at = 0, parity = 0;
+#pragma unroll 1
+    for (int step = from; step < to; step += WARPS) {
+        hopper::barrier_wait(ring.barrier(at), parity);
+        multiply_stage(sums, ring.stage(at));
+        __syncwarp();
+        if (first && step + STAGES * WARPS < to) {
+            ring.load_weights(at, step + STAGES * WARPS);
+            ring.load_rows(at, step + STAGES * WARPS);
+        }
+        if (++at == STAGES) at = 0, parity ^= 1;
+    }
+}
+
+__device__ __forceinline__ void store_sums(const Sums& sums, float* to) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int weight = 0; weight < WEIGHTS; ++weight)
+#pragma unroll
+        for (int n = 0; n < MMA_N; ++n)
+#pragma unroll
+            for (int m = 0; m < MMA_M; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    to[(weight * TILE_M + m * 8 + lane % 4 * 2 + i % 2) * SUMS_PITCH + n * 16 + lane / 4 + i / 2 * 8] =
+                        sums[weight][n][m][i];
+}
+
+// Adds COUNT neighbouring sums of all warps; `from` points to those of the first warp.
+template <int COUNT>
+__device__ __forceinline__ void add_warps(const float* from, float (&to)[COUNT]) {
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float value = from[warp * (RING / 4) + i];
+            to[i] = warp ? to[i] + value : value;
+        }
+}
+
+// The sums that the blocks of a cluster have of the columns which this one finishes: CLUSTER x WEIGHTS x TILE_M x
+// OWN_COLUMNS.
+struct Exchange {
+    const float* sums;
+    unsigned barrier;
+
+    __device__ __forceinline__ void begin(int rows) const {  // called by every thread
+        if (threadIdx.x == 0) {
+            hopper::barrier_init(barrier, 1);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) hopper::barrier_arrive_expect(barrier, WEIGHTS * rows * TILE_N * 4);
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+
+    __device__ __forceinline__ void wait_for_peers() const {  // until their barriers are initialised
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    }
+
+    __device__ __forceinline__ void send(int rank, int weight, int row, int column, const float (&values)[4]) const {
+        const unsigned to = shared_address(sums) +
+                            (((rank * WEIGHTS + weight) * TILE_M + row) * OWN_COLUMNS + column % OWN_COLUMNS) * 4;
+        asm volatile("{ .reg .b32 target, signal;\n"
+                     "mapa.shared::cluster.u32 target, %0, %2;\n"
+                     "mapa.shared::cluster.u32 signal, %1, %2;\n"
+                     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [target], {%3, %4, %5, %6}, "
+                     "[signal]; }" ::"r"(to), "r"(barrier), "r"(column / OWN_COLUMNS), "f"(values[0]), "f"(values[1]),
+                     "f"(values[2]), "f"(values[3]) : "memory");
+    }
+
+    // Sends the block's sums to the blocks that finish them; returns when this one has received all of its own.
+    __device__ __forceinline__ void swap(const float* staged, int rank, int rows) const {
+        for (int at = threadIdx.x; at < WEIGHTS * rows * (TILE_N / 4); at += THREADS) {
+            const int line = at / (TILE_N / 4), column = at % (TILE_N / 4) * 4;
+            const int weight = WEIGHTS == 1 ? 0 : line / rows, row = line - weight * rows;
+            float values[4];
+            add_warps(staged + (weight * TILE_M + row) * SUMS_PITCH + column, values);
+            send(rank, weight, row, column, values);
+        }
+        hopper::barrier_wait(barrier, 0);
+    }
+
+    __device__ __forceinline__ void receive(int weight, int row, int column, float (&to)[WIDTH]) const {
+#pragma unroll
+        for (int rank = 0; rank < CLUSTER; ++rank)
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                const float value = sums[((rank * WEIGHTS + weight) * TILE_M + row) * OWN_COLUMNS + column + i];
+                to[i] = rank ? to[i] + value : value;
+            }
+    }
+};
+
+// Finishes this block's columns of y, from `first` on.
+__device__ __forceinline__ void finish(const Epilogue& epilogue, const Exchange& exchange, const float* staged, int row,
+                                       int rows, int first, int n) {
+    constexpr int VECTORS = OWN_COLUMNS / WIDTH;
+    for (int at = threadIdx.x; at < rows * VECTORS; at += THREADS) {
+        const int i = at / VECTORS, j = at % VECTORS * WIDTH;
+        float values[WIDTH], other[WIDTH];
+        if constexpr (CLUSTER > 1) {
+            exchange.receive(0, i, j, values);
+            if constexpr (GATED) exchange.receive(1, i, j, other);
+        } else {
+            add_warps(staged + i * SUMS_PITCH + j, values);
+            if constexpr (GATED) add_warps(staged + (TILE_M + i) * SUMS_PITCH + j, other);
+        }
+        if (first + j < n) epilogue.finish(values, other, row + i, first + j, n);
+    }
+}
+
+#if CLUSTER > 1
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#endif
+gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+#if GATED || PRODUCTS > 1
+            const __grid_constant__ TensorMap w_2,
+#endif
+#if PRODUCTS > 2
+            const __grid_constant__ TensorMap w_3,
+#endif
+            const T* bias, const T* bias_2, const T* bias_3, const T* column_scale, const T* residual, T* y, T* y_2,
+            T* y_3, float alpha, float beta, int m) {
+    extern __shared__ __align__(1024) char memory[];
+    release_successor();
+    const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
+    const int row = blockIdx.y * TILE_M, rows = min(m - row, TILE_M);
+    int tile = blockIdx.x / CLUSTER, n = N;
+    const TensorMap* map = &w;
+#if PRODUCTS > 1
+    constexpr int SECOND = (GEMM_N + TILE_N - 1) / TILE_N;  // the first tile of the second product
+    constexpr int THIRD = SECOND + (GEMM_N_2 + TILE_N - 1) / TILE_N;
+    if (tile >= SECOND && tile < THIRD) map = &w_2, bias = bias_2, y = y_2, n = GEMM_N_2, tile -= SECOND;
+#endif
+#if PRODUCTS > 2
+    if (tile >= THIRD) map = &w_3, bias = bias_3, y = y_3, n = GEMM_N_3, tile -= THIRD;
+#endif
+    const unsigned base = shared_address(memory), barriers = base + WARPS * RING + EXCHANGE;
+    const Exchange exchange{reinterpret_cast<float*>(memory + WARPS * RING), barriers + WARPS * STAGES * 8};
+    if constexpr (CLUSTER > 1) exchange.begin(rows);
+    Ring ring{&x, {map}, base + warp * RING, barriers + warp * STAGES * 8, row, tile * TILE_N};
+#if GATED
+    ring.w[1] = &w_2;
+#endif
+    Sums sums = {};
+    multiply_steps(sums, ring, TILES_K * rank / CLUSTER + warp, TILES_K * (rank + 1) / CLUSTER);
+
+    float* staged = reinterpret_cast<float*>(memory);
+    store_sums(sums, staged + warp * (RING / 4));
+    if constexpr (CLUSTER > 1) exchange.wait_for_peers();
+    __syncthreads();
+    if constexpr (CLUSTER > 1) exchange.swap(staged, rank, rows);
+    const Epilogue epilogue{bias, bias_2, column_scale, residual, y, alpha, beta};
+    finish(epilogue, exchange, staged, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n);
+}

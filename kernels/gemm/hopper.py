@@ -1,0 +1,237 @@
+"""The host side of gemm_hopper.cu and gemm_hopper_split.cu: which tiles cut up a matrix product on a Hopper GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+TILE_K: Final = 64  # elements of k in a stage: the 128 bytes that TMA swizzles
+ROW_BYTES: Final = 128
+SUBTILE: Final = 64  # rows and columns of y that one TMA store writes
+MIN_STAGES: Final = 3
+MAX_STAGES: Final = 12
+MAX_CONFIGS: Final = 6
+BARRIER_BYTES: Final = 256  # reserved for mbarriers
+GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """The tile of a block; tile_n counts the columns of both products of a gated one."""
+
+    tile_m: int
+    tile_n: int
+    pingpong: bool = False  # each consumer warpgroup has tiles of its own, else they share one
+    split_k: int = 1  # blocks of a cluster, which share a tile, each with a slice of k
+
+    @property
+    def consumers(self) -> int:
+        """The number of warpgroups that multiply."""
+        return 3 if self.tile_m == 192 and not self.pingpong else 2
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        kind = " pingpong" if self.pingpong else f" k/{self.split_k}" if self.split_k > 1 else ""
+        return f"{self.tile_m}x{self.tile_n}{kind}"
+
+
+CONFIGS: Final = (
+    HopperConfig(128, 128, pingpong=True),
+    HopperConfig(128, 192, pingpong=True),
+    HopperConfig(192, 128, pingpong=True),
+    HopperConfig(128, 256),
+    HopperConfig(256, 128),
+    HopperConfig(128, 192),
+    HopperConfig(192, 192),
+    HopperConfig(128, 128),
+    HopperConfig(64, 256, pingpong=True),
+    HopperConfig(64, 192, pingpong=True),
+    HopperConfig(64, 128, pingpong=True),
+    HopperConfig(64, 64, pingpong=True),
+    HopperConfig(128, 64, split_k=2),
+    HopperConfig(128, 64, split_k=3),
+    HopperConfig(128, 64, split_k=4),
+    HopperConfig(128, 64, split_k=6),
+    HopperConfig(128, 64, split_k=8),
+    HopperConfig(128, 128, split_k=2),
+    HopperConfig(128, 128, split_k=4),
+)
+
+
+def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none for another GPU or dtype."""
+    if not all(is_supported(each, device) for each in gemm.products):
+        return []
+    fitting = [config for config in CONFIGS if fits(gemm, config, device)]
+    fitting.sort(key=lambda config: cycles(gemm, config, device))
+    return [implementation(gemm, config, device) for config in fitting[:MAX_CONFIGS]]
+
+
+def is_supported(gemm: Gemm, device: Device) -> bool:
+    """Return whether the kernels take this product: wgmma of 16-bit types, with coordinates that are ints for TMA."""
+    return (
+        device.arch == 90
+        and gemm.dtype in ("float16", "bfloat16")
+        and gemm.m * gemm.n * gemm.k > 0
+        and max(gemm.m, gemm.n, gemm.k) < 2**31 - 2**16
+    )
+
+
+def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+    """Estimate the clock cycles without the launch, well enough for the fastest to be among the first three.
+
+    The constants are of an H200, from times of all configs at 22 shapes with m from 128 to 6304 and k from 768 to 8192.
+    """
+    multiply = config.tile_m * config.tile_n * TILE_K / 2048 / 0.73  # what power and shared memory leave of wgmma
+    load = (config.tile_m + config.tile_n) * ROW_BYTES / 56  # bytes a cycle from L2
+    mainloop = -(-gemm.k // (TILE_K * config.split_k)) * max(multiply, load)
+    if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
+        others = config.split_k - 1
+        return mainloop + 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
+    instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
+    epilogue = config.tile_m * tile_columns(gemm, config) * instructions / 128
+    rounds = -(-tile_count(gemm, config) // device.multiprocessors)
+    if config.pingpong:  # a seventh of an epilogue is hidden
+        return rounds * (mainloop + 250) + (1 + 6 / 7 * (rounds - 1)) * epilogue
+    return rounds * (mainloop + epilogue)
+
+
+def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
+    """Return whether registers and shared memory have room for the config, and whether a split of k has its use."""
+    if config.split_k > 1:
+        if gemm.grouped:
+            return False
+        # Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
+        room = device.multiprocessors if config.split_k == 2 else device.multiprocessors * 3 // 4
+        every_block_has_k = gemm.k > (config.split_k - 1) * TILE_K
+        if tile_count(gemm, config) * config.split_k > room or not every_block_has_k:
+            return False
+    if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and column_vectors(gemm) + bool(gemm.residual) > 2:
+        return False  # they would not fit into registers beside the accumulators
+    return tile_columns(gemm, config) % SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+
+
+def tile_count(gemm: Gemm, config: HopperConfig) -> int:
+    """Return the number of tiles of all results of the launch."""
+    return -(-gemm.m // config.tile_m) * sum(-(-each.n // tile_columns(gemm, config)) for each in gemm.products)
+
+
+def stores_by_threads(gemm: Gemm) -> bool:
+    """Return whether TMA cannot write y of some product of the launch, because its rows are not aligned."""
+    return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
+
+
+def column_vectors(gemm: Gemm) -> int:
+    """Return the number of column vectors that the epilogue reads."""
+    has_bias = any(each.bias is not None for each in gemm.products)
+    return has_bias + (gemm.up_bias is not None) + (gemm.column_scale is not None)
+
+
+def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
+    """Return the columns of y in a tile."""
+    return config.tile_n // 2 if gemm.up else config.tile_n
+
+
+def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
+    """Return the bytes of shared memory beside the ring of stages."""
+    if config.split_k > 1:
+        eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # of a thread, of y
+        sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
+        return sums * config.consumers * 128 * 16 + BARRIER_BYTES
+    results = config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
+    return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
+
+
+def stage_bytes(config: HopperConfig) -> int:
+    """Return the bytes of shared memory of one stage."""
+    return (config.tile_m + config.tile_n) * ROW_BYTES
+
+
+def stages(gemm: Gemm, config: HopperConfig, device: Device) -> int:
+    """Return how many stages fit into shared memory."""
+    return min(MAX_STAGES, (device.shared_per_block - fixed_bytes(gemm, config)) // stage_bytes(config))
+
+
+def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implementation:
+    """Return one launch of the kernel, after one of gemm_pad.cu if TMA cannot read the operands as they are.
+
+    With split_k threads read the residual, not TMA, so that it needs no copy.
+    """
+    gemm, copies = padded(gemm, residual=config.split_k == 1)
+    blocks = min(tile_count(gemm, config), device.multiprocessors // config.split_k) * config.split_k
+    count = stages(gemm, config, device)
+    source = "gemm_hopper_split" if config.split_k > 1 else "gemm_hopper"
+    launch = Launch(
+        Kernel(source, source, defines(gemm, config, count), arch_specific=True),
+        (blocks, 1, 1),
+        (128 * (1 + config.consumers), 1, 1),
+        arguments(gemm, config),
+        shared=count * stage_bytes(config) + fixed_bytes(gemm, config),
+        cluster=config.split_k,
+        pdl=True,
+    )
+    several = f", {len(gemm.products)} products" if gemm.grouped else ""
+    name = f"gemm_hopper {config.name}{several}{' of copies' if copies else ''}"
+    return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))
+
+
+def defines(gemm: Gemm, config: HopperConfig, stages: int) -> Defines:
+    """Return the macros of gemm_hopper.cuh."""
+    return {
+        **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
+        "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
+        "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages, "SPLIT_K": config.split_k,
+        "CONSUMERS": config.consumers, "PRODUCTS": len(gemm.products),
+        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)),
+    }  # fmt: skip
+
+
+def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    n, k = gemm.n, gemm.k
+    maps = [
+        tensor_map(gemm, gemm.x, (k, gemm.m), (TILE_K, config.tile_m)),
+        *(weight_map(each, each.w, config) for each in gemm.products),
+        *([weight_map(gemm, gemm.up, config)] if gemm.up else []),
+    ]
+    by_threads = stores_by_threads(gemm) or config.split_k > 1
+    results: list[Argument] = [each.y if by_threads else result_map(gemm, each.y, each.n) for each in gemm.products]
+    if config.split_k > 1:
+        results.append(gemm.residual or ABSENT)
+    elif gemm.residual:
+        results.append(result_map(gemm, gemm.residual, n))
+    vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
+    scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
+    integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
+    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+
+
+def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:
+    """Return the map of a weight, in boxes of one stage's k; a box of an n x k weight has all columns of a tile."""
+    if gemm.transposed:
+        return tensor_map(gemm, pointer, (gemm.k, gemm.n), (TILE_K, tile_columns(gemm, config)))
+    return tensor_map(gemm, pointer, (gemm.n, gemm.k), (SUBTILE, TILE_K))
+
+
+def result_map(gemm: Gemm, pointer: Pointer, n: int) -> TensorMap:
+    """Return the map of y or of the residual, in boxes of a subtile."""
+    return tensor_map(gemm, pointer, (n, gemm.m), (SUBTILE, SUBTILE))
+
+
+def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
+    """Return the map of a row-major matrix with padded rows, whose boxes TMA swizzles; sizes are (columns, rows)."""
+    dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
+    return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * 2,), box, swizzle=128)
+
+
+def group_m(gemm: Gemm, config: HopperConfig) -> int:
+    """Return the rows of tiles that are computed before the next columns, so that weights are read few times."""
+    rows, limit = -(-gemm.m // config.tile_m), max(1, GROUP_ROWS // config.tile_m)
+    return -(-rows // -(-rows // limit))

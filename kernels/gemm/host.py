@@ -1,0 +1,66 @@
+"""The plans of matrix products: one product, a gated one, or two or three products of one x."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Final
+
+from onnxfuse.kernels.gemm import hopper, small
+from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations
+from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
+from onnxfuse.kernels.gemm.problem import Gemm, group
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import required_spec
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+
+MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
+SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    return next((why for product in product_nodes(node) if (why := unsupported(product, input_dtypes, device))), None)
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if node.fusion == "gated_gemm":
+        required_spec(node, inputs, "up")
+    products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
+    gemms, outputs = zip(*products, strict=True)
+    found = _one_after_the_other(gemms, device)
+    if len(gemms) > 1:
+        found = [*_in_one_launch(gemms, device)[:MAX_GROUPED], *found]
+    return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
+
+
+def product_nodes(node: FusedNode) -> list[FusedNode]:
+    """Return the node once for each of its products, with that product's weight layout as the node's own."""
+    suffixes = [suffix for suffix in SUFFIXES if node.input_index(f"w{suffix}") is not None] or [SUFFIXES[0]]
+    layouts = [node.attributes.get(f"weight_layout{suffix}", "kn") for suffix in suffixes]
+    return [replace(node, attributes={**node.attributes, "weight_layout": layout}) for layout in layouts]
+
+
+def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
+    """Return those that compute all products in one launch, so that multiprocessors run out of tiles only once."""
+    gemm = group(gemms)
+    if not gemm:
+        return []
+    return [*small.implementations(gemm, device)[: MAX_GROUPED - 1], *hopper.implementations(gemm, device)]
+
+
+def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:
+    """Return sequences of launches: each product by its first implementation, each by its second, and so on.
+
+    The products use the same scratch memory.
+    """
+    lists = [implementations(gemm, device) for gemm in gemms if gemm.m * gemm.n]
+    sequences = []
+    for i in range(max(map(len, lists), default=1)):
+        chosen = [found[min(i, len(found) - 1)] for found in lists]
+        steps = tuple(step for each in chosen for step in each.steps)
+        scratch = tuple(max(sizes) for sizes in zip_longest(*(each.scratch for each in chosen), fillvalue=0))
+        sequences.append(Implementation(", ".join(dict.fromkeys(each.name for each in chosen)), steps, scratch))
+    return sequences

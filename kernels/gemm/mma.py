@@ -1,0 +1,170 @@
+"""The host side of gemm_mma.cu: matrix products by mma.sync, for every size and alignment, from sm_80 on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
+SUMS_PADDING: Final = 8  # floats: SUMS_PITCH - TILE_N of gemm_mma.cu
+MAX_CHUNKS: Final = {16: 12, 8: 8, 4: 6, 2: 5}  # of 16 bytes a thread, by the bytes of a copy: registers hold no more
+RESERVED_BYTES: Final = 1024  # of shared memory, for each block
+GROUP_M: Final = 8  # rows of tiles that are computed before the next columns
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """The macros of gemm_mma.cu that the host chooses."""
+
+    tile_m: int
+    tile_n: int
+    tile_k_bytes: int  # 64 or 128
+    stages: int
+    warps_m: int
+    warps_n: int
+    min_blocks: int = 1  # blocks that must fit on a multiprocessor: a bound on registers
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"mma_{self.tile_m}x{self.tile_n}x{self.tile_k_bytes}b{self.stages}"
+
+    def shared(self, weights: int) -> int:
+        """Return the bytes of dynamic shared memory: the stages, which later hold the sums."""
+        stages = self.stages * (self.tile_m + weights * self.tile_n) * self.tile_k_bytes
+        return max(stages, 4 * weights * self.tile_m * (self.tile_n + SUMS_PADDING))
+
+    def chunks(self, weights: int) -> int:
+        """Return how many chunks of 16 bytes of a stage a thread copies."""
+        chunks = (self.tile_m + weights * self.tile_n) * self.tile_k_bytes // VECTOR_BYTES
+        return chunks // (32 * self.warps_m * self.warps_n)
+
+    def tiles(self, gemm: Gemm) -> int:
+        """Return the number of tiles of y."""
+        return -(-gemm.m // self.tile_m) * -(-gemm.n // self.tile_n)
+
+
+# Up to 64 x 64 for each warp: the larger, the less often shared memory is read for a product. A gated product holds
+# two sums for each element of y.
+PLAIN_CONFIGS: Final = (
+    MmaConfig(128, 128, 64, 3, 2, 2, min_blocks=2),
+    MmaConfig(64, 128, 64, 4, 2, 2, min_blocks=2),
+    MmaConfig(64, 64, 64, 6, 2, 2, min_blocks=3),
+)
+GATED_CONFIGS: Final = (
+    MmaConfig(128, 64, 64, 4, 2, 2, min_blocks=2),
+    MmaConfig(64, 64, 64, 4, 2, 2, min_blocks=2),
+)
+
+
+def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if the device or the precision does not allow it."""
+    return [implementation(gemm, config, device) for config in _configs(gemm, device)]
+
+
+def implementations_of_copies(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the same on copies of the operands with padded rows; none if all rows are aligned as they are."""
+    if not padded(gemm, residual=False)[1]:
+        return []
+    return [implementation(gemm, config, device, copied=True) for config in _configs(gemm, device)]
+
+
+def _configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
+    if not is_supported(gemm, device):
+        return []
+    configs = GATED_CONFIGS if gemm.up else PLAIN_CONFIGS
+    fitting = [config for config in configs if config.shared(gemm.weight_count) <= device.shared_per_block]
+    return sorted(fitting, key=lambda config: cost(gemm, config, device))
+
+
+def is_supported(gemm: Gemm, device: Device) -> bool:
+    """Return whether mma.sync computes this product as precisely as required, and 32 bits count its rows."""
+    return device.arch >= MMA_ARCH and (gemm.dtype != "float32" or gemm.tf32) and gemm.m < 2**31 - 2**16
+
+
+def cost(gemm: Gemm, config: MmaConfig, device: Device) -> float:
+    """Return a number that orders configs: waves of tiles over the chip, times the time of a tile."""
+    resident = device.multiprocessors * config.min_blocks
+    waves = -(-config.tiles(gemm) // resident)
+    small_tile_penalty = 1.0 if config.tile_m * config.tile_n >= 128 * 64 else 1.25
+    return waves * config.tile_m * config.tile_n * config.min_blocks * small_tile_penalty
+
+
+def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool = False) -> Implementation:
+    """Return one launch by that config or one with more threads; `copied`: after one that copies x and w."""
+    gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
+    config = _with_enough_threads(gemm, config, copied)
+    kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))
+    grid, threads = (config.tiles(gemm), 1, 1), (32 * config.warps_m * config.warps_n, 1, 1)
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, threads, arguments(gemm), config.shared(gemm.weight_count), pdl=pdl)
+    name = f"{config.name} of copies" if copied else config.name
+    return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))
+
+
+def shape_defines(gemm: Gemm, columns: int) -> Defines:
+    """Return the macros of the kernels whose n and k are compile-time constants; a block finishes `columns` of y."""
+    width = row_bytes(gemm, gemm.n, VECTOR_BYTES) // ITEM_BYTES[gemm.dtype]
+    return {
+        **gemm.epilogue_defines(),
+        "GEMM_N": gemm.n, "GEMM_K": gemm.k, "TRANSPOSED": int(gemm.transposed), "WIDTH": math.gcd(width, columns),
+    }  # fmt: skip
+
+
+def _with_enough_threads(gemm: Gemm, config: MmaConfig, copied: bool) -> MmaConfig:
+    """Return a config whose threads hold their share of a stage in registers: its addresses, or its elements."""
+    limit = MAX_CHUNKS[min(_copy_bytes(gemm, copied))]
+    if config.chunks(gemm.weight_count) > limit and config.tile_k_bytes > 64:
+        config = replace(config, tile_k_bytes=64, stages=2 * config.stages)
+    while config.chunks(gemm.weight_count) > limit and config.tile_n // config.warps_n > 16:
+        config = replace(config, warps_n=2 * config.warps_n)
+    return config
+
+
+def _row_elements(gemm: Gemm) -> tuple[int, int]:
+    """Return the elements of a row of x and of w."""
+    return gemm.k, gemm.k if gemm.transposed else gemm.n
+
+
+def _copy_bytes(gemm: Gemm, copied: bool) -> tuple[int, int]:
+    """Return the bytes of one copy of x and of w to shared memory."""
+    x, w = _row_elements(gemm)
+    if copied:
+        return VECTOR_BYTES, VECTOR_BYTES
+    return row_bytes(gemm, x, VECTOR_BYTES), row_bytes(gemm, w, VECTOR_BYTES)
+
+
+def _defines(gemm: Gemm, config: MmaConfig, copied: bool) -> Defines:
+    x_copy, w_copy = _copy_bytes(gemm, copied)
+    x_pitch, w_pitch = (padded_columns(row, gemm.dtype) if copied else row for row in _row_elements(gemm))
+    return {
+        **shape_defines(gemm, config.tile_n),
+        "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TILE_K_BYTES": config.tile_k_bytes,
+        "STAGES": config.stages, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
+        "MIN_BLOCKS": config.min_blocks if min(x_copy, w_copy) == 16 else 1,  # narrow copies take registers
+        "GROUP_M": GROUP_M, "X_COPY": x_copy, "W_COPY": w_copy, "X_PITCH": x_pitch, "W_PITCH": w_pitch,
+    }  # fmt: skip
+
+
+def row_bytes(gemm: Gemm, row: int, widest: int) -> int:
+    """Return the bytes of an access to rows of `row` elements: at most `widest`, one element if misaligned."""
+    item = ITEM_BYTES[gemm.dtype]
+    if not gemm.aligned:
+        return item
+    while row * item % widest:
+        widest //= 2
+    return widest
+
+
+def arguments(gemm: Gemm) -> tuple[Argument, ...]:
+    """Return the arguments of gemm_mma.cu and gemm_small.cu."""
+    pointers = (gemm.x, gemm.w, gemm.up, gemm.bias, gemm.up_bias, gemm.column_scale, gemm.residual, gemm.y)
+    scalars = (Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32"), Scalar(gemm.m, "int32"))
+    return (*(pointer or ABSENT for pointer in pointers), *scalars)

@@ -1,0 +1,85 @@
+"""The host side of gemm_pad.cu, which copies matrices so that every row begins at a multiple of 16 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+
+MAX_COPIES: Final = 4  # of one launch: x and three weights, or x, two weights and a residual
+WARPS: Final = 8  # of a block
+PAIRS: Final = 8  # pairs of 16-bit elements that a lane copies
+SEGMENT_BYTES: Final = 32 * PAIRS * 4  # that a warp copies
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A contiguous matrix, and its copy in scratch memory, whose rows are `padded_columns` elements apart."""
+
+    source: Pointer
+    target: Pointer
+    rows: int
+    columns: int
+    dtype: str
+    constant: bool  # the model holds the matrix
+
+    @property
+    def segments(self) -> int:
+        """The number of warps that copy it."""
+        return self.rows * -(-self.columns * ITEM_BYTES[self.dtype] // SEGMENT_BYTES)
+
+
+def padded_columns(columns: int, dtype: str) -> int:
+    """Round the elements of a row up to a multiple of 16 bytes."""
+    vector = VECTOR_BYTES // ITEM_BYTES[dtype]
+    return -(-columns // vector) * vector
+
+
+def padded(gemm: Gemm, residual: bool) -> tuple[Gemm, list[Copy]]:
+    """Return the product of matrices with padded rows, and the copies that make them; y stays as it is.
+
+    `residual`: the residual needs padded rows too.
+    """
+    copies: list[Copy] = []
+
+    def padded_pointer(pointer: Pointer, rows: int, columns: int, constant: bool = False) -> Pointer:
+        if gemm.aligned and columns == padded_columns(columns, gemm.dtype):
+            return pointer
+        copies.append(Copy(pointer, Pointer("scratch", len(copies)), rows, columns, gemm.dtype, constant))
+        return copies[-1].target
+
+    def product(each: Gemm) -> Gemm:
+        shape = (each.n, each.k) if each.transposed else (each.k, each.n)
+        w = padded_pointer(each.w, *shape, each.weights_constant)
+        up = each.up and padded_pointer(each.up, *shape, each.weights_constant)
+        added = padded_pointer(each.residual, each.m, each.n) if residual and each.residual else each.residual
+        constant = each.weights_constant and w is each.w
+        return replace(each, x=x, w=w, up=up, residual=added, weights_constant=constant)
+
+    x = padded_pointer(gemm.x, gemm.m, gemm.k)
+    first, *others = (product(each) for each in gemm.products)
+    return replace(first, grouped=tuple(others)), copies
+
+
+def scratch_bytes(copies: list[Copy]) -> tuple[int, ...]:
+    """Return the sizes of the copies."""
+    return tuple(copy.rows * padded_columns(copy.columns, copy.dtype) * ITEM_BYTES[copy.dtype] for copy in copies)
+
+
+def launches(copies: list[Copy], device: Device) -> tuple[Launch, ...]:
+    """Return the one launch that makes all copies; none if there are no copies."""
+    if not copies:
+        return ()
+    arguments: list[Argument] = []
+    for copy in copies:
+        halves = copy.columns * ITEM_BYTES[copy.dtype] // 2
+        arguments += [copy.source, copy.target, Scalar(copy.rows, "int32"), Scalar(halves, "int32")]
+    arguments += [ABSENT, ABSENT, Scalar(0, "int32"), Scalar(0, "int32")] * (MAX_COPIES - len(copies))
+    blocks = -(-sum(copy.segments for copy in copies) // WARPS)
+    constants = sum(copy.constant << i for i, copy in enumerate(copies))
+    kernel = Kernel("gemm_pad", "gemm_pad", {"WARPS": WARPS, "PAIRS": PAIRS, "WEIGHTS_CONSTANT": constants})
+    pdl = device.arch >= PDL_ARCH
+    return (Launch(kernel, (blocks, 1, 1), (32 * WARPS, 1, 1), tuple(arguments), pdl=pdl),)

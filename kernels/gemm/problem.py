@@ -1,0 +1,74 @@
+"""A matrix product with its epilogue, as the hosts of every GEMM kernel see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.tensors import Defines
+from onnxfuse.runtime.plan import Pointer
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual, computed in fp32, rounded once.
+
+    All matrices are row-major, contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
+    or n x k if `transposed`.  An operand that is None is absent.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str  # of all matrices and vectors
+    transposed: bool
+    aligned: bool  # every pointer is a multiple of 16 bytes
+    x: Pointer
+    w: Pointer
+    y: Pointer
+    bias: Pointer | None = None  # n elements
+    up: Pointer | None = None  # the second weight of a gated product
+    up_bias: Pointer | None = None  # n elements
+    column_scale: Pointer | None = None  # n elements
+    residual: Pointer | None = None
+    activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
+    alpha: float = 0.0
+    beta: float = 0.0
+    tf32: bool = False  # float32 operands may be rounded to TF32
+    weights_constant: bool = False  # no kernel writes w and up, so that they are read before the predecessor has ended
+    grouped: tuple[Gemm, ...] = ()  # more products of the same x, with a bias at most, that one launch computes too
+
+    @property
+    def products(self) -> tuple[Gemm, ...]:
+        """The products of one launch."""
+        return (self, *self.grouped)
+
+    @property
+    def weight_count(self) -> int:
+        """How many weights x is multiplied with for each element of y: 2 for a gated product, else 1."""
+        return 2 if self.up else 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the products."""
+        return 2 * self.m * self.n * self.k * self.weight_count
+
+    def epilogue_defines(self) -> Defines:
+        """Return the macros of epilogue.cuh for the products of one launch."""
+        return epilogue_defines(
+            self.dtype,
+            self.activation,
+            gated=self.up is not None,
+            bias=any(each.bias is not None for each in self.products),
+            up_bias=self.up_bias is not None,
+            column_scale=self.column_scale is not None,
+            residual=self.residual is not None,
+            optional_bias=bool(self.grouped),
+        )
+
+
+def group(gemms: Sequence[Gemm]) -> Gemm | None:
+    """Return products of one x, with a bias at most, as one grouped product; None if the layouts of weights differ."""
+    first, *others = gemms
+    return replace(first, grouped=tuple(others)) if len({each.transposed for each in gemms}) == 1 else None

@@ -1,0 +1,92 @@
+"""Matrix products of a few rows, whose time is that of reading the weights: which kernel takes which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.gemm import mma, stream
+from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, MmaConfig, arguments, row_bytes, shape_defines
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Device, Kernel, Launch
+
+MAX_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
+MAX_DOT_ROWS: Final = 8
+
+
+@dataclass(frozen=True)
+class DotConfig:
+    """The macros of gemm_small.cu that the host chooses."""
+
+    rows: int
+    warps_n: int
+    warps_k: int
+    loads: int
+    lanes: int = 32  # along n, if w is k x n
+    unroll: int = 1  # if w is n x k
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"dots_{self.rows}x{self.warps_n}x{self.warps_k}_{self.loads}_{self.lanes}_{self.unroll}"
+
+
+def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the ways to multiply a few rows, the expected fastest first; none for many rows."""
+    if gemm.m > MAX_ROWS:
+        return []
+    streamed = stream.implementations(gemm, device) if stream.is_supported(gemm, device) else []
+    if gemm.grouped:
+        return streamed
+    configs = _mma_configs(gemm, device) if mma.is_supported(gemm, device) and not streamed else []
+    tiled = [mma.implementation(gemm, config, device) for config in configs]
+    has_dots = gemm.m <= (1 if streamed else MAX_DOT_ROWS)
+    dots = [dot_implementation(gemm, _dot_config(gemm, device), device)] if has_dots else []
+    return [*streamed, *dots, *tiled] if gemm.m == 1 else [*streamed, *tiled, *dots]
+
+
+def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Implementation:
+    """Return one launch of gemm_small.cu."""
+    item = ITEM_BYTES[gemm.dtype]
+    vector = row_bytes(gemm, gemm.k if gemm.transposed else gemm.n, VECTOR_BYTES) // item
+    x_vector = row_bytes(gemm, gemm.k, VECTOR_BYTES) // item
+    tile_n = config.warps_n * (config.loads if gemm.transposed else config.lanes * vector)
+    defines = {
+        **shape_defines(gemm, tile_n),
+        "ROWS": config.rows, "WARPS_N": config.warps_n, "WARPS_K": config.warps_k, "LOADS": config.loads,
+        "LANES": config.lanes, "UNROLL": config.unroll, "MIN_BLOCKS": 1, "VECTOR": vector,
+        "X_VECTOR": min(x_vector, config.loads), "WEIGHTS_CONSTANT": int(gemm.weights_constant),
+    }  # fmt: skip
+    grid, threads = (-(-gemm.n // tile_n), -(-gemm.m // config.rows), 1), (32 * config.warps_n * config.warps_k, 1, 1)
+    kernel, pdl = Kernel("gemm_small", "gemm_small", defines), device.arch >= PDL_ARCH
+    return Implementation(config.name, (Launch(kernel, grid, threads, arguments(gemm), pdl=pdl),))
+
+
+def _mma_configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
+    """Return configs of gemm_mma.cu with many stages, so that much of the weights is in flight."""
+    tile_m = 16 if gemm.m <= 16 else 32 if gemm.m <= 32 else 64
+    configs = []
+    for tile_n in (64, 32) if gemm.n > 64 * device.multiprocessors else (32, 64):
+        stage = (tile_m + gemm.weight_count * tile_n) * 128
+        stages = max(3, min(8, (device.shared_per_block // 2 - RESERVED_BYTES) // stage))
+        configs.append(MmaConfig(tile_m, tile_n, 128, stages, 2 if tile_m == 64 else 1, tile_n // 32))
+    return configs
+
+
+def _dot_config(gemm: Gemm, device: Device) -> DotConfig:
+    """Return the config for the number of rows and the layout of w."""
+    rows = next(count for count in (1, 2, 4, 8) if gemm.m <= count)
+    vector = VECTOR_BYTES // ITEM_BYTES[gemm.dtype]
+    if gemm.transposed:
+        unroll, warps = 4 // min(rows, 4), 4
+        while unroll > 1 and 32 * vector * warps * unroll > gemm.k:
+            unroll //= 2
+        while warps > 1 and 32 * vector * warps > gemm.k:
+            warps //= 2
+        return DotConfig(rows, 4 // warps, warps, 2, unroll=unroll)
+    if gemm.n >= 7 * vector * device.multiprocessors:
+        return DotConfig(rows, 1, 8, 8 if rows < 4 else 4, lanes=8)
+    # Narrower tiles give more blocks, each with more of k.
+    return DotConfig(rows, 1, 16 if rows < 4 else 8, 8 if rows < 4 else 4, lanes=4)

@@ -1,0 +1,185 @@
+"""The host side of gemm_stream.cu: products of a few rows whose weights stream in by TMA, from sm_90 on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, shape_defines
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+TMA_ARCH: Final = 90  # the first compute capability with TMA
+ROW_BYTES: Final = 128  # of k, in a stage
+TILE_K: Final = 64  # the elements in them
+PANEL: Final = 64  # columns of a TMA box if w is k x n
+SUMS_PADDING: Final = 4  # floats: SUMS_PITCH - TILE_N of gemm_stream.cu
+MAX_SUMS: Final = 4096  # of a warp: 128 a thread
+TILES_M: Final = (8, 16, 32, 64)
+TILES_N: Final = (64, 32, 128)
+CLUSTERS: Final = (1, 2, 4, 8)
+BUSY_SHARE: Final = 0.5  # of the multiprocessors, which read nearly as fast as all of them
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """The macros of gemm_stream.cu that the host chooses."""
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    warps: int = 4
+    cluster: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        split = f"_split{self.cluster}" if self.cluster > 1 else ""
+        return f"stream_{self.tile_m}x{self.tile_n}_{self.warps}x{self.stages}{split}"
+
+    def shared(self, weights: int) -> int:
+        """Return the bytes of dynamic shared memory: the warps' rings and barriers, and room for the peers' sums."""
+        exchange = weights * self.tile_m * self.tile_n * 4 + 8 if self.cluster > 1 else 0
+        return self.warps * self.stages * ((self.tile_m + weights * self.tile_n) * ROW_BYTES + 8) + exchange
+
+
+def is_supported(gemm: Gemm, device: Device) -> bool:
+    """Return whether TMA can read these operands, and mma.sync multiplies them as precisely as required."""
+    columns = [each.n for each in gemm.products]
+    rows = [gemm.k] if gemm.transposed else [gemm.k, *columns]  # the elements of a row, of every matrix
+    return (
+        device.arch >= TMA_ARCH
+        and gemm.dtype in ("float16", "bfloat16")
+        and gemm.aligned
+        and all(row % 8 == 0 for row in rows)
+        and min(gemm.m, *columns) > 0
+    )
+
+
+def fits(gemm: Gemm, config: StreamConfig, device: Device) -> bool:
+    """Return whether the sums fit registers, a warp's sums fit its stages, and all stages fit shared memory."""
+    weights = gemm.weight_count
+    sums = weights * config.tile_m * config.tile_n
+    ring = config.stages * (config.tile_m + weights * config.tile_n) * ROW_BYTES
+    staged = weights * config.tile_m * (config.tile_n + SUMS_PADDING) * 4
+    return sums <= MAX_SUMS and staged <= ring and config.shared(weights) <= device.shared_per_block
+
+
+def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the ways to multiply these rows; first the one that has most of the weights in flight."""
+    tile_m = next((rows for rows in TILES_M if gemm.m <= rows), TILES_M[-1])
+    found = [config for tile_n in TILES_N if (config := _config(gemm, tile_m, tile_n, device))]
+    found.sort(key=lambda config: -_rank(gemm, config, device))
+    return [implementation(gemm, config) for config in found]
+
+
+def _config(gemm: Gemm, tile_m: int, tile_n: int, device: Device) -> StreamConfig | None:
+    """Return the config for tiles of that size; None if none fits.
+
+    The cluster is the smallest that fills the chip, unless a larger one has 1.5 times as much of the weights in flight.
+    """
+    clusters = [cluster for cluster in CLUSTERS if cluster <= _k_steps(gemm)]
+    tiles = _tile_count(gemm, tile_m, tile_n)
+    filling = [cluster for cluster in clusters if cluster * tiles >= BUSY_SHARE * device.multiprocessors]
+    best = None
+    for cluster in filling or clusters[-1:]:
+        config = _with_ring(gemm, StreamConfig(tile_m, tile_n, 1, 1, cluster), device)
+        if config and fits(gemm, config, device):
+            better = best is None or _in_flight(gemm, config, device) > 1.5 * _in_flight(gemm, best, device)
+            best = config if better else best
+    return best
+
+
+def _with_ring(gemm: Gemm, config: StreamConfig, device: Device) -> StreamConfig | None:
+    """Return the config with warps and stages for a block's slice of k, in a multiprocessor's shared memory or half."""
+    steps = -(-_k_steps(gemm) // config.cluster)
+    # Blocks of larger clusters do not find room on every multiprocessor, unless two fit on each.
+    alone = config.cluster <= 2 and _block_count(gemm, config) <= device.multiprocessors
+    room = device.shared_per_block if alone else device.shared_per_block // 2 - RESERVED_BYTES
+
+    def with_warps(warps: int) -> StreamConfig | None:
+        empty = replace(config, stages=0, warps=warps).shared(gemm.weight_count)
+        stage = replace(config, stages=1, warps=warps).shared(gemm.weight_count) - empty
+        stages = min(-(-steps // warps), (room - empty) // stage)
+        return replace(config, stages=stages, warps=warps) if stages >= min(2, -(-steps // warps)) else None
+
+    few = next((found for warps in (4, 2, 1) if steps >= 2 * warps or warps == 1 if (found := with_warps(warps))), None)
+    many = with_warps(8) if config.tile_m <= 16 and steps >= 16 else None
+    return many if few and many and 8 * many.stages > 0.85 * few.warps * few.stages else few
+
+
+def _in_flight(gemm: Gemm, config: StreamConfig, device: Device) -> int:
+    """Return how much of the weights all rings on the chip hold, in columns times steps of k."""
+    each = min(config.warps * config.stages, -(-_k_steps(gemm) // config.cluster)) * config.tile_n
+    used = config.shared(gemm.weight_count) + RESERVED_BYTES
+    resident = min(2, (device.shared_per_block + RESERVED_BYTES) // used)
+    return min(_block_count(gemm, config), resident * device.multiprocessors) * each
+
+
+def _rank(gemm: Gemm, config: StreamConfig, device: Device) -> int:
+    """Return the weights in flight; half of that for clusters above two, unless it is all of them.
+
+    Some blocks of large clusters start late: 16x2048x8192 on an H200 takes 12.7 us in clusters of eight, 10.4 in pairs.
+    """
+    in_flight, total = _in_flight(gemm, config, device), _k_steps(gemm) * sum(each.n for each in gemm.products)
+    return total if in_flight >= total else in_flight // (2 if config.cluster > 2 else 1)
+
+
+def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
+    return -(-gemm.m // tile_m) * sum(-(-each.n // tile_n) for each in gemm.products)
+
+
+def _block_count(gemm: Gemm, config: StreamConfig) -> int:
+    return _tile_count(gemm, config.tile_m, config.tile_n) * config.cluster
+
+
+def _k_steps(gemm: Gemm) -> int:
+    return -(-gemm.k // TILE_K)
+
+
+def implementation(gemm: Gemm, config: StreamConfig) -> Implementation:
+    """Return one launch of gemm_stream.cu, which computes the grouped products too."""
+    gemms = gemm.products
+    tiles = [-(-each.n // config.tile_n) for each in gemms]
+    defines = [shape_defines(each, config.tile_n // config.cluster) for each in gemms]
+    kernel_defines = {
+        **defines[0], "WIDTH": min(int(each["WIDTH"]) for each in defines),
+        "PRODUCTS": len(gemms), "GEMM_N_2": gemms[1].n if len(gemms) > 1 else 0,
+        "GEMM_N_3": gemms[2].n if len(gemms) > 2 else 0,
+        "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages, "WARPS": config.warps,
+        "CLUSTER": config.cluster,
+        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemms)),
+    }  # fmt: skip
+    grid = (sum(tiles) * config.cluster, -(-gemm.m // config.tile_m), 1)
+    launch = Launch(
+        Kernel("gemm_stream", "gemm_stream", kernel_defines), grid, (32 * config.warps, 1, 1),
+        _arguments(gemms, config), config.shared(gemm.weight_count), config.cluster, pdl=True,
+    )  # fmt: skip
+    return Implementation(config.name, (launch,))
+
+
+def _arguments(gemms: Sequence[Gemm], config: StreamConfig) -> tuple[Argument, ...]:
+    first = gemms[0]
+    maps = [_tensor_map(first, first.x, (first.k, first.m), (TILE_K, config.tile_m))]
+    for gemm in gemms:
+        sizes, box = (gemm.n, gemm.k), (min(PANEL, config.tile_n), TILE_K)
+        if gemm.transposed:
+            sizes, box = (gemm.k, gemm.n), (TILE_K, config.tile_n)
+        maps += [_tensor_map(gemm, weight, sizes, box) for weight in (gemm.w, gemm.up) if weight]
+    biases = [first.bias, first.up_bias] if first.up else [gemm.bias for gemm in gemms]
+    pointers = [*_three(biases), first.column_scale, first.residual, *_three([gemm.y for gemm in gemms])]
+    scalars = (Scalar(first.alpha, "float32"), Scalar(first.beta, "float32"), Scalar(first.m, "int32"))
+    return (*maps, *(pointer or ABSENT for pointer in pointers), *scalars)
+
+
+def _three(pointers: Sequence[Pointer | None]) -> list[Pointer | None]:
+    return [*pointers, None, None][:3]
+
+
+def _tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
+    """Return the map of a contiguous matrix, whose boxes TMA swizzles; sizes are (columns, rows)."""
+    dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
+    return TensorMap(pointer, dtype, sizes, (2 * sizes[0],), box, swizzle=128 if box[0] == TILE_K else 64)

@@ -1,0 +1,22 @@
+"""Where the heads of an attention or a rotary embedding lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.runtime.plan import Pointer
+
+
+@dataclass(frozen=True)
+class HeadTensor:
+    """A tensor of (batch, heads, rows, head_dim) whose last axis is contiguous; the strides are in elements."""
+
+    pointer: Pointer
+    batch_stride: int
+    head_stride: int
+    row_stride: int
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of batch, head and row."""
+        return self.batch_stride, self.head_stride, self.row_stride

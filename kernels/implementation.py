@@ -1,0 +1,20 @@
+"""What the kernels of a family offer for one problem: named sequences of launches, which tuning compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.runtime.plan import Launch, Matmul
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a problem, to be timed against others: the steps of a plan, without its outputs.
+
+    Scratch pointers count from the implementation's own first buffer. The one that runs has the plan's scratch memory
+    to itself.
+    """
+
+    name: str  # the kernel and its tile sizes, for reports
+    steps: tuple[Launch | Matmul, ...]
+    scratch: tuple[int, ...] = ()  # bytes of each scratch buffer

@@ -1,0 +1,5 @@
+"""Kernels of rows, each of which is reduced and then scaled: norms and softmax."""
+
+from typing import Final
+
+FUSIONS: Final = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "group_norm", "softmax")

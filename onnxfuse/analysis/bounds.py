@@ -1,0 +1,133 @@
+"""Bounds of symbolic sizes, and the sizes that depend on them: the largest and the smallest of several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from onnxfuse.analysis.dims import Dim, Monomial, NonPolynomial, Size, non_polynomial, product, symbol
+
+MAX_OPERANDS = 8  # of a `Max` or `Min` that are compared with each other
+MAX_SUBSTITUTIONS = 4
+Bounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one; None: not known
+
+
+def maximum(*sizes: Size) -> Size:
+    """Return the largest of the sizes."""
+    return _extreme("Max", sizes, lambda a, b: _is_at_most_zero(b - a))
+
+
+def minimum(*sizes: Size) -> Size:
+    """Return the smallest of the sizes."""
+    return _extreme("Min", sizes, lambda a, b: _is_at_most_zero(a - b))
+
+
+def lower_bound(size: Size) -> int | None:
+    """Return a number that the size never falls below; None if no such number is known."""
+    return size if isinstance(size, int) else _lower_bound(size, MAX_SUBSTITUTIONS)
+
+
+@functools.lru_cache(maxsize=65536)  # sizes ask for the bounds of their operands again and again
+def _lower_bound(size: Dim, substitutions: int) -> int | None:
+    """Return a lower bound; at most so many `Max` and `Min`, one inside the other, are replaced by an operand."""
+    total: int | None = 0
+    for monomial, coefficient in size.terms:
+        low = _monomial_bounds(monomial)[0 if coefficient > 0 else 1]
+        total = None if low is None or total is None else total + coefficient * low
+    # -Min(a, b) is at least -a and at least -b; Max(a, b) is at least a and at least b.  The best bound counts.
+    for op, sign in (("Min", -1), ("Max", 1)) if substitutions else ():
+        for monomial, coefficient in size.terms:
+            first = monomial[0] if len(monomial) == 1 else None
+            if coefficient * sign > 0 and isinstance(first, NonPolynomial) and first.op == op:
+                replaced = [size + (arg - symbol(first)) * coefficient for arg in first.args]
+                bounds = [each if isinstance(each, int) else _lower_bound(each, substitutions - 1) for each in replaced]
+                return max((bound for bound in (total, *bounds) if bound is not None), default=None)
+    return total
+
+
+def upper_bound(size: Size) -> int | None:
+    """Return a number that the size never exceeds; None if no such number is known."""
+    low = lower_bound(size * -1)
+    return None if low is None else -low
+
+
+def without_min_constants(size: Size) -> Size:
+    """Return the size without the numbers that `Min` limits it to: `Min(512, seq)` becomes `seq`."""
+    if isinstance(size, int):
+        return size
+    if not any(isinstance(name, NonPolynomial) for monomial, _ in size.terms for name in monomial):
+        return size
+    total: Size = 0
+    for monomial, coefficient in size.terms:
+        total = total + product(map(_symbol_without_min_constants, monomial)) * coefficient
+    return total
+
+
+def _is_at_most_zero(size: Size) -> bool:
+    high = upper_bound(size)
+    return high is not None and high <= 0
+
+
+def _extreme(op: str, sizes: Iterable[Size], beats: Callable[[Size, Size], bool]) -> Size:
+    """Return the `Max` or `Min` of sizes; `beats(a, b)` is whether `b` can be left out beside `a`."""
+    flat: list[Size] = []  # Max(a, Max(b, c)) is Max(a, b, c)
+    for size in sizes:
+        inner = size.terms[0][0][0] if isinstance(size, Dim) and size == symbol(size.terms[0][0][0]) else None
+        flat.extend(inner.args if isinstance(inner, NonPolynomial) and inner.op == op else (size,))
+    if len(flat) > MAX_OPERANDS:
+        return non_polynomial(op, *sorted(flat, key=str))
+    kept: list[Size] = []
+    for size in flat:
+        if not any(beats(other, size) for other in kept):
+            kept = [*(other for other in kept if not beats(size, other)), size]
+    return kept[0] if len(kept) == 1 else non_polynomial(op, *sorted(kept, key=str))
+
+
+def _monomial_bounds(monomial: Monomial) -> Bounds:
+    """Return the products of the symbols' bounds, none of which may be negative."""
+    low, high = 1, 1
+    has_upper_bound = True
+    for name in monomial:
+        symbol_low, symbol_high = _symbol_bounds(name)
+        if symbol_low is None or symbol_low < 0:
+            return (symbol_low, symbol_high) if len(monomial) == 1 else (None, None)
+        low *= symbol_low
+        has_upper_bound = has_upper_bound and symbol_high is not None
+        high *= symbol_high or 0
+    return low, high if has_upper_bound else None
+
+
+def _symbol_bounds(name: str) -> Bounds:
+    if not isinstance(name, NonPolynomial):
+        return 0, None
+    lows, highs = [lower_bound(arg) for arg in name.args], [upper_bound(arg) for arg in name.args]
+    known_lows, known_highs = [x for x in lows if x is not None], [x for x in highs if x is not None]
+    if name.op == "Max":
+        return max(known_lows, default=None), max(known_highs) if None not in highs else None
+    if name.op == "Min":
+        return min(known_lows) if None not in lows else None, min(known_highs, default=None)
+    return _modulo_bounds(name.args[1]) if name.op == "%" else _quotient_bounds(lows[0], highs[0], name.args[1])
+
+
+def _modulo_bounds(divisor: Size) -> Bounds:
+    low, high = lower_bound(divisor), upper_bound(divisor)
+    return (None, None) if low is None or low < 0 else (0, None if high is None else high - 1)
+
+
+def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> Bounds:
+    if isinstance(divisor, int):  # `floor_divide` has made it positive
+        return None if low is None else low // divisor, None if high is None else high // divisor
+    divisor_low = lower_bound(divisor)
+    if divisor_low is None or divisor_low < 0:
+        return None, None
+    return None if low is None else min(low, 0), None if high is None else max(high, 0)
+
+
+def _symbol_without_min_constants(name: str) -> Size:
+    if not isinstance(name, NonPolynomial) or name.op not in ("Max", "Min"):
+        return symbol(name)
+    if name.op == "Max":
+        return maximum(*map(without_min_constants, name.args))
+    symbolic = [arg for arg in name.args if not isinstance(arg, int)]
+    return minimum(*map(without_min_constants, symbolic))

@@ -1,0 +1,73 @@
+"""The dtypes of a node's outputs, from its attributes or from the type constraints of the operator's schema."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_info import ShapeInfo, constant_dtype
+from onnxfuse.analysis.shape_rules import SHAPE_RULES
+from onnxfuse.ir.attributes import schema, tensor_attribute
+from onnxfuse.ir.node import Node, is_constant, op_of
+
+_DTYPES = {f"tensor({name.lower()})": int(value) for name, value in TensorProto.DataType.items()}
+_CONSTANT_DTYPES = {
+    "value_float": TensorProto.FLOAT, "value_int": TensorProto.INT64, "value_string": TensorProto.STRING,
+}  # fmt: skip
+
+_ONNXRUNTIME_SOURCES = {  # by operator: the inputs that have the dtype of the first output, where input 0 has another
+    "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
+    "com.microsoft::MatMulIntegerToFloat": (2,),
+}  # fmt: skip
+
+
+def output_dtype(shapes: ShapeInfo, node: Node, index: int) -> int:
+    """Return the onnx.TensorProto.DataType of an output; 0 where neither an attribute nor the schema tells it."""
+    op = op_of(node)
+    if op == "Constant":
+        return _constant_node_dtype(node)
+    if op == "ConstantOfShape":
+        value = tensor_attribute(node, "value")
+        return int(TensorProto.FLOAT) if value is None else constant_dtype(value)
+    for name in ("to", "dtype", "output_dtype"):
+        stated = node.attrs.get(name)
+        if index == 0 and isinstance(stated, int) and stated:
+            return stated
+    source = _dtype_source(op, shapes.graph.opset, index)
+    found = (shapes.dtype(node.inputs[i]) for i in source.inputs if i < len(node.inputs) and node.inputs[i].name)
+    return source.fixed or next((dtype for dtype in found if dtype), 0)
+
+
+def _constant_node_dtype(node: Node) -> int:
+    if len(node.attrs) != 1:  # a sparse value, which graphsurgeon leaves out, or an invalid node
+        return 0
+    ((name, value),) = node.attrs.items()
+    return constant_dtype(value) if is_constant(value) else int(_CONSTANT_DTYPES[name.removesuffix("s")])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an output's dtype comes from: the first present one of some inputs, or a fixed dtype."""
+
+    inputs: tuple[int, ...] = ()
+    fixed: int = 0
+
+
+@functools.cache
+def _dtype_source(op: str, opset: int, index: int) -> _Source:
+    found = schema(op, opset)
+    if found is None:  # an operator of onnxruntime, in its own domain or in that of ONNX
+        inputs = _ONNXRUNTIME_SOURCES.get(op, (0,))
+        return _Source(inputs) if index == 0 and op in SHAPE_RULES else _Source()
+    if not found.outputs:
+        return _Source()
+    formal_output = found.outputs[min(index, len(found.outputs) - 1)]
+    if not formal_output.is_homogeneous:  # the outputs of a Loop, each of a dtype of its own
+        return _Source()
+    kind = formal_output.type_str
+    allowed = next((c.allowed_type_strs for c in found.type_constraints if c.type_param_str == kind), [kind])
+    if len(allowed) == 1:
+        return _Source(fixed=_DTYPES.get(next(iter(allowed)), 0))
+    return _Source(tuple(i for i, formal in enumerate(found.inputs) if formal.type_str == kind))

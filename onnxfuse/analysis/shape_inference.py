@@ -1,0 +1,73 @@
+"""Shape inference: visit the nodes in order, and record what rules tell of their outputs.
+
+The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
+of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
+count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
+contradicts what is inferred.
+"""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.dims import Dim
+from onnxfuse.analysis.onnx_inference import infer_by_onnx
+from onnxfuse.analysis.output_dtypes import output_dtype
+from onnxfuse.analysis.rules import apply_rule
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_rules import SHAPE_RULES
+from onnxfuse.analysis.value_rules import VALUE_RULES
+from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, op_of
+
+
+def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
+    """Infer the tensors of a sorted graph.  `strict` lets an error of a rule out, where otherwise nothing is known."""
+    shapes = ShapeInfo(graph, strict)
+    for node in graph.nodes:
+        infer_node(shapes, node)
+    if not any(_needs_records(shapes, node) for node in graph.nodes):
+        return shapes
+    if any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs):
+        return shapes
+    shapes = ShapeInfo(graph, strict, shapes.infos)
+    for node in graph.nodes:
+        infer_node(shapes, node)
+    return shapes
+
+
+def _needs_records(shapes: ShapeInfo, node: Node) -> bool:
+    return _is_foreign(shapes, node) and any(
+        shapes.shape(t) is None and shapes.infos.recorded_shape(t.name) is not None for t in node.outputs if t.name
+    )
+
+
+def _is_foreign(shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether the operator is none of the ONNX domain."""
+    return schema(op_of(node), shapes.graph.opset) is None
+
+
+def infer_node(shapes: ShapeInfo, node: Node) -> None:
+    """Infer the outputs of a node from its inputs, and record them in place of what was known of them."""
+    op = op_of(node)
+    inferred = apply_rule(SHAPE_RULES.get(op), shapes, node)
+    if inferred is None:
+        inferred = apply_rule(infer_by_onnx, shapes, node)
+    is_foreign = _is_foreign(shapes, node)
+    for i, output in enumerate(node.outputs):
+        if isinstance(inferred, list):
+            shape = inferred[i] if i < len(inferred) else None
+        else:
+            shape = inferred
+        if shape is not None and not all(map(_is_size, shape)):  # of an invalid node
+            shape = None
+        completed = shapes.completed(output.name, shape, is_foreign)
+        if output.name:  # otherwise the output is left out
+            shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
+    values = apply_rule(VALUE_RULES.get(op), shapes, node)
+    for i, output in enumerate(node.outputs):
+        if output.name:
+            shapes.record_value(output, values[i] if isinstance(values, list) else values)
+
+
+def _is_size(size: object) -> bool:
+    return size is None or isinstance(size, Dim) or (isinstance(size, int) and size >= 0)

@@ -1,0 +1,193 @@
+"""What is known of every tensor before the model runs: its symbolic shape, its dtype, its value if that is small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import onnx
+
+from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
+from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Constant, Tensor, is_constant
+
+Shape: TypeAlias = tuple[Size, ...]
+PartialShape: TypeAlias = Sequence["Size | None"]  # a dimension that is not known is None
+
+MAX_VALUE_ELEMENTS = 64  # longer tensors are data, not shapes
+MAX_EXACT_INTEGER = 2**24  # of the floating-point constants that count as integers
+
+
+class CannotInfer(Exception):
+    """What a question about a graph depends on is not known; this is not an error of the model."""
+
+
+class ShapeInfo:
+    """Shapes, dtypes and values of a graph's tensors, by name.
+
+    `infer_shapes` makes it.  `record` and `infer_node` keep it up to date while passes rewrite the graph.
+    """
+
+    def __init__(self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None) -> None:
+        """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
+
+        With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.
+        """
+        self.graph = graph
+        self.strict = strict
+        self.infos = infos or ValueInfos(graph.model)
+        self.uses_records = infos is not None
+        self._unknown: dict[Hashable, Dim] = {}
+        self._shapes: dict[str, Shape | None] = {}
+        self._dtypes: dict[str, int] = {}
+        self._values: dict[str, Array | None] = {}
+
+    def shape(self, tensor: Tensor) -> Shape | None:
+        """Return the dimensions; None if the rank is unknown.
+
+        A dimension of which nothing is known is a symbol such as `?12`, which equals itself only.
+        """
+        name = tensor.name
+        if name not in self._shapes:
+            self._shapes[name] = (
+                tuple(tensor.shape) if is_constant(tensor) else self._sizes(name, self.infos.shape(name))
+            )
+        return self._shapes[name]
+
+    def rank(self, tensor: Tensor) -> int | None:
+        """Return the number of dimensions; None if it is unknown."""
+        shape = self.shape(tensor)
+        return None if shape is None else len(shape)
+
+    def dtype(self, tensor: Tensor) -> int:
+        """Return the element type, an onnx.TensorProto.DataType; 0 if it is unknown."""
+        name = tensor.name
+        if name not in self._dtypes:
+            self._dtypes[name] = constant_dtype(tensor) if is_constant(tensor) else self.recorded_dtype(tensor)
+        return self._dtypes[name]
+
+    def recorded_dtype(self, tensor: Tensor) -> int:
+        """Return the element type that the model or onnx's inference states; 0 if they state none."""
+        return self.infos.dtype(tensor.name)
+
+    def value(self, tensor: Tensor) -> Array | None:
+        """Return the elements (int, Dim, bool) of an integer or bool tensor of at most 64; None if one is unknown."""
+        return self.exact_value(tensor) if self.dtype(tensor) in INTEGER_RANGES else None
+
+    def exact_value(self, tensor: Tensor) -> Array | None:
+        """Return the elements as `value` does, also of float tensors all of whose elements are integers."""
+        if tensor.name not in self._values:
+            self._values[tensor.name] = self.exact_constant(tensor) if is_constant(tensor) else None
+        return self._values[tensor.name]
+
+    def exact_constant(self, tensor: Constant) -> Array | None:
+        """Return the elements of a constant, be it a tensor of the graph or an attribute, as `exact_value` does."""
+        if math.prod(tensor.shape) > MAX_VALUE_ELEMENTS:
+            return None
+        try:
+            return exact_elements(constant_value(self.graph, tensor))
+        except ModelError:  # the file with its data cannot be read
+            return None
+
+    def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
+        """Record the type of a tensor that a pass made."""
+        self._shapes[tensor.name] = None if shape is None else tuple(shape)
+        self._dtypes[tensor.name] = dtype
+        self._values.pop(tensor.name, None)
+
+    def record_value(self, tensor: Tensor, value: Array | None) -> None:
+        """Record the elements of a tensor whose dtype is recorded; None if they are not known.
+
+        Long values, and numbers that the dtype cannot hold (the runtime wraps or rounds them), count as not known.
+        """
+        fits = value is not None and value.size <= MAX_VALUE_ELEMENTS and _fits(value, self._dtypes[tensor.name])
+        self._values[tensor.name] = value if fits else None
+        if value is not None:
+            self._shapes[tensor.name] = value.shape
+
+    def unknown(self, *key: Hashable) -> Dim:
+        """Return a size of which nothing is known; the same one for the same key."""
+        if key not in self._unknown:
+            self._unknown[key] = symbol(f"{UNKNOWN}{len(self._unknown)}")
+        return self._unknown[key]
+
+    def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:
+        """Return the shape of a computed tensor from what a rule tells of it; None if the rank is unknown.
+
+        What the rule leaves open, None in place of the shape or of a dimension, is taken from onnx's inference, else it
+        is an unknown size.  A rule returns an unknown size itself where onnx's inference must not count.  The output of
+        a `foreign` operator, none of the ONNX domain, has the shape that the model records, if records count.
+        """
+        if inferred is None:
+            found = self._sizes(name, self.infos.shape(name))
+            is_recorded = found is None and foreign and self.uses_records
+            return self._sizes(name, self.infos.recorded_shape(name)) if is_recorded else found
+        if None not in inferred:
+            return tuple(size for size in inferred if size is not None)
+        known = self._sizes(name, self.infos.shape(name))
+        if known is None or len(known) != len(inferred):
+            known = tuple(self.unknown(name, i) for i in range(len(inferred)))
+        return tuple(other if size is None else size for size, other in zip(inferred, known, strict=True))
+
+    def contradicts_record(self, name: str) -> bool:
+        """Return whether the shape that is known of a tensor shows that the recorded one belongs to other inputs.
+
+        PyTorch records 0 for sizes that it does not know, so a 0 contradicts nothing.
+        """
+        found, recorded = self._shapes.get(name), self.infos.recorded_shape(name)
+        if found is None or recorded is None:
+            return False
+        pairs = zip(found, recorded, strict=False)
+        return len(found) != len(recorded) or any(
+            isinstance(other, int) and other and size != other and is_known(size) for size, other in pairs
+        )
+
+    def _sizes(self, name: str, dims: Sequence[RecordedSize] | None) -> Shape | None:
+        if dims is None:
+            return None
+        return tuple(
+            size if isinstance(size, int | Dim) else self.unknown("onnx", size) if size else self.unknown(name, i)
+            for i, size in enumerate(dims)
+        )
+
+
+def constant_dtype(tensor: Constant) -> int:
+    """Return a constant's onnx.TensorProto.DataType; graphsurgeon keeps that number only where numpy has no dtype."""
+    dtype = tensor.dtype
+    return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def exact_elements(value: Array) -> Array | None:
+    """Return a short array of integers as Python objects; None for a long one, or one with any other number."""
+    if value.size > MAX_VALUE_ELEMENTS or value.dtype.kind not in "biuf":
+        return None
+    if value.dtype.kind == "f":
+        whole = value.astype(np.float64)
+        is_integer = np.isfinite(whole) & (whole == np.floor(whole)) & (np.abs(whole) <= MAX_EXACT_INTEGER)
+        if not np.all(is_integer):
+            return None
+        value = whole.astype(np.int64)
+    return value.astype(object)  # a list of the elements would lose axes: an array [3, 0, 1] is [[], [], []]
+
+
+def number_range(dtype: int) -> tuple[int, int]:
+    """Return the range in which a dtype holds every integer; (0, -1) for a dtype whose elements are not followed."""
+    if dtype in EXACT_INTEGERS:
+        return -EXACT_INTEGERS[dtype], EXACT_INTEGERS[dtype]
+    return INTEGER_RANGES.get(dtype, (0, -1))
+
+
+def _fits(value: Array, dtype: int) -> bool:
+    """Return whether the dtype holds every number among the elements, and every coefficient of a symbolic size.
+
+    An operation on integers whose result a floating-point dtype holds is exact in that dtype.  What a symbol stands for
+    is taken to be in the range.
+    """
+    low, high = number_range(dtype)
+    numbers = (n for e in value.flat for n in ((e,) if isinstance(e, int) else (c for _, c in e.terms)))
+    return all(low <= number <= high for number in numbers)

@@ -1,0 +1,24 @@
+"""The shapes of an operator's outputs from its inputs' symbolic shapes: one file for each family of operators."""
+
+from onnxfuse.analysis.rules import ShapeRule
+from onnxfuse.analysis.shape_rules import (
+    attention,
+    elementwise,
+    fills,
+    products,
+    reductions,
+    slices,
+    views,
+    windows,
+)
+
+SHAPE_RULES: dict[str, ShapeRule] = {
+    **elementwise.RULES,
+    **fills.RULES,
+    **products.RULES,
+    **reductions.RULES,
+    **views.RULES,
+    **slices.RULES,
+    **windows.RULES,
+    **attention.RULES,
+}

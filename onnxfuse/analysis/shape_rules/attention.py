@@ -1,0 +1,51 @@
+"""Shape rules of attention operators, ONNX's and onnxruntime's."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, required
+from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
+from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.node import Node, op_of
+
+RULES = RuleTable[ShapeRule]()
+
+
+@RULES.rule("Attention")
+def _attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    batch, heads, queries, _ = _by_heads(shapes, node, 0, "q_num_heads")
+    key, value = _by_heads(shapes, node, 1, "kv_num_heads"), _by_heads(shapes, node, 2, "kv_num_heads")
+    keys = key[2] + (input_shape(shapes, node, 4)[2] if has_input(node, 4) else 0)
+    is_packed = len(input_shape(shapes, node)) == 3
+    result = (batch, queries, heads * value[3]) if is_packed else (batch, heads, queries, value[3])
+    return [result, (*key[:2], keys, key[3]), (*value[:2], keys, value[3]), (batch, heads, queries, keys)]
+
+
+def _by_heads(shapes: ShapeInfo, node: Node, index: int, heads_attribute: str) -> Shape:
+    """Return the shape of an input as (batch, heads, length, head size)."""
+    shape = input_shape(shapes, node, index)
+    if len(shape) == 4:
+        return shape
+    heads = required(int_attribute(node, heads_attribute))
+    return (shape[0], heads, shape[1], shape[2] // heads)
+
+
+@RULES.rule(
+    "com.microsoft::MultiHeadAttention", "com.microsoft::Attention", "com.microsoft::GroupQueryAttention",
+    "com.microsoft::DecoderMaskedMultiHeadAttention",
+)  # fmt: skip
+def _contrib_attention(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    query = input_shape(shapes, node)
+    if len(query) != 3:
+        raise CannotInfer
+    hidden: Size
+    if op_of(node) == "com.microsoft::Attention":
+        sizes = ints_attribute(node, "qkv_hidden_sizes")
+        hidden = sizes[-1] if sizes else input_shape(shapes, node, 1)[1] // 3
+    elif op_of(node) == "com.microsoft::GroupQueryAttention":
+        heads, kv_heads = (required(int_attribute(node, name)) for name in ("num_heads", "kv_num_heads"))
+        hidden = query[2] if has_input(node, 1) else query[2] // (heads + 2 * kv_heads) * heads
+    else:
+        value = input_shape(shapes, node, 2) if has_input(node, 2) else query
+        hidden = value[2] if len(value) == 3 else value[1] * value[3]
+    return [(*query[:2], hidden)]

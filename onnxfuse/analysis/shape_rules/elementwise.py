@@ -1,0 +1,93 @@
+"""Shape rules of operators that work element by element, with or without broadcasting, and of norms."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.bounds import lower_bound, without_min_constants
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
+from onnxfuse.analysis.shape_info import PartialShape, Shape, ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.node import Node, op_of
+
+RULES = RuleTable[ShapeRule]()
+
+
+def broadcast(shapes: ShapeInfo, *operands: Shape) -> Shape:
+    """Return the shape that tensors of these shapes broadcast to."""
+    rank = max(map(len, operands))
+    result: Shape = operands[0]
+    for shape in operands[1:]:
+        if shape != result:
+            left, right = ((1,) * (rank - len(each)) + each for each in (result, shape))
+            pairs = zip(left, right, strict=True)
+            result = tuple(a if a == b else broadcast_sizes(shapes, a, b) for a, b in pairs)
+    return result
+
+
+def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
+    """Return the size that two sizes broadcast to; an unknown one if either of them may be 1."""
+    if a == 1 or b == 1:
+        return b if a == 1 else a
+    for size in (a, b):  # two sizes that broadcast are equal, or one of them is 1
+        low = lower_bound(size)
+        if low is not None and low > 1:
+            return size
+    # A size that a slice limits to the length of a table broadcasts with the unlimited one only where it is equal or 1.
+    if without_min_constants(b) == a or without_min_constants(a) == b:
+        return a if without_min_constants(b) == a else b
+    return shapes.unknown("broadcast", *sorted((str(a), str(b))))
+
+
+@RULES.rule(
+    "Add", "Sub", "Mul", "Div", "Pow", "Mod", "And", "Or", "Xor", "Equal", "Less", "Greater", "LessOrEqual",
+    "GreaterOrEqual", "Max", "Min", "Mean", "Sum", "Where", "PRelu", "BitShift", "BitwiseAnd", "BitwiseOr",
+    "BitwiseXor", "com.microsoft::BiasGelu", "com.microsoft::BiasAdd",
+)  # fmt: skip
+def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
+    if shapes.graph.opset < 7 and int_attribute(node, "broadcast", 0):
+        return input_shape(shapes, node)
+    return broadcast(shapes, *(input_shape(shapes, node, i) for i in range(len(node.inputs))))
+
+
+@RULES.rule(
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BatchNormalization", "Bernoulli", "BitwiseNot", "Cast",
+    "CastLike", "Ceil", "Celu", "Clip", "Cos", "Cosh", "CumSum", "DequantizeLinear", "Dropout", "Elu", "Erf", "Exp",
+    "EyeLike", "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Hardmax", "Identity",
+    "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LeakyRelu", "Log", "LogSoftmax", "LpNormalization",
+    "MeanVarianceNormalization", "Mish", "Neg", "Not", "QuantizeLinear", "RMSNormalization", "RandomNormalLike",
+    "RandomUniformLike", "Reciprocal", "Relu", "RotaryEmbedding", "Round", "Scatter", "ScatterElements", "ScatterND",
+    "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tan",
+    "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu", "com.microsoft::FastGelu", "com.microsoft::Gelu",
+    "com.microsoft::QuickGelu", "com.microsoft::RotaryEmbedding", "com.microsoft::GroupNorm",
+    "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
+    "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
+    # Operators that onnxruntime has in the ONNX domain, from before opset 9 or for its own fusions.
+    "Affine", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh",
+)  # fmt: skip
+def _same_as_first_input(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    first = input_shape(shapes, node)
+    if op_of(node) == "BatchNormalization":
+        return [first, *([first[1:2]] * 4)]
+    return [first] * len(node.outputs)
+
+
+@RULES.rule("LayerNormalization")
+def _layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    shape = input_shape(shapes, node)
+    axis = normalize_axis(int_attribute(node, "axis", -1), len(shape))
+    statistic = (*shape[:axis], *([1] * (len(shape) - axis)))
+    return [shape, statistic, statistic]
+
+
+@RULES.rule(
+    "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "com.microsoft::SkipLayerNormalization",
+    "com.microsoft::SkipSimplifiedLayerNormalization",
+)  # fmt: skip
+def _skip_layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    shape = input_shape(shapes, node)
+    return [shape, (*shape[:-1], 1), (*shape[:-1], 1), shape]
+
+
+@RULES.rule("DynamicQuantizeLinear")
+def _dynamic_quantize(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    return [input_shape(shapes, node), (), ()]

@@ -1,0 +1,42 @@
+"""Shape rules of matrix products."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, required
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.shape_rules.elementwise import broadcast, broadcast_sizes
+from onnxfuse.ir.attributes import int_attribute, str_attribute
+from onnxfuse.ir.node import Node, op_of
+
+RULES = RuleTable[ShapeRule]()
+
+
+@RULES.rule(
+    "MatMul", "MatMulInteger", "QLinearMatMul", "com.microsoft::FusedMatMul", "com.microsoft::DynamicQuantizeMatMul",
+    "com.microsoft::MatMulIntegerToFloat", "com.microsoft::TransposeMatMul",
+)  # fmt: skip
+def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
+    a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
+    a = (*a[:-2], a[-1], a[-2]) if int_attribute(node, "transA", 0) else a
+    b = (*b[:-2], b[-1], b[-2]) if int_attribute(node, "transB", 0) else b
+    return (*broadcast(shapes, a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+@RULES.rule("Gemm", "com.microsoft::FusedGemm")
+def _gemm(shapes: ShapeInfo, node: Node) -> Shape:
+    a, b = input_shape(shapes, node), input_shape(shapes, node, 1)
+    return (a[1 if int_attribute(node, "transA", 0) else 0], b[0 if int_attribute(node, "transB", 0) else 1])
+
+
+@RULES.rule("Einsum")
+def _einsum(shapes: ShapeInfo, node: Node) -> Shape:
+    left, arrow, right = required(str_attribute(node, "equation")).replace(" ", "").partition("->")
+    if not arrow or "." in left:
+        raise CannotInfer
+    sizes: dict[str, Size] = {}
+    for i, letters in enumerate(left.split(",")):
+        for letter, size in zip(letters, input_shape(shapes, node, i), strict=True):
+            is_new = sizes.get(letter, size) == size
+            sizes[letter] = size if is_new else broadcast_sizes(shapes, sizes[letter], size)
+    return tuple(sizes[letter] for letter in right)

@@ -1,0 +1,96 @@
+"""Shape rules of operators that regroup or permute axes and keep every element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxfuse.analysis.dims import Size, divide, product
+from onnxfuse.analysis.rules import (
+    RuleTable,
+    ShapeRule,
+    axes_parameter,
+    input_shape,
+    integers,
+    normalize_axis,
+    shape_of_known_rank,
+)
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.node import Node
+
+RULES = RuleTable[ShapeRule]()
+
+
+@RULES.rule("Transpose")
+def _transpose(shapes: ShapeInfo, node: Node) -> Shape:
+    shape = input_shape(shapes, node)
+    return tuple(shape[axis] for axis in ints_attribute(node, "perm", range(len(shape) - 1, -1, -1)))
+
+
+@RULES.rule("Reshape")
+def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    try:
+        found = integers(shapes, node, "shape")
+    except CannotInfer:
+        return shape_of_known_rank(shapes, node, 1)
+    if found is None:
+        raise CannotInfer
+    source = shapes.shape(node.inputs[0])
+    target: list[Size | None] = list(found)
+    if not int_attribute(node, "allowzero", 0):
+        target = [_copied_size(source, i) if size == 0 else size for i, size in enumerate(target)]
+    if -1 not in target:
+        return tuple(target)
+    others = [size for size in target if size is not None and size != -1]
+    is_known = source is not None and None not in target
+    missing = _remaining_size(source or (), others) if is_known else None
+    return tuple(missing if size == -1 else size for size in target)
+
+
+def _copied_size(source: Shape | None, axis: int) -> Size | None:
+    return None if source is None else source[axis]
+
+
+def _remaining_size(shape: Shape, others: Sequence[Size]) -> Size | None:
+    """Return the element count of a shape divided by other sizes; equal sizes cancel first, even unknown ones."""
+    rest = list(shape)
+    divisors = []
+    for size in others:
+        if size in rest:
+            rest.remove(size)
+        else:
+            divisors.append(size)
+    if 0 in divisors:
+        return None
+    return divide(product(rest), product(divisors))
+
+
+@RULES.rule("Flatten")
+def _flatten(shapes: ShapeInfo, node: Node) -> Shape:
+    shape = input_shape(shapes, node)
+    axis = int_attribute(node, "axis", 1)
+    axis = axis + len(shape) if axis < 0 else axis
+    return (product(shape[:axis]), product(shape[axis:]))
+
+
+@RULES.rule("Squeeze")
+def _squeeze(shapes: ShapeInfo, node: Node) -> Shape:
+    shape = input_shape(shapes, node)
+    axes = axes_parameter(shapes, node, len(shape))
+    if axes is None:
+        if not all(isinstance(size, int) for size in shape):
+            raise CannotInfer
+        axes = [i for i, size in enumerate(shape) if size == 1]
+    return tuple(size for i, size in enumerate(shape) if i not in axes)
+
+
+@RULES.rule("Unsqueeze")
+def _unsqueeze(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    shape = input_shape(shapes, node)
+    found = integers(shapes, node, "axes") or []
+    rank = len(shape) + len(found)
+    if not all(isinstance(axis, int) for axis in found):
+        return (None,) * rank
+    axes = [normalize_axis(axis, rank) for axis in found]
+    rest = iter(shape)
+    return tuple(1 if i in axes else next(rest) for i in range(rank))

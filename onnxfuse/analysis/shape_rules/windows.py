@@ -1,0 +1,159 @@
+"""Shape rules of operators on images: convolutions, pools, padding and changes of resolution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from onnxfuse.analysis.bounds import maximum
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.rules import RuleTable, ShapeRule, has_input, input_shape, integers, required
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.ir.attributes import (
+    attribute_or_input,
+    int_attribute,
+    ints_attribute,
+    str_attribute,
+    tensor_attribute,
+)
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import Node, is_tensor, op_of, producer
+
+RULES = RuleTable[ShapeRule]()
+
+
+@RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv", "com.microsoft::NhwcFusedConv")
+def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    if op_of(node) == "com.microsoft::NhwcFusedConv":
+        raise CannotInfer
+    image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
+    kernel = ints_attribute(node, "kernel_shape") or weight[2:]
+    return (image[0], weight[0], *_window_counts(node, image[2:], kernel))
+
+
+@RULES.rule("MaxPool", "AveragePool", "LpPool")
+def _pool(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    image, kernel = input_shape(shapes, node), required(ints_attribute(node, "kernel_shape"))
+    return (*image[:2], *_window_counts(node, image[2:], kernel))
+
+
+@RULES.rule("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
+def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
+    image = input_shape(shapes, node)
+    return (*image[:2], *([1] * (len(image) - 2)))
+
+
+def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[Size | None]:
+    """Return how many windows there are along each spatial axis."""
+    rank = len(spatial)
+    strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
+    pads = ints_attribute(node, "pads") or [0] * 2 * rank
+    mode = str_attribute(node, "auto_pad", "NOTSET")
+    counts: list[Size | None] = []
+    for i, size in enumerate(spatial):
+        extent = (kernel[i] - 1) * dilations[i] + 1
+        if mode.startswith("SAME"):
+            counts.append((size + strides[i] - 1) // strides[i])
+        elif int_attribute(node, "ceil_mode", 0):
+            counts.append(_ceil_mode_count(size, extent, strides[i], pads[i], pads[i + rank]))
+        else:
+            padding = 0 if mode == "VALID" else pads[i] + pads[i + rank]
+            counts.append((size + padding - extent) // strides[i] + 1)
+    return counts
+
+
+def _ceil_mode_count(size: Size, extent: Size, stride: int, before: int, after: int) -> Size | None:
+    """With `ceil_mode` a last window may start in the image or in the padding before it, not in the one after it."""
+    count = (size + before + after - extent + stride - 1) // stride + 1
+    if isinstance(count, int) and isinstance(size, int):
+        return count - 1 if (count - 1) * stride >= size + before else count
+    return count if isinstance(extent, int) and after + stride <= extent else None
+
+
+@RULES.rule("ConvTranspose")
+def _conv_transpose(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
+    spatial = image[2:]
+    rank = len(spatial)
+    strides, dilations = (ints_attribute(node, name) or [1] * rank for name in ("strides", "dilations"))
+    output_padding = ints_attribute(node, "output_padding") or [0] * rank
+    pads = ints_attribute(node, "pads") or [0] * 2 * rank
+    kernel = ints_attribute(node, "kernel_shape") or weight[2:]
+    is_same = str_attribute(node, "auto_pad", "NOTSET").startswith("SAME")
+    sizes: list[Size | None] = []
+    for i, size in enumerate(spatial):
+        window = (kernel[i] - 1) * dilations[i] + 1 + output_padding[i]
+        # SAME gives size * stride, but adds nothing where the windows cover less.
+        padding = maximum(0, window - strides[i]) if is_same else pads[i] + pads[i + rank]
+        sizes.append((size - 1) * strides[i] + window - padding)
+    channels = weight[1] * int_attribute(node, "group", 1)
+    return (image[0], channels, *(ints_attribute(node, "output_shape") or sizes))
+
+
+@RULES.rule("Pad")
+def _pad(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    source = input_shape(shapes, node)
+    given = integers(shapes, node, "axes") if has_input(node, 3) else None
+    axes: Sequence[Size] = range(len(source)) if given is None else [axis % len(source) for axis in given]
+    try:
+        pads = integers(shapes, node, "pads" if shapes.graph.opset > 1 else "paddings") or []
+    except CannotInfer:
+        return tuple(None if i in axes else size for i, size in enumerate(source))
+    result: list[Size | None] = list(source)
+    for i, axis in enumerate(axes):
+        if not isinstance(axis, int):
+            raise CannotInfer
+        result[axis] = source[axis] + pads[i] + pads[i + len(axes)]
+    return tuple(result)
+
+
+@RULES.rule("Resize", "Upsample")
+def _resize(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    source = input_shape(shapes, node)
+    axes = [axis % len(source) for axis in ints_attribute(node, "axes") or range(len(source))]
+    if str_attribute(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
+        return tuple(None if i in axes else size for i, size in enumerate(source))
+    sizes = integers(shapes, node, "sizes") if has_input(node, 3) else None
+    if sizes:
+        new: list[Size | None] = list(sizes)
+    else:
+        new = [_scaled_size(source[axis], scale) for axis, scale in zip(axes, _scales(shapes, node), strict=True)]
+    result: list[Size | None] = list(source)
+    for axis, size in zip(axes, new, strict=True):
+        result[axis] = size
+    return tuple(result)
+
+
+def _scales(shapes: ShapeInfo, node: Node) -> Sequence[Size | float]:
+    """Return the scales of the axes: of a constant also fractions, of a computed tensor integers only."""
+    scales = attribute_or_input(shapes.graph, node, "scales")
+    if isinstance(scales, list):
+        return [scale for scale in scales if not isinstance(scale, str)]
+    if is_tensor(scales):
+        constant = producer(scales)
+        value = tensor_attribute(constant, "value") if constant is not None and op_of(constant) == "Constant" else None
+        if value is not None:
+            return list(constant_value(shapes.graph, value).tolist())
+    return integers(shapes, node, "scales") or []
+
+
+def _scaled_size(size: Size, scale: Size | float) -> Size | None:
+    if isinstance(size, int) and isinstance(scale, int | float):
+        return math.floor(np.float32(size) * np.float32(scale))  # in float32 as runtimes do: 10 * 0.7 is 7
+    if not isinstance(scale, float):
+        return size * scale
+    if scale.is_integer():
+        return size * int(scale)
+    inverse = 1 / scale
+    return size // int(inverse) if inverse.is_integer() else None
+
+
+@RULES.rule("DepthToSpace", "SpaceToDepth")
+def _blocks(shapes: ShapeInfo, node: Node) -> Shape:
+    batch, channels, height, width = input_shape(shapes, node)
+    block = required(int_attribute(node, "blocksize"))
+    if op_of(node) == "DepthToSpace":
+        return (batch, channels // block**2, height * block, width * block)
+    return (batch, channels * block**2, height // block, width // block)

@@ -1,0 +1,108 @@
+"""The types of tensors: what onnx's inference of the whole model tells, and what the exporter recorded."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import onnx
+import onnx.shape_inference
+from onnx import TensorProto
+
+from onnxfuse.analysis.dim_parser import is_name, parse_size
+from onnxfuse.analysis.dims import UNKNOWN, Size
+from onnxfuse.ir.protos import overridable_initializers
+
+MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
+ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
+RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
+
+
+class ValueInfos:
+    """Dtypes and shapes, by tensor name.
+
+    A shape is inferred from the shapes of the graph's inputs.  What the model records of other tensors may belong to
+    other inputs than the model has now, so that is kept apart.  A recorded dtype holds: runtimes refuse a wrong one.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        """Run onnx's inference on a copy without the weights and without the recorded shapes."""
+        self._own_names = _dim_names(model.graph)
+        light, weights = _without_weights(model)
+        try:
+            graph = onnx.shape_inference.infer_shapes(light).graph
+        except ONNX_FAILURES:
+            graph = light.graph
+        self._infos = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input, *weights)}
+        source = model.graph
+        self._records = {info.name: info for info in (*source.value_info, *source.output)}
+
+    def dtype(self, name: str) -> int:
+        """Return the onnx.TensorProto.DataType; 0 if it is unknown or the value is no tensor."""
+        info = self._infos.get(name)
+        return int(info.type.tensor_type.elem_type) if info else 0
+
+    def shape(self, name: str) -> list[RecordedSize] | None:
+        """Return the dimensions that onnx infers, or that a graph input has; None if the rank is unknown."""
+        return self._dims(self._infos.get(name))
+
+    def recorded_shape(self, name: str) -> list[RecordedSize] | None:
+        """Return the dimensions that the model records for a computed tensor; None if it records none."""
+        return self._dims(self._records.get(name))
+
+    def _dims(self, info: onnx.ValueInfoProto | None) -> list[RecordedSize] | None:
+        if info is None or not info.type.tensor_type.HasField("shape"):
+            return None
+        return [self._size(dim) for dim in info.type.tensor_type.shape.dim]
+
+    def _size(self, dim: onnx.TensorShapeProto.Dimension) -> RecordedSize:
+        if dim.HasField("dim_value"):
+            return int(dim.dim_value) if dim.dim_value >= 0 else None
+        name = dim.dim_param
+        if name.startswith(UNKNOWN) or not is_name(name):
+            return None
+        return parse_size(name) if name in self._own_names else str(name)
+
+
+def _dim_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the symbols that the model itself names."""
+    infos = (*graph.input, *graph.output, *graph.value_info)
+    return {dim.dim_param for info in infos for dim in info.type.tensor_type.shape.dim if dim.dim_param}
+
+
+def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx.ValueInfoProto]]:
+    """Return a copy without recorded shapes, in which large and overridable constants are inputs.
+
+    The types of all constants are returned beside it.
+    """
+    light = onnx.ModelProto(ir_version=max(model.ir_version, 4), opset_import=model.opset_import)
+    light.functions.extend(model.functions)
+    source, graph = model.graph, light.graph
+    graph.name = source.name
+    graph.value_info.extend(map(_without_shape, source.value_info))
+    graph.output.extend(map(_without_shape, source.output))
+    graph.input.extend(source.input)
+    for node in source.node:
+        is_large = node.op_type == "Constant" and node.ByteSize() > MAX_COPIED_BYTES
+        if is_large and node.attribute[0].HasField("t"):
+            graph.input.append(_value_info(node.output[0], node.attribute[0].t))
+        else:
+            graph.node.append(node)
+    inputs = {info.name for info in source.input}
+    weights = [_value_info(tensor.name, tensor) for tensor in source.initializer if tensor.name not in inputs]
+    weights += [_value_info(t.values.name, TensorProto(dims=t.dims, data_type=t.values.data_type))
+                for t in source.sparse_initializer]  # fmt: skip
+    defaults = overridable_initializers(model)
+    small = {t.name: t for t in source.initializer if t.name not in defaults and t.ByteSize() <= MAX_COPIED_BYTES}
+    graph.initializer.extend(small.values())
+    graph.input.extend(info for info in weights if info.name not in small)
+    return light, weights
+
+
+def _without_shape(info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    if not info.type.HasField("tensor_type"):
+        return info
+    return onnx.helper.make_tensor_value_info(info.name, info.type.tensor_type.elem_type, None)
+
+
+def _value_info(name: str, tensor: TensorProto) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))

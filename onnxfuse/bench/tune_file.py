@@ -1,0 +1,103 @@
+"""`onnxfuse tune`: tune a model file, and print tables of what was measured."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import onnx
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.load import load
+from onnxfuse.optimizer import Progress, optimize
+from onnxfuse.session import open_session
+from onnxfuse.tuning.bound_session import Provider
+from onnxfuse.tuning.cache import cache_folder
+from onnxfuse.tuning.dispatch import shapes_text
+from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, tune
+from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
+
+GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
+
+
+def tune_file(
+    path: str | os.PathLike[str],
+    *,
+    shapes: Sequence[str] = (),
+    inputs: Mapping[str, Array] | None = None,
+    provider: Provider = "cuda",
+    device_id: int = 0,
+    options: Mapping[str, str] | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> Tuning:
+    """Tune a model; a model without fused nodes is fused first.
+
+    shapes   sizes of dynamic dims, as "input:8x512"
+    inputs   to run on, instead of generated ones
+    options  of the provider
+
+    Raises UsageError where a dynamic dim has no size or nothing can be tuned.
+    """
+    progress("load", 0, 0)
+    original, folder = load(Path(path))
+    feeds = feeds_of_known_sizes(original, shapes, inputs or {}, GIVE_SIZES)
+    fused: onnx.ModelProto | None = None
+    if not any(node.domain == DOMAIN for node in original.graph.node):
+        fused, _ = optimize(path, verify=False, progress=progress)
+    model, before = (fused, original) if fused else (original, None)
+    given = {**(options or {}), **({"device_id": device_id} if device_id else {})}
+    return tune(model, folder, feeds, provider, open_session, given, original=before, progress=progress)
+
+
+def tuning_tables(tuning: Tuning) -> Group:
+    """Return what the terminal shows: the nodes, the whole model, and where the measurements are kept."""
+    parts: list[RenderableType] = [_nodes(tuning)] if tuning.ops else []
+    parts += [f"Nodes were not timed alone: {escape(tuning.ops_error)}"] if tuning.ops_error else []
+    failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
+    parts += [*map(escape, failed), _models(tuning.models)]
+    parts += [f"{each.mode}: nothing chosen: {escape(each.reason)}" for each in tuning.models if each.reason]
+    parts += [
+        f"{each.mode}: the original model is faster than all variants of the fused one; run the original"
+        for each in tuning.models
+        if each.chosen and each.seconds.get(ORIGINAL, math.inf) < each.seconds[each.chosen]
+    ]
+    where = f"Kept in {cache_folder()}" if tuning.kept else "Not kept; the lines above or the log say why."
+    return Group(*parts, Text(where, overflow="ignore", no_wrap=True))  # a path that wraps cannot be copied
+
+
+def _nodes(tuning: Tuning) -> Table:
+    table = Table(title="Fused nodes", title_justify="left", box=None, pad_edge=False)
+    table.add_column("node", overflow="fold")
+    table.add_column("shapes", overflow="fold")
+    for name in "nodes", "kernel us", "body us":
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("chosen", no_wrap=True)
+    for op in tuning.ops:
+        times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]
+        table.add_row(escape(op.fusion), escape(shapes_text(op.shapes)), str(len(op.nodes)), *times, op.faster or "-")
+    return table
+
+
+def _models(models: Sequence[ModelTimes]) -> Table:
+    table = Table(title="The whole model", title_justify="left", box=None, pad_edge=False)
+    for name in "mode", "variant":
+        table.add_column(name)
+    table.add_column("median ms", justify="right")
+    table.add_column("chosen")
+    for row in _rows(models):
+        table.add_row(*row)
+    return table
+
+
+def _rows(models: Sequence[ModelTimes]) -> Iterator[tuple[str, ...]]:
+    for each in models:
+        for name, seconds in each.seconds.items():
+            yield each.mode, name.partition(" ")[0], f"{1e3 * seconds:.4f}", "chosen" if name == each.chosen else ""

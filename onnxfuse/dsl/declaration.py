@@ -1,0 +1,122 @@
+"""The declaration of a fusion: one function, whose signature is the fused operator and whose body is the subgraph.
+
+The function runs once, on terms.  Operators mean the mathematics (`a * b * c` is a product in any order and grouping,
+`x / y` may be a Div or a product with the reciprocal, `x**2` may be a Mul), and `op.Name(...)` means that ONNX operator
+in whatever form its opset gives it.  The other words are in words.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.spans import Span, here
+from onnxfuse.dsl.terms import Capture, Number, Term, walk
+from onnxfuse.dsl.words import Output
+from onnxfuse.errors import PatternError
+
+__all__ = ["Fusion", "fusion", "require"]
+
+Body: TypeAlias = Callable[..., Term | tuple[Term, ...]]
+ExampleValue: TypeAlias = Sequence[int] | Number | str
+
+_guards: list[list[Guard]] = []  # of the fusions whose bodies are running, innermost last
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """A declared fusion: the fused operator's parameters, and the terms of its outputs."""
+
+    name: str
+    doc: str
+    captures: tuple[Capture, ...]
+    outputs: tuple[Term, ...]
+    out: tuple[str, ...]
+    guards: tuple[Guard, ...]
+    casts: bool
+    source: str
+    span: Span
+    example: Mapping[str, ExampleValue] = field(default_factory=dict)
+    last: bool = False
+
+    def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
+        return f"Fusion({self.name})"
+
+    @property
+    def operands(self) -> tuple[Capture, ...]:
+        """The captures that are tensors: the fused node's inputs, in order."""
+        return tuple(capture for capture in self.captures if capture.is_operand)
+
+
+def require(sentence: str, holds: Callable[..., bool]) -> None:
+    """Add a condition of the whole fusion.
+
+    `holds` names as parameters the dimensions, scalars, choices and operands that it looks at (an absent operand is
+    None), or dtype and rank of the first output, the dtypes of the operands by name, or the model's opset; `sentence`
+    says what is required and may show them as {name}.  Two relations may be asked for, too: is_multiple(a, b), whether
+    operand a is operand b times a constant, and share_symbols(m, n), whether two dimensions depend on a symbol in
+    common, so that they may be equal.
+    """
+    if not _guards:
+        raise PatternError(f"{here()}: require() stands outside a fusion's body")
+    _guards[-1].append(Guard(sentence, holds, here()))
+
+
+def fusion(
+    *,
+    out: str | tuple[str, ...],
+    casts: bool = False,
+    last: bool = False,
+    example: Mapping[str, ExampleValue] | None = None,
+) -> Callable[[Body], Fusion]:
+    """Declare a fusion.
+
+    out     dimensions of the output or outputs; further outputs are interior values that others may read, or values
+            beside the first, computed from one of its operands
+    casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
+    last    tried on what the other fusions leave, because its nodes may be part of larger ones that end elsewhere
+    example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
+            models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
+
+    Raises PatternError where the declaration is wrong.
+    """
+
+    def declare(function: Body) -> Fusion:
+        code = function.__code__
+        span = Span(code.co_filename, code.co_firstlineno, 0, 0)
+        captures = tuple(_named(name, p.default, span) for name, p in inspect.signature(function).parameters.items())
+        _guards.append([])
+        try:
+            result = function(*captures)
+        finally:
+            guards = _guards.pop()
+        outputs = result if isinstance(result, tuple) else (result,)
+        names = out if isinstance(out, tuple) else (out,)
+        if len(outputs) != len(names):
+            raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
+        if any(isinstance(term, Output) for term in walk(*outputs)):
+            raise PatternError(f"{span}: '{function.__name__}' has results() outside stored(ort=...)")
+        return Fusion(
+            function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
+            inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
+        )  # fmt: skip
+
+    return declare
+
+
+def _named(name: str, capture: object, span: Span) -> Capture:
+    if not isinstance(capture, Capture):
+        raise PatternError(f"{span}: parameter '{name}' needs a default: tensor(), weight(), scalar() or attribute()")
+    return replace(capture, name=name)
+
+
+def _checked_example(
+    example: Mapping[str, ExampleValue], captures: tuple[Capture, ...], span: Span
+) -> Mapping[str, ExampleValue]:
+    unknown = sorted(example.keys() - {c.name for c in captures})
+    if unknown:
+        raise PatternError(f"{span}: example= names '{unknown[0]}', which is no parameter")
+    return example

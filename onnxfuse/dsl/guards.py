@@ -1,0 +1,55 @@
+"""Conditions of fusions on what was captured."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from onnxfuse.dsl.spans import Span
+
+Relation: TypeAlias = Callable[..., bool]  # of two operands, or of two sizes
+
+# What a condition may ask about two values of a graph, as a parameter of this name:
+#   is_multiple(a, b)    operand a is operand b times a constant
+#   share_symbols(m, n)  dimensions m and n depend on a symbol in common, so that they may be equal
+RELATIONS: Final = ("is_multiple", "share_symbols")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on what was captured; its sentence is the message where it does not hold."""
+
+    sentence: str
+    holds: Callable[..., bool]
+    span: Span
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The dimensions, scalars, choices and operands that the condition asks for."""
+        return tuple(name for name in inspect.signature(self.holds).parameters if name not in RELATIONS)
+
+    @functools.cached_property
+    def relations(self) -> tuple[str, ...]:
+        """The relations that the condition asks for, of RELATIONS."""
+        return tuple(name for name in inspect.signature(self.holds).parameters if name in RELATIONS)
+
+    @functools.cached_property
+    def is_known_first(self) -> bool:
+        """Whether the condition asks only for what is known before anything is matched."""
+        return {"rank", "dtype", "opset"}.issuperset(self.names)
+
+    def check(self, known: Mapping[str, object], relations: Mapping[str, Relation] = MappingProxyType({})) -> bool:
+        """Return whether the condition holds for what is known; a name that is not known is None.
+
+        A relation that is not given holds between no values.
+        """
+        asked = {name: known.get(name) for name in self.names}
+        return bool(self.holds(**asked, **{name: relations.get(name, _unrelated) for name in self.relations}))
+
+
+def _unrelated(left: object, right: object) -> bool:
+    return False

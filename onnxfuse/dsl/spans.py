@@ -1,0 +1,39 @@
+"""The position of a term in the source of its pattern, which messages quote."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+DSL = "onnxfuse.dsl."  # code in these modules makes the terms; the first caller outside them is the pattern
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a pattern's source: a line counted from 1, columns counted from 0; end_column -1 is the line's end."""
+
+    file: str
+    line: int
+    column: int
+    end_column: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).parent.name}/{Path(self.file).name}:{self.line}"
+
+
+def here() -> Span:
+    """Return the source range of the pattern's expression that is being evaluated."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith(DSL) and frame.f_back is not None:
+        frame = frame.f_back
+    return _span(frame.f_code, frame.f_lasti)
+
+
+def _span(code: CodeType, instruction: int) -> Span:
+    for i, (line, end_line, column, end_column) in enumerate(code.co_positions()):
+        if i == instruction // 2:
+            one_line = line == end_line and column is not None and end_column is not None
+            return Span(code.co_filename, line or 0, column or 0, (end_column or 0) if one_line else -1)
+    return Span(code.co_filename, code.co_firstlineno, 0, -1)

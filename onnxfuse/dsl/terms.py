@@ -1,0 +1,656 @@
+"""The grammar of patterns: terms, which stand for values, and what matching and writing offer to them.
+
+A term says of itself what it consists of, which operators can compute it, how it is matched and how it is written as
+nodes.  The last two go through the protocols `Matching` and `Writing`, so that this package knows no graphs.  The terms
+here are those that the operators of Python and ONNX make; the other words of the pattern language are in words.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar
+
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.spans import Span, here
+from onnxfuse.errors import PatternError
+
+Number: TypeAlias = int | float
+Operand: TypeAlias = "Term | Number"
+PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
+AttributeValue: TypeAlias = "Term | DimExpression | Number | str | Sequence[Number | DimExpression] | None"
+Literals: TypeAlias = float | NDArray[Any]  # one number, or an array, whose dtype is that of the value it meets
+
+VIEW_OPS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"})
+# Operators of most models, or ones in which a spelling may differ: that one of them is absent rules out little.
+COMMON_OPS = VIEW_OPS | {"Add", "Mul", "Sub", "Div", "Neg", "Cast", "Pow", "Sqrt", "Slice", "Where"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A named value in a function body, and its TensorProto.DataType."""
+
+    name: str
+    dtype: int
+
+
+# --- what terms are given ----------------------------------------------------------------------------------------
+
+
+class MatchState(Protocol):
+    """The state of a match: what is captured so far."""
+
+    @property
+    def choices(self) -> Mapping[str, str]:
+        """The label of each choice that is made, by the choice's name."""
+        ...
+
+    def with_choice(self, name: str, label: str) -> Self:
+        """Return the state with one more choice made."""
+        ...
+
+    def keep_nodes_since(self, before: Self) -> Self:
+        """Return the state in which the nodes that were matched since `before` stay in the graph."""
+        ...
+
+
+TensorT = TypeVar("TensorT", contravariant=True)
+StateT = TypeVar("StateT", bound=MatchState)
+
+
+class Matching(Protocol[TensorT, StateT]):
+    """What the matcher offers to the terms that it matches."""
+
+    def match(self, term: Term, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Yield the state after each way to read the tensor as the term."""
+        ...
+
+    def match_option(self, term: Term, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Do what `match` does for an option that `fitting` has found to fit."""
+        ...
+
+    def fitting(self, term: Alternatives, tensor: TensorT) -> Sequence[int]:
+        """Return the indices of the options that can end with the operator that computes the tensor."""
+        ...
+
+    def holds(self, guard: Guard, state: StateT, term: Term | None = None) -> bool:
+        """Return whether a condition is true of the state; where it is false, that is a miss of `term`, if given."""
+        ...
+
+    def match_absent(self, term: Absent, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match an input that is left out."""
+        ...
+
+    def match_capture(self, term: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match a parameter of the fused operator."""
+        ...
+
+    def match_constant(self, term: Constant, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match a number."""
+        ...
+
+    def match_operator(self, term: Apply, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match an operator."""
+        ...
+
+    def match_associative(self, term: Sum | Product, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match a sum or product in any order and grouping."""
+        ...
+
+    def match_rearrange(
+        self, term: Term, inner: Term, pattern: str, slice_name: str | None, tensor: TensorT, state: StateT
+    ) -> Iterator[StateT]:
+        """Match `inner` with its axes rearranged, or a slice of it whose attributes begin with `slice_name`."""
+        ...
+
+    def match_scaled(self, term: Term, inner: Term, scale: Capture, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match `inner` times a scalar, wherever the factors stand."""
+        ...
+
+    def match_full(self, term: Term, value: Number, dims: str, tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Match a constant of these dimensions whose elements all are `value`."""
+        ...
+
+    def match_causal(
+        self, term: Term, dims: str, score: Capture | None, tensor: TensorT, state: StateT
+    ) -> Iterator[StateT]:
+        """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
+        ...
+
+
+class Writing(Protocol):
+    """What a function body that is being written offers to the terms in it."""
+
+    @property
+    def opset(self) -> int:
+        """The version of the ONNX operators."""
+        ...
+
+    @property
+    def ort(self) -> bool:
+        """Whether operators of com.microsoft may be used."""
+        ...
+
+    def value(self, term: Term) -> Value:
+        """Return the value of a term, whose nodes are added where it is met first."""
+        ...
+
+    def can_write(self, term: Term) -> bool:
+        """Return whether the opset has the operators of a term and the operands that it needs are present."""
+        ...
+
+    def has(self, capture: Capture) -> bool:
+        """Return whether an operand is present, or a scalar has a value."""
+        ...
+
+    def label(self, choice: str) -> str:
+        """Return the label of a choice in this variant."""
+        ...
+
+    def holds(self, guard: Guard) -> bool:
+        """Return whether a condition is true of this variant."""
+        ...
+
+    def select(self, term: Alternatives, options: Sequence[Term]) -> Term:
+        """Return the option to write, of those that can be written."""
+        ...
+
+    def cast(self, value: Value, dtype: int) -> Value:
+        """Return the value in another floating dtype; a value that is not of a floating dtype stays as it is."""
+        ...
+
+    def constant(self, value: Literals, dtype: int) -> Value:
+        """Return the value of a new Constant node."""
+        ...
+
+    def scalar(self, name: str) -> float:
+        """Return the value of a scalar."""
+        ...
+
+    def full(self, value: Number, dims: str) -> NDArray[Any]:
+        """Return an array of these dimensions whose elements all are `value`."""
+        ...
+
+    def operand(self, name: str) -> Value:
+        """Return an operand."""
+        ...
+
+    def write_operator(self, term: Apply) -> Value:
+        """Return the value of an operator, whose node is added."""
+        ...
+
+    def write_output(self, operator: Apply, index: int, count: int) -> Value:
+        """Return the output `index` of the `count` outputs of an operator."""
+        ...
+
+    def write_associative(self, op: str, terms: Sequence[Term]) -> Value:
+        """Return the terms combined by `op`, from the left."""
+        ...
+
+    def write_rearrange(self, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
+        """Return `inner`, or a slice of it, with its axes rearranged.  Raises PatternError where that is impossible."""
+        ...
+
+    def write_scaled(self, inner: Term, scale: str) -> Value:
+        """Return `inner` times the scalar of that name."""
+        ...
+
+    def can_write_operator(self, term: Apply) -> bool:
+        """Return whether the opset has the operator, and its inputs and attributes can be written."""
+        ...
+
+    def can_write_rearrange(self, pattern: str, slice_name: str | None) -> bool:
+        """Return whether the shapes of the views can be written."""
+        ...
+
+
+# --- terms -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Term:
+    """A value in a pattern.  Terms are compared by identity: one term used twice is one value used twice."""
+
+    span: Span
+    is_leaf: ClassVar[bool] = False  # whether it is matched against a tensor as it is, Casts included
+
+    # --- how it is read, matched and written ---------------------------------------------------------------------
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        """The terms that this one consists of."""
+        return ()
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        """The operators that the term itself stands for, its parts apart."""
+        return frozenset()
+
+    @property
+    def own_nodes(self) -> int:
+        """About how many nodes the term itself stands for, its parts apart."""
+        return 0
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        """The operators that can compute the term; None where any can, or none has to, as for an operand."""
+        return union([part.root_ops for part in self.parts])
+
+    @functools.cached_property
+    def needed_ops(self) -> frozenset[str]:
+        """Operators of which the term contains at least one, however it is spelled; empty where that is unknown."""
+        return _rarest([part.needed_ops for part in self.parts])
+
+    @property
+    def unwrapped(self) -> Term:
+        """The term without the wrappers around it."""
+        return self
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether the fusion can do without the value."""
+        return False
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        """The texts that name dimensions in this term, its parts apart."""
+        return ()
+
+    @property
+    def attribute_captures(self) -> tuple[Capture, ...]:
+        """The parameters of the fused operator that are attributes of this operator."""
+        return ()
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The conditions under which this term counts."""
+        return ()
+
+    def count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
+        """Return about how many nodes the term stands for, those of the terms in `seen` apart.
+
+        They are those of its longest spelling, and of the variant that `choices` names or else the longest.
+        """
+        if id(self) in seen:
+            return 0
+        seen.add(id(self))
+        return self._count_nodes(choices, seen)
+
+    def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
+        return self.own_nodes + sum(part.count_nodes(choices, seen) for part in self.parts)
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Yield the state after each way to read the tensor as this term."""
+        raise NotImplementedError(type(self).__name__)
+
+    def can_write(self, body: Writing) -> bool:
+        """Return whether the body's opset and operands suffice to write the term."""
+        return all(map(body.can_write, self.parts))
+
+    def write(self, body: Writing) -> Value:
+        """Return the term's value, whose nodes are added to the body."""
+        raise NotImplementedError(type(self).__name__)
+
+    def number(self, body: Writing) -> Literals | None:
+        """Return the numbers that the term is in this body; None where it is computed."""
+        return None
+
+    # --- arithmetic ----------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Operand) -> Term:
+        return Sum(terms=_flat(Sum, self, other), span=here())
+
+    def __radd__(self, other: Operand) -> Term:
+        return Sum(terms=_flat(Sum, other, self), span=here())
+
+    def __mul__(self, other: Operand) -> Term:
+        return Product(terms=_flat(Product, self, other), span=here())
+
+    def __rmul__(self, other: Operand) -> Term:
+        return Product(terms=_flat(Product, other, self), span=here())
+
+    def __sub__(self, other: Operand) -> Term:
+        return Apply(op="Sub", inputs=(self, as_term(other)), span=here())
+
+    def __neg__(self) -> Term:
+        return Apply(op="Neg", inputs=(self,), span=here())
+
+    def __truediv__(self, other: Operand) -> Term:
+        span, divisor = here(), as_term(other)
+        if isinstance(divisor, Constant):
+            inverse = Constant(value=1 / divisor.value, divisor=divisor.value, span=span)
+            return Product(terms=_flat(Product, self, inverse), span=span)
+        reciprocal = _reciprocal(divisor, span)
+        options = (
+            Apply(op="Div", inputs=(self, divisor), span=span),
+            Product(terms=_flat(Product, self, reciprocal), span=span),
+        )
+        return Either(options=options, span=span)
+
+    def __rtruediv__(self, other: Operand) -> Term:
+        if other != 1:
+            return Apply(op="Div", inputs=(as_term(other), self), span=here())
+        return _reciprocal(self, here())
+
+    def __pow__(self, exponent: int) -> Term:
+        span = here()
+        power = Apply(op="Pow", inputs=(self, Constant(value=exponent, span=span)), span=span)
+        return Either(options=(power, Product(terms=(self,) * exponent, span=span)), span=span)
+
+
+def walk(*roots: Term) -> Iterator[Term]:
+    """Yield every term below the roots, each once, parents first."""
+    seen: set[int] = set()
+    work = list(reversed(roots))
+    while work:
+        term = work.pop()
+        if id(term) not in seen:
+            seen.add(id(term))
+            yield term
+            work.extend(reversed(term.parts))
+
+
+def union(sets: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    """Return the union; None where one of the sets is None."""
+    known = [ops for ops in sets if ops is not None]
+    return frozenset().union(*known) if len(known) == len(sets) else None
+
+
+def _rarest(sets: Sequence[frozenset[str]]) -> frozenset[str]:
+    """Return, of the sets that are not empty, the one that rules out most models."""
+    return min(filter(None, sets), key=lambda ops: (len(ops & COMMON_OPS), len(ops)), default=frozenset())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Wrapper(Term):
+    """A term that means the value of another one, `inner`, and adds a remark for matching or for writing."""
+
+    inner: Term
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.inner,)
+
+    @functools.cached_property
+    def unwrapped(self) -> Term:
+        return self.inner.unwrapped
+
+    @property
+    def is_optional(self) -> bool:
+        return self.inner.is_optional
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match(self.inner, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        """Write the value without any wrapper: a precision or a stored form inside another wrapper is not written."""
+        return body.value(self.unwrapped)
+
+    def number(self, body: Writing) -> Literals | None:
+        return self.inner.number(body)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Alternatives(Term):
+    """A term that is one of several; which one was found becomes the attribute `name` of the fused node, if any."""
+
+    options: tuple[Term, ...]
+    name: str | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.options
+
+    @functools.cached_property
+    def needed_ops(self) -> frozenset[str]:
+        each = [option.needed_ops for option in self.options]
+        return frozenset().union(*each) if all(each) else frozenset()
+
+    def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
+        if self.name is not None and self.name in choices:
+            return self.labelled(choices[self.name]).count_nodes(choices, seen)
+        return max(option.count_nodes(choices, set(seen)) for option in self.options)
+
+    def labelled(self, label: str) -> Term:
+        """Return the option of a label."""
+        return self.options[self.labels.index(label)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Capture(Term):
+    """A parameter of the fused operator.  A scalar or attribute that is absent has the value `if_absent`."""
+
+    kind: Literal["tensor", "weight", "scalar", "attribute"]
+    name: str = ""
+    dims: str | None = None
+    optional: bool = False
+    if_absent: PlainValue | None = None
+    is_leaf: ClassVar[bool] = True
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether the parameter is an input of the fused node; the others are attributes."""
+        return self.kind in ("tensor", "weight")
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return None
+
+    @property
+    def is_optional(self) -> bool:
+        return self.optional
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        return (self.dims,) if self.dims else ()
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_capture(self, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return body.has(self)
+
+    def write(self, body: Writing) -> Value:
+        return body.operand(self.name)
+
+    def number(self, body: Writing) -> Literals | None:
+        return body.scalar(self.name) if self.kind == "scalar" else None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Constant(Term):
+    """A number that the model must hold as a constant of one element.
+
+    A factor that a pattern divides by is matched as its reciprocal, `value`, and written as a Div by `divisor`.
+    """
+
+    value: Number
+    divisor: Number | None = None
+    is_leaf: ClassVar[bool] = True
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return None
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_constant(self, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.constant(self.value, TensorProto.FLOAT)
+
+    def number(self, body: Writing) -> Literals | None:
+        return self.value
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Absent(Term):
+    """No value: an optional input of an operator that is left out."""
+
+    is_leaf: ClassVar[bool] = True
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return None
+
+    @property
+    def is_optional(self) -> bool:
+        return True
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_absent(self, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return False
+
+    def write(self, body: Writing) -> Value:
+        raise PatternError(f"{self.span}: None is not a value; only an operator's optional input can be None")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Apply(Term):
+    """An operator; `Name` of the ONNX domain or `domain::Name`."""
+
+    op: str
+    inputs: tuple[Term, ...]
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.inputs
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        return frozenset([self.op])
+
+    @property
+    def own_nodes(self) -> int:
+        return 1
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return frozenset(["Slice", "Split"]) if self.op == "Slice" else self.own_ops
+
+    @functools.cached_property
+    def needed_ops(self) -> frozenset[str]:
+        return _rarest([*(part.needed_ops for part in self.parts), self.own_ops])
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        return tuple(found.text for value in self.attributes.values() for found in dim_expressions(value))
+
+    @property
+    def attribute_captures(self) -> tuple[Capture, ...]:
+        return tuple(value for value in self.attributes.values() if isinstance(value, Capture))
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_operator(self, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return body.can_write_operator(self)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_operator(self)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Associative(Term):
+    """Values that one operator combines, in any order and grouping."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.terms
+
+    @property
+    def own_nodes(self) -> int:
+        return len(self.terms) - 1
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return self.own_ops
+
+    @functools.cached_property
+    def needed_ops(self) -> frozenset[str]:
+        return _rarest([*(part.needed_ops for part in self.parts), self.own_ops])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sum(_Associative):
+    """Values added, in any order and grouping."""
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        return frozenset(["Add", "Sub"])
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_associative(self, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_associative("Add", self.terms)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Product(_Associative):
+    """Values multiplied, in any order and grouping."""
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        return frozenset(["Mul", "Div"])
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_associative(self, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_associative("Mul", self.terms)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Either(Alternatives):
+    """Spellings of one value."""
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        for index in m.fitting(self, tensor):
+            yield from m.match_option(self.options[index], tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return any(map(body.can_write, self.options))
+
+    def write(self, body: Writing) -> Value:
+        options = [option for option in self.options if body.can_write(option)]
+        if not options:
+            raise PatternError(f"{self.span}: no spelling can be written in opset {body.opset}")
+        return body.value(body.select(self, options))
+
+
+# --- making terms ------------------------------------------------------------------------------------------------
+
+
+def as_term(value: Operand | None) -> Term:
+    """Return the term of a value in a pattern: a number is a Constant, None is Absent."""
+    if isinstance(value, Term):
+        return value
+    if isinstance(value, int | float):
+        return Constant(value=value, span=here())
+    if value is None:
+        return Absent(span=here())
+    raise PatternError(f"{here()}: a pattern is made of terms and numbers, not {type(value).__name__}")
+
+
+def _flat(kind: type[_Associative], *values: Operand) -> tuple[Term, ...]:
+    terms: list[Term] = []
+    for value in values:
+        terms.extend(value.terms if isinstance(value, kind) else (as_term(value),))
+    return tuple(terms)
+
+
+def _reciprocal(value: Term, span: Span) -> Term:
+    one = Constant(value=1, span=span)
+    options = (Apply(op="Reciprocal", inputs=(value,), span=span), Apply(op="Div", inputs=(one, value), span=span))
+    return Either(options=options, span=span)

@@ -1,0 +1,478 @@
+"""The words of the pattern language: what a pattern says beside the operators of Python.
+
+A word is one function and, where it means something new, one class of terms beside it that says how the word is matched
+and written (see terms.py).  A word that is listed in `__all__` is exported by onnxfuse and onnxfuse.dsl.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import ClassVar, Protocol
+
+import onnx.defs
+from onnx import TensorProto
+
+from onnxfuse.dsl.dim_expressions import DimExpression
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.spans import here
+from onnxfuse.dsl.terms import (
+    VIEW_OPS,
+    Alternatives,
+    Apply,
+    AttributeValue,
+    Capture,
+    Either,
+    Literals,
+    Matching,
+    Number,
+    Operand,
+    PlainValue,
+    StateT,
+    TensorT,
+    Term,
+    Value,
+    Wrapper,
+    Writing,
+    as_term,
+    union,
+)
+from onnxfuse.errors import PatternError
+
+__all__ = [
+    "Term",
+    "attribute",
+    "cast_like",
+    "causal",
+    "choose",
+    "contrib",
+    "either",
+    "float32",
+    "full",
+    "op",
+    "packed_slice",
+    "rearrange",
+    "results",
+    "scalar",
+    "scaled",
+    "shared",
+    "size",
+    "stored",
+    "tensor",
+    "weight",
+    "when",
+]
+
+# --- parameters of the fused operator ----------------------------------------------------------------------------
+
+
+def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
+    """Declare an input of the fused operator.
+
+    `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
+    leading axes (the same throughout), `name?` for that size, 1, or an axis that is absent, and a number for itself.
+    Without `dims`, a rearrange() of the tensor names them.  Raises PatternError if `dims` has anything else.
+    """
+    _check_dims(dims)
+    return Capture(kind="tensor", dims=dims, optional=optional, span=here())
+
+
+def weight(dims: str | None = None, *, optional: bool = False) -> Capture:
+    """Declare an input of the fused operator that must be a constant of the model; `dims` is as in `tensor`."""
+    _check_dims(dims)
+    return Capture(kind="weight", dims=dims, optional=optional, span=here())
+
+
+def _check_dims(dims: str | None) -> None:
+    for axis in (dims or "").split():
+        if axis != "..." and not axis.isdecimal() and not axis.removesuffix("?").isidentifier():
+            raise PatternError(
+                f"{here()}: \"{dims}\" has '{axis}'; required names of axes, numbers or '...'. Leave the text out "
+                "where a rearrange() of the tensor tells its axes"
+            )
+
+
+def scalar(*, if_absent: Number | None = None, optional: bool = False) -> Capture:
+    """Declare a number, which becomes an attribute of the fused node.
+
+    In the model it is a constant of one element, or an operator's attribute.  A model without it is a match only with
+    `optional=True`, where the fused node has no such attribute, or with `if_absent=1e-5`, where the attribute is 1e-5.
+    The latter must be the number with which the spellings that have none compute the same as the others.
+    """
+    return Capture(kind="scalar", if_absent=if_absent, optional=optional or if_absent is not None, span=here())
+
+
+def attribute(*, if_absent: PlainValue | None = None) -> Capture:
+    """Declare an operator's attribute of any value, which becomes an attribute of the fused node.
+
+    Where the operator does not have it, the fused node has `if_absent`, or without that no such attribute.
+    """
+    return Capture(kind="attribute", if_absent=if_absent, optional=True, span=here())
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+class _Operator(Protocol):
+    """What `op.Name` is: it makes the term of an operator with these inputs and attributes."""
+
+    def __call__(self, *inputs: Operand | None, **attributes: AttributeValue) -> Apply: ...
+
+
+class _Operators:
+    """The operators of a domain: `op.Name(inputs …, attribute=…)` is `Name`; an input None is left out."""
+
+    def __init__(self, domain: str = "") -> None:
+        self._prefix = f"{domain}::" if domain else ""
+
+    def __getattr__(self, name: str) -> _Operator:
+        def apply(*inputs: Operand | None, **attributes: AttributeValue) -> Apply:
+            if not self._prefix:
+                _check_operator(name)
+            return Apply(op=self._prefix + name, inputs=tuple(map(as_term, inputs)), attributes=attributes, span=here())
+
+        return apply
+
+
+def _check_operator(name: str) -> None:
+    """Raise PatternError, with the nearest name, unless an opset of the ONNX domain has this operator."""
+    if not onnx.defs.has(name):
+        near = get_close_matches(name, {s.name for s in onnx.defs.get_all_schemas() if not s.domain}, 1)
+        hint = f". Did you mean '{near[0]}'?" if near else ""
+        raise PatternError(f"{here()}: ONNX has no operator '{name}'{hint}")
+
+
+op = _Operators()
+contrib = _Operators("com.microsoft")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Output(Term):
+    """The output `index` of the `count` outputs of an operator; all have the dtype of the first."""
+
+    inner: Apply
+    index: int
+    count: int
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.inner,)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_output(self.inner, self.index, self.count)
+
+
+def results(node: Term, count: int) -> tuple[Output, ...]:
+    """Return the outputs of an operator that has several, all of one dtype; only in what is stored(ort=...)."""
+    if not isinstance(node, Apply):
+        raise PatternError(f"{here()}: results() needs an operator as its first argument")
+    return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
+
+
+def size(name: str) -> DimExpression:
+    """Return the size of a named dimension, for use in an operator's attribute: `starts=[size("d") // 2]`.
+
+    As a whole attribute (`num_groups=size("groups")`) it names the dimension, if nothing else does.
+    """
+    return DimExpression(name, lambda dims: dims[name])
+
+
+# --- spellings and variants --------------------------------------------------------------------------------------
+
+
+def either(*options: Term) -> Term:
+    """Return a value that has several spellings; the first that an opset can express is the one that is stored."""
+    return Either(options=options, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Choose(Alternatives):
+    """Variants of the fused operator: which one was found becomes the attribute `name` of the fused node."""
+
+    name: str
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        """Variants exclude each other: the first one that fits is not taken back."""
+        known = state.choices.get(self.name)
+        for index in m.fitting(self, tensor):
+            if known is not None and known != self.labels[index]:
+                continue
+            fits = False
+            chosen = state if known else state.with_choice(self.name, self.labels[index])
+            for after in m.match_option(self.options[index], tensor, chosen):
+                fits = True
+                yield after
+            if fits:
+                return
+
+    def can_write(self, body: Writing) -> bool:
+        return body.can_write(self.labelled(body.label(self.name)))
+
+    def write(self, body: Writing) -> Value:
+        return body.value(self.labelled(body.label(self.name)))
+
+
+def choose(name: str, **options: Term) -> Term:
+    """Return a value that differs among variants of the fused operator, which are tried in order.
+
+    The label of the one found becomes the attribute `name` of the fused node.
+    """
+    return Choose(name=name, options=tuple(options.values()), labels=tuple(options), span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class When(Wrapper):
+    """A value under a condition on what was captured."""
+
+    guard: Guard
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        return (self.guard,)
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        if self.guard.is_known_first and not m.holds(self.guard, state):
+            return
+        for after in m.match(self.inner, tensor, state):
+            if m.holds(self.guard, after, self):
+                yield after
+
+    def can_write(self, body: Writing) -> bool:
+        return body.holds(self.guard) and body.can_write(self.inner)
+
+
+def when(value: Term, sentence: str, holds: Callable[..., bool]) -> Term:
+    """Return `value` as a spelling or variant that counts only where `holds(...)` is true; see `require`."""
+    span = here()
+    return When(inner=value, guard=Guard(sentence, holds, span), span=span)
+
+
+# --- axes and factors --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rearrange(Term):
+    """Axes split, merged, permuted and repeated, in einops' notation."""
+
+    inner: Term
+    pattern: str
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.inner,)
+
+    @property
+    def _slice_name(self) -> str | None:
+        return self.inner.name if isinstance(self.inner, PackedSlice) else None
+
+    @property
+    def own_ops(self) -> frozenset[str]:
+        return VIEW_OPS
+
+    @property
+    def own_nodes(self) -> int:
+        return 2
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return union([self.inner.root_ops, VIEW_OPS])
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        return (self.pattern,)
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_rearrange(self, self.inner, self.pattern, self._slice_name, tensor, state)
+
+    def can_write(self, body: Writing) -> bool:
+        return body.can_write(self.inner) and body.can_write_rearrange(self.pattern, self._slice_name)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_rearrange(self, self.inner, self.pattern, self._slice_name)
+
+
+def rearrange(value: Term, pattern: str) -> Term:
+    """Return `value` with its axes rearranged, as in einops: "b s (h d) -> b h s d"; a name new on the right repeats.
+
+    Matches any chain of Reshape, Transpose, Squeeze, Unsqueeze, Flatten and Expand that does the same.
+    """
+    return Rearrange(inner=value, pattern=pattern, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedSlice(Wrapper):
+    """Inside a Rearrange: its source, or a range of elements on the source's last axis."""
+
+    name: str
+
+
+def packed_slice(value: Term, name: str) -> Term:
+    """Return, inside rearrange(), `value` or a slice of it that Slices, Splits or Gathers take from its last axis.
+
+    Of a last axis "(a b)" each of the `a` runs of `b` elements may be one of several that lie side by side.  Where
+    elements are left out, the attribute `<name>_offset` is the number of elements of the axis before the first one, and
+    `<name>_pitch`, where it is not `b`, the number of elements from the beginning of one run to that of the next; the
+    axis has `<name>_blocks` blocks of that size.
+    """
+    return PackedSlice(inner=value, name=name, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scaled(Term):
+    """A value times a scalar, wherever in the (bi)linear expression the factors stand."""
+
+    inner: Term
+    scale: Capture
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.inner, self.scale
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return union([self.inner.root_ops, frozenset(["Mul", "Div"])])
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_scaled(self, self.inner, self.scale, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.write_scaled(self.inner, self.scale.name)
+
+
+def scaled(value: Term, scale: Term) -> Term:
+    """Return `value * scale`, where factors may stand on either side of the MatMul and of rearrangements inside."""
+    if not isinstance(scale, Capture) or scale.kind != "scalar":
+        raise PatternError(f"{here()}: scaled() needs a scalar parameter as its second argument")
+    return Scaled(inner=value, scale=scale, span=here())
+
+
+# --- constants ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Full(Term):
+    """A constant of the model whose elements all are one number."""
+
+    value: Number
+    dims: str
+    is_leaf: ClassVar[bool] = True
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return None
+
+    @property
+    def dim_specs(self) -> tuple[str, ...]:
+        return (self.dims,)
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_full(self, self.value, self.dims, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.constant(body.full(self.value, self.dims), TensorProto.FLOAT)
+
+    def number(self, body: Writing) -> Literals | None:
+        return body.full(self.value, self.dims)
+
+
+def full(value: Number, dims: str) -> Term:
+    """Return a constant with these dimensions (named as in `tensor`) whose elements all are `value`."""
+    return Full(value=value, dims=dims, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Causal(Term):
+    """Any tensor that holds what `inner` does: up to a diagonal true, or 0, and behind it false, or `score`."""
+
+    inner: Term
+    dims: str
+    score: Capture | None
+    is_leaf: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.inner,)
+
+    @functools.cached_property
+    def root_ops(self) -> frozenset[str] | None:
+        return None
+
+    @functools.cached_property
+    def needed_ops(self) -> frozenset[str]:
+        return frozenset()
+
+    def _count_nodes(self, choices: object, seen: object) -> int:
+        return 0
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        return m.match_causal(self, self.dims, self.score, tensor, state)
+
+    def write(self, body: Writing) -> Value:
+        return body.value(self.inner)
+
+
+def causal(written: Term, dims: str, score: Term | None = None) -> Term:
+    """Return a tensor of the dimensions `dims`, "queries keys", that is true up to the diagonal at which both end.
+
+    Query i of q sees the keys up to i + k - q of k.  With a scalar parameter `score` the tensor is 0 where a key is
+    seen, and `score` elsewhere.  Matches any tensor that holds this, however it is computed; `written` is how it is
+    stored.
+    """
+    if score is not None and not isinstance(score, Capture):
+        raise PatternError(f"{here()}: causal() needs a scalar parameter as its third argument")
+    return Causal(inner=written, dims=dims, score=score, span=here())
+
+
+# --- remarks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Shared(Wrapper):
+    """A value that nodes outside may read; the nodes that compute it stay for them."""
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        for after in m.match(self.inner, tensor, state):
+            yield after.keep_nodes_since(state)
+
+
+def shared(value: Term) -> Term:
+    """Return a value that nodes outside the fusion may read too; the nodes that compute it stay for them."""
+    return Shared(inner=value, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Precision(Wrapper):
+    """A value that the body computes in float32 (`like` None) or casts to `like`'s dtype; matching ignores it."""
+
+    like: Term | None = None
+
+    def write(self, body: Writing) -> Value:
+        value = body.value(self.inner)
+        return body.cast(value, TensorProto.FLOAT if self.like is None else body.value(self.like).dtype)
+
+
+def float32(value: Term) -> Term:
+    """Return `value` in float32, whatever its dtype is."""
+    return Precision(inner=value, span=here())
+
+
+def cast_like(value: Term, like: Term) -> Term:
+    """Return `value` in the dtype of `like`."""
+    return Precision(inner=value, like=like, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stored(Wrapper):
+    """A value that is matched as `inner`, and stored as `ort` in files for onnxruntime (`--fallback ort`)."""
+
+    ort: Term
+
+    def write(self, body: Writing) -> Value:
+        return body.value(self.ort if body.ort and body.can_write(self.ort) else self.inner)
+
+
+def stored(value: Term, *, ort: Term) -> Term:
+    """Return `value`, written as `ort` (which may use com.microsoft operators) in files for onnxruntime only."""
+    return Stored(inner=value, ort=ort, span=here())

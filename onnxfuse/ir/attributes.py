@@ -1,0 +1,116 @@
+"""The attributes of operators: typed values, defaults of the schema, and attributes that later opsets made inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+import onnx
+
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, op_of
+
+T = TypeVar("T")
+
+
+@overload
+def int_attribute(node: Node, name: str, default: int) -> int: ...
+@overload
+def int_attribute(node: Node, name: str, default: None = None) -> int | None: ...
+def int_attribute(node: Node, name: str, default: int | None = None) -> int | None:
+    """Return an attribute that is an int; `default` where it is absent.  Raises TypeError for another type."""
+    return _checked(node, name, int, default)
+
+
+@overload
+def str_attribute(node: Node, name: str, default: str) -> str: ...
+@overload
+def str_attribute(node: Node, name: str, default: None = None) -> str | None: ...
+def str_attribute(node: Node, name: str, default: str | None = None) -> str | None:
+    """Return an attribute that is a string; `default` where it is absent.  Raises TypeError for another type."""
+    return _checked(node, name, str, default)
+
+
+@overload
+def ints_attribute(node: Node, name: str, default: Sequence[int]) -> list[int]: ...
+@overload
+def ints_attribute(node: Node, name: str, default: None = None) -> list[int] | None: ...
+def ints_attribute(node: Node, name: str, default: Sequence[int] | None = None) -> list[int] | None:
+    """Return an attribute that is a list of ints; `default` where it is absent.  Raises TypeError for another type."""
+    found = _checked(node, name, list, None)
+    if found is None:
+        return None if default is None else list(default)
+    return found
+
+
+def tensor_attribute(node: Node, name: str) -> Constant | None:
+    """Return an attribute that is a tensor; None where it is absent.  Raises TypeError for another type."""
+    found = node.attrs.get(name)
+    if found is None or is_constant(found):
+        return found
+    raise _wrong_type(node, name, found, "tensor")
+
+
+def _checked(node: Node, name: str, kind: type[T], default: T | None) -> T | None:
+    found = node.attrs.get(name)
+    if found is None:
+        return default
+    if isinstance(found, kind):
+        return found
+    raise _wrong_type(node, name, found, kind.__name__)
+
+
+def _wrong_type(node: Node, name: str, found: object, required: str) -> TypeError:
+    return TypeError(f"attribute '{name}' of {op_of(node)} '{node.name}' is {found!r}; required is a value of type "
+                     f"{required}")  # fmt: skip
+
+
+def attribute_or_input(graph: Graph, node: Node, name: str) -> AttributeValue | Tensor | None:
+    """Return a parameter of an ONNX operator, be it an attribute or, in later opsets, an input.
+
+    Returns the value (of a constant input as Python numbers), the schema's default where the parameter is absent (None
+    without one), or the Tensor where it is an input that is not constant.
+    """
+    if name in node.attrs:
+        return node.attrs[name]
+    index = input_index(op_of(node), name, graph.opset)
+    if index is not None and index < len(node.inputs) and node.inputs[index].name:
+        tensor = node.inputs[index]
+        return constant_value(graph, tensor).tolist() if is_constant(tensor) else tensor
+    return attribute_default(op_of(node), name, graph.opset)
+
+
+def number_parameter(graph: Graph, node: Node, name: str) -> int | float:
+    """Return a parameter that is a number, or the schema's default.  Raises TypeError where it is anything else."""
+    found = attribute_or_input(graph, node, name)
+    if isinstance(found, int | float):
+        return found
+    raise _wrong_type(node, name, found, "int or float")
+
+
+@functools.cache
+def schema(op: str, opset: int) -> onnx.defs.OpSchema | None:
+    """Return the schema of an operator of the ONNX domain in an opset; None where the opset has no such operator."""
+    try:
+        return onnx.defs.get_schema(op, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+
+
+@functools.cache
+def input_index(op: str, name: str, opset: int) -> int | None:
+    """Return the index of an operator's input `name` in an opset; None where the opset knows no such input."""
+    found = schema(op, opset)
+    return next((i for i, formal in enumerate(found.inputs) if formal.name == name), None) if found else None
+
+
+@functools.cache
+def attribute_default(op: str, name: str, opset: int) -> AttributeValue | None:
+    """Return the default of an operator's attribute in an opset; None where it has none."""
+    found = schema(op, opset)
+    formal = found.attributes.get(name) if found else None
+    if formal is None or not formal.default_value.name:
+        return None
+    value = onnx.helper.get_attribute_value(formal.default_value)
+    return value.decode() if isinstance(value, bytes) else value

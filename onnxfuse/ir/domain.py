@@ -1,0 +1,20 @@
+"""The domain and version of the operators that onnxfuse writes."""
+
+from __future__ import annotations
+
+import onnx
+
+from onnxfuse.errors import ModelError
+
+DOMAIN: str = "onnxfuse"
+DOMAIN_VERSION: int = 1
+
+
+def check_version(model: onnx.ModelProto) -> None:
+    """Raise ModelError for a model that imports the operators of onnxfuse in a newer version than this one."""
+    for opset in model.opset_import:
+        if opset.domain == DOMAIN and opset.version > DOMAIN_VERSION:
+            raise ModelError(
+                f"the model uses version {opset.version} of the operators of domain {DOMAIN}; this onnxfuse supports "
+                f"version {DOMAIN_VERSION}: install a newer onnxfuse"
+            )

@@ -1,0 +1,181 @@
+"""A model's main graph, linked to be rewritten: nodes in execution order, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from onnx import external_data_helper
+
+from onnxfuse.errors import ModelError
+from onnxfuse.ir import graphsurgeon
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph
+from onnxfuse.ir.protos import subgraphs
+
+
+@dataclass
+class Graph:
+    """A model's main graph, whose nodes are rewritten in place; subgraphs stay inside the message of their node."""
+
+    linked: graphsurgeon.LinkedGraph
+    model: onnx.ModelProto
+    folder: Path | None
+    opset: int
+    fixed_names: frozenset[str]  # of tensors that subgraphs read, or whose default value a caller may override
+    outputs: frozenset[str]
+    functions: list[onnx.FunctionProto]
+    names: set[str]
+    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # as read, by the node's id
+    recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
+    position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, in execution order after `sort`."""
+        return self.linked.nodes
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Return whether the tensor must keep its name: as a graph output, or because `fixed_names` has it."""
+        return tensor.name in self.outputs or tensor.name in self.fixed_names
+
+    def sole_consumer(self, tensor: Tensor) -> Node | None:
+        """Return the node that is all that reads the tensor.
+
+        None where several nodes, or none, read it, one node reads it twice, or the tensor must keep its name.
+        """
+        return tensor.outputs[0] if len(tensor.outputs) == 1 and not self.is_kept(tensor) else None
+
+    def unique_name(self, stem: str) -> str:
+        """Return a name that no node or tensor has yet, and take it: `stem`, else `stem_2`, `stem_3` and so on."""
+        name, count = stem, 1
+        while name in self.names:
+            count += 1
+            name = f"{stem}_{count}"
+        self.names.add(name)
+        return name
+
+    def constant(self, stem: str, value: Array) -> Constant:
+        """Return a new initializer."""
+        return graphsurgeon.new_constant(self.unique_name(stem), value)
+
+    def variable(self, stem: str, like: Tensor | None = None) -> Tensor:
+        """Return a new computed tensor; with the dtype and shape that the model records for `like`, where given."""
+        recorded = (like.dtype, like.shape) if like is not None else ()
+        return graphsurgeon.new_variable(self.unique_name(stem), *recorded)
+
+    def add_node(
+        self,
+        op: str,
+        inputs: Iterable[Tensor],
+        outputs: Iterable[Tensor],
+        attributes: Mapping[str, AttributeValue] | None = None,
+        *,
+        name: str = "",
+        domain: str = "",
+    ) -> Node:
+        """Append a node; `sort` puts it in execution order later."""
+        name = name or self.unique_name(op)
+        node = graphsurgeon.new_node(op, name, dict(attributes or {}), inputs, outputs, domain or None)
+        self.linked.nodes.append(node)
+        return node
+
+    def record_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
+        """Record a tensor's type in the model that is written, so that tools which do not know its node can go on."""
+        if dtype:
+            known = shape if shape is None else [d if isinstance(d, int) else _dim_param(str(d)) for d in shape]
+            self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
+
+    def replace(self, old: Tensor, new: Tensor) -> bool:
+        """Let every node that reads `old` read `new`.
+
+        Where `old` must keep its name, the node that computes `new` computes `old` instead.  Returns False, and changes
+        nothing, where both must keep their names or `new` is not computed by a node.
+        """
+        if self.is_kept(old):
+            if self.is_kept(new) or not new.inputs:
+                return False
+            producer = new.inputs[0]
+            old.inputs.clear()
+            for consumer in consumers(new):
+                _replace_in(consumer.inputs, new, old)
+            _replace_in(producer.outputs, new, old)
+            return True
+        for consumer in consumers(old):
+            _replace_in(consumer.inputs, old, new)
+        return True
+
+    def remove_dead(self) -> None:
+        """Remove every node that nothing kept depends on."""
+        dead: set[int] = set()
+        work = list(self.nodes)
+        while work:
+            node = work.pop()
+            if id(node) in dead or any(t.outputs or self.is_kept(t) for t in node.outputs):
+                continue
+            dead.add(id(node))
+            work.extend(p for t in node.inputs for p in t.inputs)
+            node.inputs.clear()
+        if dead:
+            for node in self.nodes:
+                if id(node) in dead:
+                    node.outputs.clear()
+            self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
+
+    def reads(self, node: Node) -> set[str]:
+        """Return the names of the tensors that a node reads, those that its subgraphs read included."""
+        names = {t.name for t in node.inputs}
+        names.discard("")
+        if has_subgraph(node):
+            names.update(name for inner in subgraphs(self.protos[id(node)][1]) for name in outer_reads(inner))
+        return names
+
+    def sort(self) -> None:
+        """Put the nodes in execution order, staying close to the present order."""
+        needs, writes = [self.reads(n) for n in self.nodes], [[t.name for t in n.outputs] for n in self.nodes]
+        if not is_in_order(needs, writes):
+            order = execution_order(needs, writes)
+            if len(order) != len(self.nodes):
+                stuck = min(set(range(len(self.nodes))).difference(order))
+                name = self.nodes[stuck].name or self.nodes[stuck].op
+                raise ModelError(f"the graph has a cycle through node '{name}'; ONNX graphs must be acyclic")
+            self.linked.nodes = [self.nodes[i] for i in order]
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+
+
+def _dim_param(text: str) -> str | None:
+    return None if "?" in text else text  # "?" marks a dimension that is not known
+
+
+def _replace_in(tensors: list[Tensor], old: Tensor, new: Tensor) -> None:
+    for i, tensor in enumerate(tensors):
+        if tensor is old:
+            tensors[i] = new
+
+
+def constant_value(graph: Graph, constant: Constant) -> Array:
+    """Return a constant's value, read from its file only now where it is external; bfloat16 as ml_dtypes.bfloat16."""
+    stored = graphsurgeon.stored_value(constant)
+    return stored if isinstance(stored, np.ndarray) else array_of(graph, stored, constant.name)
+
+
+def array_of(graph: Graph, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str) -> Array:
+    """Return a stored tensor's value, read from the model's folder where it is external; the proto stays as it is."""
+    if isinstance(proto, onnx.SparseTensorProto):  # of which graphsurgeon reads neither the dtype nor raw data
+        values, indices = array_of(graph, proto.values, name), array_of(graph, proto.indices, name)
+        dense = np.zeros(tuple(proto.dims), values.dtype)
+        dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
+        return dense
+    if external_data_helper.uses_external_data(proto):
+        if graph.folder is None:
+            raise ModelError(f"constant '{name}' lies in an external file; give the model as a path")
+        loaded = onnx.TensorProto()
+        loaded.CopyFrom(proto)
+        external_data_helper.load_external_data_for_tensor(loaded, str(graph.folder))
+        proto = loaded
+    return onnx.numpy_helper.to_array(proto)

@@ -1,0 +1,296 @@
+"""Read and check model files; an error says in one sentence what is wrong with a file and what to do."""
+
+from __future__ import annotations
+
+import functools
+import graphlib
+import os
+import re
+from pathlib import Path
+
+import onnx
+import onnx.checker
+from google.protobuf.message import DecodeError
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.execution_order import in_execution_order, reads
+from onnxfuse.ir.protos import nodes, replace_tensors, subgraphs, tensors
+from onnxfuse.ir.validate import ONNX_DOMAINS, label, size_of, validate
+
+SUPPORTED_OPSETS = range(7, 25)
+SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
+PROTOBUF_LIMIT = 2**31 - 1
+EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
+ONNXRUNTIME_OPERATORS = frozenset({  # which onnxruntime knows in the ONNX domain where the opset does not
+    "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "ImageScaler", "LayerNormalization",
+    "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh", "SimplifiedLayerNormalization",
+    "ThresholdedRelu",
+})  # fmt: skip
+UNCHECKED_DOMAIN = "unchecked"  # of nodes that the checker is not to look at
+SIGNATURES = (  # offset, bytes, and what a file that has them there is
+    (0, b"\x89PNG", "a PNG image"),
+    (4, b"ORTM", "a model in onnxruntime's own format (.ort), which is not read; give the ONNX file it was made from"),
+    (0, b"PK\x03\x04", "a zip archive; a PyTorch checkpoint has to be exported with torch.onnx.export"),
+    (0, b"\x89HDF", "an HDF5 file; a Keras model has to be converted with tf2onnx"),
+    (0, b"version https://git-lfs", "a Git LFS pointer; fetch the file itself with `git lfs pull`"),
+    (0, b"<", "an HTML or XML page; the download went wrong"),
+)
+
+
+def load(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, Path | None]:
+    """Read and check a model; external data stays on disk.
+
+    Returns the model, with its nodes in execution order, and the folder of its external data, which is None if the
+    model does not come from a file.  A model that is given as a ModelProto is not changed.
+    Raises ModelError if the model cannot be read or is not valid ONNX.
+    """
+    if isinstance(source, onnx.ModelProto):
+        model, folder, name = source, None, "the model"
+    elif isinstance(source, bytes):
+        model, folder, name = read(source), None, "the model"
+    else:
+        model, folder, name = read(source), Path(source).parent, f"'{Path(source)}'"
+    validate(model, name)
+    model = in_execution_order(model)
+    _check(model, folder, name)
+    return model, folder
+
+
+def read(source: str | os.PathLike[str] | bytes) -> onnx.ModelProto:
+    """Read a model without its external data and without checking it.  Raises ModelError if the file holds no model."""
+    if isinstance(source, bytes):
+        return _parse(source, "the model")
+    path = Path(source)
+    return _parse(_read(path), f"'{path}'")
+
+
+def _check(model: onnx.ModelProto, folder: Path | None, name: str) -> None:
+    """Raise ModelError unless the model is valid ONNX of a supported opset whose external data lies in `folder`."""
+    if not model.graph.node:
+        raise ModelError(f"{name} has an empty graph; expected at least one node")
+    if not model.graph.output:
+        raise ModelError(f"{name} has no graph output; expected at least one")
+    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    if not versions and any(n.domain in ONNX_DOMAINS for n in nodes(model.graph)):
+        raise ModelError(f"{name} imports no opset of the ONNX domain; expected one of {SUPPORTED_TEXT}")
+    if versions and versions[0] not in SUPPORTED_OPSETS:
+        raise ModelError(
+            f"{name} has opset {versions[0]}; supported are {SUPPORTED_TEXT}: "
+            "export it again, or use onnx.version_converter.convert_version(model, 17)"
+        )
+    _check_names(model.graph, {}, frozenset(), name)
+    for tensor in tensors(model.graph, *model.functions):
+        if uses_external_data(tensor):
+            external_range(tensor, folder)
+    _check_operators(model, name)
+    outline = replace_tensors(model, _without_values)
+    _hide_from_checker(outline)
+    for value in outline.graph.output:
+        if not value.HasField("type"):  # which onnxruntime infers
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for value in (*outline.graph.input, *outline.graph.output):
+        if value.type.HasField("tensor_type"):  # the checker wants a shape; runtimes do without
+            value.type.tensor_type.shape.SetInParent()
+    try:
+        onnx.checker.check_model(outline)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        raise ModelError(f"{name} is not valid ONNX: {_what_and_where(str(error))}") from error
+
+
+def _what_and_where(text: str) -> str:
+    """Return a message of the checker as one line, with the node that it is about."""
+    line = " ".join(text.strip().split("\n")[0].split())
+    nodes = re.findall(r"Bad node spec for node\. Name: (.*) OpType: (.*)", text)
+    if not nodes:
+        return line
+    name, op = nodes[-1]  # the innermost
+    where = f"{op} node '{name}'" if name else f"{op} node"
+    return f"{line} (in the {where})"
+
+
+def _check_operators(model: onnx.ModelProto, name: str) -> None:
+    """Raise ModelError for a node of the ONNX domain whose operator the opset does not have."""
+    local = {(f.domain, f.name) for f in model.functions}
+    for part in (model.graph, *model.functions):
+        opset = _opset(part if isinstance(part, onnx.FunctionProto) else model)
+        for node in nodes(part):
+            if node.domain in ONNX_DOMAINS and opset and not (
+                _has_operator(node.op_type, opset) or (node.domain, node.op_type) in local
+                or node.op_type in ONNXRUNTIME_OPERATORS
+            ):  # fmt: skip
+                raise ModelError(
+                    f"{name}: {label(node)} has the operator '{node.op_type}', which opset {opset} of ONNX does not "
+                    "have; export the model again, for an opset that has it, or give the node the operator's domain"
+                )
+
+
+@functools.cache
+def _has_operator(op: str, opset: int) -> bool:
+    try:
+        return not onnx.defs.get_schema(op, opset, "").deprecated
+    except onnx.defs.SchemaError:
+        return False
+
+
+def _opset(model: onnx.ModelProto | onnx.FunctionProto) -> int:
+    """Return the version of the ONNX domain; 0 if it is not imported."""
+    return next((o.version for o in model.opset_import if o.domain in ONNX_DOMAINS), 0)
+
+
+def _hide_from_checker(outline: onnx.ModelProto) -> None:
+    """Move the nodes that onnxruntime accepts in the ONNX domain, but ONNX does not, to a domain without schemas."""
+    for part in (outline.graph, *outline.functions):
+        owner = part if isinstance(part, onnx.FunctionProto) else outline
+        opset = _opset(owner)
+        hidden = [
+            node for node in nodes(part)
+            if node.domain in ONNX_DOMAINS and node.op_type in ONNXRUNTIME_OPERATORS
+            and not _has_operator(node.op_type, opset)
+        ]  # fmt: skip
+        for node in hidden:
+            node.domain = UNCHECKED_DOMAIN
+        if hidden:
+            owner.opset_import.append(onnx.helper.make_opsetid(UNCHECKED_DOMAIN, 1))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise ModelError(f"'{path}' is a directory; expected an ONNX file, such as '{path / 'model.onnx'}'")
+        if path.exists() and not path.is_file():  # which could be read once only
+            raise ModelError(f"'{path}' is a device or a pipe; expected an ONNX file: write the model to one first")
+        if path.stat().st_size > PROTOBUF_LIMIT:
+            raise ModelError(f"'{path}' is larger than 2 GiB, which no ONNX file can be; export with external data")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ModelError(f"'{path}' does not exist; give the path of an ONNX file") from error
+    except PermissionError as error:
+        raise ModelError(f"'{path}' cannot be read: no permission; change it with chmod +r") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"'{_shortened(str(path))}' cannot be read: {reason}; expected an ONNX file") from error
+
+
+def _parse(data: bytes, name: str) -> onnx.ModelProto:
+    """Parse a model.  Protobuf accepts many bytes that are no model, so a graph is required as well."""
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+        if model.HasField("graph"):
+            return model
+    except DecodeError:
+        pass
+    if not data:
+        raise ModelError(f"{name} is empty (0 bytes); expected an ONNX file")
+    if data[0] == 0x08:  # the tag of ir_version, with which every model begins
+        raise ModelError(f"{name} is damaged or cut short at {len(data):,} bytes; export or download it again")
+    kind = next((f": it looks like {kind}" for offset, text, kind in SIGNATURES if data.startswith(text, offset)), "")
+    raise ModelError(f"{name} is not an ONNX file{kind}")
+
+
+def _check_names(
+    graph: onnx.GraphProto, outer_definitions: dict[str, str], defined_outside: frozenset[str], name: str
+) -> None:
+    """Raise ModelError unless every tensor is defined once, and before a node reads it.
+
+    `outer_definitions` says what defines the tensors of the graphs around a subgraph; `defined_outside` are those
+    tensors that are defined before the subgraph.
+    """
+    weights = [*(t.name for t in graph.initializer), *(t.values.name for t in graph.sparse_initializer)]
+    definitions = {i.name: "a graph input" for i in graph.input}
+    defined = set(defined_outside) | set(definitions) | set(weights)
+    pairs = [(w, "an initializer") for w in weights] + [(o, label(n)) for n in graph.node for o in n.output if o]
+    for tensor, definition in pairs:
+        before = definitions.get(tensor)
+        if before and (before, definition) != ("a graph input", "an initializer"):
+            raise ModelError(f"{name} defines '{tensor}' twice, by {before} and by {definition}; expected one of them")
+        definitions[tensor] = definition
+    for node in graph.node:
+        for tensor in node.input:
+            if tensor and tensor not in defined:
+                raise ModelError(f"{name}: {_describe_undefined(graph, node, tensor, definitions, outer_definitions)}")
+        for inner in subgraphs(node):
+            _check_names(inner, outer_definitions | definitions, frozenset(defined), name)
+        defined.update(node.output)
+    for output in graph.output:
+        if output.name not in defined:
+            raise ModelError(f"{name} has the graph output '{output.name}', which no node writes; expected a writer")
+
+
+def _describe_undefined(
+    graph: onnx.GraphProto,
+    node: onnx.NodeProto,
+    tensor: str,
+    definitions: dict[str, str],
+    outer_definitions: dict[str, str],
+) -> str:
+    """Return why `tensor` is not defined where the node reads it, as the end of a sentence."""
+    if tensor in outer_definitions and tensor not in definitions:
+        later = f"which {outer_definitions[tensor]} of the graph around it writes only later"
+        return f"{label(node)} in a subgraph reads '{tensor}', {later}; ONNX graphs are acyclic and in execution order"
+    if tensor not in definitions:
+        return f"{label(node)} reads '{tensor}', which nothing defines; expected an input, initializer or node output"
+    producer = {o: i for i, n in enumerate(graph.node) for o in n.output}
+    needs = {i: {producer[t] for t in reads(n) if t in producer} for i, n in enumerate(graph.node)}
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        cycle = " -> ".join(label(graph.node[i]) for i in error.args[1][:6])
+        return f"its graph has a cycle, {cycle}; ONNX graphs must be acyclic"
+    return f"{label(node)} reads '{tensor}' before {definitions[tensor]} writes it; expected it before"
+
+
+def external_range(tensor: onnx.TensorProto, folder: Path | None) -> tuple[Path, int, int]:
+    """Return file, offset and length of an external tensor.  Raises ModelError unless the file holds them."""
+    what = f"the external data of tensor '{tensor.name}'"
+    if folder is None:
+        raise ModelError(f"{what} lies in a file; give the model as a path, so that the file can be found")
+    fields = {e.key: e.value for e in tensor.external_data}
+    location = fields.get("location", "")
+    try:
+        path, status = _external_file(what, folder, location)
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or has a zero byte; a ring of links
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{what} is at {_shortened(location)!r}, which cannot be a file: {reason}; export the model "
+                         "again") from error  # fmt: skip
+    size = size_of(tensor)
+    try:
+        offset, length = int(fields.get("offset", 0)), int(fields.get("length", size))
+    except ValueError as error:
+        raise ModelError(f"{what} has an offset or a length that is no number; export the model again") from error
+    if offset < 0 or length != size:
+        raise ModelError(f"{what} has offset {offset} and {length} bytes; its dtype and shape require {size} bytes")
+    if status.st_size < offset + size:
+        raise ModelError(
+            f"{what} is too short: '{path}' has {status.st_size:,} bytes, {offset + size:,} are needed; "
+            "copy or export it again"
+        )
+    return path, offset, size
+
+
+def _external_file(what: str, folder: Path, location: str) -> tuple[Path, os.stat_result]:
+    """Return an external file and its status.  Raises ModelError unless it is a plain file in the model's folder."""
+    path = folder / location
+    inside = not Path(location).is_absolute() and ".." not in Path(location).parts
+    if not (inside and path.parent.resolve().is_relative_to(folder.resolve())):
+        raise ModelError(f"{what} is at '{location}', outside the model's folder; move it beside the model")
+    if not path.exists():
+        raise ModelError(f"{what} is missing: '{path}' does not exist; copy it there, or export the model again")
+    status = path.lstat()
+    if path.is_symlink() or not path.is_file() or status.st_nlink > 1:  # onnx refuses to read these
+        raise ModelError(f"{what}, '{path}', is a link or no plain file; replace it by a copy (cp --dereference)")
+    return path, status
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-10:]}"
+
+
+def _without_values(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Return an empty tensor in place of a large or external one, so that the checker reads little."""
+    if not uses_external_data(tensor):
+        found = len(tensor.raw_data)
+        if found < EXTERNAL_THRESHOLD:
+            return tensor
+    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0])

@@ -1,0 +1,88 @@
+"""Walk through ONNX messages to any depth, and copy them without their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+
+class NodeContainer(Protocol):
+    """A graph or a function."""
+
+    @property
+    def node(self) -> Iterable[onnx.NodeProto]:
+        """The nodes, without those in subgraphs."""
+
+    @property
+    def value_info(self) -> Iterable[onnx.ValueInfoProto]:
+        """The recorded types of the values between the nodes."""
+
+
+Part = TypeVar("Part", bound=NodeContainer)
+Message = TypeVar("Message", onnx.ModelProto, onnx.GraphProto)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs in a node's attributes."""
+    for attribute in node.attribute:
+        yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
+
+
+def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of graphs and functions, and of their subgraphs."""
+    for part in parts:
+        for node in part.node:
+            yield node
+            yield from nodes(*subgraphs(node))
+
+
+def graphs(*parts: Part) -> Iterator[Part | onnx.GraphProto]:
+    """Yield the graphs and functions, and the graphs inside them."""
+    for part in parts:
+        yield part
+        for node in part.node:
+            yield from graphs(*subgraphs(node))
+
+
+def tensors(*parts: NodeContainer) -> Iterator[onnx.TensorProto]:
+    """Yield every dense tensor in graphs and functions, at any depth."""
+    for part in graphs(*parts):
+        if isinstance(part, onnx.GraphProto):
+            yield from part.initializer
+        for node in part.node:
+            for attribute in node.attribute:
+                yield from (*([attribute.t] if attribute.HasField("t") else ()), *attribute.tensors)
+
+
+def overridable_initializers(model: onnx.ModelProto) -> set[str]:
+    """Return the initializers that a caller may override: from IR version 4 on those that are graph inputs too."""
+    inputs = {value.name for value in model.graph.input}
+    return {t.name for t in model.graph.initializer if t.name in inputs} if model.ir_version >= 4 else set()
+
+
+def copy_without(message: Message, *fields: str) -> Message:
+    """Return a copy of a message without these fields, whose content is not read."""
+    kept = {field.name: value for field, value in message.ListFields() if field.name not in fields}
+    return type(message)(**kept)
+
+
+def without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model without the dense initializers of its main graph, which are not read."""
+    copy = copy_without(model, "graph")
+    copy.graph.CopyFrom(copy_without(model.graph, "initializer"))
+    return copy
+
+
+def replace_tensors(
+    model: onnx.ModelProto, replacement: Callable[[onnx.TensorProto], onnx.TensorProto]
+) -> onnx.ModelProto:
+    """Return a copy with every initializer and every external tensor replaced; replaced weights are not copied."""
+    copy = without_initializers(model)
+    for tensor in tensors(copy.graph, *copy.functions):
+        if uses_external_data(tensor):
+            tensor.CopyFrom(replacement(tensor))
+    copy.graph.initializer.extend(replacement(tensor) for tensor in model.graph.initializer)
+    return copy

@@ -1,0 +1,244 @@
+"""Write model files: an output appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx.numpy_helper
+from google.protobuf.message import EncodeError
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.load import EXTERNAL_THRESHOLD, PROTOBUF_LIMIT, external_range, read
+from onnxfuse.ir.protos import replace_tensors, tensors
+from onnxfuse.ir.validate import size_of
+
+PAGE_BYTES = 4096  # runtimes map a tensor straight from the file if it starts on a page
+COPIED_BYTES = 8 * 2**20  # at a time
+
+
+def save(model: onnx.ModelProto, path: str | os.PathLike[str], *, folder: Path | None = None) -> None:
+    """Write the model completely or not at all; `path` may be the file that it was read from.
+
+    If tensors are external (relative to `folder`), or the model would exceed 2 GiB, the bytes of these tensors and of
+    every initializer of at least 1 KiB go to one file beside it, `<path>.<digest of its content>.data`.  One rename,
+    that of the model file, decides: whenever the program is killed, the old model and its data are there, or the new
+    ones.  A data file of that kind which only the replaced model read is removed last.  A symbolic link is written
+    through.  `model` itself is not changed.
+    Raises ModelError if that fails; an output that existed before is then unchanged.
+    """
+    target = Path(path)
+    check_target(target)
+    try:
+        _write(model, Path(os.path.realpath(target)), folder)
+    except OSError as error:
+        raise ModelError(f"cannot write '{target}': {_reason(error, target)}") from error
+
+
+def check_target(target: Path) -> None:
+    """Raise ModelError if no model can be written to this path."""
+    try:
+        os.path.realpath(target)
+        _check_target(target)
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or has a zero byte; a ring of links
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"cannot write '{target}': {reason}; choose another name") from error
+
+
+def serialize(model: onnx.ModelProto) -> bytes | None:
+    """Return the content of the model's file; None if it would exceed what protobuf can write."""
+    try:
+        content = model.SerializeToString()
+    except EncodeError:
+        return None
+    return content if len(content) <= PROTOBUF_LIMIT else None
+
+
+def _check_target(target: Path) -> None:
+    if target.is_symlink() and not target.exists():
+        target = target.resolve()  # where the file of a link that leads nowhere will be
+    if target.is_dir():
+        raise ModelError(f"cannot write '{target}': it is a directory; give the name of a file")
+    if not target.parent.is_dir():
+        raise ModelError(f"cannot write '{target}': the folder '{target.parent}' does not exist; create it first")
+    if target.exists() and not target.is_file():
+        raise ModelError(f"cannot write '{target}': it is a device or a pipe; give the name of a file")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise ModelError(f"cannot write '{target}': it is write-protected; choose another name or chmod +w it")
+
+
+def _reason(error: OSError, target: Path) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left in '{target.parent}'; free some, or write elsewhere"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write in '{target.parent}'; choose another folder"
+    return error.strerror or str(error)
+
+
+def _write(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
+    new_data, new_model = _temporary(target), _temporary(target)
+    data: Path | None = None
+    try:
+        has_external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
+        content = None if has_external else serialize(model)
+        if content is None:
+            with _create(new_data, target) as file:
+                stored = replace_tensors(model, _writer_of_tensors(file, folder))
+            data = target.with_name(f"{target.name}.{_digest(new_data)}.data")
+            _set_location(stored, data.name)
+            content = serialize(stored)
+        if content is None:
+            raise ModelError(f"cannot write '{target}': it exceeds 2 GiB even without its initializers")
+        with _create(new_model, target) as file:
+            file.write(content)
+        with _locked(target.parent):
+            _publish(new_data, data, new_model, target)
+    finally:
+        new_data.unlink(missing_ok=True)
+        new_model.unlink(missing_ok=True)
+
+
+def _temporary(target: Path) -> Path:
+    """Return a name in the target's folder; it is short, because that of the target may be as long as is allowed."""
+    return target.with_name(f".onnxfuse-{secrets.token_hex(8)}.tmp")
+
+
+@contextlib.contextmanager
+def _create(new: Path, replaced: Path) -> Iterator[BinaryIO]:
+    """Open a new file, and sync it to disk at the end; it gets the permissions of the model that is replaced."""
+    with new.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    if replaced.exists():
+        shutil.copymode(replaced, new)
+
+
+def _digest(path: Path) -> str:
+    """Return a digest of the file's content, so that a file of another content has another name."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=6)).hexdigest()
+
+
+def _writer_of_tensors(file: BinaryIO, folder: Path | None) -> Callable[[onnx.TensorProto], onnx.TensorProto]:
+    """Return a function that appends a tensor's values to the file, and returns a tensor that refers to them there.
+
+    A range of a file that several tensors share is copied once.
+    """
+    written: dict[tuple[Path, int, int], int] = {}  # offset in the new file, by range in the old one
+
+    def write(tensor: onnx.TensorProto) -> onnx.TensorProto:
+        if uses_external_data(tensor):
+            source = external_range(tensor, folder)
+            if source not in written:
+                written[source] = _pad_to_page(file)
+                _copy_range(source, file)
+            return _external(tensor, written[source], source[2])
+        if tensor.data_type == onnx.TensorProto.STRING or size_of(tensor) < EXTERNAL_THRESHOLD:
+            return tensor
+        raw = tensor.raw_data or onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor)).raw_data
+        start = _pad_to_page(file)
+        file.write(raw)
+        return _external(tensor, start, len(raw))
+
+    return write
+
+
+def _pad_to_page(file: BinaryIO) -> int:
+    """Fill the file with zeros up to the next page.  Returns the offset of that page."""
+    file.write(b"\0" * (-file.tell() % PAGE_BYTES))
+    return file.tell()
+
+
+def _copy_range(source: tuple[Path, int, int], file: BinaryIO) -> None:
+    path, offset, left = source
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        while left:
+            piece = stream.read(min(left, COPIED_BYTES))
+            if not piece:
+                raise ModelError(f"'{path}' became shorter while it was copied; try again when no program changes it")
+            file.write(piece)
+            left -= len(piece)
+
+
+def _external(tensor: onnx.TensorProto, offset: int, length: int) -> onnx.TensorProto:
+    """Return a tensor that refers to its values in a file; `_set_location` names the file."""
+    result = onnx.TensorProto(
+        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, doc_string=tensor.doc_string,
+        data_location=onnx.TensorProto.EXTERNAL,
+    )  # fmt: skip
+    for key, value in (("location", ""), ("offset", offset), ("length", length)):
+        result.external_data.add(key=key, value=str(value))
+    return result
+
+
+def _set_location(model: onnx.ModelProto, location: str) -> None:
+    for tensor in tensors(model.graph, *model.functions):
+        if uses_external_data(tensor):
+            tensor.external_data[0].value = location
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time publish in a folder.
+
+    Else one process could remove the data of the old model just after another has published a model of that content.
+    """
+    if sys.platform == "win32":  # has no lock on folders
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _publish(new_data: Path, data: Path | None, new_model: Path, target: Path) -> None:
+    """Rename the new data file, then the new model, then remove the data that only the replaced model read.
+
+    If the model cannot be renamed, the new data file is removed, unless a file of its content was there before.
+    """
+    replaced = _data_files(target)
+    was_there = data is not None and data.exists()
+    try:
+        if data is not None:
+            new_data.replace(data)
+        new_model.replace(target)
+    except BaseException:
+        if data is not None and not was_there and new_model.exists():  # an interrupt may come after the rename
+            data.unlink(missing_ok=True)
+        raise
+    for old in replaced - {data}:
+        with contextlib.suppress(OSError):  # the new model is complete without that
+            old.unlink()
+
+
+def _data_files(target: Path) -> set[Path]:
+    """Return the data files, among those that are named after the target, which the model at the target reads."""
+    own = re.compile(re.escape(target.name) + r"(\.[0-9a-f]{12})?\.data")
+    named = {path.name for path in target.parent.iterdir() if own.fullmatch(path.name)}
+    if not named or not target.exists():
+        return set()
+    try:
+        model = read(target)
+    except ModelError:  # whatever is replaced there has no data files
+        return set()
+    external = [t for t in tensors(model.graph, *model.functions) if uses_external_data(t)]
+    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    return {target.with_name(name) for name in named & locations}

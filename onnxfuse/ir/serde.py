@@ -1,0 +1,136 @@
+"""Turn a model into a linked graph, and a graph into a model again.
+
+graphsurgeon's exporter drops what it does not know: metadata, doc strings, some types of attributes.  So a node that no
+pass created is written as the NodeProto that it was read from, and everything outside the list of nodes is copied from
+the model that was read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.numpy_helper
+
+from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version
+from onnxfuse.ir.execution_order import outer_reads
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graphsurgeon import export_node, link, share_value
+from onnxfuse.ir.node import Node, is_constant
+from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers, subgraphs
+
+MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed when it has been written
+
+
+def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
+    """Link a model's main graph.  `folder` is where its external data lies; initializers are read when they are needed.
+
+    Raises ModelError if the model's fused nodes are newer than this version of onnxfuse.
+    """
+    check_version(model)
+    graph = model.graph
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    defaults = overridable_initializers(model)
+    linked = link(model, defaults)
+    fixed = defaults | {name for n in graph.node for inner in subgraphs(n) for name in outer_reads(inner)}
+    names = {n.name for n in graph.node} | fixed | {t.name for t in (*graph.input, *graph.initializer)}
+    for part in graphs(graph):  # a new name must not be one of a subgraph either
+        names |= {t.name for t in (*part.input, *part.initializer)}
+        names |= {name for n in part.node for name in (*n.input, *n.output)}
+    result = Graph(
+        linked,
+        model,
+        folder,
+        opset,
+        frozenset(fixed),
+        frozenset(o.name for o in graph.output),
+        list(model.functions),
+        names,
+    )
+    for node, proto in zip(linked.nodes, graph.node, strict=True):
+        result.protos[id(node)] = (node, proto)
+    return result
+
+
+def write_model(graph: Graph) -> onnx.ModelProto:
+    """Return the graph as a model; all that was not rewritten is the same as in the model that was read."""
+    source = graph.model.graph
+    model = copy_without(graph.model, "graph", "functions")
+    rewritten = "node", "initializer", "sparse_initializer", "value_info", "quantization_annotation"
+    model.graph.CopyFrom(copy_without(source, *rewritten))
+    result = model.graph
+    result.node.extend(node_proto(graph, node) for node in graph.nodes)
+    model.functions.extend(graph.functions)
+    alive = {name for node in graph.nodes for name in (*graph.reads(node), *(t.name for t in node.outputs))}
+    alive |= {v.name for v in (*source.input, *source.output)}
+    written = _write_initializers(graph, result)
+    infos = {**{info.name: info for info in source.value_info}, **graph.recorded_types}
+    outer = written | {v.name for v in (*source.input, *source.output)}
+    result.value_info.extend(info for name, info in infos.items() if name in alive and name not in outer)
+    for note in source.quantization_annotation:
+        if note.tensor_name in alive:
+            result.quantization_annotation.append(note)
+    _drop_constant_inputs(model, {t.name for t in source.initializer})
+    _declare_functions(model)
+    return model
+
+
+def _write_initializers(graph: Graph, result: onnx.GraphProto) -> set[str]:
+    """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
+
+    A large new constant then refers to what was written, so that the memory does not hold its value twice.
+    """
+    source = graph.model.graph
+    known = {t.name: t for t in source.initializer}
+    known_sparse = {t.values.name: t for t in source.sparse_initializer}
+    constants = {t.name: t for n in graph.nodes for t in n.inputs if is_constant(t)}
+    wanted = dict.fromkeys((*(t.name for t in source.initializer), *known_sparse, *constants))
+    kept = graph.fixed_names | graph.outputs
+    written = set()
+    for name in wanted:
+        if name not in constants and name not in kept:
+            continue
+        if name in known_sparse:
+            result.sparse_initializer.append(known_sparse[name])
+        elif name in known:
+            result.initializer.append(known[name])
+        elif name in constants:
+            result.initializer.append(onnx.numpy_helper.from_array(constant_value(graph, constants[name]), name))
+            if len(result.initializer[-1].raw_data) >= MIN_SHARED_BYTES:
+                share_value(constants[name], result.initializer[-1])
+        else:
+            continue
+        written.add(name)
+    return written
+
+
+def _declare_functions(model: onnx.ModelProto) -> None:
+    """Import the domain of the fused operators if the model has any; functions require IR version 8."""
+    if not any(f.domain == DOMAIN for f in model.functions):
+        return
+    if not any(o.domain == DOMAIN for o in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, DOMAIN_VERSION))
+    model.ir_version = max(model.ir_version, 8)
+
+
+def _drop_constant_inputs(model: onnx.ModelProto, constants: set[str]) -> None:
+    """Remove initializers from the graph inputs of a model before IR version 4, and raise it to version 4.
+
+    Before version 4 every initializer is an input too; from 4 on that would let callers override it.
+    """
+    if model.ir_version < 4:
+        inputs = [i for i in model.graph.input if i.name not in constants]
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
+        model.ir_version = 4
+
+
+def node_proto(graph: Graph, node: Node) -> onnx.NodeProto:
+    """Return a node as a message: the one it was read from with its present inputs and outputs, or a new one."""
+    if id(node) not in graph.protos:
+        return export_node(node)
+    proto = onnx.NodeProto()
+    proto.CopyFrom(graph.protos[id(node)][1])
+    proto.input[:] = [t.name for t in node.inputs]
+    proto.output[:] = [t.name for t in node.outputs]
+    return proto

@@ -1,1 +1,0 @@
-"""What fusions are written in, found in and printed as."""

@@ -1,0 +1,123 @@
+"""What a matching rule is given: the graph's constant numbers and Casts, and the walk over the other terms."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.mask_values import IndexAnalysis
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import Capture, Term
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.match.diagnostics import NearestMiss, number_text
+from onnxfuse.match.prefilter import Prefilter
+from onnxfuse.match.state import CapturedValue, State
+
+# By how much a constant may differ from the pattern's number, by the dtype that it is stored in: one rounding.
+TOLERANCES: dict[int, float] = {TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1e-2}
+FLOAT32_TOLERANCE = 2e-5
+
+
+class MatchContext(ABC):
+    """One fusion on one graph."""
+
+    def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion) -> None:
+        self.graph, self.shapes, self.fusion, self.casts = graph, shapes, fusion, fusion.casts
+        self.nearest = NearestMiss(fusion)
+        self.fail = self.nearest.fail
+        self.prefilter = Prefilter(fusion, self.float_cast if fusion.casts else None)
+        self.fits, self.wanted = self.prefilter.fits, self.prefilter.wanted
+        self._numbers: dict[str, float | None] = {}
+
+    @abstractmethod
+    def match(self, term: Term, tensor: Tensor, state: State) -> Iterator[State]:
+        """Yield the state after each way to read the tensor as the term."""
+
+    def bind_value(self, term: Capture, value: CapturedValue, state: State) -> Iterator[State]:
+        """Yield the state with a scalar or attribute bound, unless it has another value elsewhere."""
+        if term.name in state.values and state.values[term.name] != value:
+            here, elsewhere = number_text(value), number_text(state.values[term.name])
+            self.fail(term, state, lambda: f"{term.name} is {here} here; it is {elsewhere} elsewhere")
+            return
+        yield state._replace(values={**state.values, term.name: value})
+
+    def is_output(self, term: Term) -> bool:
+        """Return whether a term is an output of the fusion."""
+        return any(output.unwrapped is term.unwrapped for output in self.fusion.outputs)
+
+    @functools.cached_property
+    def index_analysis(self) -> IndexAnalysis:
+        """What integer and boolean tensors hold.  Fusing meanwhile changes no values, so it stays valid."""
+        return IndexAnalysis(self.graph, self.shapes)
+
+    # --- constants -----------------------------------------------------------------------------------------------
+
+    def number(self, tensor: Tensor) -> float | None:
+        """Return the value of a constant of one element; None for any other tensor."""
+        if not is_constant(tensor):
+            return None
+        if tensor.name not in self._numbers:
+            self._numbers[tensor.name] = self._read_number(tensor)
+        return self._numbers[tensor.name]
+
+    def _read_number(self, tensor: Constant) -> float | None:
+        if math.prod(tensor.shape) != 1:
+            return None
+        value = constant_value(self.graph, tensor)
+        return float(value.reshape(())) if value.dtype != object else None
+
+    def rank_raising_constant(self, node: Node) -> Constant | None:
+        """Return the one-element constant that has more axes than the other inputs, and so gives the result more."""
+        numbers = [t for t in node.inputs if is_constant(t) and t.shape and math.prod(t.shape) == 1]
+        if not numbers:
+            return None
+        widest = max(numbers, key=lambda t: len(t.shape))
+        ranks = [self.shapes.rank(t) for t in node.inputs if t.name and self.number(t) is None]
+        most = max((1 if rank is None else rank for rank in ranks), default=len(widest.shape))
+        return widest if len(widest.shape) > most else None
+
+    def close(self, found: float, required: float, tensor: Tensor) -> bool:
+        """Return whether a stored constant is the required number, rounded to the dtype that it is stored in."""
+        tolerance = TOLERANCES.get(self.shapes.dtype(tensor), FLOAT32_TOLERANCE)
+        return found == required or math.isclose(found, required, rel_tol=tolerance)
+
+    # --- Casts ---------------------------------------------------------------------------------------------------
+
+    def float_cast(self, tensor: Tensor) -> Node | None:
+        """Return the Cast between floating dtypes that computes a tensor; None where another operator does."""
+        node = producer(tensor)
+        if node is None or op_of(node) != "Cast":
+            return None
+        return node if {self.shapes.dtype(tensor), self.shapes.dtype(node.inputs[0])} <= FUSIBLE_FLOATS else None
+
+    def is_to_float32(self, cast: Node) -> bool:
+        """Return whether a Cast is to float32."""
+        return self.shapes.dtype(cast.outputs[0]) == TensorProto.FLOAT
+
+    def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return what is under the Casts on a tensor, where the fusion absorbs them."""
+        nodes = []
+        while self.casts and (node := self.float_cast(tensor)):
+            nodes.append(node)
+            tensor = node.inputs[0]
+        return tensor, state.with_nodes(nodes)
+
+    def without_casts(self, tensor: Tensor, term: Term) -> tuple[Tensor, list[Node]]:
+        """Return the tensor whose identity decides whether `term` stands for the same value twice, and the Casts on it.
+
+        Casts that the fusion absorbs do not matter; for an operand only those to float32 are absorbed.
+        """
+        casts = []
+        while self.casts and (node := self.float_cast(tensor)):
+            if isinstance(term, Capture) and not self.is_to_float32(node):
+                break
+            casts.append(node)
+            tensor = node.inputs[0]
+        return tensor, casts

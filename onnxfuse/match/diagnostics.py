@@ -1,0 +1,114 @@
+"""What misses say: the failure where most of a pattern agreed, and the words for tensors, shapes and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.spans import Span
+from onnxfuse.dsl.terms import Term
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+from onnxfuse.match.state import Dims, Miss, State
+
+MAX_VALUE_CHARACTERS = 60  # of an attribute's value in a message
+
+
+class NearestMiss:
+    """Of the failures of one fusion at one tensor, the one where most nodes agreed."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        self.fusion = fusion
+        self._refused = False  # all of the pattern agreed somewhere, but it may not be replaced
+        self._best: tuple[tuple[int, int], Callable[[], str], Span, State, str] | None = None
+        self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
+
+    def forget(self) -> None:
+        """Begin at another tensor."""
+        self._best, self._refused = None, False
+
+    def fail(
+        self,
+        term: Term,
+        state: State,
+        sentence: Callable[[], str],
+        span: Span | None = None,
+        hint: str = "",
+        *,
+        whole: bool = False,
+        refused: bool = False,
+    ) -> None:
+        """Remember why `term` does not fit, if more agreed than at any failure before.
+
+        `whole` says that all of the term agreed and a condition failed: that says more than a part that does not fit.
+        `refused` says that all of the pattern agreed, but must not be replaced.
+        """
+        self._refused = self._refused or refused
+        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands)
+        if self._best is None or reached > self._best[0]:
+            self._best = (reached, sentence, span or term.span, state, hint)
+
+    def miss(self, tensor: Tensor) -> Miss:
+        """Return the nearest failure at this tensor."""
+        if self._best is None:
+            return self.miss_at_once(f"no reading of '{tensor.name}' fits", tensor)
+        _, sentence, span, state, hint = self._best
+        names = tuple(str(n.name) for n in (*state.nodes.values(), *state.kept.values()))
+        size = self._size(state.choices)
+        return Miss(self.fusion, node_name(tensor), len(names), size, sentence, span, names, hint, self._refused)
+
+    def miss_at_once(self, sentence: str, tensor: Tensor, hint: str = "") -> Miss:
+        """Return a miss at a tensor where nothing was tried."""
+        size = self._size({})
+        return Miss(self.fusion, node_name(tensor), 0, size, lambda: sentence, self.fusion.span, (), hint)
+
+    def _size(self, choices: Mapping[str, str]) -> Callable[[], int]:
+        def size() -> int:
+            key = tuple(sorted(choices.items()))
+            if key not in self._sizes:
+                self._sizes[key] = self.fusion.outputs[0].count_nodes(choices, set())
+            return self._sizes[key]
+
+        return size
+
+
+def origin(tensor: Tensor) -> str:
+    """Return what computes a tensor, in words."""
+    node = producer(tensor)
+    if node is None:
+        return "a constant" if is_constant(tensor) else "a graph input"
+    return f"the output of {op_of(node)} '{node.name}'" if node.name else f"the output of {op_of(node)}"
+
+
+def node_name(tensor: Tensor) -> str:
+    """Return the name of the node that computes a tensor; the tensor's own where the node has none."""
+    node = producer(tensor)
+    return str((node.name if node is not None else "") or tensor.name)
+
+
+def shape_text(shape: Sequence[Size] | None) -> str:
+    """Return a shape for a message."""
+    return "unknown rank" if shape is None else ", ".join(map(str, shape))
+
+
+def spec_text(spec: str, dims: Dims) -> str:
+    """Return named dimensions for a message, with the sizes that are known."""
+    return ", ".join(_token_text(token, dims) for token in spec.split())
+
+
+def _token_text(token: str, dims: Dims) -> str:
+    if token == "..." and token in dims:
+        return ", ".join(map(str, dims[token]))
+    size = dims.get(token.rstrip("?"))
+    return token if size is None else f"{token}={size}"
+
+
+def number_text(value: object) -> str:
+    """Return a scalar or attribute for a message."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def value_text(value: object) -> str:
+    """Return a value for a message, cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."

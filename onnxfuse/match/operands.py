@@ -1,0 +1,132 @@
+"""Where a pattern's terms end: operands, numbers and constant tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from onnxfuse.analysis.bounds import without_min_constants
+from onnxfuse.analysis.mask_values import MAX_MASK_ELEMENTS, Value, causal_mask_value, triangular_mask_value
+from onnxfuse.dsl.terms import Absent, Capture, Constant, Number, Term
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+from onnxfuse.match.context import MatchContext
+from onnxfuse.match.diagnostics import origin, shape_text, spec_text
+from onnxfuse.match.named_dims import unify
+from onnxfuse.match.scaling import unscaled
+from onnxfuse.match.state import Dims, State
+
+
+def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield the state with the tensor as a parameter of the fused operator."""
+    if term.kind == "scalar":
+        value = m.number(tensor)
+        if value is None:
+            m.fail(term, state, lambda: f"'{tensor.name}' is not a constant number, as {term.name} must be")
+        else:
+            yield from m.bind_value(term, value, state)
+        return
+    if not tensor.name:
+        return
+    if state.factor is not None:
+        tensor, state = unscaled(m, tensor, state)
+    casts = []
+    while m.casts and (node := m.float_cast(tensor)) and m.is_to_float32(node):
+        casts.append(node)
+        tensor = node.inputs[0]
+    if term.kind == "weight" and not is_constant(tensor):
+        hint = "export with constant folding, so that weights are initializers"
+        sentence = f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}"
+        m.fail(term, state, lambda: sentence, hint=hint)
+        return
+    state = state.with_nodes(casts, keep=True)
+    for dims in (state.dims,) if term.dims is None else _unified(m, term.dims, term, tensor, state):
+        yield state.with_operand(term.name, tensor, dims)
+
+
+def _unified(m: MatchContext, spec: str, term: Capture, tensor: Tensor, state: State) -> Sequence[Dims]:
+    """Return the ways to bind the names of an operand's dimensions; none where its shape does not agree.
+
+    An operand that broadcasts may be a slice [:s] of a table of 64 rows, whose size is Min(64, s).  Beside an axis of
+    size s the model runs only where that is s.
+    """
+    shape = m.shapes.shape(tensor)
+    if shape is None:
+        unknown = f"the rank of '{tensor.name}' is unknown; required ({spec})"
+        m.fail(term, state, lambda: unknown, hint="give the graph inputs shapes; named dimensions will do")
+        return ()
+    readings = dict.fromkeys((shape, tuple(map(without_min_constants, shape)))) if "?" in spec else (shape,)
+    found = [dims for sizes in readings if (dims := unify(spec, sizes, state.dims)) is not None]
+    if not found:
+        wanted = spec_text(spec, state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+    return found
+
+
+def match_absent(m: MatchContext, term: Absent, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield nothing: an input that is present is not left out."""
+    m.fail(term, state, lambda: f"'{tensor.name}' is given; required to be left out")
+    return iter(())
+
+
+def match_constant(m: MatchContext, term: Constant, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield the state where the tensor is the required number."""
+    value = m.number(tensor)
+    if value is None:
+        m.fail(term, state, lambda: f"'{tensor.name}' is not a constant number; required {term.value:g}")
+    elif not m.close(value, term.value, tensor):
+        m.fail(term, state, lambda: f"'{tensor.name}' is {value:g}; required {term.value:g}")
+    else:
+        yield state
+
+
+def match_full(m: MatchContext, term: Term, value: Number, spec: str, tensor: Tensor, state: State) -> Iterator[State]:
+    """Yield the state where the tensor is a constant of the dimensions `spec` whose elements all are `value`."""
+    shape = m.shapes.shape(tensor)
+    dims = unify(spec, shape, state.dims) if shape is not None else None
+    if dims is None or not is_constant(tensor):
+        wanted = spec_text(spec, state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' is no constant of shape ({wanted})")
+        return
+    elements = constant_value(m.graph, tensor)
+    odd = next((v for v in elements.flat if not m.close(float(v), value, tensor)), None)
+    if odd is None:
+        yield state._replace(dims=dims)
+    else:
+        sentence = f"'{tensor.name}' has an element {odd:g}; required {value:g} everywhere"
+        m.fail(term, state, lambda: sentence)
+
+
+def match_causal(
+    m: MatchContext, term: Term, spec: str, score: Capture | None, tensor: Tensor, state: State
+) -> Iterator[State]:
+    """Yield the state where the tensor is known to leave out the keys behind each query, and no others.
+
+    Without `score` it is true where a key counts; with it, it is 0 there, and the number `score` elsewhere.
+    """
+    shape = m.shapes.shape(tensor)
+    dims = None if shape is None else unify(spec, shape[-2:], state.dims)
+    if dims is None or shape is None or any(size != 1 for size in shape[:-2]):
+        wanted = spec_text(spec, state.dims)
+        m.fail(term, state, lambda: f"'{tensor.name}' has shape ({shape_text(shape)}); required ({wanted})")
+        return
+    where, here, elsewhere = (m.index_analysis.value(tensor), 0.0, None) if score is None else _two_numbers(m, tensor)
+    if where != causal_mask_value(*shape[-2:]) or here != 0.0 or (elsewhere is None) != (score is None):
+        m.fail(term, state, lambda: f"'{tensor.name}' is not known to leave out the keys behind a query, and no others")
+        return
+    state = state._replace(dims=dims)
+    yield from m.bind_value(score, elsewhere, state) if score else (state,)
+
+
+def _two_numbers(m: MatchContext, tensor: Tensor) -> tuple[Value | None, float | None, float | None]:
+    """Return where a tensor has one of two numbers, that number, and the other one; None for what is unknown."""
+    node = producer(tensor)
+    if node is not None and op_of(node) == "Where":
+        return m.index_analysis.value(node.inputs[0]), m.number(node.inputs[1]), m.number(node.inputs[2])
+    if not is_constant(tensor) or not 0 < math.prod(tensor.shape) <= MAX_MASK_ELEMENTS:
+        return None, None, None
+    values = constant_value(m.graph, tensor)
+    first, last = values.reshape(-1, values.shape[-1])[[-1, 0], [0, -1]].tolist()
+    return triangular_mask_value(values == first) if np.all((values == first) | (values == last)) else None, first, last

@@ -1,0 +1,71 @@
+"""What lets a node be skipped before anything is matched: it is not of an operator that the fusion can end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import Alternatives, Apply, Term, walk
+from onnxfuse.dsl.words import Scaled
+from onnxfuse.errors import PatternError
+from onnxfuse.ir.node import Node, Tensor, op_of
+
+
+def may_occur(fusion: Fusion, present: Set[str]) -> bool:
+    """Return whether a graph of these operators may have a match: one of each set that a match needs is present."""
+    needed = fusion.outputs[0].needed_ops
+    return not needed or not needed.isdisjoint(present)
+
+
+class Prefilter:
+    """For each term of a fusion, the operators that can compute it."""
+
+    def __init__(self, fusion: Fusion, float_cast: Callable[[Tensor], Node | None] | None) -> None:
+        """Prepare for a fusion; `float_cast` finds the Cast above a tensor, where the fusion absorbs Casts."""
+        self._float_cast = float_cast
+        terms = list(walk(*fusion.outputs))
+        self._root_ops = {id(term): term.root_ops for term in terms}
+        for term in _factors(terms):
+            ops = self._root_ops[id(term)]
+            self._root_ops[id(term)] = None if ops is None else ops | {"Mul", "Div"}
+        self._fitting: dict[tuple[int, str], Sequence[int]] = {}
+        root_ops = self.root_ops(fusion.outputs[0])
+        if root_ops is None:
+            raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
+        self.fusion_root_ops = root_ops | {"Cast"} if fusion.casts else root_ops
+
+    def root_ops(self, term: Term) -> frozenset[str] | None:
+        """Return the operators that can compute a term of this fusion; None where any can."""
+        return self._root_ops[id(term)]
+
+    def fits(self, term: Term, tensor: Tensor) -> bool:
+        """Return whether the operator that computes the tensor can compute the term.  Most attempts end here."""
+        ops = self._root_ops[id(term)]
+        if ops is None:
+            return True
+        producers = tensor.inputs
+        return bool(producers) and (
+            op_of(producers[0]) in ops or (self._float_cast is not None and self._float_cast(tensor) is not None)
+        )
+
+    def fitting(self, term: Alternatives, tensor: Tensor) -> Sequence[int]:
+        """Return the indices of the options that fit the tensor; equal for all tensors that one operator computes."""
+        key = id(term), op_of(tensor.inputs[0]) if tensor.inputs else ""
+        if key not in self._fitting or key[1] == "Cast":
+            self._fitting[key] = [i for i, option in enumerate(term.options) if self.fits(option, tensor)]
+        return self._fitting[key]
+
+    def wanted(self, term: Term) -> str:
+        """Return the operators that can compute a term, in words."""
+        ops = sorted(self._root_ops[id(term)] or ["any value"])
+        return ops[0] if len(ops) == 1 else f"{', '.join(ops[:-1])} or {ops[-1]}"
+
+
+def _factors(terms: Sequence[Term]) -> Iterator[Term]:
+    """Yield the terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
+    work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
+    while work:
+        term = work.pop()
+        if not isinstance(term, Apply):
+            yield term
+            work.extend(term.parts)

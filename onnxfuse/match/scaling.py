@@ -1,0 +1,61 @@
+"""Factors around a value: scaled() collects the constant numbers of Mul and Div nodes on the way to its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnxfuse.dsl.terms import Capture, Term
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.match.context import MatchContext
+from onnxfuse.match.state import State
+
+
+def match_scaled(
+    m: MatchContext, term: Term, inner: Term, scale: Capture, tensor: Tensor, state: State
+) -> Iterator[State]:
+    """Yield the state after each way to read a tensor as `inner` times a number, collected from all around it."""
+    factor = 1.0
+    nodes: list[Node] = []
+    while (node := producer(tensor)) is not None:
+        if (step := scale_step(m, node)) is not None:
+            tensor, factor = step[0], factor * step[1]
+        elif m.casts and m.float_cast(tensor):
+            tensor = node.inputs[0]
+        elif op_of(node) in ("Mul", "Div"):
+            m.fail(term, state.with_nodes([*nodes, node]), lambda node=node: _no_number(node))  # type: ignore[misc]
+            return
+        else:
+            break
+        nodes.append(node)
+    inside = state.with_nodes(nodes)._replace(factor=factor)
+    for after in m.match(inner, tensor, inside):
+        yield from m.bind_value(scale, after.factor, after._replace(factor=state.factor))
+
+
+def unscaled(m: MatchContext, tensor: Tensor, state: State) -> tuple[Tensor, State]:
+    """Return an operand inside scaled() without the numbers that it is multiplied by, which the state collects."""
+    factor = state.factor
+    nodes: list[Node] = []
+    while factor is not None and (node := producer(tensor)) is not None and (step := scale_step(m, node)) is not None:
+        tensor, factor = step[0], factor * step[1]
+        nodes.append(node)
+    return tensor, state.with_nodes(nodes, keep=True)._replace(factor=factor)
+
+
+def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
+    """Return (x, c) where the node computes x * c or x / (1/c) for a constant number c; None where it does not."""
+    if op_of(node) not in ("Mul", "Div") or m.rank_raising_constant(node) is not None:
+        return None
+    left, right = node.inputs
+    value = m.number(right)
+    if value is not None:
+        if op_of(node) == "Mul":
+            return left, value
+        return (left, 1 / value) if value else None
+    value = m.number(left)
+    return (right, value) if value is not None and op_of(node) == "Mul" else None
+
+
+def _no_number(node: Node) -> str:
+    left, right = (t.name for t in node.inputs)
+    return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"

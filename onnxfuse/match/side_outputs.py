@@ -1,0 +1,54 @@
+"""Outputs of a fusion that are not interior values of the first one: they share only operands with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import Capture, Term, walk
+from onnxfuse.ir.node import Tensor, op_of
+
+MAX_DEPTH = 7  # nodes from a shared operand to an output, as in rotary_table: Cast, MatMul, Transpose, Concat …
+MAX_TENSORS_PER_DEPTH = 64  # that are looked at
+
+
+class SideOutput(NamedTuple):
+    """An output beside the first one."""
+
+    term: Term
+    operands: tuple[str, ...]  # that it shares with the first one
+    ops: frozenset[str]  # the operators that it consists of
+
+
+def side_outputs(fusion: Fusion) -> tuple[SideOutput, ...]:
+    """Return the outputs that are not interior values of the first one."""
+    inside = {id(term) for term in walk(fusion.outputs[0])}
+    shared = {term.name for term in walk(fusion.outputs[0]) if isinstance(term, Capture) and term.kind == "tensor"}
+    found = []
+    for term in fusion.outputs[1:]:
+        if id(term.unwrapped) not in inside:
+            below = list(walk(term))
+            operands = tuple(t.name for t in below if isinstance(t, Capture) and t.name in shared)
+            found.append(SideOutput(term, operands, frozenset().union(*(t.own_ops for t in below))))
+    return tuple(found)
+
+
+def may_be_absent(fusion: Fusion, index: int) -> bool:
+    """Return whether an output may be left out: all operands that no output before it has are optional."""
+    known = {term for output in fusion.outputs[:index] for term in walk(output) if isinstance(term, Capture)}
+    own = {term for term in walk(fusion.outputs[index]) if isinstance(term, Capture)} - known
+    return bool(own) and all(capture.optional for capture in own)
+
+
+def computed_from(starts: Sequence[Tensor], ops: frozenset[str]) -> Iterator[Tensor]:
+    """Yield what these operators compute from the tensors in a few steps, the farthest first, else in graph order."""
+    levels = [list(starts)]
+    seen = {id(tensor) for tensor in starts}
+    for _ in range(MAX_DEPTH):
+        readers = [node for tensor in levels[-1] for node in tensor.outputs if op_of(node) in ops]
+        computed = {id(node.outputs[0]): node.outputs[0] for node in readers if len(node.outputs) == 1}
+        levels.append([tensor for key, tensor in computed.items() if key not in seen][:MAX_TENSORS_PER_DEPTH])
+        seen |= computed.keys()
+    for level in reversed(levels[1:]):
+        yield from level

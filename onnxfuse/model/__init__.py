@@ -1,1 +1,0 @@
-"""ONNX files and messages: read, linked into a graph, written, widened."""

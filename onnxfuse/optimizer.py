@@ -1,0 +1,355 @@
+"""Optimize a model: load it, simplify its graph, fuse what the patterns match, write it, and verify the result."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import onnx
+
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.dsl import catalogue
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.errors import UsageError, VerificationError
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.load import load
+from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
+from onnxfuse.report.report import Dropped, Report
+from onnxfuse.report.traffic import Traffic, estimate_traffic
+from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.select import FusionResult, fuse
+from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, run_original
+from onnxfuse.verify.compare_constants import wrong_constants
+from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
+from onnxfuse.verify.observed import NotCompared
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+from onnxfuse.verify.parts import UnfusedGraph, distinct_parts, unfused_graph
+
+MAX_SIMPLIFY_ROUNDS = 4
+MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
+WEIGHT_FOLDING = "batch_norm"  # the name in the report when the folding into weights is taken back
+CONSTANT_FOLDING = "constant"  # the same of a constant
+NOT_VERIFIED = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
+Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
+
+
+@dataclass
+class StageTimer:
+    """Measures the seconds of every stage, and reports the stage that begins to `progress`."""
+
+    progress: Progress = lambda stage, done, of: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to the stage's seconds."""
+        self.progress(name, 0, 0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """A model after fusing, and what was done to it."""
+
+    graph: Graph
+    model: onnx.ModelProto
+    before: Traffic
+    after: Traffic
+    folded: tuple[Folded, ...]
+    fusing: FusionResult
+    unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
+
+
+def optimize(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    patterns: Iterable[str | os.PathLike[str]] = (),
+    fallback: Literal["onnx", "ort"] = "onnx",
+    verify: bool = True,
+    inputs: Mapping[str, Array] | None = None,
+    shapes: Sequence[str] = (),
+    timeout: float | None = DEFAULT_TIMEOUT,
+    tolerance: float | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> tuple[onnx.ModelProto, Report]:
+    """Fuse a model.
+
+    model     a path, a serialized model or a ModelProto (which is not changed); external data stays on disk
+    only      names of the fusions to apply; all if empty
+    skip      names of fusions to leave out
+    patterns  folders of Python files with further fusions; a fusion replaces one of the same name
+    fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
+    verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
+    inputs    arrays to verify with, by input name; others are generated
+    shapes    sizes to verify with, as "input:8x512"; others are chosen
+    timeout   seconds that opening a model in onnxruntime, or one run of it, may take in a process of its own; None runs
+              models in this process, without a limit
+    tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
+              the original's own noise is larger
+    progress  called with the stage, how much of it is done, and of how much
+
+    Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
+    model cannot be read, UsageError for an unknown fusion, VerificationError if the models differ although no fusion
+    and no folding causes it.
+    """
+    if fallback not in ("onnx", "ort"):
+        raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
+    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip)
+    with own_process(timeout if verify else None):
+        return _optimize(model, fusions, fallback == "ort", verify, inputs, shapes, tolerance, StageTimer(progress))
+
+
+def _optimize(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    fusions: Sequence[Fusion],
+    ort: bool,
+    verify: bool,
+    inputs: Mapping[str, Array] | None,
+    shapes: Sequence[str],
+    tolerance: float | None,
+    timer: StageTimer,
+) -> tuple[onnx.ModelProto, Report]:
+    """Fuse and verify, and fuse again without what is wrong, until nothing is."""
+    with timer.stage("load"):
+        original, folder = load(model)
+    fuse_again = functools.partial(fuse_model, original, folder, ort=ort, timer=timer)
+    verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
+    dropped: list[Dropped] = []
+    left_out: set[str] = set()
+    kept_names: set[str] = set()  # of tensors that are not folded
+    excluded: dict[tuple[str, str], int] = {}  # the round in which each match was taken back
+    for round_of_fusing in itertools.count():
+        change_weights = WEIGHT_FOLDING not in left_out
+        kept = [f for f in fusions if f.name not in left_out]
+        result = fuse_again(
+            kept, change_weights=change_weights, exclude=excluded, keep_names=kept_names, keep_unfused=verify
+        )
+        if not verify:
+            verified = NOT_VERIFIED
+            break
+        if constants := verifier.wrong_constants(result):
+            kept_names |= constants.keys()
+            into = {one.into: one.node for one in result.folded if one.kind == CONSTANT_FOLDING}
+            dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in constants.items()]
+            continue
+        parts = verifier.verify_parts(result)
+        if wrong := parts.wrong:
+            for one, fused in _fused_nodes(result, wrong):
+                excluded[fused.fusion, fused.output] = round_of_fusing
+                dropped.append(Dropped(fused.fusion, fused.node, one.reason))
+            left_out |= {name for name, _ in excluded if _rounds_of(name, excluded) >= MAX_ROUNDS_OF_PARTS}
+            continue
+        verified = verifier.verify(result.model)
+        if verified.passed is not False:
+            verified = _with_parts(verified, result, parts)
+            break
+        unfused = fuse_again([], change_weights=change_weights, keep_names=kept_names)
+        dropped.append(verifier.find_fault(result, verified, unfused, change_weights))
+        left_out.add(dropped[-1].fusion)
+    path = str(model) if isinstance(model, str | os.PathLike) else None
+    report = Report(
+        {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
+        {"path": None, "nodes": len(result.model.graph.node)},
+        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
+        verified, timer.seconds,
+    )  # fmt: skip
+    return result.model, report
+
+
+def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:
+    """Yield every fused node that a finding is about, those that equal the one that was compared included."""
+    by_name = {fused.node: fused for fused in result.fusing.fused}
+    for finding in wrong:
+        for node in (finding.part.fused, *finding.part.equal):
+            yield finding, by_name[node.name]
+
+
+def _with_parts(verified: Verification, result: FusedModel, parts: PartsVerification) -> Verification:
+    """Return the verification of the outputs together with that of the fused nodes."""
+    missing = [NotCompared(fused.node, one.reason) for one, fused in _fused_nodes(result, parts.not_compared)]
+    equal = len(result.fusing.fused) - len(missing)
+    return verified if verified.passed is None and not equal else verified.with_parts(equal, missing)
+
+
+def _rounds_of(fusion: str, excluded: Mapping[tuple[str, str], int]) -> int:
+    return len({number for (name, _), number in excluded.items() if name == fusion})
+
+
+def fuse_model(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    fusions: Sequence[Fusion],
+    *,
+    ort: bool = False,
+    change_weights: bool = True,
+    exclude: Collection[tuple[str, str]] = frozenset(),
+    keep_names: Collection[str] = frozenset(),
+    keep_unfused: bool = False,
+    timer: StageTimer | None = None,
+) -> FusedModel:
+    """Simplify and fuse a model that was loaded, without verifying it.
+
+    `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
+    too.  `change_weights` folds BatchNormalization and scales into weights.  `exclude` holds matches that stay unfused,
+    each by the name of its fusion and of its first output.  `keep_names` are tensors that are neither folded
+    nor fused over.  `keep_unfused` remembers the graph as it was before fusing.
+    """
+    timer = timer or StageTimer()
+    with _no_garbage_collection():
+        with timer.stage("normalize"):
+            graph = read_graph(model, folder)
+            graph.fixed_names |= frozenset(keep_names)
+            graph.sort()
+            shapes = infer_shapes(graph)
+            before = estimate_traffic(graph, shapes)
+            folded = simplify(graph, shapes, change_weights)
+        with timer.stage("fuse"):
+            unfused = unfused_graph(graph, shapes) if keep_unfused else None
+            progress = functools.partial(timer.progress, "fuse")
+            fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
+        with timer.stage("write"):
+            written = write_model(graph)
+    return FusedModel(graph, written, before, estimate_traffic(graph, shapes), tuple(folded), fusing, unfused)
+
+
+def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
+    """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
+    passes = [each for each in PIPELINE if change_weights or each not in WEIGHT_PASSES]
+    folded: list[Folded] = []
+    for _ in range(MAX_SIMPLIFY_ROUNDS):
+        changes = [apply_pass(graph, shapes) for apply_pass in passes]
+        folded += [one for change in changes if isinstance(change, list) for one in change]
+        if not any(changes):
+            break
+    return folded
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause Python's garbage collector: to search many small objects that live on takes a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass
+class Verifier:
+    """The original model, which every optimized one is compared with, and what has been compared so far."""
+
+    original: onnx.ModelProto
+    folder: Path | None
+    inputs: Mapping[str, Array] | None
+    timer: StageTimer
+    shapes: Sequence[str] = ()
+    tolerance: float | None = None
+    equal_parts: set[str] = field(default_factory=set)  # their keys
+    _reference: Reference | VerificationError | None = None
+
+    def reference(self) -> Reference:
+        """Return runs of the original.  Raises VerificationError if it does not run."""
+        if self._reference is None:
+            try:
+                self._reference = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+            except VerificationError as error:
+                self._reference = error
+        if isinstance(self._reference, VerificationError):
+            raise self._reference
+        return self._reference
+
+    def wrong_constants(self, result: FusedModel) -> dict[str, str]:
+        """Return the folded constants that differ from what onnxruntime computes, each with a sentence.
+
+        Where the original does not run, none is compared, and the verification of the outputs says why.
+        """
+        assert result.unfused is not None
+        with self.timer.stage("verify"):
+            try:
+                return wrong_constants(self.original, self.folder, result.unfused, self.reference().runs[0].feeds)
+            except VerificationError:
+                return {}
+
+    def verify_parts(self, result: FusedModel) -> PartsVerification:
+        """Compare each fused node with the nodes that it replaced; not again what was equal before."""
+        assert result.unfused is not None
+        with self.timer.stage("verify"):
+            replaced = {one.node: one.replaces for one in result.fusing.fused}
+            parts = distinct_parts(result.unfused, result.model, replaced)
+            parts = [part for part in parts if part.key not in self.equal_parts]
+            try:
+                feeds = self.reference().runs[0].feeds
+            except VerificationError as error:
+                return PartsVerification((), tuple(PartFinding(part, str(error)) for part in parts), frozenset())
+            progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
+            found = compare_parts(result.unfused, result.model, parts, self.folder, feeds, progress)
+            self.equal_parts |= found.equal
+            return found
+
+    def verify(self, optimized: onnx.ModelProto) -> Verification:
+        """Compare the outputs of the original and `optimized`."""
+        with self.timer.stage("verify"):
+            try:
+                reference = self.reference()
+            except VerificationError as error:
+                return Verification(None, (), str(error), ())
+            return compare(
+                self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
+                tolerance=self.tolerance,
+            )  # fmt: skip
+
+    def _tell(self, step: str) -> None:
+        self.timer.progress(f"verify: {step}", 0, 0)
+
+    def find_fault(
+        self, result: FusedModel, verified: Verification, unfused: FusedModel, change_weights: bool
+    ) -> Dropped:
+        """Return what to take back of a model that differs from the original.
+
+        That is the folding into weights if `unfused`, the same model without fusions, differs too, else one fusion.
+        Raises VerificationError if `unfused` differs although its weights were not changed.
+        """
+        without_fusions = self.verify(unfused.model)
+        if without_fusions.passed is not False:
+            return self._wrong_fusion(result, verified)
+        if not change_weights:
+            reason = without_fusions.reason
+            raise VerificationError(f"normalizing changed the model: {reason}; please report this model")
+        node = next((f.node for f in result.folded if f.kind in ("batch_norm", "scale")), "")
+        return Dropped(WEIGHT_FOLDING, node, without_fusions.reason)
+
+    def _wrong_fusion(self, result: FusedModel, verified: Verification) -> Dropped:
+        """Return the fusion of the first fused node, in execution order, whose output differs.
+
+        If no such output differs, or one of the models does not run, it is the fusion of the last fused node.
+        """
+        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
+        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1))
+        names = [one.output for one in fused]
+        try:
+            name = first_difference(
+                self.original, result.model, names, inputs=self.inputs, shapes=self.shapes, folder=self.folder
+            )
+        except VerificationError:
+            name = None
+        wrong = next((one for one in fused if one.output == name), fused[-1])
+        return Dropped(wrong.fusion, wrong.node, verified.reason)

@@ -1,0 +1,223 @@
+"""Replace chains of Reshape, Transpose, Squeeze, Unsqueeze and Flatten by the shortest chain of the same effect."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxfuse.analysis.dims import Size, product
+from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape, transpose
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import input_index, ints_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+
+VIEWS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
+MAX_CHAIN_NODES = 16
+
+
+@dataclass(frozen=True)
+class View:
+    """A Transpose by `perm`, or a Reshape where that is None, with the shape of the result."""
+
+    perm: tuple[int, ...] | None
+    shape: tuple[Size, ...]
+
+
+def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
+    """Replace chains of views by shorter ones: nothing, or the needed ones of Reshape > Transpose > Reshape.
+
+    Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.
+    Returns the number of chains that were replaced.
+    """
+    if graph.opset < 5:  # the target of Reshape was an attribute
+        return 0
+    views = [node for node in graph.nodes if op_of(node) in VIEWS]
+    count = sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
+    """Shorten the longest possible chain that ends in the node."""
+    chain = _chain_to(last)
+    result = shapes.shape(last.outputs[0])
+    views = [_view(shapes, node) for node in chain]
+    for start in range(len(chain)):
+        nodes = chain[start:]
+        source, removed = nodes[0].inputs[0], _removable_count(graph, nodes)
+        shape = shapes.shape(source)
+        if shape is None or result is None or any(size == 0 for size in (*shape, *result)):
+            continue
+        if removed == 1 and shape != result:  # one node can only be replaced by none
+            continue
+        known = [view for view in views[start:] if view is not None]
+        if len(known) < len(nodes):
+            continue
+        max_rank = max((len(view.perm) for view in known if view.perm is not None), default=0)
+        for candidate in _equivalent_chains(shape, tuple(known)):
+            # A Transpose of more axes than before may be slower.
+            fits = len(candidate) < removed and all(len(view.perm or ()) <= max_rank for view in candidate)
+            if fits and _replace(graph, shapes, last, source, candidate):
+                _disconnect_unread(graph, nodes)
+                return True
+    return False
+
+
+def _view(shapes: ShapeInfo, node: Node) -> View | None:
+    """Return what a node of a chain does; None if the shape of its result is not known."""
+    shape = shapes.shape(node.outputs[0])
+    if shape is None:
+        return None
+    perm = ints_attribute(node, "perm") or range(len(shape))[::-1]
+    return View(tuple(perm) if op_of(node) == "Transpose" else None, shape)
+
+
+def _chain_to(last: Node) -> list[Node]:
+    chain: list[Node] = []
+    node: Node | None = last
+    while node is not None and op_of(node) in VIEWS and node.inputs and len(chain) < MAX_CHAIN_NODES:
+        chain.insert(0, node)
+        node = producer(node.inputs[0])
+    return chain
+
+
+def _disconnect_unread(graph: Graph, chain: list[Node]) -> None:
+    """Disconnect the chain's nodes that nothing reads now, so that they are not shortened in turn."""
+    for node in reversed(chain):
+        if any(t.outputs or graph.is_kept(t) for t in node.outputs):
+            break
+        node.inputs.clear()
+
+
+def _removable_count(graph: Graph, chain: list[Node]) -> int:
+    """Return how many nodes at the end of the chain serve its result only."""
+    count = 1
+    for node in reversed(chain[:-1]):
+        if graph.sole_consumer(node.outputs[0]) is None:
+            break
+        count += 1
+    return count
+
+
+def _layout(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
+    """Return the layout of the chain's result in its source; None if the sizes do not tell it."""
+    layout: Layout | None = identity(source)
+    for view in chain:
+        if layout is None:
+            return None
+        layout = reshape(layout, view.shape) if view.perm is None else transpose(layout, view.perm)
+    return None if layout is None else coalesce(layout)
+
+
+@functools.lru_cache(maxsize=4096)  # the blocks of a model repeat their chains
+def _equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[tuple[View, ...], ...]:
+    """Return chains of the same effect, shortest first."""
+    layout, result = _layout(source, chain), chain[-1].shape
+    if layout is None:
+        return ()
+    reshaped = reshape(identity(source), result)
+    if reshaped is not None and coalesce(reshaped) == layout:
+        return ((),) if source == result else ((View(None, result),),)
+    found: list[tuple[View, ...]] = []
+    if (perm := _perm_of_source(source, layout)) is not None:
+        found.append((View(perm, result),))
+    if (order := _order_in_source(source, layout)) is not None:
+        before = tuple(product(a.size for a in layout[i]) for i in order)
+        found.append((View(None, before), View(_inverse(order), result)))
+    # With the result's axes split into the runs of the source that they consist of, a Reshape joins them at the end.
+    runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
+    split = tuple((run,) for run in runs)
+    perm = _perm_of_source(source, split + tuple(() for size in source if size == 1))
+    if perm is not None:
+        found.append((View(perm, tuple(source[i] for i in perm)), View(None, result)))
+    if (order := _order_in_source(source, split)) is not None:
+        before, after = tuple(runs[i].size for i in order), tuple(run.size for run in runs)
+        found.append((View(None, before), View(_inverse(order), after), View(None, result)))
+    return tuple(found)
+
+
+def _perm_of_source(source: Sequence[Size], layout: Layout) -> tuple[int, ...] | None:
+    """Return the perm that gives the layout from the source's own axes; None if it needs other axes."""
+    ones = [i for i, size in enumerate(source) if size == 1]
+    perm = []
+    for axis in layout:
+        if not axis and ones:
+            perm.append(ones.pop(0))
+        elif len(axis) == 1 and axis[0].axis is not None and axis[0] == SubAxis(axis[0].axis, 1, source[axis[0].axis]):
+            perm.append(axis[0].axis)
+        else:
+            return None
+    return tuple(perm) if sorted(perm) == list(range(len(source))) else None
+
+
+def _order_in_source(source: Sequence[Size], layout: Layout) -> list[int] | None:
+    """Return the layout's axes in the order in which they lie in the source; None if an axis has several sub-axes."""
+    if any(len(axis) > 1 or any(sub_axis.axis is None for sub_axis in axis) for axis in layout):
+        return None
+    order: list[int] = [i for i, axis in enumerate(layout) if not axis]
+    for source_axis in reversed(range(len(source))):
+        stride: Size = 1
+        waiting = {i: axis[0] for i, axis in enumerate(layout) if axis and axis[0].axis == source_axis}
+        while waiting:
+            found = next((i for i, sub_axis in waiting.items() if sub_axis.stride == stride), None)
+            if found is None:
+                return None
+            stride = stride * waiting.pop(found).size
+            order.insert(0, found)
+    return order
+
+
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
+    return tuple(list(order).index(i) for i in range(len(order)))
+
+
+def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views: Sequence[View]) -> bool:
+    """Let the views compute what the node computes; False, and nothing changed, if a target is not constant."""
+    end = last.outputs[0]
+    if not views:
+        done = graph.replace(end, source)
+        if done:
+            last.inputs.clear()
+        return done
+    before = [shapes.shape(source), *(view.shape for view in views)]
+    forms = [_operator(shape, view) for shape, view in zip(before, views, strict=False)]
+    tensor, dtype = source, shapes.dtype(source)
+    if None in forms:
+        return False
+    for view, (op, numbers) in zip(views, filter(None, forms), strict=True):
+        stem = f"{end.name}_moved"
+        if op == "Transpose":
+            tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"perm": numbers})
+        elif op != "Reshape" and input_index(op, "axes", graph.opset) is None:
+            tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"axes": numbers})
+        else:
+            stored = graph.constant(f"{end.name}_shape", np.array(numbers, np.int64))
+            tensor = emit(graph, shapes, op, [tensor, stored], stem, view.shape, dtype)
+    last.inputs.clear()
+    return graph.replace(end, tensor)
+
+
+def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]] | None:
+    """Return the operator that does what a view does to a tensor of that shape, and its perm, target or axes.
+
+    None where a Reshape would need a target that is computed at run time, and more changes than axes of size 1.
+    """
+    if view.perm:
+        return "Transpose", list(view.perm)
+    if (target := reshape_target(shape, view.shape)) is not None:
+        return "Reshape", target
+    if shape is None or len(shape) == len(view.shape):
+        return None
+    longer, shorter = (view.shape, shape) if len(view.shape) > len(shape) else (shape, view.shape)
+    axes = [i for i, size in enumerate(longer) if size == 1]
+    if tuple(size for size in longer if size != 1) != tuple(shorter):
+        return None
+    return ("Unsqueeze" if longer is view.shape else "Squeeze"), axes

@@ -1,0 +1,89 @@
+"""Merge nodes that compute the same from the same inputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable
+
+import numpy as np
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
+
+MAX_COMPARED_BYTES = 4096  # constants up to this size are compared by value, larger ones by identity
+RANDOM = re.compile("Bernoulli|Dropout|Multinomial|Random.*")
+
+
+def eliminate_common_subexpressions(graph: Graph, shapes: ShapeInfo) -> int:
+    """Merge equal nodes of a sorted graph; return how many were removed."""
+    candidates: dict[Hashable, list[Node]] = {}
+    keys: dict[Node, Hashable] = {}
+    constant_keys: dict[int, Hashable] = {}
+    count = 0
+    for node in list(graph.nodes):
+        coarse_key = node.op, tuple(None if is_constant(t) else id(t) for t in node.inputs)
+        similar = candidates.setdefault(coarse_key, [])
+        similar.append(node)
+        if len(similar) == 1:  # exact keys are costly, and few nodes have similar ones
+            continue
+        for other in similar:
+            if other not in keys:
+                keys[other] = _key(graph, other, constant_keys)
+        equal = next((other for other in similar if keys[other] is not None and keys[other] == keys[node]), node)
+        if equal is not node and _merge(graph, equal, node):
+            similar.pop()
+            count += 1
+    if count:
+        graph.remove_dead()
+    return count
+
+
+def _merge(graph: Graph, kept: Node, node: Node) -> bool:
+    """Let the consumers of `node` read `kept`; False, and nothing changed, if outputs of both must keep their names."""
+    pairs = list(zip(list(node.outputs), list(kept.outputs), strict=True))
+    if any(graph.is_kept(old) and graph.is_kept(new) for old, new in pairs):
+        return False
+    node.inputs.clear()
+    for old, new in pairs:
+        if old.name:
+            graph.replace(old, new)
+    return True
+
+
+def _key(graph: Graph, node: Node, constant_keys: dict[int, Hashable]) -> Hashable:
+    """Return a key that nodes share if and only if they compute the same; None for a node that is not comparable."""
+    op = op_of(node)
+    if RANDOM.fullmatch(op) or schema(op, graph.opset) is None or not node.inputs:
+        return None
+    if id(node) in graph.protos and not _has_plain_attributes(graph, node):
+        return None
+    attributes = tuple(sorted((name, repr(value)) for name, value in node.attrs.items()))
+    present_outputs = tuple(bool(t.name) for t in node.outputs)
+    return op, attributes, present_outputs, tuple(_input_key(graph, tensor, constant_keys) for tensor in node.inputs)
+
+
+def _has_plain_attributes(graph: Graph, node: Node) -> bool:
+    """Return whether all attributes are numbers, strings, or lists of them, all of which graphsurgeon reads."""
+    plain = (int, float, str, bytes, list)
+    stored = graph.protos[id(node)][1].attribute
+    return len(stored) == len(node.attrs) and all(isinstance(value, plain) for value in node.attrs.values())
+
+
+def _input_key(graph: Graph, tensor: Tensor, constant_keys: dict[int, Hashable]) -> Hashable:
+    if not tensor.name:
+        return None
+    if not is_constant(tensor):
+        return id(tensor)
+    if id(tensor) not in constant_keys:
+        constant_keys[id(tensor)] = _constant_key(graph, tensor)
+    return constant_keys[id(tensor)]
+
+
+def _constant_key(graph: Graph, tensor: Constant) -> Hashable:
+    if math.prod(tensor.shape) > MAX_COMPARED_BYTES or np.dtype(object) == tensor.dtype:
+        return id(tensor)
+    value = constant_value(graph, tensor)
+    return (str(value.dtype), value.shape, value.tobytes()) if value.nbytes <= MAX_COMPARED_BYTES else id(tensor)

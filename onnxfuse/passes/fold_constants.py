@@ -1,0 +1,245 @@
+"""Compute what depends on constants only, and shape arithmetic whose result is known, and store it as initializers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_rules.slices import is_ambiguous_end
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.dtypes import INTEGER_RANGES, Array
+from onnxfuse.ir.graph import Graph, array_of, constant_value
+from onnxfuse.ir.graphsurgeon import make_constant, stored_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.passes.folded import Folded, node_label
+
+MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
+# Operators that are deterministic and the same in every runtime.  Quantization is not among them: it says how to run a
+# model.
+FOLDABLE = re.compile(
+    "Abs|Add|And|Cast|Ceil|Clip|Concat|ConstantOfShape|Cos|CumSum|Div|Equal|Exp|Expand|Flatten|Floor|"
+    "Gather(Elements|ND)?|(Greater|Less)(OrEqual)?|Identity|IsNaN|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
+    "Reciprocal|Reduce(L2|Max|Mean|Min|Prod|Sum)|Reshape|ScatterND|Shape|Sign|Sin|Size|Slice|Split|Sqrt|Squeeze|Sub|"
+    "Sum|Tile|Transpose|Trilu|Unsqueeze|Where|Xor"
+)
+MOVING = re.compile(  # those that compute no new numbers
+    "Concat|Expand|Flatten|Gather(Elements|ND)?|Identity|Reshape|ScatterND|Shape|Size|Slice|Split|Squeeze|Tile|"
+    "Transpose|Trilu|Unsqueeze|Where"
+)
+HALF_DTYPES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # small inputs can have a large output
+
+
+def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
+    """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
+
+    Results of more than MAX_GROWTH_BYTES that would make the file larger are not folded, nor are nodes that read large
+    weights from an external file.
+    """
+    graph.sort()
+    folded = [*_fold_constant_nodes(graph), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
+    graph.remove_dead()
+    return folded
+
+
+def _fold_constant_nodes(graph: Graph) -> Iterator[Folded]:
+    for node in list(graph.nodes):
+        op = op_of(node)
+        if op == "Identity" and is_constant(node.inputs[0]):
+            if graph.replace(node.outputs[0], node.inputs[0]):
+                yield Folded("constant", node_label(node), node.inputs[0].name)
+        elif op == "Constant" and id(node) in graph.protos and not graph.is_kept(node.outputs[0]):
+            value = _attribute_value(graph, graph.protos[id(node)][1])
+            if value is not None:
+                yield _make_constant(node, node.outputs[0], value)
+
+
+def _attribute_value(graph: Graph, constant: onnx.NodeProto) -> Array | None:
+    """Return the value of a Constant node; None if it is sparse, or has not one value as it should."""
+    if len(constant.attribute) != 1:
+        return None
+    value = onnx.helper.get_attribute_value(constant.attribute[0])
+    match constant.attribute[0].name:
+        case "value":
+            return array_of(graph, value, constant.output[0])
+        case "value_float" | "value_floats":
+            return np.array(value, np.float32)
+        case "value_int" | "value_ints":
+            return np.array(value, np.int64)
+        case "value_string" | "value_strings":
+            return np.array(value, object)
+    return None
+
+
+def _make_constant(node: Node, tensor: Tensor, value: Array) -> Folded:
+    """Turn an output of the node into an initializer of the same name."""
+    folded = Folded("constant", node_label(node), tensor.name)
+    make_constant(tensor, value)
+    return folded
+
+
+def _fold_known_values(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
+    """Fold shape arithmetic whose result is known although its inputs are not."""
+    for node in list(graph.nodes):
+        for tensor in list(node.outputs):
+            if not tensor.outputs or graph.is_kept(tensor):
+                continue
+            value, dtype = shapes.value(tensor), shapes.dtype(tensor)
+            if value is not None and dtype and all(isinstance(v, (int, np.integer)) for v in value.flat):
+                numbers = np.array(value.tolist(), onnx.helper.tensor_dtype_to_np_dtype(dtype))
+                yield _make_constant(node, tensor, numbers.reshape(value.shape))
+
+
+def _fold_evaluated(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
+    nodes = _foldable_nodes(graph, shapes)
+    values = _evaluate(graph, shapes, nodes)
+    computed = {id(n) for n in nodes if all(t.name in values for t in n.outputs if t.name)}
+    folded = []
+    for node in nodes:
+        for tensor in list(node.outputs):
+            is_read = any(id(consumer) not in computed for consumer in tensor.outputs)
+            if is_read and tensor.name in values:
+                folded.append(_make_constant(node, tensor, values[tensor.name]))
+    return folded
+
+
+def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
+    """Return the nodes that depend on constants only, in execution order."""
+    folded_bytes: dict[int, int | None] = {}  # of the tensors that folding will compute, by id; None: not known
+    nodes = []
+    for node in graph.nodes:
+        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.is_kept, node.outputs)):
+            continue
+        if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
+            sizes = [_byte_count(shapes, t) for t in node.outputs]
+            if _is_affordable(graph, shapes, node, sizes, folded_bytes):
+                nodes.append(node)
+                folded_bytes.update(zip(map(id, node.outputs), sizes, strict=True))
+    return nodes
+
+
+@functools.cache
+def _is_foldable(op: str) -> bool:
+    return FOLDABLE.fullmatch(op) is not None
+
+
+def _is_affordable(
+    graph: Graph, shapes: ShapeInfo, node: Node, output_bytes: list[int | None], folded_bytes: dict[int, int | None]
+) -> bool:
+    """Return whether the outputs are small, or no larger than the constants that only this node reads."""
+    freed = 0
+    for tensor in node.inputs:
+        size = folded_bytes[id(tensor)] if id(tensor) in folded_bytes else _byte_count(shapes, tensor)
+        if size and size > MAX_GROWTH_BYTES and _is_external(tensor):
+            return False
+        freed += (size or 0) if graph.sole_consumer(tensor) else 0
+    if None in output_bytes:
+        return op_of(node) not in SIZED_BY_VALUE and freed <= MAX_GROWTH_BYTES
+    total = sum(size for size in output_bytes if size is not None)
+    return total <= max(MAX_GROWTH_BYTES, freed)
+
+
+def _byte_count(shapes: ShapeInfo, tensor: Tensor) -> int | None:
+    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
+    if shape is None or not dtype or not all(isinstance(size, int) for size in shape):
+        return None
+    itemsize = onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
+    return math.prod(size for size in shape if isinstance(size, int)) * itemsize
+
+
+def _is_external(tensor: Tensor) -> bool:
+    stored = stored_value(tensor) if is_constant(tensor) else None
+    return isinstance(stored, onnx.TensorProto) and onnx.external_data_helper.uses_external_data(stored)
+
+
+def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, Array]:
+    """Return what onnx's reference implementation computes, by tensor name; what it cannot compute is left out."""
+    if not nodes:
+        return {}
+    values = {t.name: constant_value(graph, t) for n in nodes for t in n.inputs if is_constant(t)}
+    constants = onnx.helper.make_graph([node_proto(graph, node) for node in nodes], "constants", [], [])
+    opset = onnx.helper.make_opsetid("", graph.opset)
+    evaluator = ReferenceEvaluator(onnx.helper.make_model(constants, opset_imports=[opset]))
+    results: dict[str, Array] = {}
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        for node, operator in zip(nodes, evaluator.rt_nodes_, strict=True):
+            try:
+                inputs = [values[name] if name else None for name in operator.input]
+                if _depends_on_runtime(node, inputs):
+                    continue
+                outputs = _run_in_float32(shapes, node, operator, inputs)
+            except Exception:  # whatever numpy raises; the runtime reports an invalid node when it meets it
+                continue
+            if all(_agrees(shapes, tensor, value) for tensor, value in zip(node.outputs, outputs, strict=False)):
+                results.update(zip(operator.output, outputs, strict=False))
+                values.update(zip(operator.output, outputs, strict=False))
+    return results
+
+
+class _Operator(Protocol):
+    """An operator of onnx's reference implementation, which has no types."""
+
+    def run(self, *inputs: Array | None) -> Sequence[object]:
+        """Return the outputs."""
+
+
+def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: list[Array | None]) -> list[Array]:
+    """Return the outputs of an operator, which computes in float32 what is in half precision, and rounds once.
+
+    numpy would round each partial sum to half precision: the sum of 1,000 ones in bfloat16 is 256.
+    """
+    if MOVING.fullmatch(op_of(node)) or not any(x is not None and x.dtype in HALF_DTYPES for x in inputs):
+        return [np.asarray(value) for value in operator.run(*inputs)]
+    wide = [x.astype(np.float32) if x is not None and x.dtype in HALF_DTYPES else x for x in inputs]
+    found = [np.asarray(value) for value in operator.run(*wide)]
+    dtypes = [onnx.helper.tensor_dtype_to_np_dtype(shapes.dtype(tensor)) for tensor in node.outputs]
+    pairs = zip(found, dtypes, strict=False)
+    return [value.astype(dtype) if dtype in HALF_DTYPES else value for value, dtype in pairs]
+
+
+def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:
+    """Return whether runtimes compute different things: what ONNX leaves open, or what onnxruntime does in its way."""
+    op, (first, *others) = op_of(node), inputs
+    if first is None:
+        return False
+    if op.startswith("Reduce") and first.size == 0:  # the mean of nothing is 0 in onnxruntime, NaN in ONNX
+        return True
+    if op in ("Div", "Mod"):
+        divisor = others[0]
+        return first.dtype.kind in "iu" and divisor is not None and bool(np.any(divisor == 0))
+    if op == "Cast":
+        to = int_attribute(node, "to", 0)
+        if to == onnx.TensorProto.STRING or first.dtype.kind in "OSUT":  # how a number is written, and read
+            return True
+        low, high = INTEGER_RANGES.get(to, (-math.inf, math.inf))
+        if to == onnx.TensorProto.BOOL or to not in INTEGER_RANGES or first.dtype.kind in "biu":
+            return False
+        return not bool(np.all((first.astype(np.float64) > low - 1) & (first.astype(np.float64) < high + 1)))
+    if op == "Slice" and len(others) == 4:  # the ends are the second of them and the steps the last
+        ends, steps = others[1], others[3]
+        if ends is not None and steps is not None:
+            return any(map(is_ambiguous_end, ends.tolist(), steps.tolist()))
+    return False
+
+
+def _agrees(shapes: ShapeInfo, tensor: Tensor, value: Array) -> bool:
+    """Return whether a value has the dtype and the shape that are inferred for the tensor, where any are."""
+    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
+    if dtype not in (0, onnx.helper.np_dtype_to_tensor_dtype(value.dtype)):
+        return False
+    if shape is None:
+        return value.nbytes <= MAX_GROWTH_BYTES
+    sizes = zip(shape, value.shape, strict=False)
+    return len(shape) == value.ndim and all(not isinstance(size, int) or size == actual for size, actual in sizes)

@@ -1,0 +1,111 @@
+"""Make computed targets of Reshape and Expand, and computed ends of Slice, constant where they keep dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, is_constant, op_of, producer
+from onnxfuse.passes.folded import Folded, node_label
+
+MAX_INT64 = np.iinfo(np.int64).max  # as the end of a Slice: the rest of its axis
+
+
+def fold_shapes(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
+    """Replace computed shapes by constants; return the nodes that computed them.
+
+    A Reshape target keeps dimensions by 0, or has one unknown size, which becomes -1 (see `reshape_target`).
+    """
+    folded = []
+    for node in list(graph.nodes):
+        rule = RULES.get(op_of(node))
+        if rule is None or len(node.inputs) <= rule[0] or is_constant(node.inputs[rule[0]]):
+            continue
+        index, find_constant = rule
+        old = node.inputs[index]
+        value = shapes.value(old)
+        sizes = None if value is None or value.ndim != 1 else find_constant(graph, shapes, node, value.tolist())
+        if sizes is not None:
+            shape_node = producer(old)
+            folded.append(Folded("shape", node_label(shape_node) if shape_node else old.name, node_label(node)))
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(shapes.dtype(old) or onnx.TensorProto.INT64)
+            node.inputs[index] = graph.constant(f"{old.name}_known", np.array(sizes, dtype))
+            if int_attribute(node, "allowzero") and 0 in sizes:
+                inputs, outputs = list(node.inputs), list(node.outputs)
+                node.inputs.clear()
+                node.outputs.clear()
+                graph.add_node("Reshape", inputs, outputs, name=node.name)
+    if folded:
+        graph.remove_dead()
+        graph.sort()
+    return folded
+
+
+def reshape_target(
+    shape: Sequence[Size] | None, wanted: Iterable[Size], *, infers_a_size: bool = False
+) -> list[int] | None:
+    """Return the constant target that reshapes a tensor of `shape` to the sizes `wanted`; None if there is none.
+
+    A number stays a number, the size of the same axis becomes 0, and one other size may become -1, but not beside a 0:
+    where the dimension that this keeps is empty, -1 could be any number, and runtimes refuse it.  `infers_a_size` says
+    that the target has a -1 already, so that nothing is lost.
+    """
+    sizes = shape or ()
+    target: list[int] = []
+    for i, size in enumerate(wanted):
+        if isinstance(size, int):
+            target.append(size)
+        else:
+            target.append(0 if i < len(sizes) and sizes[i] == size else -1)
+    return target if target.count(-1) <= (infers_a_size or 0 not in target) else None
+
+
+def _constant_reshape_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
+    if attribute_or_input(graph, node, "allowzero") and 0 in wanted:
+        return None  # a size of 0, which could not be told from a 0 that keeps a dimension
+    result = shapes.shape(node.outputs[0]) or wanted
+    # A known size replaces -1, which does not tell a size of an empty tensor.
+    pairs = zip(wanted, result, strict=True)
+    sizes = [known if size == -1 and known and isinstance(known, int) else size for size, known in pairs]
+    return reshape_target(shapes.shape(node.inputs[0]), sizes, infers_a_size=-1 in wanted)
+
+
+def _constant_expand_target(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
+    """Sizes of the input become 1, which keeps them."""
+    shape = shapes.shape(node.inputs[0])
+    if shape is None:
+        return None
+    aligned = [None] * (len(wanted) - len(shape)) + list(shape[max(0, len(shape) - len(wanted)) :])
+    target = [size if isinstance(size, int) else 1 for size in wanted]
+    fits = all(isinstance(size, int) or size == own for size, own in zip(wanted, aligned, strict=True))
+    return target if fits else None
+
+
+def _constant_slice_ends(graph: Graph, shapes: ShapeInfo, node: Node, wanted: list[Size]) -> list[int] | None:
+    """Ends of forward slices that are the size of their axis become "to the end"."""
+    shape = shapes.shape(node.inputs[0])
+    axes = shapes.value(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3].name else np.arange(len(wanted))
+    steps = shapes.value(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4].name else np.ones(len(wanted))
+    if shape is None or axes is None or steps is None or not len(wanted) == axes.size == steps.size:
+        return None
+    if not all(isinstance(axis, int) and -len(shape) <= axis < len(shape) for axis in axes.tolist()):
+        return None
+    ends = []
+    for end, axis, step in zip(wanted, axes.tolist(), steps.tolist(), strict=True):
+        is_whole = isinstance(step, (int, float)) and step > 0 and shape[axis] == end
+        ends.append(end if isinstance(end, int) else int(MAX_INT64) if is_whole else None)
+    known = [end for end in ends if end is not None]
+    return known if len(known) == len(ends) else None
+
+
+RULES = {  # by operator: the index of the input, and its constant value
+    "Reshape": (1, _constant_reshape_target),
+    "Expand": (1, _constant_expand_target),
+    "Slice": (2, _constant_slice_ends),
+}

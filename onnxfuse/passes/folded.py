@@ -1,0 +1,21 @@
+"""The record of a node that a pass folded away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.ir.node import Node
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A node that vanished, and what its effect was folded into."""
+
+    kind: str  # constant, shape, batch_norm, scale, bias, cast or half
+    node: str  # the label of the node
+    into: str  # the name of a tensor, or the label of a node
+
+
+def node_label(node: Node) -> str:
+    """Return what reports call a node: its name, or that of its first output if it has none."""
+    return node.name or node.outputs[0].name

@@ -1,0 +1,235 @@
+"""Remove nodes that compute one of their inputs, and write equivalent operators in one form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import attribute_or_input, int_attribute
+from onnxfuse.ir.dtypes import is_exact_cast
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
+
+RewriteRule: TypeAlias = Callable[[Graph, ShapeInfo, Node], bool]  # returns whether it changed the graph
+
+NEUTRAL_SCALARS = {"Mul": 1, "Div": 1, "Add": 0, "Sub": 0}
+MAX_WEIGHT_RANK = 3  # of what a weight is multiplied by or added to: batch, sequence, features
+
+
+def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
+    """Apply the rule of each node's operator; return the number of changes."""
+    count = sum(RULES[op](graph, shapes, node) for node in list(graph.nodes) if (op := op_of(node)) in RULES)
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _remove(graph: Graph, node: Node, source: Tensor) -> bool:
+    """Let the consumers of the node's output read `source`; False if both names must stay."""
+    if not graph.replace(node.outputs[0], source):
+        return False
+    node.inputs.clear()
+    return True
+
+
+def _replace_node(
+    graph: Graph, node: Node, op: str, inputs: Iterable[Tensor], attributes: Mapping[str, AttributeValue] | None = None
+) -> None:
+    """Replace the node by another one of the same name and outputs."""
+    inputs, outputs = list(inputs), list(node.outputs)
+    node.inputs.clear()
+    node.outputs.clear()
+    graph.add_node(op, inputs, outputs, attributes, name=node.name)
+
+
+def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove an Identity, but not between a Transpose that a Gemm reads too and an output of the graph.
+
+    onnxruntime 1.31 merges Transposes in front of a Gemm into it, and loses an output that one of them computes.
+    """
+    source = node.inputs[0]
+    transpose = producer(source)
+    merged = (
+        transpose is not None and op_of(transpose) == "Transpose" and any(op_of(r) == "Gemm" for r in source.outputs)
+    )
+    return not (merged and graph.is_kept(node.outputs[0])) and _remove(graph, node, source)
+
+
+def _remove_of_one_input(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Concat, Max, Min or Mean of one tensor."""
+    return len(node.inputs) == 1 and len(node.outputs) == 1 and _remove(graph, node, node.inputs[0])
+
+
+def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove the inputs of a Concat that are empty, such as the rest of a rotary embedding of whole heads."""
+    axis = int_attribute(node, "axis", 1)
+    found = [shapes.shape(t) for t in node.inputs]
+    if any(shape is not None and not -len(shape) <= axis < len(shape) for shape in found):
+        return False  # the model is invalid, and whoever runs it says so
+    filled = [t for t, shape in zip(node.inputs, found, strict=True) if shape is None or shape[axis] != 0]
+    if not filled or len(filled) == len(node.inputs):
+        return _remove_of_one_input(graph, shapes, node)
+    node.inputs = filled
+    _remove_of_one_input(graph, shapes, node)
+    return True
+
+
+def _remove_split(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Split into one part."""
+    return len(node.outputs) == 1 and _remove(graph, node, node.inputs[0])
+
+
+def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Dropout without a training flag, or with a false one, whose mask nothing reads."""
+    if any(t.outputs or graph.is_kept(t) for t in node.outputs[1:]):
+        return False
+    if graph.opset < 7:
+        return bool(int_attribute(node, "is_test")) and _remove(graph, node, node.inputs[0])
+    flag = attribute_or_input(graph, node, "training_mode")
+    return (flag is None or isinstance(flag, int)) and not flag and _remove(graph, node, node.inputs[0])
+
+
+def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Cast to the dtype of its input; let a Cast after an exact Cast read that one's input."""
+    source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
+    if wanted and shapes.dtype(source) == wanted:
+        return _remove(graph, node, source)
+    first_cast = producer(source)
+    if first_cast is None or op_of(first_cast) != "Cast":
+        return False
+    origin = first_cast.inputs[0]
+    if not is_exact_cast(shapes.dtype(origin), shapes.dtype(source)) or wanted == TensorProto.STRING:
+        return False
+    if shapes.dtype(origin) == wanted:
+        return _remove(graph, node, origin)
+    node.inputs[0] = origin
+    return True
+
+
+def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Replace a CastLike by a Cast if the dtype that it casts to is known."""
+    wanted = shapes.dtype(node.inputs[1])
+    if not wanted:
+        return False
+    if shapes.dtype(node.inputs[0]) == wanted:
+        return _remove(graph, node, node.inputs[0])
+    _replace_node(graph, node, "Cast", node.inputs[:1], {**node.attrs, "to": wanted})
+    return True
+
+
+def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove an Expand or a Tile to the shape of its input."""
+    shape = shapes.shape(node.inputs[0])
+    is_same = shape is not None and shape == shapes.shape(node.outputs[0])
+    return is_same and _remove(graph, node, node.inputs[0])
+
+
+def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Slice that goes forward and takes everything."""
+    steps = attribute_or_input(graph, node, "steps")
+    forward = steps is None or (isinstance(steps, list) and all(isinstance(step, int) and step > 0 for step in steps))
+    return forward and _remove_if_same_shape(graph, shapes, node)
+
+
+def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove a Pad that adds nothing."""
+    pads = attribute_or_input(graph, node, "pads")
+    return isinstance(pads, list) and not any(pads) and _remove(graph, node, node.inputs[0])
+
+
+def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    return _remove_neutral(graph, shapes, node) or _flatten_weight(graph, shapes, node)
+
+
+def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Remove `x * 1`, `x / 1`, `x + 0` and `x - 0` with a scalar that broadcasts nothing.
+
+    Only scalars count: a vector of ones is the weight of a norm.  `x + 0` turns -0 into +0, but no runtime promises
+    that.
+    """
+    op = op_of(node)
+    if graph.opset < 7:
+        return False
+    for index in (1, 0) if op in ("Mul", "Add") else (1,):
+        constant, source = node.inputs[index], node.inputs[1 - index]
+        if is_constant(constant) and math.prod(constant.shape) == 1 and not is_constant(source):
+            rank = shapes.rank(source)
+            keeps_shape = not constant.shape or (rank is not None and len(constant.shape) <= rank)
+            is_neutral = keeps_shape and bool(constant_value(graph, constant) == NEUTRAL_SCALARS[op])
+            return is_neutral and _remove(graph, node, source)
+    return False
+
+
+def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Reshape a weight of shape (1, d) or (1, 1, d) to (d) if that broadcasts with the other input in the same way.
+
+    A constant of four axes is left as it is: it may be a row of a table of rotary embedding, or a mask.
+    """
+    for index, weight in enumerate(node.inputs if graph.opset >= 7 else ()):
+        rank = shapes.rank(node.inputs[1 - index]) or 0
+        if not is_constant(weight) or not 1 < len(weight.shape) <= rank <= MAX_WEIGHT_RANK:
+            continue
+        if math.prod(weight.shape) == weight.shape[-1] > 1:
+            node.inputs[index] = graph.constant(f"{weight.name}_row", constant_value(graph, weight).reshape(-1))
+            return True
+    return False
+
+
+def _replace_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Replace a Sum of two tensors by an Add, and remove a Sum of one."""
+    if len(node.inputs) == 1:
+        return _remove(graph, node, node.inputs[0])
+    if len(node.inputs) != 2 or graph.opset < 7:
+        return False
+    _replace_node(graph, node, "Add", node.inputs)
+    return True
+
+
+def _read_shape_of_indices(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Let a Shape of gathered rows read the indices instead, if its consumers take only sizes that these have.
+
+    So an embedding can be fused although its size is read.
+    """
+    gather, sizes = producer(node.inputs[0]), node.outputs[0]
+    if gather is None or op_of(gather) != "Gather" or int_attribute(gather, "axis", 0):
+        return False
+    if node.attrs or graph.is_kept(sizes):
+        return False
+    rank = shapes.rank(indices := gather.inputs[1])
+    if not rank or not all(0 <= axis < rank for consumer in sizes.outputs for axis in _axes_read(graph, consumer)):
+        return False
+    node.inputs = [indices]
+    return True
+
+
+def _axes_read(graph: Graph, node: Node) -> Iterable[int]:
+    """Return the elements of a Shape that one of its consumers takes; [-1] if it may take any."""
+    if op_of(node) != "Gather" or not is_constant(indices := node.inputs[1]):
+        return [-1]
+    axes: list[int] = constant_value(graph, indices).reshape(-1).tolist()
+    return axes
+
+
+RULES: dict[str, RewriteRule] = {
+    "Identity": _remove_identity,
+    "Dropout": _remove_dropout,
+    "Cast": _simplify_cast,
+    "CastLike": _replace_cast_like,
+    "Expand": _remove_if_same_shape,
+    "Tile": _remove_if_same_shape,
+    "Slice": _remove_slice,
+    "Pad": _remove_pad,
+    "Concat": _remove_empty_inputs,
+    "Max": _remove_of_one_input,
+    "Min": _remove_of_one_input,
+    "Mean": _remove_of_one_input,
+    "Split": _remove_split,
+    "Sum": _replace_sum,
+    "Shape": _read_shape_of_indices,
+    **dict.fromkeys(NEUTRAL_SCALARS, _simplify_arithmetic),
+}

@@ -1,0 +1,211 @@
+"""Shrink masks: where a mask is constant along an axis, store it with size 1 there and let its consumers broadcast it.
+
+A padding mask gathered at the ranges of its own axes becomes a Reshape of itself.  `And(x, range >= 0)` becomes `x`;
+if that has fewer axes than the And, the consumers broadcast it.  A mask that is true everywhere vanishes.  The same
+holds for the embedding of token types that are all 0.
+
+An And or Or whose result gets axes of size 1 is computed with these axes, so that each of its operands is a mask in the
+form in which the scores read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.mask_values import REGROUPING, Element, IndexAnalysis, axis_index
+from onnxfuse.analysis.shape_info import CannotInfer, ShapeInfo
+from onnxfuse.analysis.shape_rules.elementwise import broadcast
+from onnxfuse.ir.attributes import input_index, int_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
+from onnxfuse.passes.fold_shapes import reshape_target
+
+BROADCASTING = frozenset({"Add", "And", "Cast", "Mul", "Not", "Or", "Sub", "Where", "Xor"})
+# By operator: the value that, as all elements of one operand, makes the result the other operand.
+NEUTRAL_MASKS = {"And": True, "Or": False, "Add": 0, "Mul": 1}
+
+
+def unbroadcast_masks(graph: Graph, shapes: ShapeInfo) -> int:
+    """Let elementwise operators read the smallest tensor of the same values; return the number of changes."""
+    graph.sort()
+    substitution = _Substitution(graph, shapes)
+    count = sum(substitution.visit(node) for node in list(graph.nodes) if len(node.outputs) == 1)
+    if count or substitution.smaller:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+class _Substitution:
+    """Tensors that broadcast to other tensors, and can replace them where an operator broadcasts."""
+
+    def __init__(self, graph: Graph, shapes: ShapeInfo) -> None:
+        """Analyze the integer and boolean tensors of a sorted graph."""
+        self.graph, self.shapes = graph, shapes
+        self.indices = IndexAnalysis(graph, shapes)
+        self.smaller: dict[str, Tensor] = {}  # by the name of the tensor that they can replace
+
+    def visit(self, node: Node) -> bool:
+        """Find a substitute for the node's output; return whether it replaces that output everywhere."""
+        output = node.outputs[0]
+        value = self.indices.values.get(output.name)
+        if isinstance(value, bool):
+            return self._substitute(node, self.graph.constant("everywhere", np.array(value)))
+        op = op_of(node)
+        if op == "Expand":
+            return self._substitute(node, node.inputs[0])
+        if isinstance(value, Element) and op.startswith("Gather"):
+            return self._substitute(node, self._regrouped_source(output, value))
+        if op == "Gather" and not int_attribute(node, "axis", 0) and is_constant(node.inputs[0]):
+            return self._substitute(node, self._single_row(node))
+        joined = producer(node.inputs[0]) if op in REGROUPING else None
+        if joined is not None and op_of(joined) in ("And", "Or"):
+            return self._move_axes_before(joined, node)
+        if op in ("And", "Or") or (op in BROADCASTING and any(t.name in self.smaller for t in node.inputs)):
+            return self._shrink(node, [self.smaller.get(t.name, t) for t in node.inputs])
+        return False
+
+    def _substitute(self, node: Node, tensor: Tensor | None) -> bool:
+        """Replace the node's output by a tensor of the same shape, or remember the smaller tensor for its consumers."""
+        output = node.outputs[0]
+        if tensor is None:
+            return False
+        shape = self.shapes.shape(tensor)
+        is_same = shape is not None and shape == self.shapes.shape(output)
+        if not is_same or self.graph.is_kept(output) or not self.graph.replace(output, tensor):
+            self.smaller[output.name] = tensor
+            return False
+        return True
+
+    def _regrouped_source(self, output: Tensor, value: Element) -> Tensor | None:
+        """Return the gathered tensor with axes of size 1 added; None if that does not broadcast to the output."""
+        sizes, shape = self.shapes.shape(value.tensor), self.shapes.shape(output)
+        if sizes is None or shape is None:
+            return None
+        axes = [index.terms[0][0] if index.terms else 0 for index in value.indices]  # of the output; 0: none
+        triples = zip(value.indices, axes, sizes, strict=True)
+        takes_all = all(index == axis_index(axis, size) for index, axis, size in triples)
+        used = [axis for axis in axes if axis]
+        if any(-axis > len(shape) or shape[axis] != size for axis, size in zip(axes, sizes, strict=True) if axis):
+            return None  # a size of 1 that is broadcast
+        new = [i for i in range(len(shape)) if i - len(shape) not in used]
+        small_shape = [1 if i in new else size for i, size in enumerate(shape)]
+        target = reshape_target(sizes, small_shape)
+        if not takes_all or used != sorted(set(used)) or (target is None and 0 in axes):
+            return None
+        small = self.graph.variable(f"{output.name}_thin")
+        self.shapes.record(small, small_shape, self.shapes.dtype(output))
+        # Unsqueeze avoids the -1 of a Reshape, which a size of 0 forbids.  Only a Reshape can move axes of size 1.
+        if 0 not in axes:
+            return self._unsqueeze(value.tensor, small, new)
+        self.graph.add_node("Reshape", [value.tensor, self._int_constant(small, target)], [small])
+        return small
+
+    def _unsqueeze(self, tensor: Tensor, output: Tensor, axes: Sequence[int]) -> Tensor:
+        """Compute `output` as the tensor with axes of size 1 added."""
+        if input_index("Unsqueeze", "axes", self.graph.opset) is None:
+            self.graph.add_node("Unsqueeze", [tensor], [output], {"axes": list(axes)})
+        else:
+            self.graph.add_node("Unsqueeze", [tensor, self._int_constant(output, axes)], [output])
+        return output
+
+    def _int_constant(self, output: Tensor, numbers: Sequence[int] | None) -> Tensor:
+        return self.graph.constant(f"{output.name}_places", np.array(numbers))
+
+    def _single_row(self, node: Node) -> Tensor | None:
+        """Return the row of a small table that all indices select, such as the embedding of equal token types."""
+        table, index = node.inputs[0], self.indices.index(node, 1)
+        row, dtype = index.offset if index is not None and not index.terms else None, self.shapes.dtype(table)
+        if not is_constant(table) or not isinstance(row, int) or not -table.shape[0] <= row < table.shape[0]:
+            return None
+        if dtype not in FUSIBLE_FLOATS:
+            return None
+        if math.prod(table.shape) * tensor_dtype_to_np_dtype(dtype).itemsize > MAX_GROWTH_BYTES:
+            return None
+        return self.graph.constant(f"{table.name}_row", constant_value(self.graph, table)[row])
+
+    def _move_axes_before(self, joined: Node, view: Node) -> bool:
+        """Add the axes of size 1 that `view` adds to the result of an And or Or to its operands instead."""
+        output = view.outputs[0]
+        found = [self.shapes.shape(t) for t in (joined.outputs[0], output, *joined.inputs)]
+        known = [shape for shape in found if shape is not None]
+        if self.graph.sole_consumer(joined.outputs[0]) is None or len(known) < len(found):
+            return False
+        before, after, *operand_shapes = known
+        new, operands = _added_axes(before, after), []
+        if not new:
+            return False
+        kept = [axis for axis in range(len(after)) if axis not in new]
+        for operand, shape in zip(joined.inputs, operand_shapes, strict=True):
+            first = kept[len(kept) - len(shape)] if shape else len(after)
+            inner = [axis - first for axis in new if axis > first]  # broadcasting adds the outer ones
+            if inner:
+                unsqueezed = self.graph.variable(f"{output.name}_part")
+                operand_shape = list(shape)
+                for axis in inner:
+                    operand_shape.insert(axis, 1)
+                self.shapes.record(unsqueezed, operand_shape, self.shapes.dtype(operand))
+                operand = self._unsqueeze(operand, unsqueezed, inner)
+            operands.append(operand)
+        stem, dtype = f"{output.name}_joined", self.shapes.dtype(output)
+        return self.graph.replace(output, emit(self.graph, self.shapes, joined.op, operands, stem, after, dtype))
+
+    def _shrink(self, node: Node, inputs: list[Tensor]) -> bool:
+        """Let the node, or a smaller copy of it, read the smaller inputs."""
+        if (result := self._result_among(op_of(node), inputs)) is not None:
+            return self._substitute(node, result)
+        known = [self.shapes.shape(t) for t in inputs]
+        if None in known or inputs == list(node.inputs):
+            return False
+        try:
+            shape = broadcast(self.shapes, *(each for each in known if each is not None))
+        except CannotInfer:
+            return False
+        output = node.outputs[0]
+        if shape == self.shapes.shape(output):
+            for index, tensor in enumerate(inputs):
+                node.inputs[index] = tensor
+            return True
+        stem, dtype = f"{output.name}_thin", self.shapes.dtype(output)
+        self.smaller[output.name] = emit(self.graph, self.shapes, node.op, inputs, stem, shape, dtype, node.attrs)
+        return False
+
+    def _result_among(self, op: str, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Return the input that broadcasts to the result because the others do not change it; None if there is none."""
+        if op == "Where" and isinstance(condition := self._fill_value(inputs[0]), bool):
+            return inputs[1 if condition else 2]
+        if op not in NEUTRAL_MASKS:
+            return None
+        others = [t for t in inputs if self._fill_value(t) != NEUTRAL_MASKS[op]]
+        return others[0] if len(others) == 1 else None
+
+    def _fill_value(self, tensor: Tensor) -> bool | float | None:
+        """Return the value that all elements of a mask, or the element of a constant scalar, have; None if unknown."""
+        value = self.indices.value(tensor)
+        if isinstance(value, bool):
+            return value
+        if not is_constant(tensor) or tuple(tensor.shape) != () or np.dtype(object) == tensor.dtype:
+            return None
+        number: bool | float = constant_value(self.graph, tensor).item()
+        return number
+
+
+def _added_axes(before: Sequence[Size], after: Sequence[Size]) -> list[int]:
+    """Return the axes of size 1 that `after` has and `before` lacks; none if the shapes differ in anything else."""
+    new, rest = [], list(before)
+    for axis, size in enumerate(after):
+        if rest and rest[0] == size:
+            rest.pop(0)
+        elif size == 1:
+            new.append(axis)
+        else:
+            return []
+    return [] if rest else new

@@ -1,1 +1,0 @@
-"""The onnxruntime side: fused nodes run as CUDA kernels inside onnxruntime's CUDA provider."""

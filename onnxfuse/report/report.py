@@ -1,0 +1,199 @@
+"""The report of an optimization: nodes fused, folded and missed, the estimated gain, and the verification."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.match import Miss
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.traffic import Traffic
+from onnxfuse.rewrite.replace import Fused
+from onnxfuse.verify.compare import Verification
+
+MAX_MISSES_SHOWN = 10  # in the terminal
+MAX_NOT_COMPARED_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A fusion, or the folding into weights, that the verification took back, and why."""
+
+    fusion: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `optimize` did to a model.  `to_json()` names the fields."""
+
+    input: Mapping[str, str | int | None]
+    output: Mapping[str, str | int | None]
+    fused: tuple[Fused, ...]
+    folded: tuple[Folded, ...]
+    missed: tuple[Miss, ...]
+    dropped: tuple[Dropped, ...]
+    before: Traffic
+    after: Traffic
+    verified: Verification
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of fused nodes by fusion."""
+        return dict(sorted(Counter(one.fusion for one in self.fused).items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: input, output, counts, fused, folded, missed, dropped, estimate, verified, seconds."""
+        return {
+            "input": dict(self.input),
+            "output": dict(self.output),
+            "counts": self.counts,
+            "fused": [
+                {"fusion": f.fusion, "node": f.node, "replaces": list(f.replaces), "dims": dict(f.dims)}
+                for f in self.fused
+            ],
+            "folded": [{"what": f.kind, "node": f.node, "into": f.into} for f in self.folded],
+            "missed": [miss_json(m) for m in self.missed],
+            "dropped": [asdict(d) for d in self.dropped],
+            "estimate": {
+                "bytes_before": self.before.bytes,
+                "bytes_after": self.after.bytes,
+                "launches_before": self.before.launches,
+                "launches_after": self.after.launches,
+            },
+            "verified": self.verified.to_json(),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+
+    def written(self, path: Path) -> Report:
+        """Return the report with the path that the model was written to."""
+        return replace(self, output={**self.output, "path": str(path)})
+
+    def write(self, path: Path) -> None:
+        """Write as JSON (.json) or as a page (.html).
+
+        Raises UsageError for other suffixes, ModelError if the file cannot be written.
+        """
+        check_name(path)
+        if path.suffix.lower() == ".html":
+            console = Console(record=True, width=120, file=io.StringIO())
+            console.print(self.table())
+            text = console.export_html()
+        else:
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"cannot write the report '{path}': {error.strerror}; give another name") from error
+
+    def table(self) -> Group:
+        """Return the tables and lines for the terminal; one line for a model in which nothing can be fused."""
+        if not self.input["opset"]:
+            return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
+        return Group(_fused_table(self), *_lines(self), *_missed_table(self))
+
+
+def check_name(path: Path) -> None:
+    """Raise UsageError unless the name ends as that of a report must, ModelError unless its folder exists."""
+    if path.suffix.lower() not in (".json", ".html"):
+        raise UsageError(f"cannot write the report '{path}': its name must end in .json or .html")
+    if not path.parent.is_dir():
+        raise ModelError(f"cannot write the report '{path}': there is no folder '{path.parent}'; create it first")
+
+
+def miss_json(miss: Miss) -> dict[str, Any]:
+    """Return a miss as plain data."""
+    return {
+        "fusion": miss.fusion.name,
+        "node": miss.node,
+        "matched": miss.matched,
+        "of": miss.of,
+        "reason": miss.reason,
+        "source": str(miss.span),
+    }
+
+
+def _fused_table(report: Report) -> Table:
+    table = Table(title="Fused", title_justify="left", box=None, pad_edge=False)
+    table.add_column("fusion")
+    for name in "nodes", "replaced":
+        table.add_column(name, justify="right")
+    for name, count in report.counts.items():
+        replaced = sum(len(f.replaces) for f in report.fused if f.fusion == name)
+        table.add_row(name, str(count), str(replaced))
+    return table
+
+
+def _lines(report: Report) -> list[str]:
+    folded = Counter(f.kind for f in report.folded)
+    lines = [f"Folded: {', '.join(f'{count} {kind}' for kind, count in sorted(folded.items())) or 'nothing'}"]
+    lines.append(f"Nodes: {report.input['nodes']} -> {report.output['nodes']}")
+    lines.append(
+        f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
+        f"{report.before.launches} -> {report.after.launches} launches"
+    )
+    return [*lines, *_dropped_lines(report.dropped), *_verification_lines(report.verified)]
+
+
+def _dropped_lines(dropped: Sequence[Dropped]) -> list[str]:
+    """Return one line for each fusion and reason, which names the first node and how many more there are."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    for each in dropped:
+        nodes.setdefault((each.fusion, each.reason), []).append(each.node)
+    return [
+        f"[yellow]Dropped {fusion}[/] at '{escape(first)}'{_more(more)}: {escape(reason)}"
+        for (fusion, reason), (first, *more) in nodes.items()
+    ]
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and at {_counted(len(names), 'equal node')}" if names else ""
+
+
+def _verification_lines(verified: Verification) -> list[str]:
+    """Return what was compared, and each output and fused node that was not."""
+    if not verified.passed:
+        return [f"[yellow]Not verified[/]: {escape(verified.reason)}"]
+    worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
+    outputs = f"{_counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
+    if verified.status == "verified":
+        return [f"[green]Verified[/]: {outputs}"]
+    missing = [f"  '{escape(each.name)}' is not compared: {escape(each.reason)}" for each in verified.not_compared]
+    more = [f"  {len(missing) - MAX_NOT_COMPARED_SHOWN} more are not compared"]
+    shown = missing[:MAX_NOT_COMPARED_SHOWN] + (more if len(missing) > MAX_NOT_COMPARED_SHOWN else [])
+    return [f"[yellow]Partly verified[/]: {outputs}", *shown]
+
+
+def _missed_table(report: Report) -> list[Any]:
+    if not report.missed:
+        return []
+    table = Table(title=f"Nearly fused ({len(report.missed)})", title_justify="left", box=None, pad_edge=False)
+    for name in "fusion", "node", "agreed", "why not":
+        table.add_column(name, overflow="fold")
+    for miss in report.missed[:MAX_MISSES_SHOWN]:
+        table.add_row(miss.fusion.name, escape(miss.node), f"{miss.matched} of {miss.of}", escape(miss.reason))
+    return [table, "`onnxfuse explain MODEL` shows where in the pattern each of them differs."]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _bytes_text(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

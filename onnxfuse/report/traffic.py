@@ -1,0 +1,71 @@
+"""Estimate the memory traffic and the kernel launches of a graph, as in a roofline model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx import helper
+
+from onnxfuse.analysis.dims import Size, evaluate, symbols
+from onnxfuse.analysis.gathered_tables import gathered_tables
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Tensor, op_of
+
+FREE_OPS = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}  # move no data
+ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and launches of a graph in which every node reads its inputs and writes its outputs once, in one launch.
+
+    Of a table whose rows are looked up, a node reads only these rows.
+    """
+
+    bytes: int
+    launches: int
+
+
+def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
+    """Return the traffic of a graph; tensors of unknown rank or dtype count as 0 bytes, dynamic dims as assumed."""
+    total, launches = 0, 0
+    sizes: dict[object, int] = {}
+    bodies = {f"{f.domain}::{f.name}": f for f in graph.functions}
+
+    def size_of(tensor: Tensor, first_axis: int = 0) -> int:
+        key = shapes.shape(tensor), shapes.dtype(tensor), first_axis
+        if key not in sizes:
+            sizes[key] = _bytes(*key)
+        return sizes[key]
+
+    for node in graph.nodes:
+        if (op := op_of(node)) in FREE_OPS:
+            continue
+        launches += 1
+        moved = {t.name: size_of(t) for t in (*node.inputs, *node.outputs) if t.name}
+        axis = int_attribute(node, "axis") if op == "Gather" else None
+        for table_index, rows_index in gathered_tables(op, axis, node.inputs, bodies.get(op)).items():
+            table, rows = node.inputs[table_index], node.inputs[rows_index]
+            if shapes.dtype(rows) and table.name in moved:
+                count = size_of(rows) // _itemsize(shapes.dtype(rows))
+                moved[table.name] = min(moved[table.name], count * size_of(table, 1))
+        total += sum(moved.values())
+    return Traffic(total, launches)
+
+
+def _bytes(shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
+    """Return the bytes of a tensor of this shape, leaving out the axes before `first_axis`."""
+    if shape is None or not dtype:
+        return 0
+    count = 1
+    for size in shape[first_axis:]:
+        assumed = {name: ASSUMED_BATCH if "batch" in name.lower() else ASSUMED_SIZE for name in symbols(size)}
+        count *= max(evaluate(size, assumed), 0)
+    return count * _itemsize(dtype)
+
+
+def _itemsize(dtype: int) -> int:
+    return int(helper.tensor_dtype_to_np_dtype(dtype).itemsize)

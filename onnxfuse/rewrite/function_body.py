@@ -1,0 +1,329 @@
+"""A fusion's terms as ONNX nodes: the body of the fused operator, in one opset, for one variant and its dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.defs import OpSchema
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.dim_expressions import DimExpression
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.terms import Alternatives, Apply, Capture, Constant, Literals, Number, Term, Value
+from onnxfuse.ir.attributes import input_index, schema
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array, dtype_name
+from onnxfuse.match.state import Dims
+from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
+
+BOOLEAN_OPS = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
+ORT_DOMAIN = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that decides a body: dtypes of the operands, and what was captured."""
+
+    opset: int
+    dtypes: Mapping[str, int]  # of the present operands, by name, in order
+    out: tuple[int, ...]  # dtypes of the outputs
+    rank: int  # of the first output
+    values: Mapping[str, object] = field(default_factory=dict)
+    dims: Dims = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    ort: bool = False  # whether com.microsoft operators may be used
+    in_float32: bool = False  # whether operands in a half precision are cast to float32 before anything is computed
+
+    def key(self) -> Hashable:
+        """Return what is equal for variants with equal bodies."""
+        maps = self.dtypes, self.values, self.dims, self.choices
+        return (self.opset, self.out, self.rank, self.ort, self.in_float32, *(repr(sorted(m.items())) for m in maps))
+
+    def holds(self, guard: Guard) -> bool:
+        """Return whether a condition on what was captured is true of this variant."""
+        known: dict[str, object] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
+        known |= {"dtype": dtype_name(self.out[0]), "rank": self.rank, "opset": self.opset}
+        known["dtypes"] = {name: dtype_name(dtype) for name, dtype in self.dtypes.items()}
+        return guard.check(known)
+
+
+SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # of the options that can be written
+
+
+def first_option(term: Alternatives, options: Sequence[Term]) -> Term:
+    """Select the first option, as stored bodies do."""
+    return options[0]
+
+
+def body(
+    fusion: Fusion, variant: Variant, select: SelectOption = first_option
+) -> tuple[list[onnx.NodeProto], list[str]]:
+    """Return (nodes, output names) that compute the fusion from values named like its operands.
+
+    Raises PatternError where the opset has no spelling of the body.
+    """
+    builder = BodyBuilder(variant, select)
+    outputs = []
+    for term, dtype in zip(fusion.outputs, variant.out, strict=False):
+        value = builder.cast(builder.value(term), dtype)
+        if value.name in variant.dtypes or value.name in outputs:
+            value = builder.node("Identity", [value], value.dtype)
+        outputs.append(value.name)
+    return builder.nodes, outputs
+
+
+def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[str]) -> onnx.FunctionProto:
+    """Return the body as a model-local function `onnxfuse::name` with the operands as inputs."""
+    nodes, outputs = body(fusion, variant)
+    domains = {node.domain for node in nodes} - {""}
+    imports = [helper.make_opsetid("", variant.opset), *(helper.make_opsetid(d, 1) for d in sorted(domains))]
+    return helper.make_function(
+        DOMAIN, name, list(variant.dtypes), outputs, nodes, imports, attributes, doc_string=fusion.doc
+    )
+
+
+class BodyBuilder:
+    """Writes terms as nodes, each term once.  It is the `Writing` of the pattern language."""
+
+    def __init__(self, variant: Variant, select: SelectOption = first_option) -> None:
+        self.variant, self.select = variant, select
+        self.nodes: list[onnx.NodeProto] = []
+        self._values: dict[int, Value] = {}
+        self._can_write: dict[int, tuple[Term, bool]] = {}
+        self._count = 0
+        widest = max((FLOAT_BITS.get(dtype, 0) for dtype in variant.out), default=0)
+        self._operands = {}
+        for name, dtype in variant.dtypes.items():
+            operand = Value(name, dtype)
+            is_narrower = dtype in FLOAT_BITS and FLOAT_BITS[dtype] < widest
+            in_float32 = is_narrower or variant.in_float32
+            self._operands[name] = self.cast(operand, TensorProto.FLOAT) if in_float32 else operand
+
+    def value(self, term: Term) -> Value:
+        """Return the value of a term, whose nodes are added where it is met first."""
+        if id(term) not in self._values:
+            self._values[id(term)] = term.write(self)
+        return self._values[id(term)]
+
+    def can_write(self, term: Term) -> bool:
+        """Return whether the opset has the operators of a term and the operands that it needs are present."""
+        if id(term) not in self._can_write:  # alternatives inside alternatives would be asked a thousand times each
+            self._can_write[id(term)] = term, term.can_write(self)
+        return self._can_write[id(term)][1]
+
+    # --- the variant ---------------------------------------------------------------------------------------------
+
+    @property
+    def opset(self) -> int:
+        """The version of the ONNX operators."""
+        return self.variant.opset
+
+    @property
+    def ort(self) -> bool:
+        """Whether operators of com.microsoft may be used."""
+        return self.variant.ort
+
+    def has(self, capture: Capture) -> bool:
+        """Return whether an operand is present, or a scalar has a value; attributes can always be left out."""
+        if capture.is_operand:
+            return capture.name in self.variant.dtypes
+        return capture.kind == "attribute" or capture.name in self.variant.values
+
+    def holds(self, guard: Guard) -> bool:
+        """Return whether a condition is true of this variant."""
+        return self.variant.holds(guard)
+
+    def label(self, choice: str) -> str:
+        """Return the label of a choice in this variant."""
+        return self.variant.choices[choice]
+
+    def operand(self, name: str) -> Value:
+        """Return an operand: in float32 where an output has a wider dtype than the operand, or the variant says so."""
+        return self._operands[name]
+
+    def scalar(self, name: str) -> float:
+        """Return the value of a scalar."""
+        value = self.variant.values[name]
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def captured_number(self, name: str) -> int | None:
+        """Return a number that matching has captured under a name; None where it has not."""
+        found = self.variant.values.get(name)
+        return found if isinstance(found, int) else None
+
+    @property
+    def leading_rank(self) -> int:
+        """How many axes "..." stands for."""
+        return len(self.variant.dims.get("...", ()))
+
+    def size(self, name: str) -> Size:
+        """Return the size of a named dimension, "...0" the first that "..." stands for; a number stands for itself."""
+        if name.isdecimal():
+            return int(name)
+        size: Size = self.variant.dims["..."][int(name[3:])] if name.startswith("...") else self.variant.dims[name]
+        return size
+
+    def full(self, value: Number, dims: str) -> Array:
+        """Return an array of these dimensions whose elements all are `value`."""
+        sizes = [self.size(name) for name in dims.split()]
+        return np.full([size for size in sizes if is_static(size)], value)
+
+    # --- nodes ---------------------------------------------------------------------------------------------------
+
+    def node(self, op: str, inputs: Sequence[Value | None], dtype: int, **attributes: Any) -> Value:
+        """Append a node with one output of that dtype."""
+        self._count += 1
+        name = f"t{self._count}"
+        domain, _, op_type = op.rpartition("::")
+        names = [value.name if value else "" for value in inputs]
+        while names and not names[-1]:
+            names.pop()
+        self.nodes.append(helper.make_node(op_type, names, [name], domain=domain, **attributes))
+        return Value(name, dtype)
+
+    def cast(self, value: Value, dtype: int) -> Value:
+        """Return the value in another floating dtype; a value that is not of a floating dtype stays as it is."""
+        if value.dtype == dtype or value.dtype not in FLOAT_BITS or dtype not in FLOAT_BITS:
+            return value
+        return self.node("Cast", [value], dtype, to=dtype)
+
+    def constant(self, value: Literals | Sequence[Size], dtype: int) -> Value:
+        """Return the value of a new Constant node, before opset 9 cast to a dtype that is no floating-point one."""
+        if self.opset < 9 and dtype not in FLOATS:  # Constant had floating-point values only
+            return self.node("Cast", [self.constant(value, TensorProto.DOUBLE)], dtype, to=dtype)
+        array = np.asarray(value).astype(helper.tensor_dtype_to_np_dtype(dtype))
+        return self.node("Constant", [], dtype, value=numpy_helper.from_array(array))
+
+    # --- terms ---------------------------------------------------------------------------------------------------
+
+    def can_write_operator(self, term: Apply) -> bool:
+        """Return whether the opset has an operator, and its inputs and attributes can be written."""
+        known = term.op.startswith(ORT_DOMAIN) or schema(term.op, self.opset) is not None
+        return known and all(map(self._is_static, term.attributes.values())) and all(
+            self.can_write(item) or self._may_lack(term.op, index, item) for index, item in enumerate(term.inputs)
+        )  # fmt: skip
+
+    def _is_static(self, wanted: object) -> bool:
+        """Return whether an attribute can be written: one that depends on sizes known at run time only cannot."""
+        if isinstance(wanted, list):
+            return all(map(self._is_static, wanted))
+        return not isinstance(wanted, DimExpression) or is_static(self._attribute(wanted))
+
+    def _may_lack(self, op: str, index: int, term: Term) -> bool:
+        """Return whether an input is optional, for the fusion and for the operator."""
+        formals = found.inputs if (found := schema(op, self.opset)) else ()
+        needed = index < len(formals) and formals[index].option == OpSchema.FormalParameterOption.Single
+        return term.is_optional and not needed
+
+    def write_operator(self, term: Apply) -> Value:
+        """Append the node of an operator, whose attributes are inputs where the opset wants that."""
+        inputs: list[Value | Literals | None] = []
+        for item in term.inputs:
+            number = item.number(self)
+            if number is None and self.can_write(item):
+                inputs.append(self.value(item))
+            else:
+                inputs.append(number)
+        ready = self._promoted(inputs)
+        found = [v.dtype for v in ready if v and v.dtype != TensorProto.BOOL]
+        found += [v.dtype for v in ready if v] or [TensorProto.FLOAT]
+        first = next((dtype for dtype in found if dtype in FLOAT_BITS), found[0])
+        attributes = {}
+        for name, wanted in term.attributes.items():
+            value = self._attribute(wanted)
+            index = None if term.op.startswith(ORT_DOMAIN) else self._input_index(term.op, name)
+            if value is None or (term.op == "Slice" and name == "steps" and self.opset < 10):
+                continue  # before opset 10 all steps were one
+            if index is None:
+                attributes[name] = value
+            else:
+                ready.extend([None] * (index + 1 - len(ready)))
+                whole = isinstance(value, int) or (isinstance(value, list) and all(isinstance(v, int) for v in value))
+                exact = whole and name not in ("min", "max")
+                ready[index] = self.constant(value, TensorProto.INT64 if exact else first)
+        dtype = TensorProto.BOOL if term.op in BOOLEAN_OPS else TensorProto.INT64 if term.op == "Shape" else first
+        if term.op == "Cast":
+            dtype = attributes["to"]
+        return self.node(term.op, ready, dtype, **attributes)
+
+    def _input_index(self, op: str, name: str) -> int | None:
+        """Return the index of the input that an attribute is in this opset; None where it is an attribute."""
+        found = schema(op, self.opset)
+        return None if found and name in found.attributes else input_index(op, name, self.opset)
+
+    def _attribute(self, wanted: object) -> Any:
+        """Return an attribute's value, with captured values and sizes put in."""
+        if isinstance(wanted, Capture):
+            return self.variant.values.get(wanted.name)
+        if isinstance(wanted, DimExpression):
+            return wanted.evaluate(self.variant.dims)
+        return [self._attribute(item) for item in wanted] if isinstance(wanted, list) else wanted
+
+    def write_output(self, operator: Apply, index: int, count: int) -> Value:
+        """Return the output `index` of an operator; all `count` outputs are named, because onnxruntime requires it."""
+        first = self.value(operator)
+        made = next(node for node in reversed(self.nodes) if node.output[0] == first.name)
+        if len(made.output) < count:
+            made.output.extend(f"{first.name}_{i}" for i in range(1, count))
+        return Value(made.output[index], first.dtype)
+
+    def write_associative(self, op: str, terms: Sequence[Term]) -> Value:
+        """Combine the terms from the left; numbers stay numbers until the dtype beside them is known."""
+        numbers = [term.number(self) for term in terms]
+        items = [self.value(term) if number is None else number for term, number in zip(terms, numbers, strict=True)]
+        whole = items[0]
+        for term, item in zip(terms[1:], items[1:], strict=True):
+            if isinstance(term, Constant) and term.divisor is not None and isinstance(whole, Value):
+                whole = self._binary("Div", whole, term.divisor)
+            else:
+                whole = self._binary(op, whole, item)
+        return whole if isinstance(whole, Value) else self.constant(whole, TensorProto.FLOAT)
+
+    def _binary(self, op: str, left: Value | Literals, right: Value | Literals) -> Value | Literals:
+        if isinstance(left, Value) or isinstance(right, Value):
+            a, b = self._promoted([left, right])
+            return self.node(op, [a, b], a.dtype if a else 0)
+        return left * right if op == "Mul" else left + right
+
+    def _promoted(self, values: Sequence[Value | Literals | None]) -> list[Value | None]:
+        """Return all in one floating dtype, the widest among the values; numbers beside integers are integers."""
+        found = [v.dtype for v in values if isinstance(v, Value) and v.dtype != TensorProto.BOOL]
+        widest = max(found, key=lambda dtype: FLOAT_BITS.get(dtype, 0), default=int(TensorProto.FLOAT))
+        return [
+            None if v is None else self.cast(v, widest) if isinstance(v, Value) else self.constant(v, widest)
+            for v in values
+        ]
+
+    def can_write_rearrange(self, pattern: str, slice_name: str | None) -> bool:
+        """Return whether the shapes of the Reshapes can be written: each has at most one unknown size."""
+        return all(reshape_targets(self, pattern, slice_name))
+
+    def write_rearrange(self, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
+        """Append the views that rearrange `inner`, or a slice of it."""
+        return write_rearrange(self, term, inner, pattern, slice_name)
+
+    def write_scaled(self, inner: Term, scale: str) -> Value:
+        """Append a Mul by a scalar: of the left operand of a MatMul, else of the value."""
+        factor, inner = self.scalar(scale), inner.unwrapped
+        if factor == 1:
+            return self.value(inner)
+        if isinstance(inner, Apply) and inner.op == "MatMul":
+            left, right = self._promoted([self.value(t) for t in inner.inputs])
+            assert left and right
+            left = self.node("Mul", [left, self.constant(factor, left.dtype)], left.dtype)
+            return self.node("MatMul", [left, right], left.dtype)
+        value = self.value(inner)
+        return self.node("Mul", [value, self.constant(factor, value.dtype)], value.dtype)
+
+
+def is_static(size: object) -> TypeGuard[int]:
+    """Return whether a dimension is a number."""
+    return isinstance(size, int) and not isinstance(size, bool) and math.isfinite(size)

@@ -1,0 +1,202 @@
+"""A Rearrange as ONNX nodes: Slice, Reshape to split axes, Transpose, Expand to repeat, Reshape to merge axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeAlias
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.dims import Size, product
+from onnxfuse.analysis.layout import Arrangement, parse_arrangement
+from onnxfuse.dsl.terms import Term, Value
+from onnxfuse.errors import PatternError
+
+UNCHANGED: Final = "unchanged"
+PLACEHOLDER: Final = None  # an axis of size 1 that is squeezed away again
+Target: TypeAlias = list[int | None] | str  # the sizes of a Reshape, or UNCHANGED
+
+
+class ViewBuilder(Protocol):
+    """The function body that views are added to."""
+
+    @property
+    def opset(self) -> int:
+        """The version of the ONNX operators."""
+        ...
+
+    @property
+    def leading_rank(self) -> int:
+        """How many axes "..." stands for."""
+        ...
+
+    def size(self, name: str) -> Size:
+        """Return the size of a named dimension, "...0" the first that "..." stands for; a number stands for itself."""
+        ...
+
+    def captured_number(self, name: str) -> int | None:
+        """Return a number that matching has captured under a name; None where it has not."""
+        ...
+
+    def value(self, term: Term) -> Value:
+        """Return the value of a term."""
+        ...
+
+    def constant(self, value: Sequence[Size], dtype: int) -> Value:
+        """Return the value of a new Constant node."""
+        ...
+
+    def node(self, op: str, inputs: Sequence[Value | None], dtype: int, **attributes: Any) -> Value:
+        """Append a node with one output of that dtype."""
+        ...
+
+
+def write_rearrange(builder: ViewBuilder, term: Term, inner: Term, pattern: str, slice_name: str | None) -> Value:
+    """Return `inner`, or a slice of it, with its axes rearranged.
+
+    Raises PatternError, which names the source line of `term`, where a Reshape would have two unknown sizes.
+    """
+    first, last = reshape_targets(builder, pattern, slice_name)
+    if first is None or last is None:
+        raise PatternError(f"{term.span}: a Reshape with two unknown sizes cannot be written")
+    value = builder.value(inner)
+    if slice_name is not None:
+        value = _packed_slice(builder, value, slice_name, parse_arrangement(pattern, builder.leading_rank))
+    arrangement, split = _arrangement(builder, pattern, slice_name)
+    value = _reshape(builder, value, first)
+    order = [name for names in arrangement.result for name in names]
+    kept = [name for name in order if name in split]
+    if kept != split:
+        value = builder.node("Transpose", [value], value.dtype, perm=[split.index(name) for name in kept])
+    repeated = _repeated(builder, order, split)
+    if repeated:
+        value = _repeat(builder, value, order, repeated)
+    return _reshape(builder, value, last)
+
+
+def reshape_targets(builder: ViewBuilder, pattern: str, slice_name: str | None) -> tuple[Target | None, Target | None]:
+    """Return the shapes of the Reshape that splits axes and of the one that merges them.
+
+    None stands for a shape that cannot be written, because two of its sizes are unknown.
+    """
+    arrangement, split = _arrangement(builder, pattern, slice_name)
+    order = [name for names in arrangement.result for name in names]
+    repeated = _repeated(builder, order, split)
+    if split == [name for name in order if name in split] and not repeated:  # nothing moves: one Reshape does it
+        return UNCHANGED, _target(builder, arrangement.result, arrangement.source)
+    present = [name for i, name in enumerate(order) if name in split or i in repeated]
+    return (
+        _target(builder, [(n,) for n in split], arrangement.source),
+        _target(builder, arrangement.result, [(n,) for n in present]),
+    )
+
+
+def _arrangement(builder: ViewBuilder, pattern: str, slice_name: str | None) -> tuple[Arrangement, list[str]]:
+    """Return the arrangement once a slice is taken, and the names on its left."""
+    arrangement = parse_arrangement(pattern, builder.leading_rank)
+    if slice_name is not None and builder.captured_number(f"{slice_name}_pitch") is not None:
+        *others, last = arrangement.source
+        arrangement = replace(arrangement, source=(*others, *((name,) for name in last)))
+    return arrangement, [name for names in arrangement.source for name in names]
+
+
+# --- a slice of a packed last axis -------------------------------------------------------------------------------
+
+
+def _packed_slice(builder: ViewBuilder, value: Value, name: str, arrangement: Arrangement) -> Value:
+    """Return the slice of the last axis that is arranged: one run, or several, which get an axis for each name."""
+    offset, pitch = builder.captured_number(f"{name}_offset"), builder.captured_number(f"{name}_pitch")
+    *others, last = arrangement.source
+    sizes = [builder.size(each) for each in last]
+    if offset is None:
+        return value
+    if pitch is None:
+        return _slice(builder, value, {len(others): (offset, product(sizes))})
+    blocks = builder.size(f"{name}_blocks")  # not -1, because the other axes may be empty
+    by_block = builder.constant([*(0 for _ in others), blocks, pitch], TensorProto.INT64)
+    value = builder.node("Reshape", [value, by_block], value.dtype)
+    axis = len(others)
+    runs = {axis: (offset // pitch, product(sizes[:-1])), axis + 1: (offset % pitch, sizes[-1])}
+    value = _slice(builder, value, runs)
+    if len(last) == 2:
+        return value
+    by_name = builder.constant([*(0 for _ in others), *sizes], TensorProto.INT64)
+    return builder.node("Reshape", [value, by_name], value.dtype)
+
+
+def _slice(builder: ViewBuilder, value: Value, ranges: dict[int, tuple[int, Size]]) -> Value:
+    """Slice by ranges, which give the first element and the number of elements on an axis."""
+    starts, ends = [first for first, _ in ranges.values()], [first + count for first, count in ranges.values()]
+    bounds: dict[str, Sequence[Size]] = {"starts": starts, "ends": ends, "axes": list(ranges)}
+    if builder.opset < 10:
+        return builder.node("Slice", [value], value.dtype, **bounds)
+    inputs = [builder.constant(numbers, TensorProto.INT64) for numbers in bounds.values()]
+    return builder.node("Slice", [value, *inputs], value.dtype)
+
+
+# --- views -------------------------------------------------------------------------------------------------------
+
+
+def _repeated(builder: ViewBuilder, order: Sequence[str], split: Sequence[str]) -> list[int]:
+    """Return the indices of the names that are new on the right: the value is repeated along their axes."""
+    return [i for i, name in enumerate(order) if name not in split and builder.size(name) != 1]
+
+
+def _repeat(builder: ViewBuilder, value: Value, order: Sequence[str], repeated: Sequence[int]) -> Value:
+    value = _with_axes(builder, "Unsqueeze", value, repeated)
+    shape = [builder.size(name) if i in repeated else 1 for i, name in enumerate(order)]
+    return builder.node("Expand", [value, builder.constant(shape, TensorProto.INT64)], value.dtype)
+
+
+def _with_axes(builder: ViewBuilder, op: str, value: Value, axes: Sequence[int]) -> Value:
+    """Append a Squeeze or an Unsqueeze."""
+    if builder.opset < 13:
+        return builder.node(op, [value], value.dtype, axes=list(axes))
+    return builder.node(op, [value, builder.constant(list(axes), TensorProto.INT64)], value.dtype)
+
+
+def _target(
+    builder: ViewBuilder, wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
+) -> Target | None:
+    """Return the shape that makes axes of the names `wanted` of axes of the names `present`; None for two unknowns."""
+    wanted, present = (
+        [tuple(n for n in names if builder.size(n) != 1) for names in axes] for axes in (wanted, present)
+    )
+    if wanted == present:
+        return UNCHANGED
+    target: list[int | None] = []
+    for i, names in enumerate(wanted):
+        size = product([builder.size(name) for name in names])
+        same = i < len(present) and tuple(present[i]) == tuple(names)
+        target.append(size if isinstance(size, int) and size != 0 else 0 if same else -1)
+    if target.count(-1) > 1:
+        return None
+    return (_with_placeholders(target, wanted, present) if {0, -1} <= set(target) else None) or target
+
+
+def _with_placeholders(
+    target: Sequence[int | None], wanted: Sequence[tuple[str, ...]], present: Sequence[tuple[str, ...]]
+) -> list[int | None] | None:
+    """Return the target with 0 in place of -1, and placeholders in front that bring the 0 to the index it copies from.
+
+    Beside a size that is 0 when the model runs, -1 could be any number, and runtimes refuse it.  None where it cannot
+    be written so.
+    """
+    result: list[int | None] = []
+    for size, names in zip(target, wanted, strict=True):
+        if size in (0, -1):
+            if names not in present or present.index(names) < len(result):
+                return None
+            result += [PLACEHOLDER] * (present.index(names) - len(result))
+        result.append(0 if size == -1 else size)
+    return result
+
+
+def _reshape(builder: ViewBuilder, value: Value, target: Target) -> Value:
+    if isinstance(target, str):  # UNCHANGED
+        return value
+    placeholders = [i for i, size in enumerate(target) if not isinstance(size, int)]
+    sizes = builder.constant([size if isinstance(size, int) else 1 for size in target], TensorProto.INT64)
+    value = builder.node("Reshape", [value, sizes], value.dtype)
+    return _with_axes(builder, "Squeeze", value, placeholders) if placeholders else value

@@ -1,0 +1,1 @@
+"""Run fused nodes as CUDA kernels inside onnxruntime's CUDA execution provider."""

@@ -1,0 +1,128 @@
+"""Load kernels on a CUDA GPU through CuPy, which compiles them and caches the code on disk for all processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from onnxfuse.runtime.nvrtc import KernelError, arch_name, compile_cubin, compile_flags, source_text
+from onnxfuse.runtime.plan import Device, Kernel
+
+log: Final = logging.getLogger("onnxfuse")
+T = TypeVar("T")
+MAX_UNUSED_KERNELS: Final = 256  # that stay loaded when their sessions are gone, because the next session may use them
+
+
+@dataclass(eq=False)
+class LoadedKernel:
+    """A kernel's entry point on a GPU, which can be launched as long as this object lives."""
+
+    handle: int  # CUfunction
+    module: object  # what unloads the code when it is deleted
+    max_shared: int = 0  # bytes of dynamic shared memory that launches may use so far
+    max_cluster: int = 1  # blocks of a cluster that launches may use so far
+
+
+KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and source
+_loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
+_recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
+_lock = threading.RLock()
+
+
+def cupy_module() -> Any:
+    """Return CuPy; if its cache folder cannot be made, let it cache compiled code in memory.
+
+    CuPy cannot even be imported without that folder. Raises ImportError if it is not installed.
+    """
+    try:
+        folder = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        log.warning("kernels are not cached on disk from now on: %s", error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        os.environ["CUPY_CACHE_DIR"] = os.sep  # this folder exists, and nothing is written into it
+    return importlib.import_module("cupy")
+
+
+def unavailable() -> str | None:
+    """Return why kernels cannot be compiled and loaded here; None if they can."""
+    try:
+        cupy = cupy_module()
+        importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); install onnxfuse[cuda]"
+    except Exception as error:  # CuPy's errors have no common class
+        return f"CuPy finds no usable CUDA: {error}"
+    return None if count else "CuPy finds no GPU"
+
+
+@functools.cache
+def gpu(ordinal: int) -> Device:
+    """Return the properties of the GPU with that number."""
+    cupy = cupy_module()
+    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    return Device(
+        properties["name"].decode(),
+        10 * properties["major"] + properties["minor"],
+        properties["multiProcessorCount"],
+        properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
+        ordinal=ordinal,
+    )
+
+
+def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
+    """Return the kernel, loaded on that GPU: the same object for equal kernels while somebody holds it.
+
+    Raises KernelError if it does not compile or cannot be loaded.
+    """
+    text = source_text(kernel.source)
+    flags = compile_flags(kernel)
+    if kernel.arch_specific:
+        flags += (f"-arch={arch_name(kernel, gpu(ordinal).arch)}",)
+    key = (ordinal, kernel.entry, flags, text)
+    with _lock:
+        loaded = _loaded.get(key)
+        if loaded is None:
+            loaded = _loaded[key] = _compile_and_load(kernel, text, flags, ordinal)
+            _recent.append(loaded)
+        return loaded
+
+
+def _compile_and_load(kernel: Kernel, text: str, flags: tuple[str, ...], ordinal: int) -> LoadedKernel:
+    cupy = cupy_module()
+    with cupy.cuda.Device(ordinal):
+        raw = cupy.RawKernel(text, kernel.entry, options=flags)
+        try:
+            return LoadedKernel(retry_without_disk_cache(lambda: int(raw.kernel.ptr)), raw)
+        except cupy.cuda.compiler.CompileException as error:
+            raise KernelError(f"{kernel.source}.cu does not compile: {error}") from error
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise KernelError(f"{kernel.source}.cu: entry {kernel.entry} cannot be loaded: {error}") from error
+
+
+def retry_without_disk_cache(call: Callable[[], T]) -> T:
+    """Return what `call`, which compiles through CuPy, returns; if the disk fails, call it again with CuPy's cache off.
+
+    The cache stays off until the process ends.
+    """
+    try:
+        return call()
+    except OSError as error:
+        log.warning("kernels are not cached on disk from now on: %s", error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        return call()
+
+
+def machine_code(kernel: Kernel, device: Device) -> bytes:
+    """Return the kernel's cubin for that GPU's architecture.  Raises KernelError if it does not compile."""
+    return compile_cubin(kernel, device.arch).code

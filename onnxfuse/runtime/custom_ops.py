@@ -1,0 +1,83 @@
+"""Register the functions that run as kernels with session options, as custom operators of a provider."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import onnxruntime as ort
+
+from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.fused_calls import Call, attribute_kinds
+from onnxfuse.runtime.target import NoTarget, Target, native_library
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """What session options have registered."""
+
+    ops: frozenset[str]
+    settings: int  # native.TF32, native.MEASURE
+
+
+_registrations: Final[weakref.WeakKeyDictionary[ort.SessionOptions, _Registration]] = weakref.WeakKeyDictionary()
+_lock: Final = threading.Lock()
+
+
+def register_operators(
+    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
+) -> None:
+    """Register the functions that `calls` name as operators of the target's provider; any thread may.
+
+    bodies   functions that must not be registered, because their bodies run
+    measure  whether candidates of a kernel may be timed
+
+    Raises UsageError if these options have registered operators that do not fit, OnnxfuseError if onnxruntime refuses
+    the operators.
+    """
+    calls_of_op = {call.op: [c for c in calls if c.op == call.op] for call in calls}
+    with _lock:
+        registered = _registrations.get(options)
+        if registered is not None:
+            _refuse_clash(registered, target, calls_of_op, bodies, measure)
+        if isinstance(target, NoTarget) or not calls_of_op:
+            return
+        lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(calls_of_op.items())]
+        settings = target.settings(measure)
+        library = native_library()
+        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
+        if registered is not None:
+            return
+        try:
+            options.register_custom_ops_library(str(Path(library._name).resolve()))
+        except Exception as error:  # onnxruntime's errors have no common class
+            raise OnnxfuseError(f"onnxruntime does not accept the operators of onnxfuse: {error}") from error
+        _registrations[options] = _Registration(frozenset(calls_of_op), settings)
+
+
+def _refuse_clash(
+    registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], measure: bool
+) -> None:
+    """Raise UsageError if session options that have operators of another model cannot serve this model too."""
+    if clash := sorted(registered.ops & bodies) or sorted(set(ops) - registered.ops):
+        is_registered = clash[0] in registered.ops
+        what = "as a kernel, but here its body" if is_registered else "not as a kernel, but here its kernel"
+        raise UsageError(
+            f"another model was registered with these session options; they run {clash[0]} {what} must run; "
+            "make new SessionOptions for each model"
+        )
+    if isinstance(target, NoTarget) or not ops:
+        return
+    settings = target.settings(measure)
+    for flag, name in (native.TF32, "use_tf32"), (native.MEASURE, "tune other than 'never'"):
+        if (registered.settings ^ settings) & flag:
+            raise UsageError(
+                f"another model was registered with these session options and {name} = "
+                f"{int(bool(registered.settings & flag))}, here it is {int(bool(settings & flag))}; "
+                "make new SessionOptions for each setting"
+            )

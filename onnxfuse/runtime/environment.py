@@ -1,0 +1,116 @@
+"""Describe what the speed of kernels depends on besides node and shapes: GPU, driver, libraries, kernels, settings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import onnxfuse.kernels
+from onnxfuse.runtime.cupy_backend import cupy_module
+from onnxfuse.runtime.plan import Device
+
+Environment = Mapping[str, str | int | bool]
+ALL_OPTIMIZATIONS: Final = "ORT_ENABLE_ALL"  # onnxruntime's default level of graph optimization
+KERNEL_SUFFIXES: Final = {".py", ".cu", ".cuh"}
+LIBRARY_PACKAGES: Final = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+DRIVER_VERSION_FILE: Final = Path("/proc/driver/nvidia/version")
+BOOLEAN_TEXTS: Final = {"True": "1", "true": "1", "False": "0", "false": "0"}  # as onnxruntime reads them
+# Defaults of the CUDA provider's options that are not "0".
+OPTION_DEFAULTS: Final = {"cudnn_conv_algo_search": "EXHAUSTIVE", "cudnn_conv_use_max_workspace": "1"}
+# Options of the CUDA provider that do not change which kernels onnxruntime runs, or that are recorded elsewhere: the
+# first three are part of `kernel_environment` or of the mode that was measured.
+IGNORED_OPTIONS: Final = {
+    "device_id", "use_tf32", "enable_cuda_graph",
+    "user_compute_stream", "has_user_compute_stream", "use_ep_level_unified_stream", "do_copy_in_default_stream",
+    "gpu_mem_limit", "arena_extend_strategy", "default_memory_arena_cfg",
+    "gpu_external_alloc", "gpu_external_free", "gpu_external_empty_cache",
+}  # fmt: skip
+
+
+def kernel_environment(provider: str, device: Device) -> Environment:
+    """Return what the speed of our kernels depends on; measurements made in another environment do not hold."""
+    return {
+        "provider": provider,
+        "gpu": device.name,
+        "arch": device.arch,
+        "multiprocessors": device.multiprocessors,
+        "tf32": device.tf32,
+        "driver": driver_version(),
+        "cuda": cuda_version(),
+        "libraries": library_versions(),
+        "onnxfuse": onnxfuse.__version__,
+        "onnxruntime": import_module("onnxruntime").__version__,
+        "kernels": kernels_digest(),
+    }
+
+
+def session_environment(
+    provider: str, device: Device, options: Mapping[str, object], optimization: str = ALL_OPTIMIZATIONS
+) -> Environment:
+    """Return `kernel_environment` and what decides which of its own kernels onnxruntime runs in a session.
+
+    options       of the provider; those that are ignored or at their default do not count
+    optimization  the level of onnxruntime's graph optimization
+    """
+    texts = {
+        name: BOOLEAN_TEXTS.get(str(value), str(value))
+        for name, value in options.items()
+        if name not in IGNORED_OPTIONS
+    }
+    changed = {name: text for name, text in texts.items() if text != OPTION_DEFAULTS.get(name, "0")}
+    of_session = {"options": json.dumps(changed, sort_keys=True), "optimization": optimization}
+    return {**kernel_environment(provider, device), **of_session}
+
+
+@functools.cache
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver; "" if there is none."""
+    with suppress(OSError):
+        text = DRIVER_VERSION_FILE.read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"\d+\.\d+(\.\d+)?", text):
+            return found[0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@functools.cache
+def cuda_version() -> str:
+    """Return the versions of the CUDA runtime and of NVRTC that CuPy uses; "" without CuPy or CUDA."""
+    try:
+        cuda = cupy_module().cuda
+        return f"{cuda.runtime.runtimeGetVersion()} nvrtc {'.'.join(map(str, cuda.nvrtc.getVersion()))}"
+    except Exception:  # CuPy's errors have no common class
+        return ""
+
+
+@functools.cache
+def library_versions() -> str:
+    """Return the versions of the cuBLAS and cuDNN packages; "" if they are not installed as Python packages."""
+    found = []
+    for name in LIBRARY_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
+def kernels_digest() -> str:
+    """Return a digest of the kernels' sources and their hosts."""
+    return _digest_of_folders(tuple(onnxfuse.kernels.__path__))
+
+
+@functools.cache
+def _digest_of_folders(folders: tuple[str, ...]) -> str:
+    files = sorted(path for folder in folders for path in Path(folder).rglob("*.*") if path.suffix in KERNEL_SUFFIXES)
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""Tell a session the folder of the weights that are stored outside its model's file."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import onnx
+import onnxruntime as ort
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.ir.protos import tensors
+
+FOLDER_ENTRY: Final = "session.model_external_initializers_file_folder_path"
+_lock_of_options: Final[weakref.WeakKeyDictionary[ort.SessionOptions, threading.Lock]] = weakref.WeakKeyDictionary()
+_lock: Final = threading.Lock()
+
+
+def external_files(model: onnx.ModelProto) -> set[str]:
+    """Return the names of the files that hold weights of the model, its subgraphs and its functions."""
+    external = filter(uses_external_data, tensors(model.graph, *model.functions))
+    return {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+
+
+def file_outside(folder: Path, files: Iterable[str]) -> str | None:
+    """Return a file that is not below the folder once links are followed; None if all are.
+
+    onnxruntime follows links out of the folder if it loads a model by its path, but not if it loads bytes.
+    """
+    root = folder.resolve()
+    return next((file for file in sorted(files) if not (folder / file).resolve().is_relative_to(root)), None)
+
+
+def configured_folder(options: ort.SessionOptions) -> Path | None:
+    """Return the folder that session options name, which onnxruntime prefers to the model's; None if they do not."""
+    try:
+        text = options.get_session_config_entry(FOLDER_ENTRY)
+    except RuntimeError:  # the entry was never set
+        return None
+    return Path(text) if text else None
+
+
+@contextmanager
+def external_data_folder(folder: Path | None, options: ort.SessionOptions, *, shared: bool) -> Iterator[None]:
+    """Let a session that is made from bytes find its weights in this folder.
+
+    If `folder` is None or the options name a folder, they stay as they are. `shared` options may serve another model
+    next, so the folder is removed from them in the end; onnxruntime logs a warning about that. Threads with the same
+    options wait here for each other, because a session would otherwise find the weights of another thread's model.
+    """
+    with _lock:
+        own_lock = _lock_of_options.setdefault(options, threading.Lock())
+    with own_lock:
+        if folder is None or configured_folder(options):
+            yield
+            return
+        options.add_session_config_entry(FOLDER_ENTRY, str(folder.resolve()))
+        try:
+            yield
+        finally:
+            if shared:
+                options.add_session_config_entry(FOLDER_ENTRY, "")  # an empty entry counts as none

@@ -1,0 +1,175 @@
+"""Read the fused nodes of a model and the dtypes of their inputs, and let some nodes call a copy of their function."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import onnx
+from onnx import helper
+
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.domain import DOMAIN, check_version
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.load import read
+from onnxfuse.ir.protos import subgraphs
+from onnxfuse.runtime.plan import FusedNode
+from onnxfuse.runtime.planner import fused_node
+
+Type = tuple[int, int | None]  # dtype and rank of a tensor; None if its rank is unknown
+Types = Mapping[str, Type]
+MAX_INITIALIZER_BYTES: Final = 1024  # larger initializers are left out of shape inference
+ATTRIBUTE_KINDS: Final = {
+    onnx.AttributeProto.INT: "i",
+    onnx.AttributeProto.FLOAT: "f",
+    onnx.AttributeProto.STRING: "s",
+    onnx.AttributeProto.INTS: "I",
+    onnx.AttributeProto.FLOATS: "F",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A fused node of a model."""
+
+    op: str  # the function it calls
+    proto: onnx.NodeProto
+    node: FusedNode
+    dtypes: tuple[str | None, ...]  # of its inputs; None if unknown
+    has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs, as native/infer.h says
+    in_function: bool  # whether it is in the body of a function
+    has_body: bool  # whether the model has the function that it calls
+
+
+def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without its external data.  Raises ModelError if it cannot be read."""
+    return source if isinstance(source, onnx.ModelProto) else read(source)
+
+
+def read_calls(model: onnx.ModelProto) -> list[Call]:
+    """Return the fused nodes of a model.  Raises ModelError for a node that this version of onnxfuse cannot read."""
+    check_version(model)
+    bodies = {f.name for f in model.functions if f.domain == DOMAIN}
+    nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
+    if not any(node.domain == DOMAIN for node, _ in nodes):
+        return []
+    typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type]()))
+    calls = [
+        _call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if node.domain == DOMAIN
+    ]
+    for function in model.functions:
+        calls += [_call(n, None, bodies) for n in _all_nodes(function.node) if n.domain == DOMAIN]
+    return calls
+
+
+def _call(node: onnx.NodeProto, types: Types | None, bodies: Collection[str]) -> Call:
+    name = node.name or next(iter(node.output), "")
+    attributes = {each.name: _value(each) for each in node.attribute if not each.ref_attr_name}
+    fused = fused_node(name, attributes)
+    for attribute, named, count in (
+        ("operands", fused.operands, len(node.input)),
+        ("output_types", fused.output_dtypes, len(node.output)),
+    ):
+        if len(named) != count or not named:
+            raise ModelError(f"fused node '{name}': attribute {attribute} names {len(named)}, the node has {count}")
+    known = types or {}
+    dtypes = tuple(dtype_name(known[name][0]) if name in known else None for name in node.input)
+    ranks = {known[name][1] if name in known else None for name in (node.input[0], *node.output)}
+    has_ranks = "output_ranks" in attributes or (len(ranks) == 1 and not ranks & {None, 0})
+    return Call(node.op_type, node, fused, dtypes, has_ranks, types is None, node.op_type in bodies)
+
+
+def _value(attribute: onnx.AttributeProto) -> object:
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def attribute_kinds(calls: Collection[Call]) -> str:
+    """Return the attributes of an op's nodes for the native library, as "epsilon:f axis:i"."""
+    attributes = [attribute for call in calls for attribute in call.proto.attribute]
+    kinds = {(each.name, ATTRIBUTE_KINDS[each.type]) for each in attributes if each.type in ATTRIBUTE_KINDS}
+    return " ".join(f"{name}:{kind}" for name, kind in sorted(kinds))
+
+
+def split_functions(model: onnx.ModelProto, calls: Collection[Call]) -> onnx.ModelProto:
+    """Return a copy of the model in which these nodes call renamed copies of their functions."""
+    ids = {id(call.proto) for call in calls}
+    renamed: dict[str, str] = {}
+    taken = {f.name for f in model.functions}
+    for op in sorted({call.op for call in calls}):
+        name = f"{op}_body"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        renamed[op] = name
+    indices = [index for index, node in enumerate(_all_model_nodes(model)) if id(node) in ids]
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    nodes = _all_model_nodes(result)
+    for index in indices:
+        nodes[index].op_type = renamed[nodes[index].op_type]
+    for function in model.functions:
+        if function.domain == DOMAIN and function.name in renamed:
+            result.functions.add().CopyFrom(function)
+            result.functions[-1].name = renamed[function.name]
+    return result
+
+
+def _all_model_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [*_all_nodes(model.graph.node), *(n for f in model.functions for n in _all_nodes(f.node))]
+
+
+def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from _all_nodes(graph.node)
+
+
+def _nodes(graph: onnx.GraphProto, scope: ChainMap[str, Type]) -> Iterator[tuple[onnx.NodeProto, Types]]:
+    """Yield every node with the types of the tensors that are visible to it."""
+    types = scope.new_child({t.name: (t.data_type, len(t.dims)) for t in graph.initializer})
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        tensor = info.type.tensor_type
+        if tensor.elem_type:
+            types[info.name] = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
+    for node in graph.node:
+        yield node, types
+        for inner in subgraphs(node):
+            yield from _nodes(inner, types)
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without large weights, with the dtypes and shapes that onnx's shape inference finds."""
+    light = onnx.ModelProto()
+    light.ir_version = max(model.ir_version, 8)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph, source = light.graph, model.graph
+    graph.name = source.name
+    graph.node.extend(source.node)
+    graph.input.extend(source.input)
+    graph.output.extend(source.output)
+    graph.value_info.extend(source.value_info)
+    inputs = {i.name for i in source.input}
+    for tensor in source.initializer:
+        if tensor.ByteSize() <= MAX_INITIALIZER_BYTES and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            graph.initializer.append(tensor)
+        elif tensor.name not in inputs:
+            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    known = {v.name for v in (*graph.value_info, *graph.output)}
+    for node in source.node:
+        if node.domain == DOMAIN:
+            types = next((a.ints for a in node.attribute if a.name == "output_types"), ())
+            for output, dtype in zip(node.output, types, strict=False):
+                if output not in known:
+                    graph.value_info.append(helper.make_tensor_value_info(output, dtype, None))
+    try:
+        return onnx.shape_inference.infer_shapes(light)
+    except Exception:  # its errors have no common class; the types that the model records must do
+        return light

@@ -1,0 +1,95 @@
+// Opening cuBLASLt: symbols, errors, and a handle for each device.
+#include "cublas_lt.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<const CublasLt*> opened{nullptr};
+std::mutex mutex;
+constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+constexpr size_t kMinVersion = 12'00'00, kMaxVersion = 13'99'99;  // major, minor, patch
+
+void* load(const char* path) {
+  if (path) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw std::runtime_error(std::string("cannot open cuBLASLt: ") + dlerror());
+    return library;
+  }
+  for (const char* name : kNames) {
+    if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
+  }
+  throw std::runtime_error("cuBLASLt (libcublasLt.so.13 or .12) is not loaded in this process");
+}
+
+template <class Symbol>
+void find(void* library, const char* name, Symbol& symbol) {
+  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
+  if (!symbol) throw std::runtime_error(std::string("cuBLASLt has no function ") + name);
+}
+
+void find_all(void* library, CublasLt& lt) {
+#define FIND(name) find(library, #name, lt.name)
+  FIND(cublasLtGetVersion);
+  FIND(cublasLtGetStatusName);
+  FIND(cublasLtGetStatusString);
+  FIND(cublasLtCreate);
+  FIND(cublasLtMatmulDescInit_internal);
+  FIND(cublasLtMatmulDescSetAttribute);
+  FIND(cublasLtMatrixLayoutInit_internal);
+  FIND(cublasLtMatrixLayoutSetAttribute);
+  FIND(cublasLtMatmulPreferenceInit_internal);
+  FIND(cublasLtMatmulPreferenceSetAttribute);
+  FIND(cublasLtMatmulAlgoGetHeuristic);
+  FIND(cublasLtMatmulAlgoCheck);
+  FIND(cublasLtMatmul);
+#undef FIND
+}
+
+}  // namespace
+
+void CublasLt::open(const char* path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (opened.load()) return;
+  void* library = load(path);
+  auto lt = std::make_unique<CublasLt>();
+  lt->path = path ? path : "already loaded";
+  find_all(library, *lt);
+  const size_t version = lt->cublasLtGetVersion();
+  if (version < kMinVersion || version > kMaxVersion) {
+    throw std::runtime_error("cuBLASLt 12 or 13 is required, found version " + std::to_string(version) + " (" +
+                             lt->path + ")");
+  }
+  opened.store(lt.release());  // never deleted: sessions may outlive static objects
+}
+
+const CublasLt& CublasLt::get() {
+  const CublasLt* lt = opened.load(std::memory_order_acquire);
+  if (!lt) throw std::runtime_error("cuBLASLt has not been opened");
+  return *lt;
+}
+
+void* CublasLt::handle_of(int device) const {
+  static auto* handles = new std::map<int, void*>();  // one per process, never destroyed
+  std::lock_guard<std::mutex> lock(mutex);
+  void*& handle = (*handles)[device];
+  if (!handle) check(cublasLtCreate(&handle), "cublasLtCreate");
+  return handle;
+}
+
+void CublasLt::check(int code, const char* what) const {
+  if (code == 0) return;
+  const char* name = cublasLtGetStatusName(code);
+  const char* text = cublasLtGetStatusString(code);
+  throw std::runtime_error(std::string(what) + " failed: " + (name ? name : "an unknown status") + " (" +
+                           (text ? text : "no description") + ")");
+}
+
+}  // namespace onnxfuse

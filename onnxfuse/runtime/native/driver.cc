@@ -1,0 +1,157 @@
+// The CUDA driver's API: symbols, errors, launches, modules.
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<const Driver*> opened{nullptr};
+std::mutex mutex;
+
+template <class Symbol>
+void find(void* library, const char* name, Symbol& symbol, bool required = true) {
+  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
+  if (!symbol && required) throw std::runtime_error(std::string("the CUDA driver has no function ") + name);
+}
+
+// CUlaunchAttribute and CUlaunchConfig of the driver API (CUDA 11.8 and later).
+struct CudaLaunchAttribute {
+  int id;
+  char pad[4];
+  union {
+    char bytes[64];
+    Dim cluster;
+    int flag;
+  } value;
+};
+struct CudaLaunchConfig {
+  Dim grid, block;
+  unsigned shared;
+  Stream stream;
+  CudaLaunchAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(CudaLaunchAttribute) == 72 && sizeof(CudaLaunchConfig) == 56);
+static_assert(offsetof(CudaLaunchConfig, stream) == 32);
+constexpr int kClusterDimension = 4;            // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kMinCudaForPdl = 12030;          // the first CUDA whose graphs can hold programmatic dependent launches
+constexpr int kMaxDynamicShared = 8;           // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kNonPortableCluster = 14;        // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+}  // namespace
+
+void Driver::open(const std::string& path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Driver* known = opened.load();
+  if (known && known->path == path) return;
+  if (known) throw std::runtime_error("the CUDA driver is already open as " + known->path);
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error(std::string("cannot open the CUDA driver: ") + dlerror());
+  auto* driver = new Driver();  // never deleted: sessions may outlive static objects
+  driver->path = path;
+  find(library, "cuInit", driver->cuInit);
+  find(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
+  find(library, "cuDeviceGet", driver->cuDeviceGet);
+  find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
+  find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
+  find(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
+  find(library, "cuCtxPopCurrent_v2", driver->cuCtxPopCurrent_v2);
+  find(library, "cuLaunchKernel", driver->cuLaunchKernel);
+  find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
+  find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
+  find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
+  find(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
+  find(library, "cuModuleLoadData", driver->cuModuleLoadData);
+  find(library, "cuModuleUnload", driver->cuModuleUnload);
+  find(library, "cuModuleGetFunction", driver->cuModuleGetFunction);
+  find(library, "cuFuncSetAttribute", driver->cuFuncSetAttribute);
+  find(library, "cuGetErrorName", driver->cuGetErrorName);
+  find(library, "cuGetErrorString", driver->cuGetErrorString);
+  driver->check(driver->cuInit(0), "cuInit");
+  driver->check(driver->cuDriverGetVersion(&driver->version), "cuDriverGetVersion");
+  opened.store(driver);
+}
+
+const Driver& Driver::get() {
+  const Driver* driver = opened.load(std::memory_order_acquire);
+  if (!driver) throw std::runtime_error("the CUDA driver has not been opened");
+  return *driver;
+}
+
+void Driver::check(int code, const char* what) const {
+  if (code == 0) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (cuGetErrorName(code, &name) != 0 || !name) name = "an unknown CUDA error";
+  if (cuGetErrorString(code, &text) != 0 || !text) text = "no description";
+  throw std::runtime_error(std::string(what) + " failed: " + name + " (" + text + ")");
+}
+
+Context Driver::context_of(int device) const {
+  static auto* contexts = new std::map<int, Context>();  // retained once per process, never released
+  std::lock_guard<std::mutex> lock(mutex);
+  Context& context = (*contexts)[device];
+  if (!context) {
+    int handle = 0;
+    check(cuDeviceGet(&handle, device), "cuDeviceGet");
+    check(cuDevicePrimaryCtxRetain(&context, handle), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
+}
+
+bool Driver::is_capturing(Stream stream) const {
+  if (!stream) return false;
+  int status = 0;
+  check(cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+void Driver::launch(const LaunchConfig& launch, Stream stream, void** arguments) const {
+  const auto& [function, grid, block, shared, cluster, wants_pdl] = launch;
+  const bool pdl = wants_pdl && version >= kMinCudaForPdl;
+  if (cluster == 1 && !pdl) {
+    check(cuLaunchKernel(function, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, stream, arguments,
+                         nullptr),
+          "cuLaunchKernel");
+    return;
+  }
+  if (!cuLaunchKernelEx) throw std::runtime_error("the CUDA driver is too old for thread block clusters");
+  CudaLaunchAttribute attributes[2]{};
+  CudaLaunchConfig config{grid, block, shared, stream, attributes, 0};
+  if (cluster != 1) {
+    attributes[config.count].id = kClusterDimension;
+    attributes[config.count++].value.cluster = {cluster, 1, 1};
+  }
+  if (pdl) {
+    attributes[config.count].id = kProgrammaticSerialization;
+    attributes[config.count++].value.flag = 1;
+  }
+  check(cuLaunchKernelEx(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
+Function Driver::load(const void* image, const char* entry, void** module) const {
+  Function function = nullptr;
+  check(cuModuleLoadData(module, image), "cuModuleLoadData");
+  const int code = cuModuleGetFunction(&function, *module, entry);
+  if (code != 0) cuModuleUnload(*module);
+  check(code, "cuModuleGetFunction");
+  return function;
+}
+
+void Driver::configure(Function function, uint32_t shared, bool large_cluster) const {
+  if (shared) {  // even less than 48 KB may need the attribute, because static memory counts against these 48 KB too
+    check(cuFuncSetAttribute(function, kMaxDynamicShared, static_cast<int>(shared)), "cuFuncSetAttribute");
+  }
+  if (large_cluster) check(cuFuncSetAttribute(function, kNonPortableCluster, 1), "cuFuncSetAttribute");
+}
+
+void Driver::unload(void* module) const { check(cuModuleUnload(module), "cuModuleUnload"); }
+
+}  // namespace onnxfuse

@@ -1,0 +1,265 @@
+// Running a fused node: read its inputs, find or make the plan, allocate its outputs, start its steps.
+#include "kernel.h"
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+#include "python.h"
+#include "run_steps.h"
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<uint64_t> next_id{1};
+std::atomic<int64_t> alive_count{0};
+std::atomic<size_t> max_recent_plans{1};
+constexpr uintptr_t kAlignment = 16;  // bytes
+
+// Returns for each input whether the model holds its values.  Only the choice between plans depends on it, so that an
+// input about which onnxruntime reports an error counts as computed.  The values are not read: they may be on the GPU.
+std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
+  size_t count = 0;
+  check(ort, ort.KernelInfo_GetInputCount(info, &count));
+  std::vector<bool> constants(count);
+  for (size_t i = 0; i < count; ++i) {
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    OrtStatus* status = ort.KernelInfoGetConstantInput_tensor(info, i, &is_constant, &value);
+    constants[i] = !status && is_constant;
+    if (status) ort.ReleaseStatus(status);
+  }
+  return constants;
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
+
+// The tensors of one run.
+struct Tensors {
+  Key key;
+  std::vector<void*> inputs, outputs;
+
+  void read_inputs(const Ort& ort, const OrtKernelContext* context, const std::vector<bool>& constants) {
+    size_t count = 0;
+    check(ort, ort.KernelContext_GetInputCount(context, &count));
+    for (size_t i = 0; i < count; ++i) {
+      const OrtValue* value = nullptr;
+      check(ort, ort.KernelContext_GetInput(context, i, &value));
+      if (!value) throw std::runtime_error("input " + std::to_string(i) + " is absent; leave absent operands out");
+      void* pointer = nullptr;
+      check(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &pointer));
+      inputs.push_back(pointer);
+      add(ort, value, kAligned * aligned(pointer) | kConstant * (i < constants.size() && constants[i]));
+    }
+  }
+
+  // Returns whether any output has elements, and whether all outputs are aligned.
+  std::pair<bool, bool> make_outputs(const Ort& ort, OrtKernelContext* context, const std::vector<TensorType>& types) {
+    bool any = false, all_aligned = true;
+    for (const TensorType& type : types) {
+      OrtValue* value = nullptr;
+      void* pointer = nullptr;
+      check(ort, ort.KernelContext_GetOutput(context, outputs.size(), type.shape.data(), type.shape.size(), &value));
+      if (!value) throw std::runtime_error("output " + std::to_string(outputs.size()) + " is absent");
+      check(ort, ort.GetTensorMutableData(value, &pointer));
+      any = any || type.bytes() != 0;
+      all_aligned = all_aligned && aligned(pointer);
+      outputs.push_back(pointer);
+    }
+    return {any, all_aligned};
+  }
+
+ private:
+  void add(const Ort& ort, const OrtValue* value, int64_t flags) {
+    int dtype = 0;
+    size_t rank = 0;
+    if (ort.GetTensorElementTypeAndShapeDataReference) {
+      const int64_t* shape = nullptr;
+      check(ort, ort.GetTensorElementTypeAndShapeDataReference(value, &dtype, &shape, &rank));
+      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
+      key.insert(key.end(), shape, shape + rank);
+      return;
+    }
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(ort, ort.GetTensorTypeAndShape(value, &info));
+    OrtStatus* status = ort.GetTensorElementType(info, &dtype);
+    if (!status) status = ort.GetDimensionsCount(info, &rank);
+    if (!status) {
+      key.insert(key.end(), {dtype, flags, static_cast<int64_t>(rank)});
+      key.resize(key.size() + rank);
+      status = ort.GetDimensions(info, key.data() + key.size() - rank, rank);
+    }
+    ort.ReleaseTensorTypeAndShapeInfo(info);
+    check(ort, status);
+  }
+};
+
+// A thread's Tensors, whose memory its next run uses again.  Python may start a run while it plans for another run of
+// the thread; the inner run gets Tensors of its own.
+class ReusedTensors {
+ public:
+  ReusedTensors() {
+    std::swap(tensors, spare());
+    tensors.key.clear();
+    tensors.inputs.clear();
+    tensors.outputs.clear();
+  }
+  ~ReusedTensors() { std::swap(tensors, spare()); }
+  ReusedTensors(const ReusedTensors&) = delete;
+  ReusedTensors& operator=(const ReusedTensors&) = delete;
+  Tensors tensors;
+
+ private:
+  static Tensors& spare() {
+    thread_local Tensors spare;
+    return spare;
+  }
+};
+
+// Returns the key of the same inputs without their alignment, which is that of the plan for unaligned outputs.
+Key without_alignment(Key key) {
+  for (size_t at = 0; at + 2 < key.size(); at += 3 + static_cast<size_t>(key[at + 2])) key[at + 1] &= ~kAligned;
+  return key;
+}
+
+// Scratch memory from onnxruntime's arena, which the run's stream may use after its earlier work.  It is freed when
+// this object is deleted.
+class Scratch {
+ public:
+  Scratch(const Ort& ort, OrtKernelContext* context, OrtAllocator* allocator, const OrtMemoryInfo* memory, size_t bytes)
+      : ort_(ort), allocator_(allocator) {
+    if (bytes) check(ort, ort.KernelContext_GetScratchBuffer(context, memory, bytes, &data));
+  }
+  ~Scratch() {
+    if (!data) return;
+    if (OrtStatus* status = ort_.AllocatorFree(allocator_, data)) ort_.ReleaseStatus(status);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data = nullptr;
+
+ private:
+  const Ort& ort_;
+  OrtAllocator* allocator_;
+};
+
+}  // namespace
+
+void check(const Ort& ort, OrtStatus* status) {
+  if (!status) return;
+  const std::string message = ort.GetErrorMessage(status);
+  ort.ReleaseStatus(status);
+  throw std::runtime_error(message);
+}
+
+FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
+                         int settings, const std::vector<AttributeName>& names)
+    : ort_(ort),
+      driver_(Driver::get()),
+      id_(next_id++),
+      op_(std::move(op)),
+      provider_(std::move(provider)),
+      settings_(settings) {
+  size_t size = 0;
+  check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
+  node_.resize(size);
+  check(ort, ort.KernelInfo_GetNodeName(info, node_.data(), &size));
+  node_.resize(std::strlen(node_.c_str()));
+  attributes_ = read_attributes(ort, info, names);
+  constants_ = constants_of(ort, info);
+  size_t outputs = 0;
+  if (OrtStatus* status = ort.KernelInfoGetAttributeArray_int64(info, "output_types", nullptr, &outputs)) {
+    ort.ReleaseStatus(status);
+    throw std::runtime_error("the attribute output_types (the dtypes of the outputs) is missing or no list of ints");
+  }
+  output_dtypes_.resize(outputs);
+  if (outputs) {
+    check(ort, ort.KernelInfoGetAttributeArray_int64(info, "output_types", output_dtypes_.data(), &outputs));
+  }
+  check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
+  check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
+  check(ort, ort.MemoryInfoGetId(memory_, &device_));
+  ++alive_count;
+}
+
+FusedKernel::~FusedKernel() {
+  const RelaxedCapture relaxed(driver_);
+  tell_dropped(id_);
+  ort_.ReleaseAllocator(allocator_);
+  --alive_count;
+}
+
+int64_t FusedKernel::alive() { return alive_count; }
+
+void FusedKernel::set_max_recent_plans(size_t count) { max_recent_plans = count; }
+
+std::string FusedKernel::describe(const Key* key) const {
+  std::string text = op_ + " '" + node_ + "'";
+  if (!key || key->empty()) return text;
+  text += " (";
+  for (const TensorType& type : types_of(*key)) text += (text.back() == '(' ? "" : ", ") + onnxfuse::describe(type);
+  return text + ")";
+}
+
+FusedKernel::SharedPlan FusedKernel::find(const Key& key) {
+  {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    const auto found = recent_.find(key);
+    if (found != recent_.end()) return found->second;
+  }
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  auto found = recent_.find(key);  // another thread may have added it meanwhile
+  if (found != recent_.end()) return found->second;
+  found = earlier_.find(key);
+  return found == earlier_.end() ? nullptr : add(key, found->second);
+}
+
+FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
+  if (driver_.is_capturing(stream)) {
+    throw std::runtime_error(
+        "these shapes are new while a CUDA graph is captured; run them once without capture first");
+  }
+  const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
+                            attributes_.size(), key.data(), key.size(), device_, settings_};
+  const std::string bytes = ask_for_plan(request);
+  const CurrentContext current(driver_, driver_.context_of(device_));
+  auto plan = std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  return add(key, std::move(plan));
+}
+
+FusedKernel::SharedPlan FusedKernel::add(const Key& key, SharedPlan plan) {
+  if (recent_.size() >= max_recent_plans) {
+    earlier_ = std::move(recent_);
+    recent_.clear();
+  }
+  return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan of a thread that was faster
+}
+
+void FusedKernel::compute(OrtKernelContext* context) {
+  ReusedTensors reused;
+  Tensors& tensors = reused.tensors;
+  try {
+    tensors.read_inputs(ort_, context, constants_);
+    Stream stream = nullptr;
+    check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
+    std::optional<RelaxedCapture> relaxed;  // until a new plan's first launches are done, because they may load code
+    const auto plan_of = [&](const Key& key) {
+      if (SharedPlan known = find(key)) return known;
+      relaxed.emplace(driver_);
+      return make(key, stream);
+    };
+    SharedPlan plan = plan_of(tensors.key);
+    const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);
+    if (!any) return;
+    if (!all_aligned) plan = plan_of(without_alignment(tensors.key));
+    const Scratch scratch(ort_, context, allocator_, memory_, plan->scratch_bytes);
+    run_steps(*plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(describe(&tensors.key) + ": " + error.what());
+  }
+}
+
+}  // namespace onnxfuse

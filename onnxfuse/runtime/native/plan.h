@@ -1,0 +1,78 @@
+// A plan: how a fused node runs for one combination of input shapes.  It is read from the words that Python sends.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "driver.h"
+#include "matmul.h"
+#include "pointer.h"
+#include "tensor_map.h"
+
+namespace onnxfuse {
+
+constexpr int64_t kPlanMark = 0x6f6e6678'0004;  // "onfx", format 4
+constexpr size_t kMaxArguments = 64;
+constexpr size_t kMaxTensorMaps = 8;  // of a launch; each takes 128 of the 4096 bytes that kernel parameters may take
+constexpr int64_t kMaxRank = 64;
+
+struct TensorType {
+  int dtype = 0;
+  std::vector<int64_t> shape;
+  bool aligned = true;    // to 16 bytes
+  int64_t bytes() const;  // throws std::runtime_error if there are more than kMaxBytes
+};
+
+// Returns "float32", "bfloat16" and the like, or "dtype 27" for a number without a name here.
+std::string dtype_name(int dtype);
+// Returns text such as "float32[2,3]".
+std::string describe(const TensorType& tensor);
+
+// The inputs of a node as words: dtype, flags, rank and dims of each.  A node finds its plans by these words.
+using Key = std::vector<int64_t>;
+constexpr int64_t kAligned = 1, kConstant = 2;  // flags of an input; only Python uses kConstant
+std::vector<TensorType> types_of(const Key& key);
+
+struct PointerArgument {
+  size_t argument;
+  Pointer pointer;
+};
+
+struct TensorMapArgument {
+  size_t argument;
+  TensorMap map;
+};
+
+struct Launch {
+  LaunchConfig config;
+  std::vector<uint64_t> values;  // by argument: the bits of a scalar, 0 for pointers and tensor maps
+  std::vector<PointerArgument> pointers;
+  std::vector<TensorMapArgument> maps;
+};
+
+// An input and an output that may not overlap in memory; if `same_start`, they may overlap by starting at one address.
+struct NoAlias {
+  size_t input, output;
+  uint64_t input_bytes, output_bytes;
+  bool same_start;
+};
+
+using Step = std::variant<Launch, std::unique_ptr<const CublasMatmul>>;  // a CublasMatmul takes 2 kB
+
+struct Plan {
+  std::vector<TensorType> outputs;
+  std::vector<uint64_t> scratch;  // offsets of the scratch buffers in one allocation
+  uint64_t scratch_bytes = 0;
+  std::vector<Step> steps;
+  std::vector<NoAlias> no_alias;
+};
+
+// Reads a plan for the device whose context is current.  Throws std::runtime_error that names the fault unless every
+// count, index, size and dtype is valid, and the driver and cuBLASLt can run the steps.
+Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
+               const std::vector<int64_t>& output_dtypes, int device);
+
+}  // namespace onnxfuse

@@ -1,0 +1,56 @@
+// The calls into Python, which are possible as long as Python runs.
+#include "python.h"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<PlanCallback> plan_callback{nullptr};
+std::atomic<DropCallback> drop_callback{nullptr};
+std::atomic<const Interrupt*> interrupt{nullptr};
+
+// Raises KeyboardInterrupt in Python's main thread.
+//
+// onnxruntime turns every failure of a node into an ordinary exception, which a program may catch and pass over; a
+// KeyboardInterrupt or SystemExit that Python code raised while it planned must stop the program all the same.  The
+// exception is set on the main thread's state, here, because:
+//  - Inside the callback it would be raised in the callback's own code, and ctypes would discard it.
+//  - It is set before onnxruntime sees the error.  If the main thread runs the session, which is in C++ until then,
+//    Python raises it at the first call or loop in the code that receives the error.
+//  - PyErr_SetInterrupt, which simulates Ctrl-C, does nothing if SIGINT is ignored, as it is in jobs that a shell
+//    script starts in the background; such a program went on.
+void interrupt_main_thread() {
+  const Interrupt* python = interrupt;
+  if (!python) return;
+  const int state = python->ensure_gil();
+  python->set_exception(python->main_thread, python->keyboard_interrupt);
+  python->release_gil(state);
+}
+
+}  // namespace
+
+void set_callbacks(PlanCallback plan, DropCallback drop, const Interrupt* of_main_thread) {
+  plan_callback = plan;
+  drop_callback = drop;
+  interrupt = of_main_thread;
+}
+
+std::string ask_for_plan(const PlanRequest& request) {
+  const PlanCallback plan = plan_callback;
+  if (!plan) throw std::runtime_error("these shapes are new, and Python, which would plan them, has shut down");
+  std::string reply;
+  const int code = plan(&request, &reply);
+  if (code == kInterrupt) interrupt_main_thread();
+  if (code != 0) {
+    throw std::runtime_error(reply.empty() ? "planning failed without a message" : reply);
+  }
+  return reply;
+}
+
+void tell_dropped(uint64_t kernel) {
+  if (const DropCallback drop = drop_callback) drop(kernel);
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,55 @@
+// Starting the steps of a plan.
+#include "run_steps.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace onnxfuse {
+namespace {
+
+void launch(const Driver& driver, const Launch& step, const Memory& memory, Stream stream) {
+  uint64_t values[kMaxArguments];
+  void* arguments[kMaxArguments];
+  EncodedTensorMap maps[kMaxTensorMaps];
+  for (size_t i = 0; i < step.values.size(); ++i) {
+    values[i] = step.values[i];
+    arguments[i] = &values[i];
+  }
+  for (const PointerArgument& pointer : step.pointers) {
+    values[pointer.argument] = reinterpret_cast<uint64_t>(memory(pointer.pointer));
+  }
+  for (size_t i = 0; i < step.maps.size(); ++i) {
+    const TensorMapArgument& map = step.maps[i];
+    encode(driver, map.map, memory(map.map.pointer), maps[i]);
+    arguments[map.argument] = &maps[i];
+  }
+  driver.launch(step.config, stream, arguments);
+}
+
+void check_no_alias(const NoAlias& pair, void* const* inputs, void* const* outputs) {
+  const auto input = reinterpret_cast<uintptr_t>(inputs[pair.input]);
+  const auto output = reinterpret_cast<uintptr_t>(outputs[pair.output]);
+  if (pair.input_bytes == 0 || input >= output + pair.output_bytes || output >= input + pair.input_bytes) return;
+  if (pair.same_start && input == output) return;
+  throw std::runtime_error("input " + std::to_string(pair.input) + " and output " + std::to_string(pair.output) +
+                           " overlap in memory; required no overlap" + (pair.same_start ? ", or the same start" : ""));
+}
+
+}  // namespace
+
+void run_steps(const Plan& plan, int device, void* const* inputs, void* const* outputs, void* scratch, Stream stream) {
+  if (plan.steps.empty()) throw std::runtime_error("the plan has no step, but the outputs have elements");
+  for (const NoAlias& pair : plan.no_alias) check_no_alias(pair, inputs, outputs);
+  const Driver& driver = Driver::get();
+  const CurrentContext current(driver, driver.context_of(device));
+  const Memory memory{inputs, outputs, scratch, plan.scratch.data()};
+  for (const Step& step : plan.steps) {
+    if (const auto* kernel = std::get_if<Launch>(&step)) {
+      launch(driver, *kernel, memory, stream);
+    } else {
+      std::get<1>(step)->run(memory, stream);
+    }
+  }
+}
+
+}  // namespace onnxfuse

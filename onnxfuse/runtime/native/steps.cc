@@ -1,0 +1,258 @@
+// Reading and checking the steps of a plan.
+#include "steps.h"
+
+#include <string>
+
+namespace onnxfuse {
+namespace {
+
+constexpr int64_t kMaxBox = 256;
+constexpr int64_t kMaxStride = (int64_t{1} << 40) - 16;
+constexpr int64_t kMaxMapSize = int64_t{1} << 32;
+
+Dim read_dim(WordReader& reader, const char* what, int64_t x, int64_t y, int64_t z) {
+  const auto size = [&](int64_t max) { return static_cast<uint32_t>(reader.next(what, 1, max)); };
+  const uint32_t first = size(x), second = size(y);  // in order
+  return {first, second, size(z)};
+}
+
+Pointer read_pointer(WordReader& reader, int64_t kind, const Extents* extents) {
+  constexpr int64_t kMaxCount = 4096;  // if the extents are not known
+  const int64_t count = extents ? static_cast<int64_t>(extents->of[kind].size()) : kMaxCount;
+  const auto index = static_cast<size_t>(reader.next("a pointer's index", 0, count - 1));
+  const int64_t offset = reader.next("a pointer's offset", 0, extents ? extents->of[kind][index].bytes : kMaxBytes);
+  return {static_cast<MemoryKind>(kind), index, static_cast<uint64_t>(offset)};
+}
+
+Pointer read_pointer(WordReader& reader, const Extents* extents) {
+  const int64_t kind = reader.next("a pointer's kind", 0, 2);
+  return read_pointer(reader, kind, extents);
+}
+
+const Extent& extent_of(const Extents& extents, const Pointer& pointer) {
+  return extents.of[static_cast<size_t>(pointer.kind)][pointer.index];
+}
+
+// --- tensor maps -----------------------------------------------------------------------------------------------------
+
+struct MapType {
+  int64_t dtype;  // TensorProto.DataType
+  int type;       // CUtensorMapDataType
+  int64_t bytes;
+};
+constexpr MapType kMapTypes[] = {{1, 7, 4}, {2, 0, 1}, {10, 6, 2}, {16, 9, 2}};
+
+const MapType& read_map_type(WordReader& reader) {
+  const int64_t dtype = reader.next("a tensor map's dtype", 1, 1000);
+  for (const MapType& type : kMapTypes) {
+    if (type.dtype == dtype) return type;
+  }
+  malformed("a tensor map is of " + dtype_name(static_cast<int>(dtype)) +
+            ", required float32, float16, bfloat16 or uint8");
+}
+
+void read_sizes(WordReader& reader, int64_t element, TensorMap& map) {
+  map.rank = static_cast<uint32_t>(reader.next("a tensor map's rank", 1, kMaxTensorMapRank));
+  for (uint32_t i = 0; i < map.rank; ++i) {
+    map.sizes[i] = static_cast<uint64_t>(reader.next("a tensor map's size", 1, kMaxMapSize));
+  }
+  for (uint32_t i = 0; i + 1 < map.rank; ++i) {
+    map.strides[i] = static_cast<uint64_t>(reader.next("a tensor map's stride", 0, kMaxStride));
+    if (map.strides[i] % 16 != 0) {
+      malformed("a tensor map's stride is " + std::to_string(map.strides[i]) + " bytes, required a multiple of 16");
+    }
+  }
+  for (uint32_t i = 0; i < map.rank; ++i) {
+    map.box[i] = static_cast<uint32_t>(reader.next("a tensor map's box", 1, kMaxBox));
+  }
+  if (map.box[0] * element % 16 != 0) {
+    malformed("a tensor map's box is " + std::to_string(map.box[0] * element) +
+              " bytes wide, required a multiple of 16");
+  }
+}
+
+void read_swizzle(WordReader& reader, int64_t element, TensorMap& map) {
+  const int64_t bytes = reader.next("a tensor map's swizzle", 0, 128);
+  map.swizzle = bytes == 0 ? 0 : bytes == 32 ? 1 : bytes == 64 ? 2 : bytes == 128 ? 3 : -1;
+  if (map.swizzle < 0) malformed("a tensor map's swizzle is " + std::to_string(bytes) + ", required 0, 32, 64 or 128");
+  if (bytes && map.box[0] * element > bytes) {
+    malformed("a tensor map's box is " + std::to_string(map.box[0] * element) + " bytes wide, its swizzle covers " +
+              std::to_string(bytes));
+  }
+}
+
+void check_map_memory(const TensorMap& map, int64_t element, const Extent& extent) {
+  if (map.pointer.offset % 16 != 0 || !extent.aligned) {
+    malformed("a tensor map's memory does not start at a multiple of 16 bytes");
+  }
+  __int128 end = static_cast<__int128>(map.sizes[0]) * element + map.pointer.offset;
+  for (uint32_t i = 0; i + 1 < map.rank; ++i) end += static_cast<__int128>(map.sizes[i + 1] - 1) * map.strides[i];
+  if (end > extent.bytes) {
+    malformed("a tensor map ends beyond its tensor's " + std::to_string(extent.bytes) + " bytes");
+  }
+}
+
+TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
+  TensorMap map{};
+  map.pointer = read_pointer(reader, &extents);
+  const MapType& type = read_map_type(reader);
+  map.type = type.type;
+  read_sizes(reader, type.bytes, map);
+  read_swizzle(reader, type.bytes, map);
+  check_map_memory(map, type.bytes, extent_of(extents, map.pointer));
+  if (!Driver::get().cuTensorMapEncodeTiled) {
+    throw std::runtime_error("the CUDA driver is too old for tensor maps; CUDA 12.0 or newer is required");
+  }
+  return map;
+}
+
+// --- launches --------------------------------------------------------------------------------------------------------
+
+void read_argument(WordReader& reader, const Extents& extents, Launch& launch) {
+  constexpr int64_t kScalar = 3, kTensorMap = 4;
+  const int64_t kind = reader.next("an argument's kind", 0, kTensorMap);
+  const size_t argument = launch.values.size();
+  if (kind == kTensorMap) {
+    if (launch.maps.size() == kMaxTensorMaps) malformed("a launch has over 8 tensor maps");
+    launch.maps.push_back({argument, read_tensor_map(reader, extents)});
+  } else if (kind != kScalar) {
+    launch.pointers.push_back({argument, read_pointer(reader, kind, &extents)});
+  }
+  launch.values.push_back(kind == kScalar ? reader.bits("a scalar") : 0);
+}
+
+Launch read_launch(WordReader& reader, const Extents& extents) {
+  constexpr int64_t kGridX = std::numeric_limits<int32_t>::max();
+  Launch launch;
+  LaunchConfig& config = launch.config;
+  config.function = reinterpret_cast<Function>(reader.bits("a function"));
+  if (!config.function) malformed("a step has no function");
+  config.grid = read_dim(reader, "a grid size", kGridX, 65535, 65535);
+  config.block = read_dim(reader, "a block size", 1024, 1024, 64);
+  if (uint64_t{config.block.x} * config.block.y * config.block.z > 1024) malformed("a block has over 1024 threads");
+  config.shared = static_cast<uint32_t>(reader.next("shared memory", 0, 1 << 20));
+  config.cluster = static_cast<uint32_t>(reader.next("a cluster size", 1, 16));
+  if (config.grid.x % config.cluster != 0) malformed("the grid's width is no multiple of the cluster's");
+  config.pdl = reader.flag("whether a launch is a programmatic dependent one");
+  const size_t arguments = reader.count("the number of arguments", kMaxArguments);
+  for (size_t i = 0; i < arguments; ++i) read_argument(reader, extents, launch);
+  return launch;
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+DataType read_data_type(WordReader& reader) {
+  const int64_t dtype = reader.next("a matrix's dtype", 1, 1000);
+  if (dtype == 1) return kFloat32;
+  if (dtype == 10) return kFloat16;
+  if (dtype == 16) return kBfloat16;
+  malformed("a matrix is of " + dtype_name(static_cast<int>(dtype)) + ", required float32, float16 or bfloat16");
+}
+
+void check_memory(const std::string& what, const Pointer& pointer, __int128 bytes, int64_t element, bool aligned,
+                  const Extents* extents) {
+  if (pointer.offset % static_cast<uint64_t>(element) != 0) {
+    malformed(what + " starts at byte " + std::to_string(pointer.offset) + ", required a multiple of " +
+              std::to_string(element));
+  }
+  if (!extents) return;
+  const Extent& extent = extent_of(*extents, pointer);
+  if (pointer.offset + bytes > extent.bytes) {
+    malformed(what + " ends beyond its tensor's " + std::to_string(extent.bytes) + " bytes");
+  }
+  if (aligned && !extent.aligned) malformed(what + " is said to be aligned, but its tensor is not");
+}
+
+Matrix read_matrix(WordReader& reader, const Extents* extents) {
+  Matrix matrix;
+  matrix.pointer = read_pointer(reader, extents);
+  matrix.type = read_data_type(reader);
+  matrix.rows = reader.next("a matrix's rows", 1, kMaxBytes);
+  matrix.columns = reader.next("a matrix's columns", 1, kMaxBytes);
+  matrix.stride = reader.next("a matrix's stride", matrix.columns, kMaxBytes);
+  matrix.batch_stride = reader.next("a matrix's batch stride", 0, kMaxBytes);
+  return matrix;
+}
+
+void check_matrix(const char* name, const Matrix& matrix, int64_t rows, int64_t columns, const Matmul& matmul,
+                  const Extents* extents) {
+  const std::string what = std::string("the matrix ") + name;
+  if (matrix.rows != rows || matrix.columns != columns) {
+    malformed(what + " is " + std::to_string(matrix.rows) + "x" + std::to_string(matrix.columns) + ", required " +
+              std::to_string(rows) + "x" + std::to_string(columns));
+  }
+  const int64_t element = matrix.type == kFloat32 ? 4 : 2;
+  const __int128 elements = static_cast<__int128>(matmul.batch - 1) * matrix.batch_stride +
+                            static_cast<__int128>(rows - 1) * matrix.stride + columns;
+  check_memory(what, matrix.pointer, elements * element, element, matmul.aligned, extents);
+}
+
+void check_matrices(const Matmul& matmul, const Extents* extents) {
+  const int64_t m = matmul.x.rows, k = matmul.x.columns;
+  const int64_t n = matmul.transposed ? matmul.w.rows : matmul.w.columns;
+  check_matrix("x", matmul.x, m, k, matmul, extents);
+  check_matrix("w", matmul.w, matmul.transposed ? n : k, matmul.transposed ? k : n, matmul, extents);
+  check_matrix("y", matmul.y, m, n, matmul, extents);
+  if (matmul.has_c) check_matrix("c", matmul.c, m, n, matmul, extents);
+  if (matmul.w.type != matmul.x.type) malformed("the matrices x and w are of different dtypes");
+  if (matmul.y.type != matmul.x.type && matmul.y.type != kFloat32) {
+    malformed("the matrix y is neither of x's dtype nor float32");
+  }
+  if (matmul.has_c && matmul.c.type != matmul.y.type) malformed("the matrices c and y are of different dtypes");
+  if (matmul.batch > 1 && matmul.y.batch_stride == 0) malformed("the products of a batch are written to one address");
+  if (matmul.y.pointer.kind == MemoryKind::kInput) malformed("the matrix y is an input");
+}
+
+void read_bias(WordReader& reader, const Extents* extents, Matmul& matmul) {
+  matmul.has_bias = reader.flag("whether there is a bias");
+  if (!matmul.has_bias) return;
+  matmul.bias = read_pointer(reader, extents);
+  const int64_t element = matmul.y.type == kFloat32 ? 4 : 2;
+  check_memory("the bias", matmul.bias, static_cast<__int128>(matmul.y.columns) * element, element, matmul.aligned,
+               extents);
+}
+
+void read_workspace(WordReader& reader, const Extents* extents, Matmul& matmul) {
+  matmul.has_workspace = reader.flag("whether there is a workspace");
+  if (matmul.has_workspace) matmul.workspace = read_pointer(reader, extents);
+  matmul.workspace_bytes = static_cast<uint64_t>(reader.next("a workspace's size", 0, kMaxBytes));
+  if (!matmul.has_workspace) {
+    if (matmul.workspace_bytes && extents) malformed("a workspace has a size, but no pointer");
+    return;
+  }
+  if (matmul.workspace.kind != MemoryKind::kScratch || matmul.workspace.offset % kScratchAlignment != 0) {
+    malformed("a workspace must be scratch memory from a multiple of 256 bytes on");
+  }
+  check_memory("the workspace", matmul.workspace, matmul.workspace_bytes, 1, false, extents);
+}
+
+}  // namespace
+
+Matmul read_matmul(WordReader& reader, const Extents* extents) {
+  Matmul matmul;
+  matmul.x = read_matrix(reader, extents);
+  matmul.w = read_matrix(reader, extents);
+  matmul.y = read_matrix(reader, extents);
+  matmul.transposed = reader.flag("whether w is transposed");
+  matmul.batch = static_cast<int32_t>(reader.next("a batch", 1, std::numeric_limits<int32_t>::max()));
+  matmul.aligned = reader.flag("whether matrices are aligned");
+  matmul.has_c = reader.flag("whether there is a c");
+  if (matmul.has_c) matmul.c = read_matrix(reader, extents);
+  read_bias(reader, extents, matmul);
+  matmul.activation = static_cast<Activation>(reader.next("an activation", 0, 2));
+  matmul.tf32 = reader.flag("whether TF32 is allowed");
+  read_workspace(reader, extents, matmul);
+  matmul.has_algorithm = reader.flag("whether there is an algorithm");
+  if (matmul.has_algorithm) {
+    for (uint64_t& word : matmul.algorithm.words) word = reader.bits("an algorithm's word");
+  }
+  check_matrices(matmul, extents);
+  return matmul;
+}
+
+Step read_step(WordReader& reader, const Extents& extents, int device) {
+  if (reader.next("a step's kind", 0, 1) == 0) return read_launch(reader, extents);
+  return std::make_unique<const CublasMatmul>(CublasMatmul::make(read_matmul(reader, &extents), device));
+}
+
+}  // namespace onnxfuse

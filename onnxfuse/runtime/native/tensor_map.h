@@ -1,0 +1,31 @@
+// A CUtensorMap as a plan describes it, and its encoding for an address.
+#pragma once
+
+#include <cstdint>
+
+#include "driver.h"
+#include "pointer.h"
+
+namespace onnxfuse {
+
+constexpr uint32_t kMaxTensorMapRank = 5;
+
+// Sizes, strides and box count from the innermost dimension.
+struct TensorMap {
+  Pointer pointer;
+  int type;     // CUtensorMapDataType
+  int swizzle;  // CUtensorMapSwizzle
+  uint32_t rank;
+  uint64_t sizes[kMaxTensorMapRank];
+  uint64_t strides[kMaxTensorMapRank];  // bytes; without the innermost dimension
+  uint32_t box[kMaxTensorMapRank];
+};
+
+struct alignas(64) EncodedTensorMap {
+  uint64_t words[16];
+};
+
+// Encodes the map for memory that starts at `start`.  Throws std::runtime_error with the driver's reason.
+void encode(const Driver& driver, const TensorMap& map, void* start, EncodedTensorMap& encoded);
+
+}  // namespace onnxfuse

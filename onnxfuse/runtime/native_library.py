@@ -1,0 +1,193 @@
+"""Load the native library, which implements the fused ops for onnxruntime, and answer its requests for plans."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime.plan import Attribute, TensorSpec
+from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
+
+ABI: Final = 6  # onnxfuse_abi in native/operator.cc
+TF32: Final = 1  # flags of a session's settings
+MEASURE: Final = 2
+# Plans of a node that are kept while they take turns, because a cache that grows to so many tokens meets as many
+# shapes, again and again; the library holds up to twice as many.
+MAX_RECENT_PLANS: Final = 4096
+PACKAGE: Final = Path(__file__).parent
+HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
+
+
+class NativeError(OnnxfuseError):
+    """The native library is missing, is of another version, or reports an error."""
+
+
+class _Request(ctypes.Structure):  # PlanRequest in native/python.h
+    _fields_ = (
+        ("kernel", ctypes.c_uint64),
+        ("provider", ctypes.c_char_p),
+        ("op", ctypes.c_char_p),
+        ("node", ctypes.c_char_p),
+        ("attributes", ctypes.c_void_p),
+        ("attributes_size", ctypes.c_uint64),
+        ("key", ctypes.POINTER(ctypes.c_int64)),
+        ("key_size", ctypes.c_uint64),
+        ("device", ctypes.c_int32),
+        ("settings", ctypes.c_int32),
+    )
+
+
+class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
+    _fields_ = (
+        ("ensure_gil", ctypes.c_void_p),
+        ("release_gil", ctypes.c_void_p),
+        ("set_exception", ctypes.c_void_p),
+        ("main_thread", ctypes.c_ulong),
+        ("keyboard_interrupt", ctypes.py_object),
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the native library asks when a node of a session meets new input shapes."""
+
+    kernel: int  # identifies the node of this session until it is dropped
+    provider: str
+    op: str
+    node: str
+    attributes: Mapping[str, Attribute]
+    inputs: tuple[TensorSpec, ...]
+    device: int
+    tf32: bool  # whether the session allows TF32
+    measure: bool  # whether the session allows candidates to be timed
+
+
+AnswerRequest = Callable[[Request], bytes]  # the bytes of a plan
+ForgetNode = Callable[[int], None]
+_PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
+_DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_FAILED, _INTERRUPT = 1, 2  # kInterrupt in native/python.h
+_kept_alive: list[object] = []  # what the library holds pointers to
+
+
+def library_path() -> Path | None:
+    """Return the compiled library beside this file; None if the package was installed without a compiler."""
+    return next(iter(sorted(PACKAGE.glob("_native*.so"))), None)
+
+
+@functools.cache
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """Return the library, which is loaded once.  Raises NativeError if it is missing or of another version."""
+    path = path or library_path()
+    if path is None:
+        raise NativeError(f"the native library of onnxfuse is missing; {HINT}")
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.onnxfuse_abi()
+    except (OSError, AttributeError) as error:
+        raise NativeError(f"cannot load the native library of onnxfuse: {error}; {HINT}") from error
+    if found != ABI:
+        raise NativeError(f"the native library {path} has interface {found}, required {ABI}; {HINT}")
+    _declare(library)
+    library.onnxfuse_keep_plans(MAX_RECENT_PLANS)
+    return library
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """Return the library after it has opened the CUDA driver.  Raises NativeError."""
+    library = load()
+    check(library.onnxfuse_open_driver(libcuda().encode()))
+    return library
+
+
+def libcuda() -> str:
+    """Return the name of the CUDA driver's library: $ONNXFUSE_LIBCUDA, or the usual name, which the system looks up."""
+    return os.environ.get("ONNXFUSE_LIBCUDA", "libcuda.so.1")
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    text, handle, size = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
+    number, unsigned = ctypes.c_int, ctypes.c_uint32
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "onnxfuse_prepare": (None, [text, text, number]),
+        "onnxfuse_set_callbacks": (None, [handle, handle, handle]),
+        "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
+        "onnxfuse_keep_plans": (None, [size]),
+        "onnxfuse_kernels_alive": (ctypes.c_int64, []),
+        "onnxfuse_open_driver": (text, [text]),
+        "onnxfuse_load": (text, [number, ctypes.c_char_p, text, ctypes.POINTER(handle), ctypes.POINTER(handle)]),
+        "onnxfuse_configure": (text, [number, handle, unsigned, number]),
+        "onnxfuse_unload": (text, [number, handle]),
+        "onnxfuse_open_cublaslt": (text, [text]),
+        "onnxfuse_cublaslt_version": (text, [ctypes.POINTER(ctypes.c_uint64)]),
+        "onnxfuse_read_plan": (text, [number, text, size, handle, size, handle, size, handle, handle]),
+        "onnxfuse_free_plan": (None, [handle]),
+        "onnxfuse_run": (text, [number, handle, handle, handle, handle, handle, ctypes.c_uint64]),
+        "onnxfuse_algorithms": (text, [number, text, size, number, handle, handle]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def connect(library: ctypes.CDLL, answer: AnswerRequest, forget: ForgetNode) -> None:
+    """Let the library ask `answer` for plans and tell `forget` which nodes are gone, until Python exits.
+
+    An exception of `answer` becomes an onnxruntime error. A program may catch that error, so KeyboardInterrupt and
+    SystemExit also raise KeyboardInterrupt in the main thread: native/python.cc says how.
+    """
+
+    def on_plan(request: Any, reply: int) -> int:
+        try:
+            data, code = answer(_read(request.contents)), 0
+        except BaseException as error:  # no exception may reach C++
+            data = f"{type(error).__name__}: {error}".encode(errors="replace")
+            code = _FAILED if isinstance(error, Exception) else _INTERRUPT
+        library.onnxfuse_reply(reply, data, len(data))
+        return code
+
+    python = ctypes.pythonapi
+    functions = (python.PyGILState_Ensure, python.PyGILState_Release, python.PyThreadState_SetAsyncExc)
+    addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    interrupt = _Interrupt(*addresses, threading.main_thread().ident, KeyboardInterrupt)
+    callbacks = (_PLAN(on_plan), _DROP(forget))
+    _kept_alive.extend((*callbacks, interrupt))
+    pointers = (ctypes.cast(callback, ctypes.c_void_p) for callback in callbacks)
+    library.onnxfuse_set_callbacks(*pointers, ctypes.addressof(interrupt))
+    atexit.register(library.onnxfuse_set_callbacks, None, None, None)
+
+
+def _read(raw: Any) -> Request:
+    return Request(
+        raw.kernel,
+        raw.provider.decode(),
+        raw.op.decode(),
+        raw.node.decode(),
+        read_attributes(ctypes.string_at(raw.attributes, raw.attributes_size)),
+        read_inputs(raw.key[: raw.key_size]),
+        raw.device,
+        bool(raw.settings & TF32),
+        bool(raw.settings & MEASURE),
+    )
+
+
+def check(message: bytes | None) -> None:
+    """Raise NativeError with the message of the library; do nothing if it is None."""
+    if message is not None:
+        raise NativeError(message.decode(errors="replace"))
+
+
+def load_function(library: ctypes.CDLL, device: int, cubin: bytes, entry: str) -> tuple[int, int]:
+    """Load a cubin on a device and return the handles of its module and of its entry.  Raises NativeError."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check(library.onnxfuse_load(device, cubin, entry.encode(), ctypes.byref(module), ctypes.byref(function)))
+    return module.value or 0, function.value or 0

@@ -1,0 +1,193 @@
+"""Compile kernels to machine code with NVRTC, through cuda-bindings or CuPy; no GPU is needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnxfuse.kernels
+from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime.plan import Kernel
+
+# CuPy always adds these flags; with them both ways to call NVRTC make the same code.
+CUPY_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
+PTXAS_REPORT: Final = re.compile(
+    r"Compiling entry function '(?P<entry>[^']+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
+    re.DOTALL,
+)
+INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
+
+
+class KernelError(OnnxfuseError):
+    """A kernel is missing or cannot be compiled."""
+
+
+# --- the source of a kernel ------------------------------------------------------------------------------------------
+
+
+def source_text(stem: str) -> str:
+    """Return <stem>.cu of a family with its `#include "..."` lines replaced by the headers, each of them once.
+
+    One text holds all because CuPy's cache of compiled code looks at no other file. Raises KernelError if a file is
+    missing.
+    """
+    return _with_headers(_find_source(f"{stem}.cu"), set())
+
+
+def compile_flags(kernel: Kernel) -> tuple[str, ...]:
+    """Return the compiler's flags without that for the architecture."""
+    return ("-std=c++17", *(f"-D{name}={_literal(value)}" for name, value in sorted(kernel.defines.items())))
+
+
+def arch_name(kernel: Kernel, arch: int) -> str:
+    """Return "sm_90", or "sm_90a" if the kernel needs instructions that only that architecture has."""
+    return f"sm_{arch}{'a' if kernel.arch_specific else ''}"
+
+
+def _literal(value: int | float | str) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    return f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def _find_source(name: str) -> Path:
+    for folder in onnxfuse.kernels.__path__:
+        for path in (Path(folder, name), *sorted(Path(folder).glob(f"*/{name}"))):
+            if path.is_file():
+                return path
+    folders = ", ".join(onnxfuse.kernels.__path__)
+    raise KernelError(f"kernel source {name} was not found in {folders} or a family's folder there")
+
+
+def _with_headers(path: Path, seen: set[Path]) -> str:
+    """Return the file's text with headers that are not in `seen` in place of their include lines; add them to it."""
+    seen.add(path)
+    text = PRAGMA_ONCE.sub("", _read(path))
+    parts, end = [f'#line 1 "{path.name}"\n'], 0
+    for include in INCLUDE.finditer(text):
+        header = _find_source(include[1])
+        parts.append(text[end : include.start()])
+        if header not in seen:
+            line = text.count("\n", 0, include.end()) + 1
+            parts.append(f'{_with_headers(header, seen)}\n#line {line} "{path.name}"')
+        end = include.end()
+    return "".join([*parts, text[end:]])
+
+
+def _read(path: Path) -> str:
+    return _read_version(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _read_version(path: Path, modified_ns: int) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+# --- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for one architecture, and what ptxas reports of the kernel's entry; -1 if it reports nothing."""
+
+    code: bytes
+    registers: int  # per thread
+    stack: int  # bytes of local memory per thread
+    spill_stores: int  # bytes
+    spill_loads: int  # bytes
+    shared: int  # bytes of static shared memory
+    log: str  # the compiler's warnings
+
+
+def compile_cubin(kernel: Kernel, arch: int) -> Cubin:
+    """Compile a kernel for compute capability `arch` (75, 90, ...).
+
+    Raises KernelError with the compiler's messages if the source does not compile or has no such entry, and if
+    neither cuda-bindings nor CuPy is installed.
+    """
+    flags = [
+        f"-arch={arch_name(kernel, arch)}",
+        *compile_flags(kernel),
+        *CUPY_FLAGS,
+        "-Xptxas=-v",
+        *_cuda_include_flags(),
+    ]
+    code, log = _compile(source_text(kernel.source), f"{kernel.source}.cu", flags)
+    for found in PTXAS_REPORT.finditer(log):
+        if found["entry"] == kernel.entry:
+            registers, stack, stores, loads, shared = (
+                int(found[name] or 0) for name in ("registers", "stack", "stores", "loads", "shared")
+            )
+            return Cubin(code, registers, stack, stores, loads, shared, log)
+    if f".text.{kernel.entry}".encode() in code:
+        return Cubin(code, -1, -1, -1, -1, -1, log)
+    raise KernelError(f"{kernel.source}.cu has no entry {kernel.entry}; the compiler says: {log.strip()}")
+
+
+def _cuda_include_flags() -> Iterator[str]:
+    """Yield the flag for the folder of <cuda_fp16.h>: a CUDA toolkit's, or that of NVIDIA's wheels."""
+    homes = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    folders = [Path(home, "include") for home in homes if home]
+    try:
+        packages = list(importlib.import_module("nvidia").__path__)
+    except ImportError:
+        packages = []
+    folders += [folder for package in packages for folder in sorted(Path(package).glob("cu*/include"), reverse=True)]
+    found = next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+    if found:
+        yield f"-I{found}"
+
+
+def _compile(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
+    """Return the machine code and the compiler's log."""
+    try:
+        return _compile_with_bindings(importlib.import_module("cuda.bindings.nvrtc"), source, name, flags)
+    except ImportError:
+        pass
+    try:
+        return _compile_with_cupy(importlib.import_module("cupy_backends.cuda.libs.nvrtc"), source, name, flags)
+    except ImportError as error:
+        raise KernelError("compiling kernels needs cuda-bindings and nvidia-cuda-nvrtc, or CuPy") from error
+
+
+def _compile_with_bindings(nvrtc: Any, source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
+    def call(function: Any, *arguments: Any) -> Any:
+        code, *results = function(*arguments)
+        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise KernelError(f"{name} does not compile: {log().strip() or code}")
+        return results[0] if results else None
+
+    def text(size: Any, get: Any) -> bytes:
+        buffer = bytes(size(program)[1])
+        get(program, buffer)  # writes into the buffer
+        return buffer
+
+    def log() -> str:
+        return text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0").decode(errors="replace")
+
+    program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])[1]
+    try:
+        call(nvrtc.nvrtcCompileProgram, program, len(flags), [flag.encode() for flag in flags])
+        return text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), log()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _compile_with_cupy(nvrtc: Any, source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
+    program = nvrtc.createProgram(source, name, (), ())
+    try:
+        nvrtc.compileProgram(program, tuple(flags))
+        return bytes(nvrtc.getCUBIN(program)), str(nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        raise KernelError(f"{name} does not compile: {nvrtc.getProgramLog(program).strip() or error}") from error
+    finally:
+        nvrtc.destroyProgram(program)

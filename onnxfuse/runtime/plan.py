@@ -1,0 +1,187 @@
+"""Plans: how a fused node runs for one combination of input shapes, as data that C++ follows without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Attribute: TypeAlias = int | float | str | list[int] | list[float]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype ("float32", "float16", "bfloat16", "bool", "int64", ...) of an input or output."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    aligned: bool = True  # the data starts at a multiple of 16 bytes; False for all inputs if it does not for an output
+    constant: bool = False  # the model holds the values, so that every node reads its own from memory, not the L2 cache
+
+
+@dataclass(frozen=True)
+class Device:
+    """What plans depend on besides the node: the GPU and the session's settings."""
+
+    name: str
+    arch: int  # compute capability as a number: 75, 80, 90, 120
+    multiprocessors: int
+    shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
+    tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
+    ordinal: int = field(default=0, compare=False)  # which of the machine's GPUs; hosts ask its libraries
+
+
+@dataclass(frozen=True)
+class FusedNode:
+    """A fused node as its host sees it."""
+
+    fusion: str
+    name: str
+    operands: tuple[str, ...]  # the names of the inputs that are present, in order
+    attributes: Mapping[str, Attribute]
+    output_dtypes: tuple[str, ...]
+
+    def input_index(self, operand: str) -> int | None:
+        """Return the index of an operand among the inputs; None if it is absent."""
+        return self.operands.index(operand) if operand in self.operands else None
+
+    def integer(self, attribute: str, default: int | None = None) -> int:
+        """Return an attribute, or `default` if it is absent.
+
+        Raises KeyError if there is no default either, TypeError if the attribute is not an integer.
+        """
+        value = self._value(attribute, default)
+        if isinstance(value, float | str | list):
+            raise TypeError(f"attribute {attribute} is {value!r}; required an integer")
+        return int(value)
+
+    def number(self, attribute: str, default: float | None = None) -> float:
+        """Return an attribute, or `default` if it is absent; raises as `integer` does."""
+        value = self._value(attribute, default)
+        if isinstance(value, str | list):
+            raise TypeError(f"attribute {attribute} is {value!r}; required a number")
+        return float(value)
+
+    def text(self, attribute: str, default: str | None = None) -> str:
+        """Return an attribute, or `default` if it is absent; raises as `integer` does."""
+        value = self._value(attribute, default)
+        if not isinstance(value, str):
+            raise TypeError(f"attribute {attribute} is {value!r}; required a string")
+        return value
+
+    def _value(self, attribute: str, default: Attribute | None) -> Attribute:
+        return self.attributes[attribute] if default is None else self.attributes.get(attribute, default)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry point of a .cu file of onnxfuse.kernels, with its compile-time constants."""
+
+    source: str  # the file's stem
+    entry: str
+    defines: Mapping[str, int | float | str] = field(default_factory=dict)
+    arch_specific: bool = False  # needs instructions of this architecture alone, as sm_90a has
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A pointer to an input, an output or a scratch buffer, plus `offset` bytes."""
+
+    kind: Literal["input", "output", "scratch"]
+    index: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number passed by value."""
+
+    value: int | float
+    type: Literal["int32", "int64", "float32"]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A CUtensorMap that is passed by value, as `const __grid_constant__`; a run supplies the address.
+
+    Sizes, strides and box count from the innermost dimension, as in cuTensorMapEncodeTiled. `strides` are in bytes and
+    leave out the innermost dimension, whose stride is one element. Elements outside `sizes` are read as zero.
+    """
+
+    pointer: Pointer
+    dtype: Literal["float16", "bfloat16", "float32", "uint8"]
+    sizes: tuple[int, ...]  # elements, one to five dimensions
+    strides: tuple[int, ...]  # multiples of 16
+    box: tuple[int, ...]  # elements, at most 256 each
+    swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension is no wider
+
+
+Argument: TypeAlias = Pointer | Scalar | TensorMap
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+    shared: int = 0  # bytes of dynamic shared memory
+    cluster: int = 1  # blocks in a cluster, along x
+    # Programmatic dependent launch: the kernel may start while the one before it ends. Until its code has called
+    # wait_for_predecessor(), it may touch nothing but constants.
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A row-major matrix of `rows` x `columns`, with `stride` elements from one row to the next."""
+
+    pointer: Pointer
+    dtype: str
+    rows: int
+    columns: int
+    stride: int
+    batch_stride: int = 0  # elements from one product of the batch to the next; 0 if all share the matrix
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A product by cublasLtMatmul: y = activation(x w + c + bias)."""
+
+    x: Matrix  # m x k
+    w: Matrix  # k x n, or n x k if `transposed`
+    y: Matrix  # m x n
+    transposed: bool
+    batch: int = 1
+    c: Matrix | None = None  # added to the product before bias and activation
+    bias: Pointer | None = None  # n elements of y's dtype
+    activation: Literal["none", "relu", "gelu_tanh"] = "none"
+    tf32: bool = False  # float32 operands are rounded to TF32
+    aligned: bool = True  # all its inputs and outputs start at multiples of 16 bytes
+    workspace: Pointer | None = None
+    workspace_bytes: int = 0
+    algorithm: tuple[int, ...] = ()  # the eight 64-bit words of a cublasLtMatmulAlgo_t; () for cuBLASLt's first choice
+
+
+@dataclass(frozen=True)
+class NoAlias:
+    """An input and an output that may not overlap in memory, except at the same start address if `same_start`.
+
+    A caller who binds memory of their own may overlap them; the node then raises an error.
+    """
+
+    input: int
+    output: int
+    same_start: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
+
+    outputs: tuple[TensorSpec, ...]
+    steps: tuple[Launch | Matmul, ...]
+    scratch: tuple[int, ...] = ()
+    no_alias: tuple[NoAlias, ...] = ()

@@ -1,0 +1,145 @@
+"""Encode plans for the native library, and decode the inputs and attributes of nodes that it sends."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, dtype_name
+from onnxfuse.runtime.plan import Argument, Attribute, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
+
+PLAN_MARK: Final = 0x6F6E66780004  # kPlanMark in native/plan.h
+MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
+SCALAR: Final = 3
+TENSOR_MAP: Final = 4
+LAUNCH: Final = 0
+MATMUL: Final = 1
+ACTIVATION_NUMBERS: Final = {"none": 0, "relu": 1, "gelu_tanh": 2}
+ALGORITHM_WORDS: Final = 8  # of a cublasLtMatmulAlgo_t
+ALIGNED: Final = 1  # flags of an input
+CONSTANT: Final = 2
+
+
+def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
+    """Return a plan as 64-bit words; `functions` are the CUfunction handles of its launches, in order.
+
+    Raises ValueError if there are not as many, or if a step contradicts itself.
+    """
+    words = [PLAN_MARK, len(plan.outputs)]
+    for output in plan.outputs:
+        words += [DTYPE_NUMBERS[output.dtype], len(output.shape), *output.shape]
+    words += [len(plan.scratch), *plan.scratch, len(plan.steps)]
+    if (launches := sum(isinstance(step, Launch) for step in plan.steps)) != len(functions):
+        raise ValueError(f"a plan of {launches} launches needs as many functions, found {len(functions)}")
+    handles = iter(functions)
+    for step in plan.steps:
+        words += [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [LAUNCH, next(handles), *_launch(step)]
+    words.append(len(plan.no_alias))
+    words += [int(word) for pair in plan.no_alias for word in (pair.input, pair.output, pair.same_start)]
+    return _packed(words)
+
+
+def matmul_bytes(matmul: Matmul) -> bytes:
+    """Return a product alone as 64-bit words, for a question to cuBLASLt."""
+    return _packed(_matmul(matmul))
+
+
+def _packed(words: Sequence[int]) -> bytes:
+    return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in words)
+
+
+def _launch(step: Launch) -> list[int]:
+    words = [*step.grid, *step.block, step.shared, step.cluster, int(step.pdl), len(step.arguments)]
+    for argument in step.arguments:
+        words += _argument(argument)
+    return words
+
+
+def _argument(argument: Argument) -> Sequence[int]:
+    if isinstance(argument, Pointer):
+        return _pointer(argument)
+    if isinstance(argument, TensorMap):
+        return _tensor_map(argument)
+    match argument.type:
+        case "float32":
+            bits = struct.pack("<fi", argument.value, 0)
+        case "int32":
+            bits = struct.pack("<ii", argument.value, 0)
+        case "int64":
+            bits = struct.pack("<q", argument.value)
+    return SCALAR, struct.unpack("<q", bits)[0]
+
+
+def _pointer(pointer: Pointer) -> tuple[int, int, int]:
+    return MEMORY_KINDS[pointer.kind], pointer.index, pointer.offset
+
+
+def _tensor_map(argument: TensorMap) -> list[int]:
+    rank = len(argument.sizes)
+    if (len(argument.strides), len(argument.box)) != (rank - 1, rank):
+        raise ValueError(
+            f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {rank}, "
+            f"found {len(argument.strides)} and {len(argument.box)}"
+        )
+    pointer, dtype = _pointer(argument.pointer), DTYPE_NUMBERS[argument.dtype]
+    return [TENSOR_MAP, *pointer, dtype, rank, *argument.sizes, *argument.strides, *argument.box, argument.swizzle]
+
+
+def _matmul(step: Matmul) -> list[int]:
+    if len(step.algorithm) not in (0, ALGORITHM_WORDS):
+        raise ValueError(f"a matmul's algorithm has {ALGORITHM_WORDS} words or none, found {len(step.algorithm)}")
+    words = [*_matrix(step.x), *_matrix(step.w), *_matrix(step.y), step.transposed, step.batch, step.aligned]
+    words += [1, *_matrix(step.c)] if step.c else [0]
+    words += [1, *_pointer(step.bias)] if step.bias else [0]
+    words += [ACTIVATION_NUMBERS[step.activation], step.tf32]
+    words += [1, *_pointer(step.workspace)] if step.workspace else [0]
+    return [*map(int, words), step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
+
+
+def _matrix(matrix: Matrix) -> tuple[int, ...]:
+    sizes = (matrix.rows, matrix.columns, matrix.stride, matrix.batch_stride)
+    return (*_pointer(matrix.pointer), DTYPE_NUMBERS[matrix.dtype], *sizes)
+
+
+def input_words(inputs: Sequence[TensorSpec]) -> list[int]:
+    """Return the words of a node's inputs, which identify its plan: dtype, flags, rank and dims of each."""
+    return [word for i in inputs for word in (DTYPE_NUMBERS[i.dtype], _flags(i), len(i.shape), *i.shape)]
+
+
+def _flags(spec: TensorSpec) -> int:
+    return ALIGNED * spec.aligned | CONSTANT * spec.constant
+
+
+def read_inputs(words: Sequence[int]) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a node from their words."""
+    inputs, position = [], 0
+    while position < len(words):
+        dtype, flags, rank = words[position : position + 3]
+        position += 3 + rank
+        shape = tuple(words[position - rank : position])
+        inputs.append(TensorSpec(shape, dtype_name(dtype), bool(flags & ALIGNED), bool(flags & CONSTANT)))
+    return tuple(inputs)
+
+
+def read_attributes(data: bytes) -> dict[str, Attribute]:
+    """Return a node's attributes from the bytes that native/attributes.cc writes."""
+    return dict(_attributes(data))
+
+
+def _attributes(data: bytes) -> Iterator[tuple[str, Attribute]]:
+    position = 0
+    while position < len(data):
+        (size,) = struct.unpack_from("<I", data, position)
+        position += 4
+        name, kind = data[position : position + size].decode(), chr(data[position + size])
+        position += size + 1
+        (count,) = struct.unpack_from("<I", data, position)
+        position += 4
+        if kind == "s":
+            yield name, data[position : position + count].decode()
+            position += count
+            continue
+        values = struct.unpack_from(f"<{count}{'q' if kind in 'iI' else 'f'}", data, position)
+        position += count * (8 if kind in "iI" else 4)
+        yield name, values[0] if kind in "if" else list(values)

@@ -1,0 +1,132 @@
+"""Run plans without onnxruntime, and ask cuBLASLt for its algorithms; tests, trials and hosts do."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.native_library import NativeError
+from onnxfuse.runtime.plan import Matmul, Plan, TensorSpec
+from onnxfuse.runtime.plan_bytes import ALGORITHM_WORDS, input_words, matmul_bytes, plan_bytes
+
+CUBLASLT_NAMES: Final = ("libcublasLt.so.13", "libcublasLt.so.12")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm that cuBLASLt proposes for a Matmul."""
+
+    words: tuple[int, ...]  # Matmul.algorithm
+    workspace_bytes: int
+
+
+class ReadyPlan:
+    """A plan whose kernels are loaded on a GPU; it runs as it would in a session.
+
+    Any number of threads may run it at once, each with scratch memory of its own: `scratch_bytes` bytes that start at
+    a multiple of 256.
+    """
+
+    def __init__(self, plan: Plan, kernels: Sequence[LoadedKernel], inputs: Sequence[TensorSpec], ordinal: int) -> None:
+        """Let the native library read the plan; `kernels` are those of its launches, in order.
+
+        Raises NativeError if the plan is malformed or needs a library that is missing.
+        """
+        open_libraries(plan)
+        self._library, self._ordinal, self._kernels = native.driver(), ordinal, tuple(kernels)
+        self._counts = (len(inputs), len(plan.outputs))
+        data = plan_bytes(plan, [kernel.handle for kernel in kernels])
+        key = _array(ctypes.c_int64, input_words(inputs))
+        dtypes = _array(ctypes.c_int64, [DTYPE_NUMBERS[output.dtype] for output in plan.outputs])
+        self._plan, scratch = ctypes.c_void_p(), ctypes.c_uint64()
+        results = (ctypes.byref(self._plan), ctypes.byref(scratch))
+        read = self._library.onnxfuse_read_plan
+        native.check(read(ordinal, data, len(data), key, len(key), dtypes, len(dtypes), *results))
+        weakref.finalize(self, self._library.onnxfuse_free_plan, self._plan)
+        self.scratch_bytes: Final = scratch.value
+
+    def run(
+        self, inputs: Sequence[int], outputs: Sequence[int], scratch: int = 0, stream: int = 0, times: int = 1
+    ) -> None:
+        """Start the plan's steps `times` times on a CUDA stream.
+
+        `inputs`, `outputs` and `scratch` are addresses on the GPU. Raises NativeError if a step cannot be started.
+        """
+        if (len(inputs), len(outputs)) != self._counts:
+            raise NativeError(
+                f"the plan has {self._counts[0]} inputs and {self._counts[1]} outputs, "
+                f"found {len(inputs)} and {len(outputs)} addresses"
+            )
+        addresses = [_array(ctypes.c_void_p, each) for each in (inputs, outputs)]
+        native.check(self._library.onnxfuse_run(self._ordinal, self._plan, *addresses, scratch, stream, times))
+
+
+def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
+    """Return up to `max_count` algorithms of cuBLASLt for a product, the best by its own estimate first.
+
+    They need at most `matmul.workspace_bytes`; its `workspace` and `algorithm` do not matter. The list is empty if
+    cuBLASLt has none. Raises NativeError if cuBLASLt is missing.
+    """
+    library, data = cublaslt(), matmul_bytes(matmul)
+    width = ALGORITHM_WORDS + 1  # an algorithm and its workspace
+    words, found = (ctypes.c_uint64 * (width * max_count))(), ctypes.c_int()
+    native.check(library.onnxfuse_algorithms(ordinal, data, len(data), max_count, words, ctypes.byref(found)))
+    rows = [tuple(words[i * width : (i + 1) * width]) for i in range(found.value)]
+    return [Algorithm(row[:-1], row[-1]) for row in rows]
+
+
+def open_libraries(plan: Plan) -> None:
+    """Open the libraries that the plan's steps call, which reading the plan requires.  Raises NativeError."""
+    if any(isinstance(step, Matmul) for step in plan.steps):
+        cublaslt()
+
+
+@functools.cache
+def cublaslt() -> ctypes.CDLL:
+    """Return the native library with the driver and cuBLASLt open.
+
+    It takes the cuBLASLt that this process has loaded, which is onnxruntime's, and otherwise one that is installed.
+    Raises NativeError if there is none.
+    """
+    library = native.driver()
+    chosen = os.environ.get("ONNXFUSE_LIBCUBLASLT")
+    refusals = []
+    for path in [chosen] if chosen else [None, *map(str, _installed_cublaslt()), *CUBLASLT_NAMES]:
+        refusal = library.onnxfuse_open_cublaslt(path.encode() if path else None)
+        if refusal is None:
+            return library
+        refusals.append(refusal.decode(errors="replace"))
+    raise NativeError(f"matrix products need cuBLASLt; install nvidia-cublas or a CUDA toolkit: {'; '.join(refusals)}")
+
+
+def cublaslt_version() -> int:
+    """Return 10000 times cuBLASLt's major version plus 100 times the minor one plus the patch.  Raises NativeError."""
+    version = ctypes.c_uint64()
+    native.check(cublaslt().onnxfuse_cublaslt_version(ctypes.byref(version)))
+    return version.value
+
+
+def _installed_cublaslt() -> Iterator[Path]:
+    """Yield the libraries of NVIDIA's wheels and of a CUDA toolkit, the newest version first."""
+    try:
+        packages = [Path(path) for path in importlib.import_module("nvidia").__path__]
+    except ImportError:
+        packages = []
+    homes = [Path(home) for name in ("CUDA_PATH", "CUDA_HOME") if (home := os.environ.get(name))]
+    folders = [p / part / "lib" for p in packages for part in ("cu13", "cublas")] + [home / "lib64" for home in homes]
+    for name in CUBLASLT_NAMES:
+        yield from (folder / name for folder in folders if (folder / name).is_file())
+
+
+def _array(kind: Any, values: Sequence[int]) -> Any:
+    return (kind * len(values))(*values)

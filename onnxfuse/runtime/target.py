@@ -1,0 +1,130 @@
+"""Find the provider, the GPU and the settings for the kernels of a session, or the reason why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS, Environment, session_environment
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.planner import CUDA
+
+ProviderOptions = Mapping[str, object]
+Providers = Sequence[str | tuple[str, ProviderOptions]]
+_working_providers: Final[set[tuple[str, int]]] = set()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The provider that runs kernels in a session."""
+
+    provider: str
+    ordinal: int
+    tf32: bool = True
+    cuda_graph: bool = False
+    options: ProviderOptions = field(default_factory=dict, compare=False)  # of the provider
+    optimization: str = ALL_OPTIMIZATIONS  # onnxruntime's level of graph optimization
+
+    @property
+    def device(self) -> Device:
+        """Return the GPU with the session's setting of TF32."""
+        return planner.device_of(self.provider, self.ordinal, self.tf32)
+
+    @property
+    def environment(self) -> Environment:
+        """Return what measurements of this session's nodes depend on."""
+        return session_environment(self.provider, self.device, self.options, self.optimization)
+
+    def settings(self, measure: bool) -> int:
+        """Return the flags that the native library repeats in requests for plans.
+
+        measure  whether candidates of a kernel may be timed
+        """
+        return native.TF32 * self.tf32 | native.MEASURE * measure
+
+
+@dataclass(frozen=True)
+class NoTarget:
+    """The session runs no kernels."""
+
+    why: str
+    asked: bool = True  # whether the session asked for a provider with kernels
+
+
+def find_target(
+    options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[ProviderOptions] | None
+) -> Target | NoTarget:
+    """Return where a session with these options and providers runs kernels, or why it runs none."""
+    if not providers and options.has_providers():
+        return NoTarget("the providers were added to the session options; name them in `providers`")
+    available = ort.get_available_providers()
+    chosen = providers or available  # onnxruntime also takes an empty list for all providers
+    extra = provider_options or [{}] * len(chosen)
+    for item, more in zip(chosen, extra, strict=False):
+        name, given = (item, more) if isinstance(item, str) else item
+        if name in planner.backends:
+            if name not in available:
+                return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
+            flags = allows_tf32(given), _is_on(given.get("enable_cuda_graph", False))
+            level = options.graph_optimization_level.name
+            target = Target(name, int(str(given.get("device_id", 0))), *flags, {**given, **more}, level)
+            why = _unusable(target)
+            return NoTarget(why) if why else target
+    return NoTarget(f"the session does not use {CUDA}", asked=False)
+
+
+def allows_tf32(options: ProviderOptions) -> bool:
+    """Return whether a provider with these options rounds the operands of float32 matrix products to TF32."""
+    return _is_on(options.get("use_tf32", True))
+
+
+def _is_on(value: object) -> bool:
+    """Return whether a boolean option of a provider is on, as onnxruntime reads its text."""
+    return str(value) not in ("0", "false", "False")
+
+
+def _unusable(target: Target) -> str | None:
+    if why := planner.backends[target.provider].unavailable():
+        return why
+    try:
+        native_library()
+    except native.NativeError as error:
+        return str(error)
+    if not _works(target):
+        return f"{target.provider} does not start; try onnxruntime.preload_dlls() first, and see its log"
+    return None
+
+
+def _works(target: Target) -> bool:
+    """Return whether the provider starts; onnxruntime makes a session without it if its libraries are missing."""
+    if target.provider != CUDA or (target.provider, target.ordinal) in _working_providers:
+        return True
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
+    probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        providers = [(target.provider, {"device_id": target.ordinal} if target.ordinal else {})]
+        session = ort.InferenceSession(probe.SerializeToString(), options, providers, enable_fallback=0)
+    except Exception:  # onnxruntime's errors have no common class
+        return False
+    if target.provider in session.get_providers():
+        _working_providers.add((target.provider, target.ordinal))
+    return (target.provider, target.ordinal) in _working_providers
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL:
+    """Return the native library, connected to the planner.  Raises NativeError."""
+    library = native.load()
+    native.connect(library, planner.answer_request, planner.forget_node)
+    return native.driver()

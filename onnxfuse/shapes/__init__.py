@@ -1,1 +1,0 @@
-"""What is known of tensors before the model runs: symbolic sizes, shapes, layouts, values of shape arithmetic."""

@@ -1,0 +1,218 @@
+"""Sessions of onnxruntime whose inputs and outputs stay on the device between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Protocol, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from onnxfuse.errors import NO_ONNXRUNTIME, MissingPackageError, OnnxfuseError, UsageError, VerificationError
+
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
+
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.save import save, serialize
+from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.tuning.dispatch import Prefer
+from onnxfuse.verify.cpu_session import from_ort_value, to_ort_value
+
+Value: TypeAlias = Array | ort.OrtValue
+Provider: TypeAlias = Literal["cpu", "cuda"]
+PROVIDERS: Final[Mapping[Provider, str]] = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+NO_NUMPY_DTYPE: Final = ("float8", "float4", "int4", "int2")  # element types that OrtValue.numpy does not convert
+WARM_UP_RUNS: Final = 3  # with CUDA graphs the first of them runs twice and captures
+ProvidersWithOptions = Sequence[tuple[str, Mapping[str, str]]]
+Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.InferenceSession]
+
+
+class OpenFused(Protocol):
+    """Opens a session in which fused nodes run as kernels where `prefer` does not object: session.open_session.
+
+    measure  candidate plans of a kernel may be timed
+    """
+
+    def __call__(
+        self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
+        *, prefer: Prefer | None, measure: bool,
+    ) -> ort.InferenceSession:  # fmt: skip
+        """Open the session."""
+        ...
+
+
+def ordinal_of(options: ProviderOptions) -> int:
+    """Return the number of the GPU that these options name, 0 if they name none."""
+    return int(str(options.get("device_id", 0)))
+
+
+def default_provider() -> Provider:
+    """Return "cuda" where this onnxruntime has CUDA, else "cpu"."""
+    return "cuda" if PROVIDERS["cuda"] in ort.get_available_providers() else "cpu"
+
+
+def start_session(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    provider: Provider,
+    open_session: Open | None = None,
+    *,
+    options: ProviderOptions | None = None,
+) -> ort.InferenceSession:
+    """Start a session on one provider; CUDA leaves to the CPU the operators that it lacks.
+
+    folder        where the model's external data is
+    open_session  what makes the session, onnxruntime.InferenceSession by default
+    options       of the provider
+
+    Weights in files are read in place; only a model of more than 2 GiB is written to a temporary file.
+    Raises UsageError where onnxruntime lacks the provider, OnnxfuseError where the provider does not start, and
+    whatever onnxruntime raises.
+    """
+    check_available(provider)
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    providers = [(PROVIDERS[provider], {name: str(value) for name, value in (options or {}).items()})]
+    session = _start(model, folder, settings, providers, open_session or ort.InferenceSession)
+    if session.get_providers()[0] != PROVIDERS[provider]:
+        raise OnnxfuseError(
+            f"{PROVIDERS[provider]} does not start; check the NVIDIA driver, and that onnxruntime finds CUDA and cuDNN"
+        )
+    return session
+
+
+def _start(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    settings: ort.SessionOptions,
+    providers: ProvidersWithOptions,
+    make: Open,
+) -> ort.InferenceSession:
+    content = serialize(model)
+    if content is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            save(model, path := Path(scratch, "model.onnx"), folder=folder)
+            return make(str(path), settings, providers)
+    if folder is not None:
+        weights = str(folder.resolve())
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", weights)
+    return make(content, settings, providers)
+
+
+def check_available(provider: Provider) -> None:
+    """Raise UsageError unless this onnxruntime has the provider."""
+    available = ort.get_available_providers()
+    if PROVIDERS[provider] not in available:
+        raise UsageError(
+            f"this onnxruntime has no {PROVIDERS[provider]}, only {', '.join(available)}; "
+            "pip install 'onnxfuse[cuda]', or give --provider cpu"
+        )
+    if provider == "cuda":
+        _preload()
+
+
+@functools.cache
+def _preload() -> None:
+    """Let onnxruntime find the CUDA libraries that are Python packages."""
+    with contextlib.redirect_stdout(None):  # onnxruntime prints the libraries that it does not find
+        ort.preload_dlls()
+
+
+@dataclass(frozen=True)
+class BoundSession:
+    """A session with the memory of its inputs and outputs."""
+
+    session: ort.InferenceSession
+    binding: ort.IOBinding
+    provider: Provider
+
+    def run(self) -> None:
+        """Run the model and wait until its outputs are written."""
+        self.session.run_with_iobinding(self.binding)
+        if self.provider == "cuda":
+            self.binding.synchronize_outputs()
+
+    def values(self) -> dict[str, ort.OrtValue]:
+        """Return the outputs of the last run, on the device."""
+        names = dict.fromkeys(o.name for o in self.session.get_outputs())  # a graph may list an output twice
+        return dict(zip(names, self.binding.get_outputs(), strict=True))
+
+    def outputs(self) -> dict[str, Array]:
+        """Return the outputs of the last run as NumPy arrays."""
+        return {name: to_numpy(value) for name, value in self.values().items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the outputs that are tensors."""
+        return {name: tuple(value.shape()) for name, value in self.values().items() if value.is_tensor()}
+
+
+def bind(
+    session: ort.InferenceSession,
+    feeds: Mapping[str, Value],
+    provider: Provider,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    ordinal: int = 0,
+    buffers: Mapping[str, str] | None = None,
+) -> BoundSession:
+    """Bind a session to its inputs, each copied once to the device of its readers, and to its outputs.
+
+    Outputs with a shape in `shapes` are allocated here, the others by the first run; later runs write to the same
+    memory. Outputs for which `buffers` has the same name share their memory: each holds what was written there last.
+    Raises OnnxfuseError for an input that `feeds` lacks.
+    """
+    shared: dict[str, ort.OrtValue] = {}
+    binding = session.io_binding()
+    for each in session.get_inputs():
+        if each.name not in feeds:
+            raise OnnxfuseError(f"it has an input '{each.name}', which the model does not have")
+        value = feeds[each.name]
+        binding.bind_ortvalue_input(each.name, to_ort_value(value) if isinstance(value, np.ndarray) else value)
+    for each in session.get_outputs():
+        if shapes and each.name in shapes and each.type.startswith("tensor("):
+            buffer = (buffers or {}).get(each.name, each.name)
+            if buffer not in shared:
+                shared[buffer] = _empty(shapes[each.name], each.type, provider, ordinal)
+            binding.bind_ortvalue_output(each.name, shared[buffer])
+        else:
+            binding.bind_output(each.name, provider, ordinal)
+    return BoundSession(session, binding, provider)
+
+
+def _empty(shape: Sequence[int], kind: str, provider: Provider, ordinal: int) -> ort.OrtValue:
+    """Allocate a tensor of a type that onnxruntime calls `kind`, such as tensor(float16)."""
+    dtype = onnx.TensorProto.DataType.Value(kind[len("tensor(") : -1].upper())
+    return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, provider, ordinal)
+
+
+def check_outputs(session: ort.InferenceSession) -> None:
+    """Raise VerificationError for an output that NumPy cannot hold, so that it could not be compared."""
+    for each in session.get_outputs():
+        if not each.type.startswith("tensor(") or any(kind in each.type for kind in NO_NUMPY_DTYPE):
+            raise VerificationError(f"output '{each.name}' is a {each.type}, of which numpy makes no array to compare")
+
+
+def to_numpy(value: ort.OrtValue) -> Array:
+    """Copy a value on any device to a NumPy array; onnxruntime itself has no arrays of bfloat16."""
+    if value.data_type() != "tensor(bfloat16)" or value.device_name() == "cpu":
+        return from_ort_value(value)
+    import cupy
+
+    result = np.empty(value.shape(), ml_dtypes.bfloat16)
+    cupy.cuda.runtime.memcpy(result.ctypes.data, value.data_ptr(), result.nbytes, 2)  # cudaMemcpyDeviceToHost
+    return result
+
+
+def size_of_value(value: ort.OrtValue) -> int:
+    """Return the bytes of an OrtValue that is a tensor."""
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(value.element_type())
+    return int(math.prod(value.shape()) * dtype.itemsize)

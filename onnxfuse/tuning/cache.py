@@ -1,0 +1,167 @@
+"""Measurements on disk: one small file each, which processes share without locks."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from onnxfuse.runtime.environment import Environment
+
+log: Final = logging.getLogger("onnxfuse")
+FORMAT: Final = 1  # of the files
+SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the part of an environment that a session decides
+Data = Mapping[str, object]  # what JSON can hold
+_warned: Final[set[str]] = set()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long each variant of a subject ran in one case, such as at one combination of shapes, and which is chosen."""
+
+    case: Data
+    chosen: str
+    seconds: Mapping[str, float]
+    measured: str  # ISO 8601, UTC
+
+
+_unwritten: Final[dict[str, dict[str, Measurement]]] = {}  # by digests of subject and case, for this process
+
+
+def store(environment: Environment, subject: Data, case: Data, chosen: str, seconds: Mapping[str, float]) -> bool:
+    """Write a measurement to disk, over an earlier one of the same case.
+
+    environment  what the times depend on besides subject and case
+    subject      what was measured
+    case         at which shapes, and in which mode
+    seconds      of each variant; `chosen` is one of them
+
+    Returns False, after a warning, if the file cannot be written: the measurement then lasts as long as this process.
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    measurement = Measurement(case, chosen, dict(seconds), now)
+    unwritten = _unwritten.setdefault(_subfolder(environment, subject), {})
+    if written := _write(measurement, environment, subject):
+        unwritten.pop(_digest(case), None)
+    else:
+        unwritten[_digest(case)] = measurement
+    return written
+
+
+def _write(measurement: Measurement, environment: Environment, subject: Data) -> bool:
+    folder = _folder(environment, subject)
+    if folder is None:
+        return False
+    record = {"format": FORMAT, "environment": environment, "subject": subject, **asdict(measurement)}
+    part = folder / f"{uuid.uuid4().hex}.part"  # not a tempfile, which other users may not read
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with part.open("x", encoding="utf-8") as file:
+            json.dump(record, file, indent=1, sort_keys=True, default=repr)
+        part.replace(folder / f"{_digest(measurement.case)}.json")
+        return True
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        what = f"measurements cannot be written to {cache_folder()}, they end with this process: {error.strerror}"
+        _warn_once(f"{what}; set ONNXFUSE_CACHE_DIR to another folder")
+        return False
+
+
+def lookup(environment: Environment, subject: Data) -> list[Measurement]:
+    """Return the measurements of a subject in a fixed order; damaged files are ignored with a warning."""
+    folder = _folder(environment, subject)
+    try:
+        paths = list(folder.glob("*.json")) if folder else []
+    except OSError as error:
+        _warn_once(f"measurements cannot be read from {folder}: {error.strerror}")
+        paths = []
+    found = {path.stem: _read(path, environment, subject) for path in paths}
+    found |= _unwritten.get(_subfolder(environment, subject), {})
+    return [measurement for _, measurement in sorted(found.items()) if measurement]
+
+
+def lookup_case(environment: Environment, subject: Data, case: Data) -> Measurement | None:
+    """Return the measurement of a subject in one case; None if there is none."""
+    if unwritten := _unwritten.get(_subfolder(environment, subject), {}).get(_digest(case)):
+        return unwritten
+    folder = _folder(environment, subject)
+    return _read(folder / f"{_digest(case)}.json", environment, subject) if folder else None
+
+
+def cache_folder() -> Path | None:
+    """Return $ONNXFUSE_CACHE_DIR, or the folder onnxfuse in $XDG_CACHE_HOME or in ~/.cache; None without a home."""
+    if chosen := os.environ.get("ONNXFUSE_CACHE_DIR"):
+        return Path(chosen)
+    standard = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if standard.is_absolute():  # the XDG specification says to ignore relative paths
+        return standard / "onnxfuse"
+    try:
+        return Path.home() / ".cache" / "onnxfuse"
+    except RuntimeError as error:
+        _warn_once(f"measurements are not kept: {error}; set ONNXFUSE_CACHE_DIR to a folder")
+        return None
+
+
+def _folder(environment: Environment, subject: Data) -> Path | None:
+    folder = cache_folder()
+    return folder / "measurements" / _subfolder(environment, subject) if folder else None
+
+
+def _subfolder(environment: Environment, subject: Data) -> str:
+    return f"{_digest(environment)}/{_digest(subject)}"
+
+
+def _read(path: Path, environment: Environment, subject: Data) -> Measurement | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, required {FORMAT}")
+        if _digest([record["environment"], record["subject"]]) != _digest([environment, subject]):
+            raise ValueError("it is about something else")
+        if _digest(record["case"]) != path.stem:
+            raise ValueError("it is about another case than its name says")
+        seconds = {str(name): float(value) for name, value in record["seconds"].items()}
+        if not all(math.isfinite(value) and value > 0 for value in seconds.values()):
+            raise ValueError(f"its times are {seconds}")
+        datetime.datetime.fromisoformat(record["measured"])
+        return Measurement(record["case"], str(record["chosen"]), seconds, record["measured"])
+    except (FileNotFoundError, NotADirectoryError):  # another process may tidy up
+        return None
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _warn_once(f"measurement {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
+        return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+
+
+def _warn_once(message: str) -> None:
+    """Log a warning unless it was logged before: a model has hundreds of nodes."""
+    if message not in _warned:
+        _warned.add(message)
+        log.warning(message)
+
+
+def other_session_settings(here: Environment, subject: Data) -> Data | None:
+    """Return settings of a session that differ from these, and for which the subject was measured; None if it was not.
+
+    All else that times depend on must be the same as here.
+    """
+    folder = cache_folder()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        for path in sorted(folder.glob(f"measurements/*/{_digest(subject)}/*.json")) if folder else ():
+            there = json.loads(path.read_text(encoding="utf-8"))["environment"]
+            if {**there, **(settings := {name: here[name] for name in SESSION_SETTINGS})} == dict(here):
+                return {name: there[name] for name in SESSION_SETTINGS if there[name] != settings[name]}
+    return None

@@ -1,0 +1,241 @@
+"""Kernel or body: how the fused nodes of a session run, as earlier measurements say."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import onnx
+
+from onnxfuse.errors import UsageError
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.runtime.environment import Environment
+from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.tuning import cache
+from onnxfuse.tuning.cache import Data, Measurement
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+log: Final = logging.getLogger("onnxfuse")
+TunePolicy = Literal["never", "cached", "now"]  # ignore measurements, use them, or make those that are missing first
+Mode = Literal["plain", "cuda graph"]  # of a session
+PLAIN: Final = "plain"
+CUDA_GRAPH: Final = "cuda graph"
+ALL_KERNELS: Final = "kernels"  # variants of a whole model; a third one mixes what is faster node by node
+ALL_BODIES: Final = "bodies"
+
+
+@dataclass(frozen=True)
+class NodeDispatch:
+    """How one fused node of a session runs, and why."""
+
+    node: str
+    fusion: str
+    how: Literal["kernel", "body"]
+    why: str
+
+
+_dispatches: Final[weakref.WeakKeyDictionary[object, tuple[NodeDispatch, ...]]] = weakref.WeakKeyDictionary()
+
+
+def record_dispatches(session: ort.InferenceSession | ort.SessionOptions, dispatches: tuple[NodeDispatch, ...]) -> None:
+    """Keep what `explain_session` says of a session, or of the sessions that are made with these options."""
+    _dispatches[session] = dispatches
+
+
+def explain_session(session: ort.InferenceSession) -> tuple[NodeDispatch, ...]:
+    """Return how each fused node of a session runs, and why.
+
+    Raises UsageError for a session that neither `InferenceSession` made, nor onnxruntime with options that went through
+    `register`.
+    """
+    for key in (session, session.get_session_options(), getattr(session, "_sess_options_initial", None)):
+        if key is not None and key in _dispatches:
+            return _dispatches[key]
+    raise UsageError("this session was made without onnxfuse; use onnxfuse.InferenceSession or onnxfuse.register")
+
+
+# --- preferences -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Whether a node should run as a kernel, and the measurement that says so."""
+
+    kernel: bool
+    why: str
+
+
+Prefer = Callable[[onnx.ModelProto, Sequence[Call], Environment, Mode, bool], Sequence[Preference | None]]
+
+
+def cached_preferences(
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: Mode, per_node: bool = True
+) -> list[Preference | None]:
+    """Return what the measurements say of each fused node; None for a node that was not measured.
+
+    If the whole model was timed, in this mode or else in the other one, its fastest variant counts: all kernels, all
+    bodies, or the mix of what is faster node by node. Times at several shapes are summed.
+    Without `per_node`, all nodes that call one function must run alike, and a mix in which they do not is ignored.
+    """
+    alone = preferences_by_node(model, calls, environment, per_node)
+    timed = measurements_of_model(environment, model, mode)
+    if not timed:
+        _warn_of_other_settings(environment, model)
+        return alone
+    sums = _sums(timed, {ALL_KERNELS, ALL_BODIES, mix_name(alone)})
+    if not sums:
+        return alone
+    best = min(sums, key=lambda name: sums[name])
+    if best not in (ALL_KERNELS, ALL_BODIES):
+        return alone
+    why = f"the whole model with {_listed(sums, 1e3, 'ms')}{_where_and_when(timed)}"
+    return [Preference(best == ALL_KERNELS, why) for _ in calls]
+
+
+def _warn_of_other_settings(environment: Environment, model: onnx.ModelProto) -> None:
+    if other := cache.other_session_settings(environment, model_subject(model)):
+        here = {name: environment[name] for name in other}
+        log.warning("the model was tuned for %s, which says nothing of this session's %s; tune it again", other, here)
+
+
+def all_kernels(
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, mode: Mode, per_node: bool = True
+) -> list[Preference | None]:
+    """Return no preference for any node, so that every node with a kernel runs as one."""
+    return [None] * len(calls)
+
+
+def preferences_by_node(
+    model: onnx.ModelProto, calls: Sequence[Call], environment: Environment, per_node: bool = True
+) -> list[Preference | None]:
+    """Return what the measurements of single nodes say of each fused node; None for a node that was not measured.
+
+    Without `per_node`, the times of all nodes that call one function are summed.
+    """
+    bodies = body_digests(model)
+    subjects = [node_subject(call, bodies) for call in calls]
+    keys = [repr(subject) for subject in subjects]
+    timed = {key: cache.lookup(environment, subject) for key, subject in zip(keys, subjects, strict=True)}
+    if per_node:
+        known = {key: _preference(each) for key, each in timed.items()}
+        return [known[key] for key in keys]
+    of_ops = defaultdict[str, list[Measurement]](list)
+    for call, key in zip(calls, keys, strict=True):
+        of_ops[call.op] += timed[key]
+    ops = {op: _preference(each) for op, each in of_ops.items()}
+    return [ops[call.op] for call in calls]
+
+
+def _preference(timed: Sequence[Measurement]) -> Preference | None:
+    sums = _sums(timed, {"kernel", "body"})
+    if set(sums) != {"kernel", "body"}:
+        return None
+    first = "kernel" if sums["kernel"] <= sums["body"] else "body"
+    ordered = {name: sums[name] for name in sorted(sums, key=lambda name: name != first)}
+    return Preference(first == "kernel", f"{_listed(ordered, 1e6, 'us')}{_where_and_when(timed)}")
+
+
+def _sums(timed: Sequence[Measurement], names: set[str]) -> dict[str, float]:
+    """Sum the seconds over all measurements, for each variant that was timed in all of them."""
+    return {
+        name: sum(each.seconds[name] for each in timed)
+        for name in sorted(names)
+        if timed and all(name in each.seconds for each in timed)
+    }
+
+
+def _listed(seconds: Mapping[str, float], scale: float, unit: str) -> str:
+    return ", ".join(f"{name.partition(' ')[0]}: {scale * value:.3g} {unit}" for name, value in seconds.items())
+
+
+def _where_and_when(timed: Sequence[Measurement]) -> str:
+    shapes = [case_text(each.case) for each in timed]
+    where = shapes[0] if len(shapes) == 1 else f"{len(shapes)} combinations of shapes, summed"
+    return f" at {where}, measured {max(each.measured for each in timed)[:10]}"
+
+
+def case_text(case: Data) -> str:
+    """Return the shapes of a measured case as text."""
+    shapes = case.get("shapes", ()) if isinstance(case, dict) else ()
+    return shapes_text(list(map(str, shapes)) if isinstance(shapes, Sequence) else [])
+
+
+def shapes_text(shapes: Sequence[str]) -> str:
+    """Join shapes such as "4096x768 float16"; a dtype that all of them have is named once."""
+    pairs = [each.rpartition(" ") for each in shapes]
+    dtypes = {dtype for *_, dtype in pairs}
+    if len(dtypes) == 1 and all(dims for dims, *_ in pairs):
+        return f"{', '.join(dims for dims, *_ in pairs)} {dtypes.pop()}"
+    return ", ".join(shapes) or "no inputs"
+
+
+# --- subjects of measurements ----------------------------------------------------------------------------------------
+
+
+def node_subject(call: Call, bodies: Mapping[str, str]) -> Data:
+    """Describe a fused node and its body without name and shapes: nodes that do the same have equal subjects.
+
+    `bodies` is what `body_digests` returns.
+    """
+    node = call.node
+    return {
+        "fusion": node.fusion,
+        "operands": list(node.operands),
+        "attributes": dict(node.attributes),
+        "dtypes": list(call.dtypes),
+        "outputs": list(node.output_dtypes),
+        "body": bodies.get(call.op, ""),
+    }
+
+
+def body_digests(model: onnx.ModelProto) -> dict[str, str]:
+    """Return a digest of each function's body by the function's name, which the digest leaves out."""
+    result = {}
+    for function in model.functions:
+        if function.domain == DOMAIN:
+            copy = onnx.FunctionProto()
+            copy.CopyFrom(function)
+            copy.name = ""
+            result[function.name] = _digest(copy.SerializeToString(deterministic=True))
+    return result
+
+
+def model_subject(model: onnx.ModelProto) -> Data:
+    """Describe a model without the values of its weights."""
+    parts = [part.SerializeToString(deterministic=True) for part in (*model.graph.node, *model.functions)]
+    parts += [each.SerializeToString(deterministic=True) for each in (*model.graph.input, *model.graph.output)]
+    parts += [repr((t.name, list(t.dims), t.data_type)).encode() for t in model.graph.initializer]
+    return {"model": _digest(b"\0".join(parts))}
+
+
+def measurements_of_model(environment: Environment, model: onnx.ModelProto, mode: Mode) -> list[Measurement]:
+    """Return the measurements of a whole model in this mode, or those in the other mode if there are none.
+
+    A measurement counts only if both all kernels and all bodies were timed.
+    """
+    found = cache.lookup(environment, model_subject(model))
+    timed = [(each, each.case) for each in found if {ALL_KERNELS, ALL_BODIES} <= each.seconds.keys()]
+    modes = [(each, case.get("mode")) for each, case in timed if isinstance(case, dict)]
+    return [each for each, its_mode in modes if its_mode == mode] or [each for each, _ in modes]
+
+
+def mix_name(alone: Sequence[Preference | None]) -> str:
+    """Name the variant in which each node runs as it prefers; another mix has another name."""
+    kernels = [each is None or each.kernel for each in alone]
+    return f"mix {_digest(repr(kernels).encode())[:12]}"
+
+
+def is_mixed(alone: Sequence[Preference | None]) -> bool:
+    """Return whether some nodes prefer their kernel and others their body."""
+    return len(Counter(each is None or each.kernel for each in alone)) > 1
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

@@ -1,0 +1,334 @@
+"""Time each operator of a model alone: a fused one as a kernel and as its body, beside a copy of the same bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from onnxfuse.analysis.gathered_tables import gathered_tables
+from onnxfuse.errors import OnnxfuseError, first_line
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.validate import size_of
+from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.tuning.bound_session import (
+    WARM_UP_RUNS,
+    BoundSession,
+    OpenFused,
+    Provider,
+    Value,
+    bind,
+    ordinal_of,
+    size_of_value,
+    start_session,
+)
+from onnxfuse.tuning.dispatch import NodeDispatch, all_kernels, explain_session
+from onnxfuse.tuning.memory_rate import cache_eviction, copy_rate
+from onnxfuse.tuning.timing import interleaved, runs_within
+
+UNFUSED: Final = "onnxruntime"  # how a node runs that no fusion took
+COPIES: Final = 9  # of an operator in one graph: the time of a node is an eighth of what eight more copies take
+SECONDS_PER_OPERATOR: Final = {"kernel": 0.3, "body": 0.3, UNFUSED: 0.1}
+# Copies of an operator share weights of more bytes. Smaller ones could stay in a cache: an H200's L2 has 60 MiB.
+MIN_SHARED_WEIGHT_BYTES: Final = 64 * 2**20
+# Operators that do no work on a device, or not on tensors.
+UNTIMED: Final = re.compile("Constant|If|Loop|Random.*|Scan|Shape|Size|.*(Optional|Sequence|String).*")
+DESCRIPTIONS: Final = {"fusion", "operands", "output_types", "output_ranks", "attributes"}  # attributes for onnxfuse
+Progress = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
+Attribute = int | float | str | list[int] | list[float] | list[str]
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """The time of one operator at one combination of shapes, in seconds per node, and the bytes that it has to move."""
+
+    fusion: str  # or the ONNX operator of an unfused node
+    nodes: tuple[str, ...]
+    shapes: tuple[str, ...]  # of the inputs, such as "4096x768 float16"
+    attributes: Mapping[str, Attribute]
+    how: str  # kernel, body, or UNFUSED: its time is in `body`
+    why: str
+    bytes: int
+    kernel: float | None = None
+    body: float | None = None
+    share: float | None = None  # of the rate at which a copy moves as many bytes
+    cuda_graph: bool = False  # whether it was timed in a CUDA graph
+    error: str = ""  # why it was not timed
+
+    @property
+    def faster(self) -> str | None:
+        """Return "kernel" or "body"; None where one of them was not timed."""
+        if self.kernel is None or self.body is None:
+            return None
+        return "kernel" if self.kernel <= self.body else "body"
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time of a node as the session runs it."""
+        return self.kernel if self.how == "kernel" else self.body
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, with the times in microseconds."""
+        result = asdict(self)
+        for name in "kernel", "body":
+            value = result.pop(name)
+            result[f"{name}_us"] = None if value is None else round(1e6 * value, 3)
+        result["share"] = None if self.share is None else round(self.share, 4)
+        return {**result, "nodes": list(self.nodes), "shapes": list(self.shapes)}
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """Nodes that do the same on tensors of the same shapes; the first of them is timed."""
+
+    model: onnx.ModelProto
+    folder: Path | None
+    nodes: tuple[onnx.NodeProto, ...]
+    values: Mapping[str, Value]
+    options: ProviderOptions
+    open_fused: OpenFused
+    measure: bool
+
+
+def op_times(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    feeds: Mapping[str, Value],
+    provider: Provider,
+    dispatches: Sequence[NodeDispatch],
+    cuda_graph: bool,
+    progress: Progress,
+    open_fused: OpenFused,
+    *,
+    options: ProviderOptions | None = None,
+    only_kernels: bool = False,
+    unfused: bool = False,
+    measure: bool = True,
+) -> list[OpTime]:
+    """Time the fused nodes of the main graph on the values that they have in a run with `feeds`; slowest first.
+
+    dispatches    how the nodes run in a session of the model
+    cuda_graph    time in a CUDA graph, where the operator can be captured
+    open_fused    opens sessions that run kernels
+    options       of the provider
+    only_kernels  leave out the nodes that run as their bodies
+    unfused       also time the nodes that no fusion took
+    measure       time the candidate plans of a kernel first; without it, the first candidate runs
+    """
+    how = {each.node: each for each in dispatches}
+    chosen = [n for n in model.graph.node if n.domain == DOMAIN or (unfused and not UNTIMED.fullmatch(n.op_type))]
+    values = _values(model, chosen, folder, feeds, provider, options or {})
+    ops = [
+        _Operator(model, folder, nodes, values, options or {}, open_fused, measure)
+        for nodes in _equal_nodes(model, chosen, values)
+    ]
+    if only_kernels:
+        ops = [op for op in ops if (one := how.get(node_name(op.nodes[0]))) and one.how == "kernel"]
+    result = []
+    for done, op in enumerate(ops):
+        progress("time the operators", done, len(ops))
+        dispatch = how.get(node_name(op.nodes[0]))
+        unknown = "body" if op.nodes[0].domain == DOMAIN else UNFUSED
+        row = _untimed(op, dispatch.how if dispatch else unknown, dispatch.why if dispatch else "")
+        try:
+            result.append(_timed(op, row, provider, cuda_graph))
+        except Exception as error:  # whatever onnxruntime raises belongs in the table
+            result.append(replace(row, error=first_line(error)))
+    return sorted(result, key=lambda row: -(row.seconds or 0.0) * len(row.nodes))
+
+
+def node_name(node: onnx.NodeProto) -> str:
+    """Return the name of a node, or of its first output if it has none."""
+    return node.name or node.output[0]
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def _values(
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    folder: Path | None,
+    feeds: Mapping[str, Value],
+    provider: Provider,
+    options: ProviderOptions,
+) -> dict[str, Value]:
+    """Return the feeds, and as OrtValues on the device all that the nodes read and write in one run."""
+    weights = {t.name for t in (*model.graph.initializer, *_constants(model))} | {i.name for i in model.graph.input}
+    wanted = {name for node in nodes for name in (*node.input, *node.output) if name and name not in weights}
+    open_model = copy_without(model, "graph")
+    open_model.graph.CopyFrom(model.graph)
+    present = {o.name for o in model.graph.output}
+    open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(wanted - present))
+    session = start_session(open_model, folder, provider, options=options)
+    bound = bind(session, feeds, provider, None, ordinal_of(options))
+    bound.run()
+    return {**feeds, **bound.values()}
+
+
+def _equal_nodes(
+    model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], values: Mapping[str, Value]
+) -> list[tuple[onnx.NodeProto, ...]]:
+    """Group the nodes that do the same on tensors of the same shapes."""
+    weights = {t.name: t for t in (*model.graph.initializer, *_constants(model))}
+    groups: dict[object, list[onnx.NodeProto]] = {}
+    for node in nodes:
+        shapes = tuple(_shape(name, weights, values) for name in node.input)
+        attributes = sorted(a.SerializeToString() for a in node.attribute)
+        groups.setdefault((node.op_type, shapes, tuple(attributes)), []).append(node)
+    return list(map(tuple, groups.values()))
+
+
+def _shape(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Value]) -> str:
+    if not name:
+        return "-"
+    dims = _dims(name, weights, values)
+    element = weights[name].data_type if name in weights else _type(values[name])[1]
+    dtype = onnx.TensorProto.DataType.Name(element).lower()
+    return f"{'x'.join(map(str, dims)) or '()'} {dtype}"
+
+
+def _dims(name: str, weights: Mapping[str, onnx.TensorProto], values: Mapping[str, Value]) -> tuple[int, ...]:
+    return tuple(weights[name].dims) if name in weights else _type(values[name])[0]
+
+
+def _type(value: Value) -> tuple[tuple[int, ...], int]:
+    """Return the dims and the ONNX dtype."""
+    if isinstance(value, np.ndarray):
+        return value.shape, int(helper.np_dtype_to_tensor_dtype(value.dtype))
+    return tuple(value.shape()), int(value.element_type())
+
+
+def _untimed(op: _Operator, how: str, why: str) -> OpTime:
+    """Return the operator's row without its times."""
+    node = op.nodes[0]
+    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model))}
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    plain: dict[str, Attribute] = {
+        name: value.decode() if isinstance(value, bytes) else value if isinstance(value, int | float) else list(value)
+        for name, value in attributes.items()
+        if name not in DESCRIPTIONS
+    }
+    shapes = tuple(_shape(name, weights, op.values) for name in node.input)
+    fusion = attributes["fusion"].decode() if "fusion" in attributes else node.op_type
+    return OpTime(fusion, tuple(map(node_name, op.nodes)), shapes, plain, how, why, _bytes_moved(op, weights))
+
+
+def _bytes_moved(op: _Operator, weights: Mapping[str, onnx.TensorProto]) -> int:
+    """Return the bytes that a node reads and writes; of a table that it gathers from, only the rows count."""
+    node = op.nodes[0]
+    names = dict.fromkeys(name for name in (*node.input, *node.output) if name)
+    moved = {n: size_of(weights[n]) if n in weights else _bytes(op.values[n]) for n in names}
+    body = next((f for f in op.model.functions if (f.domain, f.name) == (node.domain, node.op_type)), None)
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    kind = node.op_type if node.domain in ("", "ai.onnx") else ""
+    for operand, indices in gathered_tables(kind, axis, node.input, body).items():
+        table, rows = node.input[operand], node.input[indices]
+        if moved.get(table):
+            (length, *_), count = _dims(table, weights, op.values), math.prod(_dims(rows, weights, op.values))
+            moved[table] = min(moved[table], count * (moved[table] // length))
+    return sum(moved.values())
+
+
+def _bytes(value: Value) -> int:
+    return int(value.nbytes) if isinstance(value, np.ndarray) else size_of_value(value)
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
+def _timed(op: _Operator, row: OpTime, provider: Provider, cuda_graph: bool) -> OpTime:
+    """Time kernel and body in turns, each as one copy and as COPIES copies in a graph, with a cold cache at the start.
+
+    The difference is the time of the further copies. Their weights come from memory, as in a model whose weights exceed
+    the cache, and their activations from where a chain of nodes leaves them.
+    """
+    kinds = ("kernel", "body") if row.how == "kernel" else ("body",)
+    counts = [(kind, copies) for kind in kinds for copies in (1, COPIES)]
+    try:
+        bound = [_bound(op, copies, kind == "kernel", provider, cuda_graph) for kind, copies in counts]
+    except Exception:  # a body with a node on the CPU cannot be captured
+        if not cuda_graph or row.how == UNFUSED:  # alone on the CPU, an unfused node's time would be the transfer's
+            raise
+        return _timed(op, row, provider, False)
+    count = runs_within(SECONDS_PER_OPERATOR[row.how] / sum(copies for _, copies in counts), bound[0].run)
+    evict = cache_eviction(provider, ordinal_of(op.options))
+    medians = [each.median for each in interleaved([b.run for b in bound], count, evict)]
+    times = {kind: max(medians[2 * i + 1] - medians[2 * i], 0.0) / (COPIES - 1) for i, kind in enumerate(kinds)}
+    row = replace(row, kernel=times.get("kernel"), body=times["body"], cuda_graph=cuda_graph)
+    rate = copy_rate(provider, row.bytes)
+    share = row.bytes / row.seconds / rate if rate and row.seconds else None
+    return replace(row, share=share)
+
+
+def _bound(op: _Operator, copies: int, kernels: bool, provider: Provider, cuda_graph: bool) -> BoundSession:
+    """Start a session of so many copies of the operator and warm it up.
+
+    Raises OnnxfuseError where a copy runs as its body though `kernels` are asked for.
+    """
+    options = {**op.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
+    model, feeds, shapes = _repeated(op, copies)
+    open_session = partial(op.open_fused, prefer=all_kernels, measure=op.measure) if kernels else None
+    session = start_session(model, op.folder, provider, open_session, options=options)
+    for each in explain_session(session) if kernels else ():
+        if each.how != "kernel":
+            raise OnnxfuseError(f"alone it runs as its body: {each.why}")
+    buffers = {name: name.rpartition("@")[0] for name in shapes}
+    bound = bind(session, feeds, provider, shapes, ordinal_of(op.options), buffers)
+    for _ in range(WARM_UP_RUNS):
+        bound.run()
+    return bound
+
+
+def _repeated(op: _Operator, copies: int) -> tuple[onnx.ModelProto, dict[str, Value], dict[str, tuple[int, ...]]]:
+    """Return a model of so many copies of the operator, its inputs, and the shapes of its outputs.
+
+    The copies read inputs of different names, because onnxruntime would merge equal nodes. Weights that fit into a
+    cache are copied as well: in a model, each node reads its own weights from memory.
+    """
+    node, model = op.nodes[0], copy_without(op.model, "graph")
+    weights = {t.name: t for t in (*op.model.graph.initializer, *_constants(op.model)) if t.name in node.input}
+    shared = sum(map(size_of, weights.values())) > MIN_SHARED_WEIGHT_BYTES
+    feeds, shapes = dict[str, Value](), dict[str, tuple[int, ...]]()
+    for i in range(copies):
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = f"{node.name or node.output[0]}@{i}"
+        copy.input[:] = [name if (shared and name in weights) or not name else f"{name}@{i}" for name in node.input]
+        copy.output[:] = [name and f"{name}@{i}" for name in node.output]
+        model.graph.node.append(copy)
+        feeds |= {f"{name}@{i}": op.values[name] for name in node.input if name and name not in weights}
+        for name in filter(None, node.output):
+            dims, dtype = _type(op.values[name])
+            shapes[f"{name}@{i}"] = dims
+            model.graph.output.append(helper.make_tensor_value_info(f"{name}@{i}", dtype, dims))
+    model.graph.name = node.op_type
+    model.graph.input.extend(
+        helper.make_tensor_value_info(name, dtype, dims) for name, (dims, dtype) in
+        ((name, _type(value)) for name, value in feeds.items())
+    )  # fmt: skip
+    for name in dict.fromkeys(name for name in node.input if name in weights):
+        for i in range(1 if shared else copies):
+            model.graph.initializer.add().CopyFrom(weights[name])
+            model.graph.initializer[-1].name = name if shared else f"{name}@{i}"
+    return model, feeds, shapes
+
+
+def _constants(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield the tensors of Constant nodes, under the names of their outputs."""
+    for node in model.graph.node:
+        tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+        if node.op_type == "Constant" and tensor is not None:
+            copy = onnx.TensorProto()
+            copy.CopyFrom(tensor)
+            copy.name = node.output[0]
+            yield copy

@@ -1,0 +1,79 @@
+"""Compare folded constants with what onnxruntime computes for the nodes that they replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.errors import VerificationError, first_line
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.execution_order import reads
+from onnxfuse.ir.protos import copy_without
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.parts import UnfusedGraph
+
+MAX_BYTES_COMPARED: Final = 64 * 2**20  # of all folded constants together, the smallest ones first
+
+
+def wrong_constants(
+    original: onnx.ModelProto, folder: Path | None, unfused: UnfusedGraph, feeds: Mapping[str, Array]
+) -> dict[str, str]:
+    """Return the names of folded constants that differ from what the original computes, each with a sentence.
+
+    `feeds` are inputs on which the original runs: shape arithmetic may depend on them.  Raises VerificationError if the
+    nodes that were folded do not run.
+    """
+    producers = {name: node for node in original.graph.node for name in node.output if name}
+    folded = {name: unfused.constants[name] for name in producers if name in unfused.constants}
+    names = [name for name in folded if producers[name].op_type != "Constant"]
+    values: dict[str, Array] = {}
+    left = MAX_BYTES_COMPARED
+    for name in sorted(names, key=lambda name: int(np.prod(folded[name].shape, dtype=np.int64))):
+        value = unfused.constant(name)
+        left -= value.nbytes
+        if left < 0:
+            break
+        values[name] = value
+    if not values:
+        return {}
+    try:
+        expected = run(open_session(ancestors(original, list(values)), folder, optimize=False), feeds)
+    except VerificationError:
+        raise
+    except Exception as error:
+        raise VerificationError(f"the nodes that were folded do not run: {first_line(error)}") from error
+    found = {name: compare_output(name, expected[name], value) for name, value in values.items()}
+    return {
+        name: f"onnxruntime computes another value: {one.reason.removeprefix('output ')}"
+        for name, one in found.items()
+        if not one.passed
+    }
+
+
+def ancestors(original: onnx.ModelProto, wanted: Sequence[str]) -> onnx.ModelProto:
+    """Return the part of the model that computes the wanted tensors, which are its outputs."""
+    producers = {name: node for node in original.graph.node for name in node.output if name}
+    needed: set[int] = set()
+    read: set[str] = set()
+    work = list(wanted)
+    while work:
+        name = work.pop()
+        read.add(name)
+        node = producers.get(name)
+        if node is not None and id(node) not in needed:
+            needed.add(id(node))
+            work += reads(node)
+    result = copy_without(original, "graph")
+    graph, source = result.graph, original.graph
+    graph.name = "constants"
+    graph.node.extend(node for node in source.node if id(node) in needed)
+    graph.initializer.extend(t for t in source.initializer if t.name in read)
+    graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in read)
+    graph.input.extend(value for value in source.input if value.name in read)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
+    return result

@@ -1,0 +1,389 @@
+"""Compare each fused node with the nodes that it replaced, on values of a run and on drawn ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+import onnx
+
+from onnxfuse.errors import VerificationError, first_line
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
+from onnxfuse.ir.protos import copy_without
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES
+from onnxfuse.verify.noise import DRAWN_BLOCK, move_by_one_ulp
+from onnxfuse.verify.parts import Part, UnfusedGraph
+from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+
+if TYPE_CHECKING:
+    from onnxfuse.verify.cpu_session import Session
+
+# The largest allowed error of an element of a part, relative to its own magnitude plus the root mean square of the
+# tensor.  A part is a few operators, so its errors are a few roundings.  An error above that still passes where the
+# replaced nodes are as unsteady: see NOISE_FACTOR.
+PART_TOLERANCES: Final[Mapping[str, float]] = {
+    "float64": 1e-12,  # 2^-53 = 1.1e-16, and sums of some thousand terms
+    "float32": 1e-5,  # 2^-24 = 6e-8, and sums of some thousand terms in another order
+    "float16": 4e-3,  # 2^-11 = 4.9e-4: eight roundings; a fused node rounds once where its nodes rounded each time
+    "bfloat16": 3.2e-2,  # 2^-8 = 3.9e-3: eight roundings, as for float16
+}
+# A part may differ by this many times what its outputs move when its operands move by one unit in the last place:
+# scores of attention in the thousands move its probabilities by more than any fixed tolerance.
+NOISE_FACTOR: Final = 8.0
+# The magnitude of drawn values.  Large ones saturate activations and let a forgotten rounding show; in half precision
+# the sum of 64 products of two such values is still finite.
+DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
+    "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
+}  # fmt: skip
+
+Feeds: TypeAlias = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class PartFinding:
+    """What is wrong with a part, or why it was not compared."""
+
+    part: Part
+    reason: str
+
+
+@dataclass(frozen=True)
+class PartsVerification:
+    """The parts that differ, those that were not compared, and the keys of those that are equal."""
+
+    wrong: tuple[PartFinding, ...]
+    not_compared: tuple[PartFinding, ...]
+    equal: frozenset[str]
+
+
+def compare_parts(
+    unfused: UnfusedGraph,
+    optimized: onnx.ModelProto,
+    parts: Sequence[Part],
+    folder: Path | None,
+    feeds: Mapping[str, Array],
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> PartsVerification:
+    """Run each part and the nodes that it replaced, in plain onnxruntime without its graph optimizations.
+
+    `feeds` are inputs on which the original runs.  The parts are run on the values that these lead to, and on two sets
+    of drawn ones.  `progress` is called with the number of parts compared, and of all parts.
+    """
+    wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
+    try:
+        values = _values_of_run(unfused, parts, folder, feeds)
+    except Exception as error:  # whatever onnxruntime raises is the reason
+        reason = f"the original does not run ({first_line(error)})"
+        return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
+    uses = Counter(name for part in parts for name in _needed(unfused, part))
+    for i, part in enumerate(parts):
+        progress(i, len(parts))
+        try:
+            fault = _compare_part(unfused, optimized, part, folder, values)
+        except VerificationError as error:
+            unseen.append(PartFinding(part, str(error)))
+        else:
+            if fault:
+                wrong.append(PartFinding(part, fault))
+            else:
+                equal.add(part.key)
+        for name in _needed(unfused, part):
+            uses[name] -= 1
+            if not uses[name]:
+                values.pop(name, None)
+    return PartsVerification(tuple(wrong), tuple(unseen), frozenset(equal))
+
+
+def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
+    """Return the tensors of a run that a part reads."""
+    return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
+
+
+def _values_of_run(
+    unfused: UnfusedGraph, parts: Sequence[Part], folder: Path | None, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return the values in a run of what the parts read, constants aside."""
+    needed = list(dict.fromkeys(name for part in parts for name in _needed(unfused, part)))
+    values = {name: feeds[name] for name in needed if name in feeds}
+    wanted = [name for name in needed if name not in values]
+    if wanted:  # the model is freed before it runs: its weights are in the session
+        try:
+            results = run(_open(_model_of_run(unfused, wanted), folder), feeds)
+        except VerificationError:
+            raise
+        except Exception:
+            if half_precision_of(unfused.graph.model) != "bfloat16":
+                raise
+            results = run(
+                _open(model_to_float32(_model_of_run(unfused, wanted)), folder), arrays_to_float32(feeds)
+            )  # onnxruntime's CPU provider has few operators in bfloat16
+        values |= {n: _as_recorded(unfused, n, v) for n, v in results.items() if isinstance(v, np.ndarray)}
+    return values
+
+
+def _as_recorded(unfused: UnfusedGraph, name: str, value: Array) -> Array:
+    """Return a value in the half precision that the model has it in; others are as they are."""
+    dtype = unfused.types[name][0]
+    return value.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype)) if dtype in HALF_PRECISION else value
+
+
+def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelProto:
+    """Return the part of the unfused graph that computes the wanted tensors."""
+    source = unfused.graph.model.graph
+    defaults = {t.name for t in source.initializer}
+    inputs = [i for i in source.input if i.name not in unfused.constants and i.name not in defaults]
+    model = unfused.model(unfused.ancestors(wanted), inputs, wanted)
+    present = {t.name for t in model.graph.initializer}
+    read = {name for node in model.graph.node for name in unfused.reads(node)} - present
+    model.graph.initializer.extend(t for t in source.initializer if t.name in read)
+    return model
+
+
+def _compare_part(
+    unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, folder: Path | None, values: Mapping[str, Array]
+) -> str:
+    """Return how a fused node differs from the nodes that it replaced; "" where it does not.
+
+    Raises VerificationError, which says why, where nothing could be compared.
+    """
+    given = _given(unfused, part, values)
+    sessions = _open_both(unfused, optimized, part, folder, given)
+    reason = "its output was NaN, infinite, empty or masked on all values"
+    compared = False
+    for what, feeds in _draws(unfused, part, given):
+        try:
+            expected = run(sessions.replaced, sessions.feeds(feeds))
+        except VerificationError:  # it took too long
+            raise
+        except Exception as error:
+            reason = f"the nodes that it replaced do not run ({first_line(error)})"
+            continue
+        try:
+            actual = run(sessions.fused, sessions.feeds(feeds))
+        except VerificationError:
+            raise
+        except Exception as error:
+            return f"its body does not run on {what}: {first_line(error)}"
+        exact = run(sessions.exact, arrays_to_float32(feeds)) if sessions.exact else {}
+        for name in part.outputs:
+            old, new = expected[name], actual.get(name)
+            assert isinstance(old, np.ndarray)
+            if not isinstance(new, np.ndarray) or (old.dtype, old.shape) != (new.dtype, new.shape):
+                return f"on {what} its output '{name}' is {_type(new)}; the nodes that it replaced give {_type(old)}"
+            true = exact.get(name)
+            compared |= _says_something(old)
+            check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
+            if fault := check.fault():
+                return f"on {what} {fault}{_rounding_sentence(unfused, optimized, part)}"
+    if not compared:
+        raise VerificationError(reason)
+    return ""
+
+
+def _given(unfused: UnfusedGraph, part: Part, values: Mapping[str, Array]) -> Feeds:
+    """Return the values of everything that a part reads.  Raises VerificationError where one is not known."""
+    given: Feeds = {}
+    for name in dict.fromkeys((*part.operands, *part.leaves)):
+        if name in unfused.constants:
+            given[name] = unfused.constant(name)
+        elif name in values:
+            given[name] = values[name]
+        else:
+            raise VerificationError(f"the value of '{name}' in a run is no tensor")
+    return given
+
+
+@dataclass(frozen=True)
+class _Sessions:
+    """The fused node and the replaced nodes as models; `exact` evaluates the latter in float32."""
+
+    replaced: Session
+    fused: Session
+    exact: Session | None
+    half: str  # the half precision by which errors are judged, "" for none
+    in_float32: bool  # both are converted, because onnxruntime's CPU provider cannot run them in bfloat16
+
+    def feeds(self, feeds: Feeds) -> Feeds:
+        return arrays_to_float32(feeds) if self.in_float32 else feeds
+
+
+def _open_both(
+    unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, folder: Path | None, given: Mapping[str, Array]
+) -> _Sessions:
+    """Open the replaced nodes and the fused node as models that read the same inputs."""
+    inputs = [_input(name, value) for name, value in given.items()]
+    replaced = unfused.model(part.replaced, inputs, part.outputs)
+    fused = copy_without(optimized, "graph", "functions")
+    fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)
+    fused.graph.name = "part"
+    fused.graph.node.append(part.fused)
+    fused.graph.input.extend(i for i in inputs if i.name in part.operands)
+    fused.graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
+    half = _half(unfused, part)
+    try:
+        old, new = _open(replaced, folder), _open(fused, folder)
+    except VerificationError:
+        raise
+    except Exception as error:
+        if half != "bfloat16":
+            raise VerificationError(f"onnxruntime cannot run it on the CPU ({first_line(error)})") from error
+        replaced, fused = model_to_float32(replaced), model_to_float32(fused)
+        return _Sessions(_open(replaced, folder), _open(fused, folder), None, half, True)
+    exact = _open(model_to_float32(replaced), folder) if half else None
+    return _Sessions(old, new, exact, half, False)
+
+
+def _open(model: onnx.ModelProto, folder: Path | None) -> Session:
+    return open_session(model, folder, optimize=False)
+
+
+def _input(name: str, value: Array) -> onnx.ValueInfoProto:
+    dtype = onnx.TensorProto.STRING if value.dtype.kind == "O" else onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    return onnx.helper.make_tensor_value_info(name, dtype, [None] * value.ndim)
+
+
+def _half(unfused: UnfusedGraph, part: Part) -> str:
+    """Return the coarsest half precision that a part computes in; "" where it only casts to it on the way."""
+    if not part.computes_in_half(unfused):
+        return ""
+    names = (*part.operands, *part.outputs, *(o for node in part.replaced for o in node.output))
+    found = {HALF_PRECISION.get(unfused.types[name][0], "") for name in names if name in unfused.types}
+    return "bfloat16" if "bfloat16" in found else "float16"
+
+
+def _draws(unfused: UnfusedGraph, part: Part, given: Feeds) -> Iterator[tuple[str, Feeds]]:
+    """Yield values of a run, and drawn ones of size one and of a large size, each with its name.
+
+    Integers, and what the replaced nodes read that is no operand, keep the values of the run.  Where the latter is a
+    floating-point tensor, it may be computed from an operand, and then nothing is drawn.
+    """
+    yield "the values of a run", given
+    others = [name for name in part.leaves if name not in part.operands]
+    if any(given[name].dtype.name in FLOAT_NAMES for name in others):
+        return
+    for index, what in enumerate(("drawn values", "large drawn values")):
+        drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
+        yield what, {**given, **drawn}
+
+
+def _draw(name: str, like: Array, size: int) -> Array:
+    random = np.random.default_rng([zlib.crc32(name.encode()), size])
+    dtype = like.dtype.name
+    if dtype == "bool":
+        bits = random.random(like.shape) < 0.5
+        if like.ndim:
+            bits[..., :1] = True  # a row of a mask keeps something
+        return np.asarray(bits)
+    if dtype not in DRAWN_MAGNITUDES:
+        return like
+    block = random.standard_normal(min(like.size, DRAWN_BLOCK), np.float32) * DRAWN_MAGNITUDES[dtype][size]
+    return np.resize(block.astype(like.dtype), like.shape)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One output of a part on one set of values."""
+
+    sessions: _Sessions
+    feeds: Feeds
+    name: str
+    old: Array
+    new: Array
+    exact: Array | None
+
+    def fault(self) -> str:
+        """Return how the output differs by more than rounding; "" where it does not."""
+        dtype = self.old.dtype.name
+        if dtype not in PART_TOLERANCES:
+            wrong = int((self.old != self.new).sum())
+            return f"its output '{self.name}' differs in {wrong} of {self.old.size} elements" if wrong else ""
+        old, new = _wide(self.old), _wide(self.new)
+        true = old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
+        if misplaced := self._misplaced(old, new, true):
+            return misplaced
+        finite = np.isfinite(true) & np.isfinite(new)
+        half = self.sessions.half
+        tolerance = max(PART_TOLERANCES[dtype], PART_TOLERANCES[half] if half else 0.0)
+        scale = np.where(finite, np.abs(true), 0.0) + self._rms(true, dtype)
+        error = _distance(new, true, finite)
+        own = _distance(old, true, finite & np.isfinite(old))
+        if (error <= tolerance * scale).all() or (error.max() <= own.max() and half):
+            return ""
+        noise = self._noise(old)
+        excess = error - NOISE_FACTOR * noise
+        if (excess <= tolerance * scale).all():
+            return ""
+        at = np.unravel_index(np.argmax(excess - tolerance * scale), error.shape)
+        return (
+            f"its output '{self.name}' is {new[at]:.7g} at {[int(i) for i in at]}; the nodes that it replaced give "
+            f"{true[at]:.7g}, and {half or dtype} allows an error of {tolerance * scale[at] + NOISE_FACTOR * noise:.1e}"
+        )
+
+    def _misplaced(self, old: Array, new: Array, true: Array) -> str:
+        """Return where NaN or infinity appeared or vanished; one that float32 does not have may vanish."""
+        vanished = np.isfinite(new) & np.isfinite(true)
+        wrong = (np.isfinite(old) != np.isfinite(new)) | (np.isnan(old) != np.isnan(new))
+        wrong |= np.isinf(old) & np.isinf(new) & (old != new)
+        wrong &= ~vanished
+        if not wrong.any():
+            return ""
+        kind = "NaN" if (np.isnan(old) != np.isnan(new)).any() else "infinite values"
+        return f"its output '{self.name}' differs in {kind} at {int(wrong.sum())} of {old.size} elements"
+
+    def _rms(self, true: Array, dtype: str) -> float:
+        mask = min(MASK_MAGNITUDES.get(each, MASK_MAGNITUDE) for each in (dtype, self.sessions.half))
+        kept = true[np.isfinite(true) & (np.abs(true) < mask)]
+        return float(np.sqrt(np.mean(np.square(kept)))) if kept.size else 0.0
+
+    def _noise(self, old: Array) -> float:
+        """Return how far the replaced nodes' output moves when the operands move by one unit in the last place."""
+        moved = {name: move_by_one_ulp(name, value) for name, value in self.feeds.items()}
+        other = _wide(np.asarray(run(self.sessions.replaced, self.sessions.feeds(moved))[self.name]))
+        finite = np.isfinite(old) & np.isfinite(other)
+        return float(np.abs(old[finite] - other[finite]).max(initial=0.0))
+
+
+def _says_something(array: Array) -> bool:
+    """Return whether an element is neither NaN nor infinite nor the number of a mask."""
+    if array.dtype.name not in FLOAT_NAMES:
+        return bool(array.size)
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(_wide(array)) < MASK_MAGNITUDES.get(array.dtype.name, MASK_MAGNITUDE)).any())
+
+
+def _rounding_sentence(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part) -> str:
+    """Return a sentence about Casts to half precision that only one of both has, "" for none."""
+    replaced = _roundings(part.replaced)
+    body = next((f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type), None)
+    fused = _roundings(body.node) if body else set()
+    names = [dtype_name(t) for t in sorted(replaced ^ fused)]
+    if not names:
+        return ""
+    which = "the nodes that it replaced" if replaced - fused else "its body"
+    return f"; only {which} round to {names[0]}" if replaced - fused else f"; only {which} rounds to {names[0]}"
+
+
+def _roundings(nodes: Sequence[onnx.NodeProto]) -> set[int]:
+    return {a.i for node in nodes for a in node.attribute if node.op_type == "Cast" and a.i in HALF_PRECISION}
+
+
+def _distance(a: Array, b: Array, where: Array) -> Array:
+    result: Array = np.zeros(a.shape)
+    with np.errstate(over="ignore"):  # an infinite error is one
+        result[where] = np.abs(a[where] - b[where])
+    return result
+
+
+def _wide(array: Array) -> Array:
+    return array.astype(np.float64)
+
+
+def _type(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, np.ndarray) else "missing"

@@ -1,0 +1,71 @@
+"""Run a model in plain onnxruntime on the CPU, in a process of its own where `own_process` says so."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, VerificationError, first_line
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.save import save, serialize
+from onnxfuse.verify import ort_session
+from onnxfuse.verify.ort_session import from_ort_value as from_ort_value
+from onnxfuse.verify.ort_session import to_ort_value as to_ort_value
+from onnxfuse.verify.own_process import BYTES_SENT, Worker, WorkerSession, current_worker
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+    Session: TypeAlias = ort.InferenceSession | WorkerSession
+
+
+def open_session(model: onnx.ModelProto, folder: Path | None, *, optimize: bool = True) -> Session:
+    """Open a CPU session; external weights are read from `folder`.
+
+    `optimize` lets onnxruntime optimize the graph, as it does by default.
+
+    Raises VerificationError if onnxruntime is not installed or takes too long, and whatever onnxruntime raises for the
+    model.
+    """
+    worker = current_worker()
+    if worker is not None:
+        return _open_in_worker(worker, model, folder, optimize)
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError as error:
+        raise VerificationError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
+    content = serialize(model)
+    if content is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            save(model, path := Path(scratch, "model.onnx"), folder=folder)
+            return ort_session.start(str(path), None, optimize)
+    return ort_session.start(content, _text(folder), optimize)
+
+
+def _open_in_worker(worker: Worker, model: onnx.ModelProto, folder: Path | None, optimize: bool) -> WorkerSession:
+    content = serialize(model)
+    external = any(uses_external_data(t) for t in tensors(model.graph, *model.functions))
+    if content is not None and (external or len(content) <= BYTES_SENT):
+        return WorkerSession(worker, content, _text(folder), optimize)
+    path = worker.file_for(f"{worker.new_number()}.onnx")
+    if content is None:
+        save(model, path, folder=folder)
+    else:
+        path.write_bytes(content)
+        del content
+    return WorkerSession(worker, str(path), None, optimize)
+
+
+def _text(folder: Path | None) -> str | None:
+    return None if folder is None else str(folder.resolve())
+
+
+def run(session: Session, feeds: Mapping[str, Array]) -> dict[str, object]:
+    """Return the outputs by name."""
+    return session.run(feeds) if isinstance(session, WorkerSession) else ort_session.run(session, feeds)

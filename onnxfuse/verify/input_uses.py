@@ -1,0 +1,215 @@
+"""Find out what a model uses the values of its integer inputs for: as rows of a table, as masks, lengths or sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.numpy_helper
+from onnx import TensorProto
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.ir.dtypes import FLOATS, Array
+from onnxfuse.ir.protos import nodes
+
+REORDERING_OPS: Final = {
+    "Cast", "Clip", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
+# A length is still one after these, such as the number of frames that is computed from a number of samples.
+ARITHMETIC_OPS: Final = {
+    "Add", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mod", "Mul", "ReduceMax", "ReduceMin", "Round", "Sub",
+}  # fmt: skip
+LOGICAL_OPS: Final = {"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"}
+COMPARISONS: Final = {"Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+COUNTING_OPS: Final = {"CumSum", "NonZero", "Range"}  # old exporters spell Range as NonZero of ones
+INTEGERS: Final = {
+    TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+    TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+}  # fmt: skip
+MASK_DTYPES: Final = {TensorProto.BOOL, *FLOATS}  # of the Cast that follows a mask of integers
+
+# Operators and the number of their input that holds a length: 1 to the size of an axis.
+LENGTH_INPUTS: Final = {
+    ("Attention", 6), ("Div", 1), ("GRU", 4), ("LSTM", 4), ("Mod", 1), ("OneHot", 1), ("RNN", 4), ("Range", 1),
+    ("ReverseSequence", 1), ("Slice", 2),
+}  # fmt: skip
+# Operators and the number of their input that holds a small positive number, the size of a result or a step.
+SIZE_INPUTS: Final = {
+    ("BlackmanWindow", 0), ("CenterCropPad", 1), ("ConstantOfShape", 0), ("DFT", 1), ("Expand", 1),
+    ("HammingWindow", 0), ("HannWindow", 0), ("Range", 0), ("Range", 2), ("Reshape", 1), ("Resize", 3), ("STFT", 1),
+    ("STFT", 3), ("Slice", 1), ("Slice", 4), ("Split", 1), ("Tile", 1), ("TopK", 1),
+}  # fmt: skip
+TABLES: Final = {("EmbedLayerNormalization", 0): 2, ("EmbedLayerNormalization", 1): 4}  # by the input of indices
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the values of an integer input are used for.
+
+    "row": they index a table of `number` rows.  "mask": they are compared or turned into floats.  "length": they count
+    elements along an axis.  "size": they are the size of a result, or a step.  "equal": the model compares them with
+    the constant `number`, such as a sampling rate.
+    """
+
+    kind: Literal["row", "mask", "length", "size", "equal"]
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class _Links:
+    """The nodes of a graph, its subgraphs and functions by what they read and write, and what is known of constants."""
+
+    consumers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
+    producers: Mapping[str, onnx.NodeProto]
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: Mapping[str, TensorProto]
+
+
+def integer_uses(model: onnx.ModelProto) -> dict[str, Use]:
+    """Return what integer inputs are used for, by name; without those whose use is not recognised."""
+    graph = _without_weights(model)
+    constants = {t.name: t for t in model.graph.initializer}
+    shapes = {name: tuple(t.dims) for name, t in constants.items()}
+    consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
+    producers: dict[str, onnx.NodeProto] = {}
+    for node in nodes(graph):
+        tensor = _tensor_of_constant(node) if node.op_type == "Constant" else None
+        if tensor is not None:
+            shapes[node.output[0]], constants[node.output[0]] = tuple(tensor.dims), tensor
+        elif node.op_type in ("Cast", "DequantizeLinear", "Identity") and node.input[0] in shapes:
+            shapes[node.output[0]] = shapes[node.input[0]]
+        for index, name in enumerate(node.input):
+            consumers.setdefault(name, []).append((node, index))
+        producers.update((name, node) for name in node.output)
+    links = _Links(consumers, producers, shapes, constants)
+    inputs = [v for v in model.graph.input if v.type.tensor_type.elem_type in INTEGERS and v.name not in constants]
+    found = {value.name: _use(value, links) for value in inputs}
+    return {name: use for name, use in found.items() if use is not None}
+
+
+def _use(value: onnx.ValueInfoProto, links: _Links) -> Use | None:
+    dims = value.type.tensor_type.shape.dim
+    few = len(dims) < 2 or dims[-1].dim_value == 1  # one number, or one for each row of the batch
+    found = list(_uses(value.name, links))
+    rows = [use.number for use in found if use.kind == "row"]
+    if rows:
+        return Use("row", min(rows))
+    kinds = {use.kind: use for use in found}
+    order = ("equal", "length", "size", "mask") if few else ("mask", "length", "size")
+    return next((kinds[kind] for kind in order if kind in kinds), None)
+
+
+def _uses(name: str, links: _Links) -> Iterator[Use]:
+    """Follow the tensor to the nodes that use its values, also through arithmetic where lengths are concerned."""
+    work, seen = [(name, True)], {name}
+    while work:
+        tensor, unchanged = work.pop()
+        for node, index in links.consumers.get(tensor, ()):
+            numbers = {a.name: a.i for a in node.attribute}
+            table = _table_rows(node, index, numbers, links) if unchanged else None
+            if table is not None:
+                yield Use("row", table)
+            elif (node.op_type, index) in LENGTH_INPUTS or _compares_with_range(node, index, links):
+                yield Use("length")
+            elif (node.op_type, index) in SIZE_INPUTS:
+                yield Use("size")
+            elif node.op_type in LOGICAL_OPS:
+                constant = _constant(node.input[1 - index], links) if node.op_type == "Equal" else 0
+                yield Use("equal", constant) if constant and unchanged else Use("mask")
+            elif node.op_type == "Cast" and numbers["to"] in MASK_DTYPES and unchanged:
+                yield Use("mask")
+            reorders = (index == 0 and node.op_type in REORDERING_OPS) or (index > 0 and node.op_type == "Where")
+            if reorders or node.op_type in ARITHMETIC_OPS:
+                still = unchanged and reorders
+                work += [(o, still) for o in node.output if o not in seen]
+                seen.update(node.output)
+
+
+def _table_rows(node: onnx.NodeProto, index: int, numbers: Mapping[str, int], links: _Links) -> int | None:
+    """Return the number of rows of the table that the node reads at the positions in its input `index`."""
+    if node.op_type in ("Gather", "GatherElements") and index == 1:
+        name, axis = node.input[0], numbers.get("axis", 0)
+    elif (node.op_type, index) in TABLES:
+        name, axis = node.input[TABLES[node.op_type, index]], 0
+    else:
+        return None
+    table = links.shapes.get(name)
+    return table[axis] if table and axis < len(table) else None
+
+
+def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> bool:
+    """Whether the node compares its input `index` with 0, 1, 2, ...: the way to make a mask of lengths."""
+    if node.op_type not in COMPARISONS:
+        return False
+    work, seen = [node.input[1 - index]], set[str]()
+    while work:
+        name = work.pop()
+        producer = links.producers.get(name)
+        if name in seen:
+            continue
+        seen.add(name)
+        if (producer is not None and producer.op_type in COUNTING_OPS) or _counts(links.constants.get(name)):
+            return True
+        if producer is not None and producer.op_type in REORDERING_OPS | ARITHMETIC_OPS:
+            work += producer.input
+    return False
+
+
+def _counts(constant: TensorProto | None) -> bool:
+    """Whether a constant is 0, 1, 2, ... along its last axis."""
+    if (
+        constant is None
+        or uses_external_data(constant)
+        or constant.data_type not in (TensorProto.INT64, TensorProto.INT32)
+    ):
+        return False
+    values = onnx.numpy_helper.to_array(constant)
+    return values.ndim > 0 and values.shape[-1] > 1 and bool((values == range(values.shape[-1])).all())
+
+
+def _constant(name: str, links: _Links) -> int:
+    """Return the value of a constant of one integer; 0 for anything else."""
+    constant = links.constants.get(name)
+    if (
+        constant is None
+        or uses_external_data(constant)
+        or constant.data_type not in (TensorProto.INT64, TensorProto.INT32)
+    ):
+        return 0
+    values = onnx.numpy_helper.to_array(constant)
+    return int(values.reshape(-1)[0]) if values.size == 1 else 0
+
+
+def _tensor_of_constant(node: onnx.NodeProto) -> TensorProto | None:
+    """Return what a Constant node holds; None for what are no tensors of numbers, which no use depends on."""
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            tensor: TensorProto = attribute.t
+            return tensor
+        if attribute.name == "value_int":
+            return onnx.numpy_helper.from_array(np.asarray(attribute.i))
+        if attribute.name == "value_ints":
+            return onnx.numpy_helper.from_array(np.asarray(attribute.ints, np.int64))
+    return None
+
+
+def _integers(constant: TensorProto | None) -> Array:
+    """Return the values of a constant of integers that lies in the model; none for others."""
+    integer = constant is not None and constant.data_type in (TensorProto.INT64, TensorProto.INT32)
+    if constant is None or not integer or uses_external_data(constant):
+        return np.zeros(0, np.int64)
+    return onnx.numpy_helper.to_array(constant)
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.GraphProto:
+    """Return the graph with its model-local functions inlined, and without initializers, which can be big."""
+    if not model.functions:
+        return model.graph
+    light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    for field in ("node", "input", "output"):
+        getattr(light.graph, field).extend(getattr(model.graph, field))
+    return onnx.inliner.inline_local_functions(light).graph

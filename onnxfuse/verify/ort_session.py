@@ -1,0 +1,63 @@
+"""Open and run models in onnxruntime on the CPU; it imports little, because every worker process starts with it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; to import onnx takes longer than to import onnxruntime
+
+
+def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.InferenceSession:
+    """Open a CPU session of a serialized model, whose external weights lie in `folder`, or of a model file.
+
+    `optimize` lets onnxruntime optimize the graph.  Raises whatever onnxruntime raises for the model.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised; level 3 would print them a second time
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if folder is not None and isinstance(source, bytes):
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def run(session: ort.InferenceSession, feeds: Mapping[str, npt.NDArray[Any]]) -> dict[str, object]:
+    """Return the outputs by name.  onnxruntime has no bfloat16 arrays, so these are passed as OrtValues."""
+    names = [o.name for o in session.get_outputs()]
+    feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
+    if not any("bfloat16" in each.type for each in (*session.get_inputs(), *session.get_outputs())):
+        return dict(zip(names, session.run(names, feeds), strict=True))
+    values = session.run_with_ort_values(names, {name: to_ort_value(value) for name, value in feeds.items()})
+    return {name: from_ort_value(value) for name, value in zip(names, values, strict=True)}
+
+
+def to_ort_value(array: npt.NDArray[Any]) -> ort.OrtValue:
+    """Return the array as an OrtValue on the CPU, bfloat16 included."""
+    from onnxruntime import OrtValue
+
+    if array.dtype != ml_dtypes.bfloat16:
+        return OrtValue.ortvalue_from_numpy(array)
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+
+
+def from_ort_value(value: ort.OrtValue) -> npt.NDArray[Any]:
+    """Return a tensor on the CPU as an array; bfloat16 as ml_dtypes.bfloat16."""
+    if value.data_type() != "tensor(bfloat16)":
+        array: npt.NDArray[Any] = value.numpy()
+        return array
+    if 0 in value.shape():
+        return np.empty(value.shape(), ml_dtypes.bfloat16)
+    memory = (ctypes.c_uint16 * math.prod(value.shape())).from_address(value.data_ptr())
+    return np.frombuffer(memory, ml_dtypes.bfloat16).reshape(value.shape()).copy()

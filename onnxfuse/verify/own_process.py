@@ -1,0 +1,218 @@
+"""Run models in a process of its own: onnxruntime can crash on a model, or run for ever, and this process goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, VerificationError
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.verify.messages import receive, send
+
+DEFAULT_TIMEOUT: Final = 600.0  # seconds that opening a model, or one run of it, may take
+BYTES_SENT: Final = 16 * 2**20  # a larger model goes through a file: onnxruntime then needs no second copy in memory
+# The worker imports what this process would import, whatever its working directory and environment are.
+START_WORKER: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from onnxfuse.verify.worker import main; main()"
+)
+
+enabled = True  # the tests of this project switch it off: they run some thousand models
+
+
+class OnnxruntimeFailure(Exception):
+    """What onnxruntime raised in the worker, or how it ended there; the text is its message."""
+
+
+class TimeLimitExceeded(VerificationError):
+    """Opening or running a model took longer than allowed."""
+
+
+class Worker:
+    """A process that opens and runs models.  It is started again after a model has ended it."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.ended = 0  # how many processes have ended, with all sessions in them
+        self.closed: list[int] = []  # numbers of sessions that the worker can drop
+        self._numbers = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> None:
+        """Start the process, which imports onnxruntime while this one does something else."""
+        if not sys.executable:
+            raise VerificationError("Python does not know the path of its interpreter, so no process can be started; "
+                                    "pass timeout=None to run models in this process")  # fmt: skip
+        paths = json.dumps([str(Path(path or ".").resolve()) for path in sys.path if isinstance(path, str)])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START_WORKER, paths],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which ends the worker
+            )  # fmt: skip
+        except OSError as error:
+            raise VerificationError(f"the process that runs models cannot be started: {error}; "
+                                    "pass timeout=None to run them in this one") from error  # fmt: skip
+        self._ready = False
+
+    def new_number(self) -> int:
+        """Return a number for a session."""
+        return next(self._numbers)
+
+    def file_for(self, name: str) -> Path:
+        """Return the path of a file for a model, in a folder that is deleted with the worker."""
+        self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="onnxfuse-", ignore_cleanup_errors=True)
+        return Path(self._scratch.name, name)
+
+    def ask(self, action: str, number: int, *arguments: object) -> Any:
+        """Return the answer to a request.
+
+        Raises OnnxruntimeFailure for what onnxruntime raises and for a crash, TimeLimitExceeded, and VerificationError
+        if the worker cannot start.
+        """
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        expired = threading.Event()
+        timer = threading.Timer(self.timeout, _end_late, (self._process, expired))
+        timer.daemon = True
+        timer.start()
+        try:
+            if not self._ready:
+                self._receive_ready()
+            closed, self.closed = self.closed, []
+            send(self._pipe("stdin"), (closed, action, number, *arguments))
+            kind, answer = self._answer()
+        except (EOFError, OSError):
+            how = self._ended()
+            if expired.is_set():
+                raise TimeLimitExceeded(
+                    f"onnxruntime took more than {self.timeout:g} s to {action} a model; allow more: --timeout SECONDS"
+                ) from None
+            if not self._ready:
+                raise VerificationError(
+                    f"the process that runs models ended with {how} before it ran one; "
+                    f"`{sys.executable} -c 'import onnxruntime'` may say why"
+                ) from None
+            raise OnnxruntimeFailure(f"it ended onnxruntime with {how}") from None
+        except BaseException:  # an interrupted answer: what follows in the pipe is no beginning
+            self._ended()
+            raise
+        finally:
+            timer.cancel()
+        if kind == "failed":
+            raise OnnxruntimeFailure(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process and delete its files."""
+        self._ended()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def _receive_ready(self) -> None:
+        kind, text = self._answer()
+        if kind != "ready":
+            self._ended()
+            raise VerificationError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({text})")
+        self._ready = True
+
+    def _answer(self) -> tuple[str, Any]:
+        answer: tuple[str, Any] = receive(self._pipe("stdout"))
+        return answer
+
+    def _pipe(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def _ended(self) -> str:
+        """End the process if it runs, and return what ended it: a signal's name or an exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        self.ended += 1
+        self.closed = []
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):  # what was not sent yet
+                if pipe is not None:
+                    pipe.close()
+        try:
+            code = process.wait(0.5)  # a worker whose input has ended ends itself
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code < 0:
+            return signal.Signals(-code).name
+        return f"exit code {code if code < 256 else hex(code)}"
+
+
+def _end_late(process: subprocess.Popen[bytes], expired: threading.Event) -> None:
+    expired.set()
+    process.kill()
+
+
+class WorkerSession:
+    """A model that is open in a worker."""
+
+    def __init__(self, worker: Worker, source: bytes | str, folder: str | None, optimize: bool) -> None:
+        self._worker = worker
+        self._arguments = source, folder, optimize
+        self._number = worker.new_number()
+        self._ended = -1
+        self._open()
+
+    def _open(self) -> None:
+        self._worker.ask("open", self._number, *self._arguments)
+        self._ended = self._worker.ended
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, object]:
+        """Return the outputs by name; opens the model again if another one, or another run, ended the worker."""
+        if self._ended != self._worker.ended:
+            self._open()
+        outputs: dict[str, object] = self._worker.ask("run", self._number, dict(feeds))
+        return outputs
+
+    def __del__(self) -> None:
+        if self._ended == self._worker.ended:
+            self._worker.closed.append(self._number)
+        source = self._arguments[0]
+        if isinstance(source, str):
+            Path(source).unlink(missing_ok=True)
+
+
+_worker: ContextVar[Worker | None] = ContextVar("worker", default=None)
+
+
+def current_worker() -> Worker | None:
+    """Return the worker that runs the models of this thread; None if they run in this process."""
+    return _worker.get()
+
+
+@contextmanager
+def own_process(timeout: float | None) -> Iterator[None]:
+    """Run models in a process of its own while the block runs, each step of at most `timeout` seconds.
+
+    With None they run in this process, without a limit.
+    """
+    if timeout is None or not enabled:
+        yield
+        return
+    worker = Worker(timeout)
+    token = _worker.set(worker)
+    try:
+        worker.start()
+        yield
+    finally:
+        _worker.reset(token)
+        worker.close()

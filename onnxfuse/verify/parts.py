@@ -1,0 +1,219 @@
+"""The parts of an optimized model: each fused node and the nodes that it replaced, as two models with equal inputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import onnx
+import onnx.numpy_helper
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import HALF_PRECISION, Array
+from onnxfuse.ir.execution_order import reads
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graphsurgeon import stored_value
+from onnxfuse.ir.node import Constant, is_constant
+from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.serde import node_proto
+
+MAX_NODES_LOOKED_THROUGH = (
+    12  # between an operand and a replaced node: views, Casts and scalings that have other readers
+)
+MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
+
+
+@dataclass(frozen=True)
+class UnfusedGraph:
+    """The normalized graph as it was before fusing; constants are read when they are needed, not copied."""
+
+    graph: Graph
+    nodes: tuple[onnx.NodeProto, ...]
+    constants: Mapping[str, Constant]
+    types: Mapping[str, tuple[int, str]]  # the dtype and the symbolic shape of every tensor
+
+    @cached_property
+    def producer(self) -> dict[str, onnx.NodeProto]:
+        """The node that computes each tensor."""
+        return {name: node for node in self.nodes for name in node.output if name}
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """The place of each node in execution order, by the node's id."""
+        return {id(node): i for i, node in enumerate(self.nodes)}
+
+    def constant(self, name: str) -> Array:
+        """Return the value of a constant."""
+        return constant_value(self.graph, self.constants[name])
+
+    def initializer(self, name: str) -> onnx.TensorProto:
+        """Return a constant as an initializer; one whose data is external stays external."""
+        stored = stored_value(self.constants[name])
+        if not isinstance(stored, onnx.TensorProto):
+            return onnx.numpy_helper.from_array(self.constant(name), name)
+        if stored.name == name:
+            return stored
+        copy = onnx.TensorProto()
+        copy.CopyFrom(stored)
+        copy.name = name
+        return copy
+
+    def model(
+        self, nodes: Iterable[onnx.NodeProto], inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[str]
+    ) -> onnx.ModelProto:
+        """Return a model of some of the nodes, with the constants that they read and `inputs` does not name."""
+        result = copy_without(self.graph.model, "graph", "functions")
+        result.functions.extend(self.graph.model.functions)
+        graph, given = result.graph, {value.name for value in inputs}
+        graph.name = "part"
+        graph.node.extend(nodes)
+        read = dict.fromkeys(name for node in graph.node for name in self.reads(node))
+        graph.initializer.extend(self.initializer(n) for n in read if n in self.constants and n not in given)
+        graph.input.extend(inputs)
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+        return result
+
+    def reads(self, node: onnx.NodeProto) -> set[str]:
+        """Return the names of the tensors that a node reads, those that its subgraphs read included."""
+        return set(reads(node))
+
+    def ancestors(self, names: Iterable[str]) -> list[onnx.NodeProto]:
+        """Return the nodes that the tensors depend on, in execution order."""
+        needed: set[int] = set()
+        work = list(names)
+        while work:
+            node = self.producer.get(work.pop())
+            if node is not None and id(node) not in needed:
+                needed.add(id(node))
+                work += self.reads(node)
+        return [node for node in self.nodes if id(node) in needed]
+
+
+def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
+    """Remember a sorted graph before nodes of it are replaced."""
+    tensors = {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
+    constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
+    types = {name: (shapes.dtype(t), str(shapes.shape(t))) for name, t in tensors.items()}
+    return UnfusedGraph(graph, tuple(node_proto(graph, node) for node in graph.nodes), constants, types)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A fused node, the nodes that it replaced, and the tensors from outside that these read.
+
+    `equal` are further fused nodes that differ from this one by the names of tensors only.
+    """
+
+    fused: onnx.NodeProto
+    replaced: tuple[onnx.NodeProto, ...]
+    leaves: tuple[str, ...]  # what the replaced nodes read besides operands and constants
+    key: str
+    equal: list[onnx.NodeProto] = field(default_factory=list)
+
+    @property
+    def operands(self) -> list[str]:
+        """The tensors that the fused node reads, each of them once."""
+        return list(dict.fromkeys(name for name in self.fused.input if name))
+
+    @property
+    def outputs(self) -> list[str]:
+        """The tensors that the fused node computes."""
+        return [name for name in self.fused.output if name]
+
+    def computes_in_half(self, unfused: UnfusedGraph) -> bool:
+        """Return whether an operand, an output or a replaced node but a Cast is in half precision."""
+        inner = (o for node in self.replaced if node.op_type != "Cast" for o in node.output)
+        names = (*self.operands, *self.outputs, *inner)
+        return any(unfused.types[name][0] in HALF_PRECISION for name in names if name in unfused.types)
+
+
+def distinct_parts(
+    unfused: UnfusedGraph, optimized: onnx.ModelProto, replaced: Mapping[str, Collection[str]]
+) -> list[Part]:
+    """Return one part for all fused nodes that are equal but for the names of their tensors.
+
+    `replaced` holds the names of the nodes that a fused node replaced, or of their first outputs, by its own name.
+    """
+    parts: dict[str, Part] = {}
+    functions = {f.name: hashlib.sha256(f.SerializeToString(deterministic=True)).hexdigest()
+                 for f in optimized.functions if f.domain == DOMAIN}  # fmt: skip
+    for node in optimized.graph.node:
+        if node.domain != DOMAIN or node.name not in replaced:
+            continue
+        nodes, leaves = _between(unfused, node, replaced[node.name])
+        key = _key(unfused, node, nodes, functions.get(node.op_type, ""))
+        if key in parts:
+            parts[key].equal.append(node)
+        else:
+            parts[key] = Part(node, nodes, leaves, key)
+    return list(parts.values())
+
+
+def _between(
+    unfused: UnfusedGraph, fused: onnx.NodeProto, replaced: Collection[str]
+) -> tuple[tuple[onnx.NodeProto, ...], tuple[str, ...]]:
+    """Return the nodes between the operands and the outputs of a fused node, and what else these read.
+
+    Nodes that were only looked through belong to them where they lead to an operand.  At other tensors the walk stops.
+    """
+    ends, gone = set(fused.input), set(replaced)
+    distances: dict[tuple[str, int], bool] = {}
+
+    def leads_to_operand(name: str, steps: int) -> bool:
+        if name in ends:
+            return True
+        node = unfused.producer.get(name)
+        if node is None or not steps:
+            return False
+        key = name, steps
+        if key not in distances:
+            inside = node.name in gone or node.output[0] in gone
+            distances[key] = False
+            distances[key] = inside or any(leads_to_operand(n, steps - 1) for n in node.input if n)
+        return distances[key]
+
+    found: dict[int, onnx.NodeProto] = {}
+    leaves: dict[str, None] = {}
+    work = [name for name in fused.output if name]
+    while work:
+        name = work.pop()
+        node = unfused.producer.get(name)
+        if node is not None and (id(node) in found or leads_to_operand(name, MAX_NODES_LOOKED_THROUGH)):
+            if id(node) not in found:
+                found[id(node)] = node
+                work += [n for n in unfused.reads(node) if n not in ends and n not in unfused.constants]
+        else:
+            leaves[name] = None
+    position = unfused.position
+    return tuple(sorted(found.values(), key=lambda node: position[id(node)])), tuple(leaves)
+
+
+def _key(unfused: UnfusedGraph, fused: onnx.NodeProto, nodes: Sequence[onnx.NodeProto], function: str) -> str:
+    """Return a text that is equal for parts that differ by the names of their tensors only."""
+    digest, numbers = hashlib.sha256(function.encode()), dict[str, int]()
+
+    def number(name: str) -> str:
+        if not name or name in numbers:
+            return str(numbers.get(name, ""))
+        numbers[name] = len(numbers)
+        constant = unfused.constants.get(name)
+        value = f"{numbers[name]} {unfused.types.get(name)}"
+        if constant is not None and name not in fused.input:
+            stored = stored_value(constant)
+            small = not (isinstance(stored, onnx.TensorProto) and uses_external_data(stored))
+            array = unfused.constant(name) if small and unfused.types[name][0] else None
+            if array is None or array.nbytes > MAX_HASHED_BYTES or array.dtype == object:
+                value += f" {name}"
+            else:
+                value += hashlib.sha256(array.tobytes()).hexdigest()
+        return value
+
+    for node in (*nodes, fused):
+        bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain, attribute=node.attribute)
+        digest.update(bare.SerializeToString(deterministic=True))
+        digest.update("|".join([*map(number, node.input), "->", *map(number, node.output)]).encode())
+    return digest.hexdigest()

@@ -1,0 +1,125 @@
+"""Make inputs of the shapes that a user asks for (`--shape ids:8x512`); other sizes are chosen as in verification."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import onnx
+
+from onnxfuse.errors import UsageError, first_line
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.verify.input_uses import integer_uses
+from onnxfuse.verify.inputs import Input, check_inputs, generate_inputs, model_inputs, sizes_to_try
+
+GIVE_INPUTS = "give inputs or sizes that the model accepts: --input x.npz, --shape input:8x512"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sizes of the dynamic dims, and the function that makes inputs of these sizes."""
+
+    sizes: dict[str, int]
+    make: Callable[[], dict[str, Array]]
+
+
+def draws(model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]) -> Iterator[Draw]:
+    """Yield draws of inputs of these shapes, with other sizes of the open dims each time, larger ones last.
+
+    Raises UsageError for shapes that the model does not accept or that do not fit into memory.
+    """
+    wanted = model_inputs(model)
+    check_inputs(given, wanted)
+    requested = parse_shapes(shapes, wanted)
+    dtypes = {each.name: each.dtype for each in wanted}
+    with _usage_error_for_sizes():
+        empty = {name: np.broadcast_to(np.zeros((), dtypes.get(name, "f4")), dims) for name, dims in requested.items()}
+    check_inputs(empty, wanted)
+    if requested:  # arrays alone that do not fit together may fit the model
+        _check_names(requested | {name: value.shape for name, value in given.items()}, wanted)
+    uses = integer_uses(model)
+    for sizes in sizes_to_try(wanted, {**empty, **given}):
+        yield Draw(sizes, partial(generate_inputs, wanted, sizes, uses, given, requested))
+
+
+def feeds_to_try(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array]
+) -> Iterator[dict[str, Array]]:
+    """Yield inputs of these shapes, with other sizes of the open dims each time.
+
+    Raises UsageError for shapes that the model does not accept or that do not fit into memory.
+    """
+    _check_names({name: value.shape for name, value in given.items()}, model_inputs(model))
+    for draw in draws(model, shapes, given):
+        with _usage_error_for_sizes():
+            feeds = draw.make()
+        yield feeds
+
+
+@contextmanager
+def _usage_error_for_sizes() -> Iterator[None]:
+    """Raise UsageError for sizes that cannot be computed, or that numpy or the memory cannot hold."""
+    try:
+        yield
+    except (ArithmeticError, MemoryError, ValueError) as error:
+        what = f"inputs of these sizes cannot be made: {first_line(error)}"
+        raise UsageError(f"{what}; give others: --shape input:8x512") from error
+
+
+def describe_failures(failures: Sequence[tuple[Mapping[str, int], str]], given: bool) -> str:
+    """Return why a model runs at none of the sizes that were tried, each with the error of its run."""
+    (_, first), (sizes, last) = failures[0], failures[-1]
+    which = "the given" if given else "generated"
+    tried = ""
+    if len(failures) > 1:
+        at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        tried = f" and at {len(failures) - 1} other sizes, at last {at}" + (f" ({last})" if last != first else "")
+    return f"the original does not run on {which} inputs ({first}){tried}; {GIVE_INPUTS}"
+
+
+def feeds_of_known_sizes(
+    model: onnx.ModelProto, shapes: Sequence[str], given: Mapping[str, Array], how: str
+) -> dict[str, Array]:
+    """Return inputs of these shapes.  Raises UsageError if a dynamic dim stays open; `how` says how to give a size."""
+    first, *others = islice(feeds_to_try(model, shapes, given), 2)
+    for other in others:
+        for name, value in first.items():
+            if value.shape != other[name].shape:
+                raise UsageError(f"input '{name}' has dynamic dims; tuning needs their sizes: give {how}")
+    return first
+
+
+def describe_feeds(feeds: Mapping[str, Array]) -> dict[str, str]:
+    """Return shape and dtype of every input by name, such as "8x512 int64"."""
+    return {name: f"{'x'.join(map(str, value.shape)) or '()'} {value.dtype}" for name, value in feeds.items()}
+
+
+def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[int, ...]]:
+    """Parse `input:8x512` into name and sizes.  The name may be left out if the model has one input."""
+    result: dict[str, tuple[int, ...]] = {}
+    for text in shapes:
+        name, colon, dims = text.rpartition(":")
+        name = inputs[0].name if not colon and len(inputs) == 1 else name
+        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
+            known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
+            raise UsageError(f"--shape '{text}' is not of the form input:8x512; the model's inputs: {known}")
+        if name in result:
+            raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
+        result[name] = tuple(map(int, dims.split("x")))
+    return result
+
+
+def _check_names(shapes: Mapping[str, Sequence[int]], inputs: Sequence[Input]) -> None:
+    """Raise UsageError if a named dim has two different sizes."""
+    found: dict[str, tuple[int, str]] = {}
+    for each in inputs:
+        for dim, size in zip(each.dims, shapes.get(each.name, ()), strict=False):
+            if isinstance(dim, str) and found.setdefault(dim, (size, each.name))[0] != size:
+                other, where = found[dim]
+                raise UsageError(f"dim '{dim}' is {other} in input '{where}' and {size} in '{each.name}'; "
+                                 "give the same size")  # fmt: skip

@@ -1,0 +1,48 @@
+"""Find out whether indices differ because two scores are equal but for rounding, as ArgMax of a tie may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.verify.difference import TOLERANCES
+
+INDEX_OPS: Final = {"ArgMax", "ArgMin"}
+FOLLOWED_OPS: Final = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # they keep the order of the indices
+
+
+def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
+    """Return the ArgMax or ArgMin whose indices an output holds; None where it holds something else."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    node = producers.get(output)
+    while node is not None and node.op_type in FOLLOWED_OPS:
+        node = producers.get(node.input[0])
+    return node if node is not None and node.op_type in INDEX_OPS else None
+
+
+def are_ties(node: onnx.NodeProto, scores: Sequence[object], old: Sequence[object], new: Sequence[object]) -> bool:
+    """Return whether the scores at the old and the new indices of every run are equal but for rounding."""
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    return all(_is_tie(axis, *run) for run in zip(scores, old, new, strict=True))
+
+
+def _is_tie(axis: int, scores: object, old: object, new: object) -> bool:
+    if not (isinstance(scores, np.ndarray) and isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
+        return False
+    shape = list(scores.shape)
+    shape[axis] = 1
+    if old.shape != new.shape or old.dtype != new.dtype or old.size != int(np.prod(shape)):
+        return False
+    if ((new < 0) | (new >= scores.shape[axis])).any():
+        return False
+    at = [_scores_at(scores, indices.reshape(shape), axis) for indices in (old, new)]
+    allowed = TOLERANCES.get(scores.dtype.name, 0.0) * float(np.abs(scores.astype(np.float64)).max(initial=0.0))
+    return bool((np.abs(at[0] - at[1]) <= allowed).all())
+
+
+def _scores_at(scores: Array, indices: Array, axis: int) -> Array:
+    return np.take_along_axis(scores, indices.astype(np.int64), axis).astype(np.float64)

@@ -1,0 +1,202 @@
+"""The bodies of attention in onnxruntime's own operators, MultiHeadAttention and GroupQueryAttention.
+
+MultiHeadAttention takes (batch, length, heads * size), as many heads of keys as of queries, and a bias of four axes of
+which the last two are not broadcast; a causal mask is an attribute.
+
+GroupQueryAttention takes heads of keys without repeating them, and the past of a cache as inputs of their own.  It is
+causal, leaves keys out by -inf, and has no mask: padding is given as lengths of rows that end early, but what a mask
+holds is known only when the model runs.  So it serves decoders that were exported without a padding mask.  A bias is
+refused by onnxruntime 1.23 on CUDA.  The CUDA provider has no kernel for float32, the CPU provider none for bfloat16.
+It fails without queries, an empty batch ends the process on the CPU, and behind a past it takes several queries of one
+batch only; so batch and queries must be known, the past need not be.
+"""
+
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.dsl import Term, cast_like, choose, contrib, either, full, op, rearrange, results, size, when
+from onnxfuse.patterns._attention import (
+    INFINITY,
+    LOWEST_FLOAT16,
+    SWALLOWS_SCORES,
+    Scores,
+    axis_size,
+    causal_bias,
+    in_layout,
+)
+
+PACKED: Final = "batch queries (heads value_size)"
+QUERIES: Final = "batch queries (heads size)"
+KEYS: Final = "batch keys (kv_heads repeats size)"
+VALUES: Final = "batch keys (kv_heads repeats value_size)"
+GROUPED_KEYS: Final = "batch {rows} (kv_heads size)"
+GROUPED_VALUES: Final = "batch {rows} (kv_heads value_size)"
+MAX_HEAD_SIZE: Final = 256  # of GroupQueryAttention
+IS_CAUSAL: Final = "the last query sees all keys, each one before it one less"
+BEFORE_ATTENTION: Final = {"cos", "sin", "q_scale", "k_scale"}  # operands of what happens to queries and keys first
+
+
+# --- GroupQueryAttention -----------------------------------------------------------------------------------------
+
+
+def group_query_attention(
+    queries: Term, keys: Term, values: Term, scores: Scores, past: tuple[Term | None, Term | None] = (None, None)
+) -> tuple[Term, Term, Term]:
+    """Return result, keys and values of GroupQueryAttention, where it computes the fused attention of QUERIES.
+
+    `keys` and `values` are GROUPED_KEYS and GROUPED_VALUES, those of this step where there is a past.  The past and
+    what comes back are (batch, kv_heads, rows, size).
+    """
+    rows = axis_size(queries, 1) if past[0] is None else axis_size(past[0], 2) + axis_size(queries, 1)
+    total = op.Cast(rows, to=TensorProto.INT32)
+    last = op.Expand(op.Range(total - 1, total, 1), shape=[size("batch")])  # by Range, which leaves it on the GPU
+    node = contrib.GroupQueryAttention(
+        queries, keys, values, *past, last, total,
+        num_heads=size("heads"), kv_num_heads=size("kv_heads"), scale=scores.scale, softcap=scores.softcap,
+    )  # fmt: skip
+    result, present_keys, present_values = (_where_grouped_is_exact(value) for value in results(node, 3))
+    return in_layout(result, PACKED), present_keys, present_values
+
+
+def _where_grouped_is_exact(value: Term) -> Term:
+    causal = when(value, IS_CAUSAL, _is_causal)
+    sized = when(causal, "sizes are known and ones that GroupQueryAttention takes", _has_grouped_sizes)
+    return when(
+        sized,
+        "float16 throughout, and a scale that is not 0, which would stand for the default",
+        lambda dtypes, dtype, scale: _attention_dtypes(dtypes) == {"float16"} == {dtype} and scale != 0,
+    )
+
+
+def _has_grouped_sizes(
+    batch: object,
+    queries: object,
+    keys: object,
+    new: object,
+    size: object,
+    value_size: object,
+    cache_layout: str | None,
+) -> bool:
+    known = isinstance(batch, int) and isinstance(queries, int) and batch > 0 and queries > 0
+    head = isinstance(size, int) and size == value_size and size % 8 == 0 and size <= MAX_HEAD_SIZE
+    if new is None:
+        return known and head and bool(keys == queries)
+    return known and head and bool(new == queries) and 1 in (batch, queries) and cache_layout == "bhsd"
+
+
+def _is_causal(
+    form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, is_causal: object,
+    queries: object, keys: object,
+) -> bool:  # fmt: skip
+    """Return whether the last query sees all keys, and each one before it one less."""
+    if mask is not None or bias_kind == "position":
+        return False
+    if is_causal or queries == 1:
+        return not is_causal or bool(queries == keys)
+    return form == "causal_operator" or (mask_kind == "causal" and _has_no_weight(masked_score, dtype))
+
+
+def _has_no_weight(masked_score: float, dtype: str) -> bool:
+    """Return whether a score to which this is added has weight 0 in a row that has another score.
+
+    In float16 the lowest number has, as scores of one row do not differ by 65,000.
+    """
+    return masked_score <= LOWEST_FLOAT16 if dtype == "float16" else masked_score < SWALLOWS_SCORES
+
+
+def _attention_dtypes(dtypes: dict[str, str]) -> set[str]:
+    """Return the floating dtypes of the operands that attention itself reads."""
+    return {dtype for name, dtype in dtypes.items() if name not in BEFORE_ATTENTION} - {"bool"}
+
+
+# --- MultiHeadAttention ------------------------------------------------------------------------------------------
+
+
+def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores) -> Term:
+    """Return the fused attention of QUERIES, KEYS and VALUES as MultiHeadAttention, where that computes the same."""
+
+    def operator(*inputs: Term | None, **attributes: int) -> Term:
+        return contrib.MultiHeadAttention(
+            queries, keys, values, *inputs, num_heads=size("heads"), scale=scores.scale, **attributes
+        )
+
+    bias = _of_all_pairs(_mask_and_bias(queries, keys, scores), queries, keys)
+    with_bias = operator(None, None, bias)
+    causal = when(operator(unidirectional=1), IS_CAUSAL, _is_causal)
+    context = either(
+        when(operator(), "every query sees every key", _sees_all),
+        when(causal, "queries and keys are equally many", lambda queries, keys: queries == keys),
+        when(
+            choose("fully_masked", softmax=with_bias, zero=_zero_where_all_masked(with_bias, bias)),
+            "a mask that is added does what a replacing one does",
+            _adding_is_exact,
+        ),
+    )
+    without_cap = when(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
+    return when(
+        without_cap,
+        "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
+        lambda dtypes, dtype, scale: _attention_dtypes(dtypes) == {dtype} and dtype != "bfloat16" and scale != 0,
+    )
+
+
+def _sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal: object, queries: object) -> bool:
+    """Return whether every query sees every key."""
+    below_diagonal = mask_kind == "causal" or form == "causal_operator"
+    return mask is None and bias_kind != "position" and not is_causal and (queries == 1 or not below_diagonal)
+
+
+def _adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
+    """Return whether a score to which the mask is added becomes what the mask replaces it by."""
+    if form != "softmax" or mask_kind not in ("boolean", "inverted"):
+        return form == "softmax"
+    return masked_score == -INFINITY or (dtype == "float32" and masked_score < SWALLOWS_SCORES)
+
+
+def _mask_and_bias(queries: Term, keys: Term, scores: Scores) -> Term:
+    """Return the mask as numbers, plus the bias."""
+    mask, bias, masked_score = scores.mask, scores.bias, scores.masked_score
+    masks = {
+        "boolean": cast_like(op.Where(mask, 0.0, masked_score), like=queries),
+        "inverted": cast_like(op.Where(mask, masked_score, 0.0), like=queries),
+        "additive": mask,
+        "causal": causal_bias(axis_size(queries, 1), axis_size(keys, 1), mask, queries, masked_score),
+    }
+    both = {kind: bias + term for kind, term in masks.items()}
+    return choose(
+        "bias_kind", position=choose("mask_kind", **both, none=bias), none=choose("mask_kind", **masks, none=mask)
+    )
+
+
+def _of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:
+    """Return what is added to scores as (batch or 1, heads or 1, queries, keys)."""
+
+    def rows(x: Term) -> Term:
+        return op.Slice(op.Shape(x), starts=[1], ends=[2], axes=[0])
+
+    return either(
+        op.Expand(bias, shape=[1, 1, size("queries"), size("keys")]),
+        op.Expand(bias, op.Concat(full(1, "2"), rows(queries), rows(keys), axis=0)),
+    )
+
+
+def _zero_where_all_masked(context: Term, bias: Term) -> Term:
+    """Return 0 for a row of scores that are all -inf, as after a softmax whose NaNs are replaced by 0.
+
+    The Slice does nothing but in onnxruntime 1.31, whose reductions keep the size of the axis where a tensor is empty.
+    """
+    largest = op.Slice(op.ReduceMax(bias, axes=[-1]), starts=[0], ends=[1], axes=[-1], steps=[1])
+    counts = op.Transpose(op.Greater(largest, -INFINITY), perm=[0, 2, 1, 3])
+    heads = rearrange(context, f"{PACKED} -> batch queries heads value_size")
+    cleared = rearrange(op.Where(counts, heads, 0.0), f"batch queries heads value_size -> {PACKED}")
+    return either(
+        when(
+            context,
+            "masked scores are finite, so that every row has a softmax",
+            lambda masked_score, mask_kind, bias_kind: (
+                bias_kind == "none" and mask_kind in ("boolean", "inverted", "causal") and masked_score > -INFINITY
+            ),
+        ),
+        cleared,
+    )

@@ -1,0 +1,573 @@
+"""Shape inference: what it tells of a tensor holds when the model runs, and it knows all tensors of exported models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from onnx import TensorProto
+
+from onnxfuse.analysis.dim_parser import parse_size
+from onnxfuse.analysis.dims import Size, evaluate, is_known, symbol, symbols
+from onnxfuse.analysis.shape_inference import infer_node, infer_shapes
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Tensor
+from onnxfuse.ir.serde import read_graph
+from onnxfuse.passes import PIPELINE
+
+EXPORTED = Path(__file__).parents[2] / "models" / "exported"
+INDEX = json.loads((EXPORTED / "index.json").read_text())["models"] if (EXPORTED / "index.json").exists() else {}
+MODELS = sorted(name for name in INDEX if (EXPORTED / name).exists())
+
+
+def inferred(model: onnx.ModelProto) -> tuple[Graph, ShapeInfo]:
+    graph = read_graph(model)
+    graph.sort()
+    return graph, infer_shapes(graph, strict=True)
+
+
+def computed(graph: Graph) -> list[Tensor]:
+    return [tensor for node in graph.nodes for tensor in node.outputs if tensor.name]
+
+
+def feeds(inputs: list[dict[str, Any]], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
+    """Return random inputs as index.json describes them."""
+    random = np.random.default_rng(seed)
+    result = {}
+    for each in inputs:
+        shape = [evaluate(parse_size(str(dim)), sizes) for dim in each["dims"]]
+        if np.issubdtype(np.dtype(each["dtype"]), np.integer):
+            low, high = each["range"]
+            array = random.integers(low, high + 1, shape)
+            array = np.sort(array, axis=-1)[..., ::-1] if each.get("prefix_mask") else array
+        else:
+            array = random.normal(size=shape)
+        result[each["name"]] = np.ascontiguousarray(array.astype(each["dtype"]))
+    return result
+
+
+def run_everything(model: onnx.ModelProto, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return each named tensor as onnxruntime computes it without optimizing the model."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    open_model = onnx.ModelProto()
+    open_model.CopyFrom(model)
+    stated = {info.name for info in model.graph.output}
+    open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in stated)
+    session = onnxruntime.InferenceSession(open_model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def check(shapes: ShapeInfo, tensor: Tensor, real: np.ndarray, sizes: dict[str, int]) -> None:
+    """Assert that what is known of a tensor holds for its value; an unknown symbol takes the first size that it has."""
+    shape = shapes.shape(tensor)
+    if shape is not None:
+        assert len(shape) == real.ndim, tensor.name
+        for size, actual in zip(shape, real.shape, strict=True):
+            if size == symbol(str(size)) and str(size) not in sizes and not is_known(size):
+                sizes[str(size)] = actual
+            assert evaluate(size, sizes) == actual, f"{tensor.name}: {shape} is {real.shape}"
+    assert shapes.dtype(tensor) in (0, onnx.helper.np_dtype_to_tensor_dtype(real.dtype)), tensor.name
+    value = shapes.value(tensor)
+    if value is not None:
+        assert value.shape == real.shape, tensor.name
+        found = [evaluate(element, sizes) for element in value.reshape(-1)]
+        assert found == real.reshape(-1).tolist(), f"{tensor.name}: {value}"
+
+
+@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
+@pytest.mark.parametrize("name", MODELS or ["none"])
+def test_exported_model_runs_as_inferred(name: str) -> None:
+    model = onnx.load(EXPORTED / name)
+    graph, shapes = inferred(model)
+    names = [tensor.name for tensor in computed(graph)]
+    for seed, sizes in enumerate(INDEX[name]["verified_sizes"]):
+        inputs = feeds(INDEX[name]["inputs"], sizes, seed)
+        real = run_everything(model, names, inputs)
+        bound = dict(sizes)
+        for tensor in computed(graph):
+            check(shapes, tensor, real[tensor.name], bound)
+
+
+@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
+@pytest.mark.parametrize("name", MODELS or ["none"])
+def test_exported_model_keeps_no_unknown_tensor(name: str) -> None:
+    """Every dimension is a number or follows from the sizes of the graph inputs."""
+    graph, shapes = inferred(onnx.load(EXPORTED / name))
+    given = {name for tensor in graph.linked.inputs for size in shapes.shape(tensor) or () for name in symbols(size)}
+    for tensor in computed(graph):
+        shape = shapes.shape(tensor)
+        assert shape is not None and shapes.dtype(tensor), tensor.name
+        assert given.issuperset(name for size in shape for name in symbols(size)), f"{tensor.name}: {shape}"
+
+
+def parsed(inputs: str, body: str, opset: int = 17, constants: str = "") -> tuple[Graph, ShapeInfo]:
+    """Return a graph in ONNX text whose output is `y`, and what is inferred of it."""
+    text = f"""<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]>
+        g ({inputs}) => (y) {f"<{constants}>" if constants else ""} {{ {body} }}"""
+    return inferred(onnx.parser.parse_model(text))
+
+
+def named(graph: Graph, name: str) -> Tensor:
+    return graph.linked.tensors()[name]
+
+
+def shown(shape: tuple[Size, ...] | None) -> str:
+    return "unknown" if shape is None else " ".join("?" if not is_known(size) else str(size) for size in shape)
+
+
+X3, X4 = "float[batch,seq,64] x", "float[batch,3,h,w] x"
+
+SHAPES = [
+    # elementwise and broadcasting
+    (17, "float[batch,1,seq] x, float[heads,1] z", "y = Add(x, z)", "batch heads seq"),
+    (17, "float[a] x, float[b] z", "y = Add(x, z)", "?"),
+    (17, "float[a] x, float[8] z", "y = Add(x, z)", "8"),
+    (17, f"{X3}, float[64] z", "c = Less(x, z) y = Where(c, x, z)", "batch seq 64"),
+    (6, f"{X3}, float[seq] z", "y = Add <broadcast = 1, axis = 1> (x, z)", "batch seq 64"),
+    (17, "float[1024,64] x, int64[batch,seq] z",
+     "l = Shape <start = 1> (z) zero = Constant <value = int64[1] {0}> () s = Slice(x, zero, l) e = Gather(s, z) "
+     "u = Slice(x, zero, l) y = Add(e, u)", "batch seq 64"),
+    # shape arithmetic into Reshape and Expand
+    (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) o = Constant <value_ints = [-1]> () "
+             "q = Unsqueeze(d, a0) k = Constant <value_ints = [4, 16]> () t = Concat <axis = 0> (o, q, k) "
+             "y = Reshape(x, t)", "batch seq 4 16"),
+    (17, X3, "t = Constant <value_ints = [0, -1]> () y = Reshape(x, t)", "batch 64*seq"),
+    (17, X3, "t = Constant <value_ints = [0, 0, 4, -1]> () y = Reshape(x, t)", "batch seq 4 16"),
+    (17, X3, "t = Constant <value_ints = [-1, 3]> () y = Reshape(x, t)", "? 3"),
+    (17, f"{X3}, int64[2] t", "y = Reshape(x, t)", "? ?"),
+    (17, f"{X3}, int64[n] t", "y = Reshape(x, t)", "unknown"),
+    (14, "float[0,5] x", "t = Constant <value_ints = [7, 0]> () y = Reshape <allowzero = 1> (x, t)", "7 0"),
+    (17, "float[batch,past_seq,8] x, float[batch,seq,8] z",
+     "c = Concat <axis = 1> (x, z) f = Flatten <axis = 2> (c) s = Shape(c) t = Slice(s, a0, a2) "
+     "m = Constant <value_ints = [-1]> () r = Concat <axis = 0> (t, m) y = Reshape(f, r)",
+     "batch past_seq + seq 8"),
+    (17, "float[1,1,seq] x, int64[batch] z", "b = Shape(z) one = Constant <value_ints = [1]> () "
+     "m = Constant <value_ints = [-1]> () t = Concat <axis = 0> (b, one, m) e = Equal(t, m) "
+     "o = ConstantOfShape <value = int64[1] {1}> (a3) w = Where(e, o, t) y = Expand(x, w)", "batch 1 seq"),
+    # Slice, with attributes and with inputs
+    (9, X3, "y = Slice <axes = [1], starts = [0], ends = [9223372036854775807]> (x)", "batch seq 64"),
+    (9, X3, "y = Slice <axes = [1, 2], starts = [1, -8], ends = [2147483647, 64]> (x)", "batch seq - 1 8"),
+    (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [9223372036854775807]> () "
+             "y = Slice(x, m, e, a1)", "batch 1 64"),
+    (17, X3, "m = Constant <value_ints = [-1]> () y = Slice(x, a0, m, a1)", "batch seq - 1 64"),
+    (17, X3, "t = Constant <value_ints = [32]> () y = Slice(x, a0, t, a1)", "batch Min(32, seq) 64"),
+    (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9223372036854775808]> () "
+             "y = Slice(x, m, e, a1, m)", "batch seq 64"),
+    (17, "float[3,n] x", "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9]> () "
+                          "y = Slice(x, e, e, a0, m)", "1 n"),
+    (17, X3, "e = Constant <value_ints = [9223372036854775807]> () y = Slice(x, a0, e, a1, a2)",
+     "batch (seq + 1)//2 64"),
+    (17, f"{X3}, int64[1] z", "y = Slice(x, a0, z, a1)", "batch ? 64"),
+    # Split, Squeeze, Unsqueeze and Reduce, with an attribute and with an input
+    (11, X3, "y, z = Split <axis = 2, split = [16, 48]> (x)", "batch seq 16"),
+    (13, X3, "t = Constant <value_ints = [16, 48]> () y, z = Split <axis = 2> (x, t)", "batch seq 16"),
+    (17, X3, "y, z = Split <axis = -1> (x)", "batch seq 32"),
+    (18, "float[batch,7] x", "z, y = Split <axis = 1, num_outputs = 2> (x)", "batch 3"),
+    (11, "float[batch,1,seq,1] x", "y = Squeeze <axes = [1, -1]> (x)", "batch seq"),
+    (13, "float[batch,1,seq] x", "y = Squeeze(x, a1)", "batch seq"),
+    (13, "float[2,1,3] x", "y = Squeeze(x)", "2 3"),
+    (13, "float[2,s,3] x", "y = Squeeze(x)", "unknown"),
+    (11, X3, "y = Unsqueeze <axes = [0, -1]> (x)", "1 batch seq 64 1"),
+    (13, X3, "y = Unsqueeze(x, a1)", "batch 1 seq 64"),
+    (17, X3, "y = ReduceMean <axes = [-1]> (x)", "batch seq 1"),
+    (18, X3, "y = ReduceMean <keepdims = 0> (x, a1)", "batch 64"),
+    (18, X3, "y = ReduceMean <noop_with_empty_axes = 1> (x)", "batch seq 64"),
+    (17, X3, "y = ReduceMean <keepdims = 0> (x)", ""),
+    (17, X3, "y = ArgMax <axis = -1, keepdims = 0> (x)", "batch seq"),
+    (9, X3, "y, i = TopK <k = 5> (x)", "batch seq 5"),
+    (17, X3, "k = Constant <value_ints = [5]> () y, i = TopK <axis = 1> (x, k)", "batch 5 64"),
+    # products
+    (17, "float[batch,heads,seq,16] x, float[batch,heads,16,keys] z", "y = MatMul(x, z)", "batch heads seq keys"),
+    (17, "float[seq,16] x, float[16] z", "y = MatMul(x, z)", "seq"),
+    (17, "float[16] x, float[batch,16,8] z", "y = MatMul(x, z)", "batch 8"),
+    (17, "float[16,n] x, float[8,16] z", "y = Gemm <transA = 1, transB = 1> (x, z)", "n 8"),
+    (17, "float[b,i,d] x, float[b,j,d] z", 'y = Einsum <equation = "bid,bjd->bij"> (x, z)', "b i j"),
+    # views, gathers and fills
+    (17, X3, "y = Transpose(x)", "64 seq batch"),
+    (17, X3, "y = Transpose <perm = [0, 2, 1]> (x)", "batch 64 seq"),
+    (17, X3, "y = Flatten(x)", "batch 64*seq"),
+    (17, X3, "y = Flatten <axis = -1> (x)", "batch*seq 64"),
+    (17, "float[batch,seq,64] x, int64[n,2] z", "y = GatherND(x, z)", "n 64"),
+    (17, X3, "r = Constant <value_ints = [1, 2, 3]> () y = Tile(x, r)", "batch 2*seq 192"),
+    (17, X4, "p = Constant <value_ints = [0, 0, 1, 1, 0, 0, 1, 2]> () y = Pad(x, p)", "batch 3 h + 2 w + 3"),
+    (9, X4, "y = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 2]> (x)", "batch 3 h + 2 w + 3"),
+    (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) z = Constant <value_int = 0> () "
+             "y = Range(z, d, i)", "seq"),
+    (17, X3, "s = Shape(x) o = ConstantOfShape <value = int64[1] {1}> (s) y = NonZero(o)", "3 64*batch*seq"),
+    (17, X3, "y = NonZero(x)", "3 ?"),
+    (17, "int64[n] x", "d = Constant <value_ints = [10]> () v = Constant <value_floats = [0.0, 1.0]> () "
+     "y = OneHot(x, d, v)", "n 10"),
+    # images
+    (17, f"{X4}, float[8,3,3,3] z", "y = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, z)",
+     "batch 8 (h + 1)//2 (w + 1)//2"),
+    (17, f"{X4}, float[8,3,3,3] z", 'y = Conv <auto_pad = "SAME_UPPER"> (x, z)', "batch 8 h w"),
+    (17, f"{X4}, float[3,4,2,2] z", "y = ConvTranspose <strides = [2, 2], group = 2> (x, z)", "batch 8 2*h 2*w"),
+    (17, f"{X4}, float[3,4,2,3] z", 'y = ConvTranspose <strides = [3, 3], auto_pad = "SAME_UPPER"> (x, z)',
+     "batch 4 3*h - 1 3*w"),
+    (17, X4, "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "batch 3 h//2 w//2"),
+    (17, "float[1,1,5,5] x", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)", "1 1 3 3"),
+    (17, X4, "y = GlobalAveragePool(x)", "batch 3 1 1"),
+    (9, X4, "s = Constant <value = float[4] {1.0, 1.0, 2.0, 0.5}> () y = Upsample(x, s)", "batch 3 2*h w//2"),
+    (7, X4, "y = Upsample <scales = [1.0, 1.0, 2.0, 0.5]> (x)", "batch 3 2*h w//2"),
+    (8, X4, "y = Upsample <scales = [1.0, 1.0, 2.0, 0.5]> (x)", "batch 3 2*h w//2"),
+    (17, "float[batch,8,h,w] x", "y = DepthToSpace <blocksize = 2> (x)", "batch 2 2*h 2*w"),
+    # normalizations, attention, and one operator left to onnx
+    (17, f"{X3}, float[64] z", "y, m = LayerNormalization(x, z)", "batch seq 64"),
+    (17, f"{X3}, float[64] z", "q, y = LayerNormalization(x, z)", "batch seq 1"),
+    (12, f"{X3}, float[64] z", "y = LayerNormalization(x, z)", "batch seq 64"),  # onnxruntime has it at any opset
+    (12, f"{X3}, float[64] z", "y = SimplifiedLayerNormalization(x, z)", "batch seq 64"),
+    (12, f"{X3}, float[64] z", "y = SkipLayerNormalization(x, x, z)", "batch seq 64"),
+    (23, "float[b,s,32] x, float[b,t,16] k, float[b,t,24] v",
+     "y = Attention <q_num_heads = 4, kv_num_heads = 2> (x, k, v)", "b s 48"),
+    (23, "float[b,4,s,8] x, float[b,2,t,8] k, float[b,2,t,8] v, float[b,2,p,8] pk, float[b,2,p,8] pv",
+     "q, y, w = Attention(x, k, v, , pk, pv)", "b 2 p + t 8"),
+    (17, f"{X3}, float[64] z", "y = com.microsoft.BiasGelu(x, z)", "batch seq 64"),
+    (17, "float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r", "y = LSTM <hidden_size = 4> (x, w, r)",
+     "seq 1 batch 4"),
+]  # fmt: skip
+AXES = "int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, int64[1] a3 = {3}"
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), SHAPES)
+def test_shape_of(opset: int, inputs: str, body: str, expected: str) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    assert shown(shapes.shape(named(graph, "y"))) == expected
+
+
+SEQ = "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) two = Constant <value_int = 2> () "
+NUMBERS = "zero = Constant <value_int = 0> () m = Constant <value_int = -1> () "
+
+VALUES = [
+    (17, X3, "y = Shape(x)", "[batch, seq, 64]"),
+    (17, X3, "y = Shape <start = -2, end = -1> (x)", "[seq]"),
+    (17, X3, "y = Size(x)", "64*batch*seq"),
+    (17, X3, SEQ + "y = Mul(d, two)", "2*seq"),
+    (17, X3, SEQ + "e = Mul(d, two) y = Div(e, two)", "seq"),
+    (17, X3, SEQ + "y = Div(d, two)", "seq//2"),
+    (17, X3, SEQ + "y = Mod(d, two)", "seq%2"),
+    (17, X3, SEQ + "n = Neg(d) y = Div(n, two)", "unknown"),
+    (17, X3, SEQ + "n = Neg(d) y = Abs(n)", "seq"),
+    (17, X3, SEQ + "y = Max(d, two)", "Max(2, seq)"),
+    (17, X3, SEQ + NUMBERS + "y = Max(d, zero)", "seq"),
+    (17, X3, SEQ + NUMBERS + "y = Equal(d, m)", "False"),
+    (17, X3, SEQ + "y = Equal(d, d)", "True"),
+    (17, X3, SEQ + "y = Equal(d, two)", "unknown"),
+    (17, X3, SEQ + NUMBERS + "y = Less(d, zero)", "False"),
+    (17, X3, SEQ + NUMBERS + "l = Greater(d, m) n = Not(l) y = Or(l, n)", "True"),
+    (17, X3, SEQ + "f = Cast <to = 1> (d) t = Constant <value_float = 2.0> () g = Mul(f, t) h = Floor(g) "
+                   "y = Cast <to = 7> (h)", "2*seq"),
+    (17, X3, SEQ + "f = Cast <to = 1> (d) t = Constant <value_float = 0.5> () g = Mul(f, t) y = Cast <to = 7> (g)",
+     "unknown"),
+    (17, X3, "s = Shape(x) y = ReduceProd <keepdims = 0> (s)", "64*batch*seq"),
+    (13, X3, "s = Shape(x) y = ReduceSum(s)", "[batch + seq + 64]"),
+    (18, X3, "s = Shape(x) y, z = Split <num_outputs = 2> (s)", "[batch, seq]"),
+    (11, X3, "s = Shape(x) z, y = Split <split = [1, 2]> (s)", "[seq, 64]"),
+    (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "
+             "y = Slice(s, m, e, a0, m)", "[64, seq, batch]"),
+    (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "
+             "y = Slice(s, e, e, a0, m)", "[batch]"),
+    (9, X3, "s = Shape(x) u = Slice <starts = [1], ends = [2]> (s) y = Squeeze <axes = [0]> (u)", "seq"),
+    (17, X3, "t = Constant <value_ints = [3]> () y = ConstantOfShape(t)", "not an integer"),
+    (17, X3, "s = Shape(x) t = Constant <value_ints = [-1, 1]> () r = Reshape(s, t) y = Transpose(r)",
+     "[batch, seq, 64]"),
+    (17, X3, "a = Constant <value_int = 3> () b = Constant <value_int = 0> () d = Constant <value_int = -1> () "
+             "y = Range(a, b, d)", "[3, 2, 1]"),
+    (17, X3, "a = Constant <value_int = 65> () b = Constant <value_int = 0> () d = Constant <value_int = 1> () "
+             "y = Range(b, a, d)", "unknown"),
+    (17, "int64[3] x", "y = Add(x, x)", "unknown"),
+    # values that their dtype cannot hold
+    (17, X3, "a = Constant <value_int = 4294967296> () y = Cast <to = 6> (a)", "unknown"),
+    (17, X3, "a = Constant <value_int = 4294967296> () y = Mul(a, a)", "unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), VALUES)
+def test_value_of(opset: int, inputs: str, body: str, expected: str) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    tensor = named(graph, "y")
+    value = shapes.value(tensor)
+    if expected == "not an integer":
+        assert value is None and shapes.dtype(tensor) == TensorProto.FLOAT
+        return
+    text = "unknown" if value is None else ", ".join(map(str, value.reshape(-1)))
+    assert (f"[{text}]" if value is not None and value.ndim else text) == expected
+
+
+DTYPES = [
+    (17, "float16[n] x", "y = Cast <to = 1> (x)", TensorProto.FLOAT),
+    (17, "float16[n] x", "y = Equal(x, x)", TensorProto.BOOL),
+    (17, "float16[n] x", "y = Shape(x)", TensorProto.INT64),
+    (17, "float16[n] x, int32[n] z", "c = Equal(z, z) y = Where(c, x, x)", TensorProto.FLOAT16),
+    (17, "bfloat16[n] x", "y = Relu(x)", TensorProto.BFLOAT16),
+    (17, "float[n] x", "y, s, z = DynamicQuantizeLinear(x)", TensorProto.UINT8),
+    (17, "float16[n] x", "y = com.microsoft.FastGelu(x)", TensorProto.FLOAT16),
+    (17, "float16[n] x", "v, y = TopK(x, a1)", TensorProto.INT64),
+    (17, "int64[2] x", "y = ConstantOfShape(x)", TensorProto.FLOAT),
+    (12, "float16[n,4] x, float16[4] z", "y = LayerNormalization(x, z)", TensorProto.FLOAT16),
+    (12, "float16[n,4] x, float16[4] z", "y = SimplifiedLayerNormalization(x, z)", TensorProto.FLOAT16),
+    (17, "uint8[n] x, float16 z", "y = com.microsoft.DequantizeLinear(x, z)", TensorProto.FLOAT16),
+    (17, "float[n] x, float z, int8 d", "y = com.microsoft.QuantizeLinear(x, z, d)", TensorProto.INT8),
+    (17, "uint8[n,4] x, uint8[4,4] w, float z", "y = com.microsoft.MatMulIntegerToFloat(x, w, z, z)",
+     TensorProto.FLOAT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opset", "inputs", "body", "expected"), DTYPES)
+def test_dtype_of(opset: int, inputs: str, body: str, expected: int) -> None:
+    graph, shapes = parsed(inputs, body, opset, AXES)
+    assert shapes.dtype(named(graph, "y")) == expected
+
+
+def test_a_symbol_that_onnx_invents_differs_from_a_user_s_of_the_same_name() -> None:
+    """onnx calls an unknown dimension unk__0; so may a user."""
+    graph, shapes = parsed("float[unk__0,unk__1] x", "z = NonZero(x) y = Transpose(z)")
+    assert shown(shapes.shape(named(graph, "x"))) == "unk__0 unk__1"
+    assert shown(shapes.shape(named(graph, "y"))) == "? 2"
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "1", "?", "None"])
+def test_a_dim_param_that_is_a_number_names_no_size(text: str) -> None:
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (y) { y = Relu(x) }')
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = text
+    graph, shapes = inferred(model)
+    assert shown(shapes.shape(named(graph, "y"))) == "? 4"
+
+
+@pytest.mark.parametrize(("ir_version", "expected"), [(3, "2*n 3"), (4, "? ?")])
+def test_a_default_that_a_caller_may_override_is_not_a_known_value(ir_version: int, expected: str) -> None:
+    model = onnx.parser.parse_model(
+        f'<ir_version: {ir_version}, opset_import: ["" : 17]> g (float[n,6] x, int64[2] target) => (y) '
+        "<int64[2] target = {-1, 3}> { y = Reshape(x, target) }"
+    )
+    graph, shapes = inferred(model)
+    assert shown(shapes.shape(named(graph, "y"))) == expected
+
+
+def test_unknown_dimensions_equal_only_themselves() -> None:
+    graph, shapes = parsed("float[?,4] x, float[?,4] z", "a = Relu(x) b = Relu(z) y = Add(a, b)")
+    x, z, a, b, y = (shapes.shape(named(graph, name)) for name in "xzaby")
+    assert x and z and y and x == a and z == b and x != z
+    assert y[0] not in (x[0], z[0])
+    infer_node(shapes, named(graph, "y").inputs[0])
+    assert shapes.shape(named(graph, "y")) == y, "inferring again gives the same symbols"
+
+
+def test_a_node_that_a_pass_adds_is_inferred_by_itself() -> None:
+    graph, shapes = parsed("float[batch,64] x", "y = Relu(x)")
+    product = graph.variable("product")
+    node = graph.add_node("MatMul", [named(graph, "x"), graph.constant("w", np.ones((64, 8), np.float32))], [product])
+    infer_node(shapes, node)
+    assert shown(shapes.shape(product)) == "batch 8" and shapes.dtype(product) == TensorProto.FLOAT
+    made = graph.variable("made")
+    assert shapes.shape(made) is None and shapes.rank(made) is None and shapes.dtype(made) == 0
+    shapes.record(made, (symbol("batch"), 3), TensorProto.FLOAT16)
+    assert shapes.rank(made) == 2 and shapes.dtype(made) == TensorProto.FLOAT16
+
+
+FUNCTION = """
+    <ir_version: 8, opset_import: ["" : 17, "local" : 1]>
+    g (float[batch,seq] x) => (y) { y = local.twice(x) }
+    <domain: "local", opset_import: ["" : 17]> twice (a) => (b) { b = Add(a, a) }
+"""
+
+
+def test_calls_of_model_local_functions_are_inferred_by_onnx() -> None:
+    graph, shapes = inferred(onnx.parser.parse_model(FUNCTION))
+    assert shown(shapes.shape(named(graph, "y"))) == "batch seq" and shapes.dtype(named(graph, "y")) == 1
+
+
+def test_a_malformed_node_leaves_its_shape_unknown() -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[a,b] x) => (y) { y = Transpose <perm = [0, 7]> (x) }'
+    graph = read_graph(onnx.parser.parse_model(text))
+    assert infer_shapes(graph).shape(named(graph, "y")) is None
+    with pytest.raises(IndexError):
+        infer_shapes(graph, strict=True)
+
+
+def test_recorded_shapes_that_contradict_the_inputs_are_not_used() -> None:
+    """The model was exported for a batch of 1, and its input was made dynamic afterwards; LSTM has no rule here."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[seq,batch,8] x, float[1,16,8] w, float[1,16,4] r) => (y) <float[1,1,4] h, float[1,4] y>
+        { s, h = LSTM <hidden_size = 4> (x, w, r) y = Squeeze(h, a0) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "a0"))
+    graph, shapes = inferred(model)
+    assert [shown(shapes.shape(named(graph, name))) for name in "hy"] == ["1 batch 4", "batch 4"]
+
+
+def test_a_record_behind_a_computed_parameter_is_not_used() -> None:
+    """The axis of Unsqueeze is a size, so that only the rank is known, and what was recorded held for one size."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[batch,2,seq,8] x) => (y) <float[batch,2,1,seq,8] u>
+        { s = Shape <start = 2, end = 3> (x) u = Unsqueeze(x, s) y = Relu(u) }"""
+    graph, shapes = inferred(onnx.parser.parse_model(text))
+    assert shapes.rank(named(graph, "y")) == 5
+    assert not any(is_known(size) for size in shapes.shape(named(graph, "y")) or ())
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ("float[n,7] o", "n 7"),
+        ("float[n,7] o, float[n,4] r", "n 7"),
+        ("float[n,7] o, float[0,0] r", "n 7"),  # PyTorch's 0 for a size that it does not know
+        ("float[1,7] o, float[1,4] r", None),  # the batch was made dynamic after the export
+        ("float[n,7] o, float[n,5] r", None),
+    ],
+)
+def test_records_count_behind_other_domains_if_none_is_stale(records: str, expected: str | None) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
+        g (float[n,4] x) => (y) <{records}> {{ r = Relu(x) o = acme.Thing(r) y = Relu(o) }}"""
+    graph, shapes = inferred(onnx.parser.parse_model(text))
+    found = shapes.shape(named(graph, "y"))
+    assert (found and shown(found)) == expected
+
+
+def test_the_dtypes_of_a_loops_outputs_are_their_own() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (int64 trips, bool go, float[2] x, int64[2] k) => (y, z) {
+            a, b = Loop (trips, go, x, k) <body = inner (int64 i, bool t, float[2] u, int64[2] v)
+                => (bool d, float[2] p, int64[2] q) { d = Identity(t) p = Add(u, u) q = Add(v, v) }>
+            c = Cast <to = 1> (b) y = Add(a, c) z = Cast <to = 7> (a) }"""
+    graph, shapes = inferred(onnx.parser.parse_model(text))
+    assert [shapes.dtype(named(graph, name)) for name in "abc"] == [1, 7, 1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("f = Cast <to = 1> (a) g = Mul(f, f) y = Cast <to = 7> (g)", [9, 4096**2, None]),
+        ("f = Cast <to = 11> (a) g = Mul(f, f) y = Cast <to = 7> (g)", [9, 4096**2, 4097**2]),
+        ("f = Cast <to = 1> (a) g = Div(f, f) y = Cast <to = 7> (g)", [1, 1, 1]),
+        ("f = Cast <to = 10> (a) g = Mul(f, f) y = Cast <to = 7> (g)", [None, None, None]),
+        ("f = Cast <to = 6> (a) g = Mul(f, f) h = Mul(g, g) y = Cast <to = 7> (h)", [81, None, None]),
+    ],
+)
+def test_values_are_known_as_far_as_their_dtype_holds_them(nodes: str, expected: list[int | None]) -> None:
+    found = []
+    for number in (3, 4096, 4097):
+        graph, shapes = parsed(f"float[{number},2] x", f"a = Shape <end = 1> (x) {nodes}")
+        value = shapes.value(named(graph, "y"))
+        found.append(None if value is None else value.item())
+    assert found == expected
+
+
+def test_sums_in_float32_are_known_if_no_order_of_them_is_rounded() -> None:
+    graph, shapes = parsed("float[16777215,3] x", "a = Shape(x) f = Cast <to = 1> (a) n = Neg(f) c = Concat <axis = 0> "
+                           "(f, n) y = ReduceSum <keepdims = 0> (c)")  # fmt: skip
+    assert shapes.exact_value(named(graph, "c")) is not None and shapes.exact_value(named(graph, "y")) is None
+
+
+def test_a_sparse_constant_is_inferred_by_onnx() -> None:
+    """graphsurgeon drops the attribute of a sparse constant."""
+    values, indices = (onnx.numpy_helper.from_array(np.array(v)) for v in ([1.5], [3]))
+    sparse = onnx.helper.make_sparse_tensor(values, indices, [2, 4])
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (double[4,n] x) => (y) { y = MatMul(c, x) }'
+    )
+    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], sparse_value=sparse))
+    graph = read_graph(model)
+    c = named(graph, "c")
+    shapes = infer_shapes(graph)
+    assert shown(shapes.shape(c)) == "2 4" and shapes.dtype(c) == TensorProto.DOUBLE
+
+
+def test_large_constants_are_not_copied_for_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    infer = onnx.shape_inference.infer_shapes
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", lambda m: (sizes.append(m.ByteSize()), infer(m))[1])
+    graph = read_graph(onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n,512] x) => (y) { y = MatMul(x, w) }'
+    ))  # fmt: skip
+    weight = onnx.numpy_helper.from_array(np.zeros((512, 8), np.float32), "w")
+    graph.model.graph.initializer.append(weight)
+    graph = read_graph(graph.model)
+    assert shown(infer_shapes(graph, strict=True).shape(named(graph, "y"))) == "n 8"
+    assert sizes[0] < 1024
+
+
+@pytest.mark.parametrize("opset", [7, 8])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a = Upsample <scales = [1.0, 1.0, 2.0, 1.7]> (x) y = Relu(a)",
+        "a = BatchNormalization <spatial = 1> (x, c, c, c, c) y = Relu(a)",
+        "a, m = Dropout <ratio = 0.5> (x) y = Relu(a)",
+        "a = Slice <axes = [2, 3], starts = [1, -4], ends = [2147483647, -1]> (x) y = Relu(a)",
+        "a, i = TopK <k = 2, axis = 1> (x) y = Relu(a)",
+        "a = Clip <min = -1.0, max = 1.0> (x) y = Relu(a)",
+        "a = Pad <pads = [0, 0, 1, 2, 0, 0, 0, 1]> (x) y = Relu(a)",
+        "a = MaxPool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]> (x) y = Relu(a)",
+        "a = ReduceSum <axes = [2, 3], keepdims = 0> (x) y = Relu(a)",
+        "a = Squeeze <axes = [0]> (x) b = Unsqueeze <axes = [0, 2]> (a) y = Relu(b)",
+        "a, b = Split <axis = 3, split = [4, 6]> (x) y = Relu(b)",
+        "a = Flatten(x) y = Softmax <axis = 1> (a)",
+        "s = Shape(x) f = Cast <to = 1> (s) g = Mul(f, f) i = Cast <to = 7> (g) y = Cast <to = 1> (i)",
+        "a = Sum(x, x, x) y = Max(a, x)",
+    ],
+)
+def test_the_forms_of_opsets_7_and_8_run_as_inferred(nodes: str, opset: int) -> None:
+    text = f"""<ir_version: 4, opset_import: ["" : {opset}]>
+        g (float[1,3,h,w] x) => (float[...] y) <float[3] c = {{1.0, 2.0, 3.0}}> {{ {nodes} }}"""
+    model = onnx.parser.parse_model(text.replace("float[...]", "float"))
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    graph, shapes = inferred(model)
+    names = [tensor.name for tensor in computed(graph)]
+    real = run_everything(model, names, {"x": np.random.default_rng(0).normal(size=(1, 3, 6, 10)).astype(np.float32)})
+    for tensor in computed(graph):
+        check(shapes, tensor, real[tensor.name], {"h": 6, "w": 10})
+
+
+@pytest.mark.parametrize("scale", [0.7, 1.1, 0.3, 2.3, 1 / 3])
+def test_scaled_sizes_are_rounded_as_runtimes_round(scale: float) -> None:
+    """The product is a float32: 10 * 0.7 is 7, although the float32 next to 0.7 is smaller."""
+    for size in range(1, 40):
+        text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,{size}] x) => (float[a,b] y)
+            <float[2] s = {{1.0, {scale}}}> {{ y = Resize(x, , s) }}"""
+        model = onnx.parser.parse_model(text)
+        if int(np.float32(size) * np.float32(scale)):
+            graph, shapes = inferred(model)
+            found = (shapes.shape(named(graph, "y")) or ())[-1]
+            assert found == run_everything(model, ["y"], {"x": np.ones((1, size), np.float32)})["y"].shape[1]
+
+
+INVALID = [
+    ("float[2,4] x", "y = Reshape(x, t)", "int64[1,2] t = {2, 4}"),
+    ("float[2,4] x", "y = Slice(x, t, t, t)", "int64[2] t = {0, 7}"),
+    ("float[2,4] x", "y = Slice(x, one, t)", "int64[2] t = {0, 7}, int64[1] one = {1}"),
+    ("float[2,4] x", "y = Concat <axis = 5> (x, x)", ""),
+    ("float[2,4] x", "y = Transpose <perm = [1, 4]> (x)", ""),
+    ("float[2,4] x", "a, y = Split <axis = 9> (x)", ""),
+    ("float[2,4] x", "a, b = Split <num_outputs = 0> (x) y = Mul(a, b)", ""),
+    ("float[2,4] x", "y = Gather <axis = -7> (x, t)", "int64[2] t = {0, 7}"),
+    ("float[2,4] x", "y = Unsqueeze(x, t)", "int64[2] t = {0, 7}"),
+    ("float[2,4] x", "y = Expand(x, t)", "float[2] t = {0.5, 7.5}"),
+    ("float[2,3,4,4] x, float[2,3,4] w", "y = Conv(x, w)", ""),
+    ("float[2,3,4,4] x", "y = Conv(x, w)", "float[1,1,1] w = {1.0}"),
+    ("float[2,3,4,4] x", "y = MaxPool <kernel_shape = [9, 9]> (x)", ""),
+    ("int64[2] x", "a = Range(x, x, x) b = Range(t, t, t) y = Add(a, b)", "int64[2] t = {1, 1}"),
+    ("float[2,4] x", "y = BatchNormalization(x, t, t, t, t)", "float t = {1.0}"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "nodes", "constants"), INVALID)
+def test_of_invalid_nodes_nothing_is_known_and_passes_leave_them(inputs: str, nodes: str, constants: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+        g ({inputs}) => (y) {f"<{constants}>" if constants else ""} {{ {nodes} }}"""
+    graph = read_graph(onnx.parser.parse_model(text))
+    shapes = infer_shapes(graph)
+    before = [node.op for node in graph.nodes]
+    for apply_pass in PIPELINE:
+        apply_pass(graph, shapes)
+    assert [node.op for node in graph.nodes] == before

@@ -1,0 +1,138 @@
+"""Drafts of models: graphs that generators write node by node, with the sizes that their symbols have at first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+SYMBOLS = {"batch": 2, "seq": 3, "extra": 4}  # the first sizes of the symbols that generators give to inputs
+DTYPES = {
+    "float)": TensorProto.FLOAT, "float16)": TensorProto.FLOAT16, "bfloat16)": TensorProto.BFLOAT16,
+    "double)": TensorProto.DOUBLE, "bool)": TensorProto.BOOL, "int64)": TensorProto.INT64, "int32)": TensorProto.INT32,
+}  # fmt: skip
+WORD = re.compile(r"[A-Za-z_]\w*")
+Dim = int | str | None
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a draft, with the shape that it has at the first sizes of the symbols."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Draft:
+    """A graph that is being written; `sizes` are the first sizes of the symbols of its inputs."""
+
+    random: Random
+    opset: int
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    weights: list[TensorProto] = field(default_factory=list)
+    inputs: dict[str, tuple[int, tuple[Dim, ...]]] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=lambda: dict(SYMBOLS))
+    made: int = 0
+
+    def fresh(self, stem: str = "v") -> str:
+        """Return a name that no value has yet."""
+        self.made += 1
+        return f"{stem}{self.made}"
+
+    def node(self, op: str, inputs: Sequence[str], outputs: int = 1, **attributes: Any) -> str:
+        """Write a node and return the name of its first output; the further ones are listed in its NodeProto."""
+        names = [self.fresh() for _ in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, names, self.fresh(op.lower()), **attributes))
+        return names[0]
+
+    def constant(self, array: np.ndarray) -> str:
+        """Store a constant, as an initializer or as the output of a Constant node."""
+        name = self.fresh("c")
+        tensor = numpy_helper.from_array(np.asarray(array), name)
+        if self.random.random() < 0.5:
+            self.weights.append(tensor)
+        else:
+            self.nodes.append(helper.make_node("Constant", [], [name], f"constant_{name}", value=tensor))
+        return name
+
+    def integers(self, *numbers: int) -> str:
+        """Store a constant of one axis in int64."""
+        return self.constant(np.array(numbers, np.int64))
+
+    def input(self, dtype: int, dims: Sequence[Dim]) -> Value:
+        """Declare an input."""
+        name = self.fresh("in")
+        self.inputs[name] = (dtype, tuple(dims))
+        return Value(name, dtype, shape_at(dims, self.sizes))
+
+    def model(self) -> onnx.ModelProto:
+        """Return the model, whose outputs have the types that onnx infers, or none."""
+        inputs = [helper.make_tensor_value_info(n, dtype, dims) for n, (dtype, dims) in self.inputs.items()]
+        outputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self.outputs)]
+        graph = helper.make_graph(self.nodes, "fuzz", inputs, outputs, self.weights)
+        opsets = [helper.make_opsetid("", self.opset)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets))
+        type_outputs(model)
+        return model
+
+
+def shape_at(dims: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the sizes of dims, where a text is a product or sum of symbols, and None is 2."""
+    return tuple(2 if d is None else d if isinstance(d, int) else _evaluate(d, sizes) for d in dims)
+
+
+def _evaluate(text: str, sizes: Mapping[str, int]) -> int:
+    if not WORD.sub("", text).strip(" 0123456789+-*()"):
+        return max(0, int(eval(WORD.sub(lambda word: str(sizes.get(word[0], 2)), text))))
+    return sizes.get(text, 2)
+
+
+def type_outputs(model: onnx.ModelProto) -> None:
+    """Give outputs the types that onnx infers for them, or onnxruntime; what neither can infer keeps none."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for output in bare.graph.output:
+        output.ClearField("type")
+    found = types(bare)
+    for output in model.graph.output:
+        if output.name in found and found[output.name].tensor_type.elem_type:
+            output.type.CopyFrom(found[output.name])
+    if not all(output.HasField("type") for output in model.graph.output):
+        for output, (dtype, shape) in zip(model.graph.output, _types_in_onnxruntime(model), strict=False):
+            if not output.HasField("type"):
+                output.CopyFrom(helper.make_tensor_value_info(output.name, dtype, shape))
+
+
+def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]:
+    """Return dtypes and shapes of the outputs as onnxruntime infers them; none where it refuses the model."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception:  # onnxruntime has no public base class of its errors
+        return []
+    return [(DTYPES.get(o.type.removeprefix("tensor("), TensorProto.FLOAT), o.shape) for o in session.get_outputs()]
+
+
+def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """Return the types that onnx infers, by the name of the value; none where it refuses the model."""
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return {}
+    found = {v.name: v.type for v in (*graph.input, *graph.value_info, *graph.output) if v.HasField("type")}
+    for tensor in graph.initializer:
+        found.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tensor.dims))
+    return found

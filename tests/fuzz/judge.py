@@ -1,0 +1,311 @@
+"""Judge an optimized model: it must compute what the original computes in onnxruntime without optimizations.
+
+A float may differ by rounding.  How much rounding does to a model is measured on the original: by how far its outputs
+move when its float32 inputs move by an ulp, and, if it computes in half precision, by how far they are from the same
+model in float32.  Where a model only rounds to half precision and back, few values may differ: each rounding must stay.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from types import FrameType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+from drafts import WORD, shape_at, types
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse import OnnxfuseError, optimize
+from onnxfuse.verify.cpu_session import run
+from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+
+SECONDS = 20.0  # that one call of optimize() may take
+DRAWS = 3
+SHAKES = 4
+ULP = 2.0**-23
+RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
+MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where a model rounds on purpose: their float32 value was a tie
+VIEWS = {"Cast", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Split", "Gather",
+         "Concat", "Identity", "Tile", "Pad", "Shape", "Size", "Constant"}  # fmt: skip
+Arrays = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a model: "same", "idle" (onnxruntime does not run it), "refused", or a failure."""
+
+    kind: str
+    sentence: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind in ("crash", "hang", "wrong")
+
+    @property
+    def key(self) -> str:
+        """What verdicts of the same cause have in common: the kind, and the sentence without names and numbers."""
+        words = [word for word in self.sentence.split() if word.isalpha()]
+        return f"{self.kind} {' '.join(words[:12])}"
+
+
+class Hang(Exception):
+    """A call took too long."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise Hang in this thread, the main one, once the time is up."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Hang(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def judge(
+    model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: int, *, verify: bool = False, fallback: Any = "onnx"
+) -> Verdict:
+    """Optimize a model and compare what both compute on inputs that `seed` and the first sizes of symbols determine."""
+    try:
+        with limited(SECONDS):
+            optimized, _ = optimize(model, verify=verify, fallback=fallback)
+    except OnnxfuseError as error:
+        return _of_refused(model, sizes, seed, error)
+    except Hang as error:
+        return Verdict("hang", str(error))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename.rpartition('/')[2]} in {last.name}"
+        return Verdict("crash", f"{type(error).__name__} {where}: {' '.join(str(error).split())[:200]}")
+    if isinstance(model, bytes):
+        return Verdict("idle", "damaged bytes")
+    return compare(model, optimized, sizes, seed)
+
+
+def _of_refused(model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: int, error: OnnxfuseError) -> Verdict:
+    """Return "refused" for a model that onnxruntime runs, and "idle" for one that it does not run."""
+    said = " ".join(str(error).split())[:250]
+    if isinstance(model, bytes):
+        return Verdict("idle", said)
+    ran = any(_outputs(Session(model), feeds) is not None for feeds in draws(model, sizes, seed))
+    return Verdict("refused" if ran else "idle", said)
+
+
+def compare(model: onnx.ModelProto, optimized: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> Verdict:
+    """Return "same", "idle" or "wrong"."""
+    original, other = Session(model), Session(optimized)
+    half = half_precision_of(model)
+    on_purpose = bool(half) and rounds_on_purpose(model)
+    ran = False
+    for feeds in draws(model, sizes, seed):
+        expected = _outputs(original, feeds)
+        if expected is None:
+            continue
+        ran = True
+        found = _outputs(other, feeds)
+        at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
+        if found is None:
+            return Verdict("wrong", f"the optimized model does not run: {other.error} ({at})")
+        for name, value in expected.items():
+            if difference(value, found[name], [], None if on_purpose else value, half, on_purpose) is None:
+                continue
+            # How much rounding moves the outputs is measured only where something differs, which is rare.
+            near = [each[name] for way in (ULP, -ULP) if (each := _outputs(original, _nudged(feeds, way)))]
+            near += [each[name] for shaken in _shaken(model, seed) if (each := _outputs(shaken, feeds))]
+            wide = (
+                _outputs(Session(model_to_float32(model)), arrays_to_float32(feeds))
+                if half and not on_purpose
+                else None
+            )
+            reason = difference(value, found[name], near, wide[name] if wide else None, half, on_purpose)
+            if reason:
+                return Verdict("wrong", f"output {name} {reason} ({at})")
+    return Verdict("same" if ran else "idle", "" if ran else f"onnxruntime does not run it: {original.error}")
+
+
+class Session:
+    """A model in onnxruntime without optimizations, on one thread; `error` is what it said last."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level, options.intra_op_num_threads = 4, 1
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.error = ""
+        self.session: onnxruntime.InferenceSession | None = None
+        try:
+            content = model.SerializeToString()
+            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has no public base class of its errors
+            self.error = " ".join(str(error).split())[:300]
+
+
+def _shaken(model: onnx.ModelProto, seed: int) -> Iterator[Session]:
+    """Yield the model with each float32 result moved by an ulp, up or down at random."""
+    known = types(model)
+    for shake in range(SHAKES):
+        random, shaken = Random(seed + shake), onnx.ModelProto()
+        shaken.CopyFrom(model)
+        nodes = list(shaken.graph.node)
+        del shaken.graph.node[:]
+        for node in nodes:
+            moves = []
+            for index, name in enumerate(node.output):
+                if name and name in known and known[name].tensor_type.elem_type == TensorProto.FLOAT:
+                    node.output[index] = f"{name}::exact"
+                    factor = helper.make_node(
+                        "Constant",
+                        [],
+                        [f"{name}::factor"],
+                        value=numpy_helper.from_array(np.float32(1 + random.choice([ULP, -ULP]))),
+                    )
+                    moves += [factor, helper.make_node("Mul", [node.output[index], f"{name}::factor"], [name])]
+            shaken.graph.node.extend([node, *moves])
+        yield Session(shaken)
+
+
+def _outputs(session: Session, feeds: Arrays) -> dict[str, Any] | None:
+    if session.session is None:
+        return None
+    try:
+        return run(session.session, feeds)
+    except Exception as error:  # as above
+        session.error = " ".join(str(error).split())[:300]
+        return None
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def draws(model: onnx.ModelProto, sizes: Mapping[str, int], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield inputs: at the first sizes of the symbols, at others, and with sizes of zero and one; with other values."""
+    kept = {tensor.name: tensor for tensor in model.graph.initializer}
+    for draw in range(DRAWS):
+        random, numbers = Random(seed * DRAWS + draw), np.random.default_rng(seed * DRAWS + draw)
+        words = {word for i in model.graph.input for d in i.type.tensor_type.shape.dim for word in
+                 WORD.findall(d.dim_param)}  # fmt: skip
+        pool = ((), (1, 2, 3, 5), (0, 1, 1, 4))[draw]
+        now = dict(sizes) if draw == 0 else {word: random.choice(pool) for word in sorted(words)}
+        feeds = {}
+        for each in model.graph.input:
+            kind = each.type.tensor_type
+            dims = [d.dim_param or d.dim_value if d.WhichOneof("value") else None for d in kind.shape.dim]
+            shape = tuple(kept[each.name].dims) if each.name in kept else shape_at(dims, now)
+            feeds[each.name] = drawn(numbers, shape, kind.elem_type, (1.0, 4.0, 1.0)[draw], whole=draw == 2)
+        yield feeds
+
+
+def drawn(numbers: np.random.Generator, shape: Sequence[int], dtype: int, scale: float, whole: bool = False) -> Any:
+    """Return random values of a dtype: floats around zero, or whole ones with many ties, and small indices."""
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    if dtype == TensorProto.BOOL:
+        return np.asarray(numbers.random(shape) < 0.6)
+    if dtype in (*(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16), TensorProto.DOUBLE):
+        values = numbers.standard_normal(shape) * scale
+        return np.asarray(np.round(values) if whole else values).astype(kind)
+    return np.asarray(numbers.integers(0, 2, shape)).astype(kind)
+
+
+def _nudged(feeds: Arrays, by: float) -> dict[str, Any]:
+    """Return the inputs with each float32 moved by an ulp, up or down at random."""
+    numbers = np.random.default_rng(1)
+    return {
+        name: value * (1 + np.float32(2 * by) * numbers.choice([-1, 1], value.shape).astype(np.float32))
+        if value.dtype == np.float32
+        else value
+        for name, value in feeds.items()
+    }
+
+
+# --- differences -----------------------------------------------------------------------------------------------------
+
+
+def rounds_on_purpose(model: onnx.ModelProto) -> bool:
+    """Whether half precision is only passed through: inputs and weights have others, and no operator computes in it."""
+    halves = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    if any(i.type.tensor_type.elem_type in halves for i in model.graph.input):
+        return False
+    known = types(model)
+    for node in model.graph.node:
+        names = [name for name in (*node.input, *node.output) if name]
+        if any(name not in known for name in names) or any(a.HasField("g") for a in node.attribute):
+            return False
+        reads_half = any(known[name].tensor_type.elem_type in halves for name in names)
+        if reads_half and node.op_type not in VIEWS:
+            return False
+    return True
+
+
+def difference(expected: Any, found: Any, near: Sequence[Any], exact: Any, half: str, on_purpose: bool) -> str | None:
+    """Return in what two values of an output differ; None if by no more than rounding explains."""
+    if type(expected) is not type(found):
+        return f"is a {type(found).__name__}, not a {type(expected).__name__}"
+    if not isinstance(expected, np.ndarray):
+        return None if isinstance(expected, list) and len(expected) == len(found) else "is another sequence"
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return f"is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+    near = [each for each in near if each.shape == expected.shape]
+    if expected.dtype.kind not in "fV" and expected.dtype != ml_dtypes.bfloat16:
+        steady = np.ones(expected.shape, bool)
+        for each in (*near, *([exact] if exact is not None and exact.shape == expected.shape else [])):
+            steady &= each == expected
+        if half and exact is None and not on_purpose:
+            return None  # what a float16 decides cannot be told apart from rounding
+        wrong = (expected != found) & steady
+        return f"is {_first(found, wrong)}, not {_first(expected, wrong)}" if wrong.any() else None
+    return _float_difference(expected, found, near, exact, half, on_purpose)
+
+
+def _float_difference(
+    expected: Any, found: Any, near: Sequence[Any], exact: Any, half: str, on_purpose: bool
+) -> str | None:
+    with np.errstate(all="ignore"):
+        want, got = expected.astype(np.float64), found.astype(np.float64)
+        others = [each.astype(np.float64) for each in near]
+        if exact is not None and exact.shape == expected.shape:
+            others.append(exact.astype(np.float64))
+        finite = np.isfinite(want)
+        steady = np.ones(want.shape, bool)  # the same kind of number wherever the original rounds otherwise
+        for each in others:
+            steady &= (np.isfinite(each) == finite) & (finite | (np.isnan(each) == np.isnan(want)))
+        odd = steady & ((np.isfinite(got) != finite) | (~finite & (np.isnan(got) != np.isnan(want))))
+        odd |= steady & np.isinf(want) & np.isinf(got) & (want != got)
+        if half and not on_purpose and exact is None:
+            odd[:] = False
+        if odd.any():
+            return f"is {_first(found, odd)}, not {_first(expected, odd)}"
+        both = finite & np.isfinite(got) & steady
+        largest = np.abs(want[both]).max(initial=0.0)
+        noise = max([np.abs(each - want)[both].max(initial=0.0) for each in others], default=0.0)
+        coarse = RELATIVE[half] if half else RELATIVE["float32"]
+        error = np.where(both, np.abs(got - want), 0.0)
+        if half and not on_purpose and exact is not None and exact.shape == expected.shape:
+            error = np.minimum(error, np.where(both, np.abs(got - others[-1]), 0.0))
+        allowed = coarse * largest + 6 * noise + 1e-30
+        wrong = error > allowed
+        if on_purpose and not wrong.any():
+            tight = RELATIVE["float32"] * largest + 6 * noise + 1e-30
+            many = (error > tight).sum()
+            wrong = error > tight if many > 1 + MAX_ROUNDED_OTHERWISE * error.size else wrong
+        if wrong.any():
+            worst = np.where(wrong, error, 0.0).max()
+            values = f"is {_first(found, wrong)}, not {_first(expected, wrong)}"
+            return f"{values}: off by {worst:.3g}, allowed {allowed:.3g}, {int(wrong.sum())} of {wrong.size} values"
+    return None
+
+
+def _first(array: Any, where: Any) -> Any:
+    return array[where].reshape(-1)[0]

@@ -1,0 +1,130 @@
+"""The first cases of the fuzzer: graphs near the catalogue, random graphs and damaged bytes.
+
+`python tests/fuzz/run.py` runs as many more as wanted.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import onnx
+import pytest
+import run as fuzzer
+from fuzz_cases import case_of, draw_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from judge import Verdict, compare, judge
+from reduction import reduced
+
+CASES, SHARES = 240, 6
+EXAMPLES = 20
+HEADER = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[n,3] y)'
+CHAIN = f"{HEADER} {{ a = Abs(x) b = Neg(a) c = Exp(b) d = Tanh(c) y = Sin(d) }}"
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_cases_of_the_first_seeds(share: int) -> None:
+    for seed in range(share, CASES, SHARES):
+        verdict = case_of(seed).verdict()
+        assert not verdict.is_failure, f"{verdict.kind}: {verdict.sentence}; python tests/fuzz/run.py --case {seed}"
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 1000))
+@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+def test_cases_that_hypothesis_draws(random: Random, seed: int) -> None:
+    verdict = draw_case(random, seed).verdict()
+    assert not verdict.is_failure, verdict
+
+
+# What the fuzzer found, made smaller, and whether onnxruntime runs it.
+FOUND = {
+    "equal nodes in both branches, which read a value in a Loop": (
+        """(bool c, float[3] x, float[3] w) => (float[] y) <int64 n = {2}, bool go = {1}> {
+             y = If (c) <
+               then_branch = yes () => (float[] a) {
+                 l = Loop (n, go, x) <body = one (int64 i, bool p, float[] s) => (bool q, float[] e) {
+                   t = Tanh (s) u = Add (t, w) q = Identity (p) e = Identity (u) }>
+                 v = Neg (l) a = Identity (v) },
+               else_branch = no () => (float[] b) {
+                 l = Loop (n, go, x) <body = one (int64 i, bool p, float[] s) => (bool q, float[] e) {
+                   t = Tanh (s) u = Add (t, w) q = Identity (p) e = Identity (u) }>
+                 v = Neg (l) b = Identity (v) }> }""",
+        True,
+    ),
+    "an Expand to a target of four axes": (
+        """(float[n,2,5,6] x) => (float[n,2,10,5,6] y)
+           <int64[1] axis = {2}, int64[1,1,1,5] target = {1, 1, 10, 1, 1}> {
+             u = Unsqueeze (x, axis) y = Expand (u, target) }""",
+        True,
+    ),
+    "a Reshape to a target of floats": (
+        """(int64[0] x, int64[2] z) => (bool[2] y) <float[1] target = {0.25}> {
+             r = Reshape (x, target) y = Less (z, r) }""",
+        False,
+    ),
+    "a rotation whose Slice has no such axis": (
+        """(float[14,1,20,12] x, float[14,1,20,12] cos, float[14,1,20,12] sin) => (float[] y)
+           <int64[1] zero = {0}, int64[1] half = {6}, int64[1] last = {-1},
+            int64[1] step = {1}, int64[1] far = {9223372036854775807}> {
+             a = Mul (x, cos) b = Slice (x, half, far, last, step) n = Neg (b)
+             f = Slice (x, zero, half, far, step)
+             r = Concat <axis = -1> (n, f) m = Mul (r, sin) y = Add (a, m) }""",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_fuzzer_found(name: str) -> None:
+    text, runs = FOUND[name]
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}')
+    verdict = judge(model, {"n": 2}, 0)
+    assert verdict.kind == ("same" if runs else "idle"), verdict
+
+
+# --- the fuzzer itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("c = Exp(b)", "c = Softplus(b)", "output y is "),
+        ("y = Sin(d)", "e = Sin(d) s = Shape(x) y = Reshape(e, s)", ""),
+        ("y = Sin(d)", "i = Constant<value_ints=[2, 3]>() e = Sin(d) y = Reshape(e, i)", "does not run"),
+        ("y = Sin(d)", "e = Sin(d) f = Cast<to=10>(e) y = Cast<to=1>(f)", "output y is "),
+        ("y = Sin(d)", "e = Sin(d) s = Log(e) t = Exp(s) y = Identity(t)", ""),
+        ("y = Sin(d)", "e = Sin(d) f = Constant<value_float=1.001>() y = Mul(e, f)", "output y is "),
+    ],
+)
+def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, said: str) -> None:
+    other = onnx.parser.parse_model(CHAIN.replace(right, wrong))
+    verdict = compare(onnx.parser.parse_model(CHAIN), other, {"n": 2}, 0)
+    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+
+
+def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
+    there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
+    verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)
+    assert verdict.kind == "wrong", verdict
+
+
+def test_a_failing_model_is_made_smaller() -> None:
+    def fails_with_exp(model: onnx.ModelProto, sizes: dict[str, int], seed: int) -> Verdict:
+        return Verdict("wrong" if any(node.op_type == "Exp" for node in model.graph.node) else "same")
+
+    model, _ = reduced(onnx.parser.parse_model(CHAIN), {"n": 2}, 0, Verdict("wrong"), fails_with_exp)
+    assert [node.op_type for node in model.graph.node] == ["Exp"]
+
+
+def test_a_case_that_ends_its_process_is_a_failure_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = """
+import json, os, sys
+for seed in json.load(sys.stdin):
+    print(json.dumps({"begins": seed}), flush=True)
+    if seed == 2:
+        os.abort()
+    print(json.dumps({"seed": str(seed), "kind": "same", "key": "", "sentence": "", "text": "", "failed": False}))
+"""
+    monkeypatch.setattr(fuzzer, "WORKER", ["-c", lines])
+    tally = fuzzer.fuzz([1, 2, 3, 4], 1)
+    assert (tally.kinds, tally.failures) == ({"same": 3, "crash": 1}, ["2"])

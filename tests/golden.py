@@ -1,0 +1,89 @@
+"""The golden record: what optimizing each file of models/exported gives, held by test_golden.py.
+
+A change that alters a record on purpose (a new fusion, a new export) rewrites it, and its diff shows what it altered:
+
+    python tests/golden.py                # rewrite tests/golden.json with what the code gives now
+    git diff --stat tests/golden.json
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from test_models import EXPORTED, INDEX, draw
+
+RECORD = Path(__file__).parent / "golden.json"
+SAMPLES = 4  # elements kept of each output
+DIGITS = 8  # float32 has 7.2
+
+
+def record(name: str, optimized: onnx.ModelProto, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the record holds of one optimized model: counts, numbers of nodes, folded records and results."""
+    return {
+        "nodes": [report["input"]["nodes"], report["output"]["nodes"]],
+        "counts": report["counts"],
+        "folded": folded(report),
+        "results": results(name, optimized),
+    }
+
+
+def folded(report: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return for each kind of folded record how many there are, and a checksum of them: the names would fill 250 KB."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for one in report["folded"]:
+        kinds[one["what"]].append(f"{one['node']} -> {one['into']}")
+    return {what: [len(names), zlib.crc32("\n".join(sorted(names)).encode())] for what, names in sorted(kinds.items())}
+
+
+def results(name: str, optimized: onnx.ModelProto) -> dict[str, dict[str, Any]]:
+    """Return what onnxruntime computes on the CPU from seeded inputs, summarized by output."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    content = optimized.SerializeToString()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    feeds = draw(INDEX[name]["inputs"], INDEX[name]["verified_sizes"][0])
+    used = {each.name: feeds[each.name] for each in session.get_inputs()}
+    names = [output.name for output in session.get_outputs()]
+    return {output: summary(value) for output, value in zip(names, session.run(names, used), strict=True)}
+
+
+def summary(value: np.ndarray) -> dict[str, Any]:
+    """Return the shape, the largest magnitude, the L2 norm and a few evenly spaced elements of an array."""
+    flat = value.astype(np.float64).reshape(-1)
+    indices = np.linspace(0, flat.size - 1, SAMPLES).astype(int)
+    return {
+        "shape": list(value.shape),
+        "dtype": value.dtype.name,
+        "largest": rounded(np.abs(flat).max()),
+        "norm": rounded(np.linalg.norm(flat)),
+        "samples": [rounded(each) for each in flat[indices]],
+    }
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def write() -> None:
+    """Write the record of every exported model, one line each."""
+    from onnxfuse import optimize
+
+    lines = []
+    for name in sorted(INDEX):
+        model, report = optimize(EXPORTED / name, verify=False)
+        lines.append(f"{json.dumps(name)}: {json.dumps(record(name, model, report.to_json()))}")
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"{len(lines)} models, {RECORD.stat().st_size} bytes in {RECORD}")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,289 @@
+"""Test reading model files: every bad input is reported in one clear sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
+import pytest
+from weight_files import HEAD, RELU, WEIGHT, as_root, external, model
+
+from onnxfuse.errors import ModelError
+from onnxfuse.ir import load as files
+from onnxfuse.optimizer import optimize
+
+
+def sentence(source: object) -> str:
+    with pytest.raises(ModelError) as caught:
+        files.load(source)  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 400
+    return text
+
+
+# Reading
+
+
+def test_a_path_bytes_and_a_proto_are_the_same_model(tmp_path: Path) -> None:
+    onnx.save(model(), path := tmp_path / "m.onnx")
+    assert files.load(path) == (model(), tmp_path)
+    assert files.load(str(path)) == (model(), tmp_path)
+    assert files.load(path.read_bytes()) == (model(), None)
+    assert files.load(model()) == (model(), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty (0 bytes)"),
+        (b"just a text\n", "is not an ONNX file"),
+        (b"\x20\0\0\0ORTM\0\0\0\0", "own format (.ort), which is not read; give the ONNX file it was made from"),
+        (b"\x89PNG\r\n\x1a\n0000", "is not an ONNX file: it looks like a PNG image"),  # protobuf parses this one
+        (b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull`"),
+        (model().SerializeToString()[:40], "damaged or cut short at 40 bytes"),
+        (model().SerializeToString()[:2], "damaged or cut short at 2 bytes"),  # ends between two fields
+        (b"\x08\x07", "damaged or cut short"),
+    ],
+)
+def test_a_file_that_is_no_model(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    assert expected in sentence(path)
+    assert str(path) in sentence(path)
+
+
+def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "does not exist" in sentence(tmp_path / "none.onnx")
+    assert "is a directory; expected an ONNX file" in sentence(tmp_path)
+    assert "cannot be read: File name too long; expected an ONNX file" in sentence(tmp_path / ("a" * 5000))
+    assert "cannot be read: embedded null" in sentence("a\0b")
+
+
+@as_root
+def test_no_permission_to_read(tmp_path: Path) -> None:
+    onnx.save(model(), path := tmp_path / "m.onnx")
+    path.chmod(0)
+    assert "no permission" in sentence(path)
+
+
+def test_a_refused_read_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    onnx.save(model(), path := tmp_path / "m.onnx")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "no permission; change it with chmod +r" in sentence(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ }}", "has an empty graph"),
+        (f"{HEAD} g (float[2] x) => () {{ y = Relu(x) }}", "has no graph output"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Add(x, q) }}", "reads 'q', which nothing defines"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ z = Relu(x) }}", "the graph output 'y', which no node writes"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Relu(x)\n y = Abs(x) }}",
+         "defines 'y' twice, by the Relu node of 'y' and by the Abs node of 'y'"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ x = Relu(x)\n y = Abs(x) }}", "'x' twice, by a graph input and by"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) <float w = {{1}}> {{ w = Relu(x)\n y = Abs(w) }}",
+         "defines 'w' twice, by an initializer and by the Relu"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ a = Add(x, b)\n b = Relu(a)\n y = Abs(b) }}",
+         "a cycle, the Add node of 'a' -> the Relu node of 'b' -> the Add node of 'a'"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Reluu(x) }}",
+         "the Reluu node of 'y' has the operator 'Reluu', which opset 17 of ONNX does not have"),
+        (f"{HEAD} g (float[2] x) => (float[2] y) {{ y = Relu<nonsense = 3>(x) }}",
+         "Unrecognized attribute: nonsense for operator Relu (in the Relu node)"),
+        (RELU.replace("17", "6"), "has opset 6; supported are 7 to 24: export it again"),
+        (RELU.replace("17", "25"), "has opset 25; supported are 7 to 24"),
+        (RELU.replace('""', '"com.microsoft"'), "imports no opset of the ONNX domain"),
+        (RELU.replace("17]", '17, "x" : 1]').replace("9,", "99,"), "ir_version 99"),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_valid(text: str, expected: str) -> None:
+    assert expected in sentence(model(text))
+
+
+IF = f"""{HEAD} g (float[2] x, bool c) => (float[2] y) {{
+    a = Relu(x)
+    y = If (c) <
+        then_branch = t () => (float[2] s) {{
+            s = If (c) <
+                then_branch = tt () => (float[2] u) {{ u = Add(a, NAME) }},
+                else_branch = te () => (float[2] v) {{ v = Abs(x) }} > }},
+        else_branch = e () => (float[2] w) {{ w = Neg(a) }} >
+}}"""
+
+
+def test_names_inside_nested_subgraphs() -> None:
+    files.load(model(IF.replace("NAME", "x")))
+    assert "the Add node of 'u' reads 'w', which nothing defines" in sentence(model(IF.replace("NAME", "w")))
+    assert "reads 'y', which the If node of 'y' of the graph around it writes only later; ONNX graphs are acyclic" in (
+        sentence(model(IF.replace("NAME", "y")))
+    )
+
+
+def test_nodes_are_put_in_execution_order() -> None:
+    """As onnxruntime does: at any depth, and without changing the model that was given."""
+    mixed = model(f"""{HEAD} g (float[2] x, bool c) => (float[2] y) {{
+        y = Add(b, d)
+        d = If (c) <
+            then_branch = t () => (float[2] s) {{ s = Neg(r)  r = Relu(b) }},
+            else_branch = e () => (float[2] w) {{ w = Neg(b) }} >
+        b = Relu(x)
+    }}""")
+    before = mixed.SerializeToString()
+    loaded, _ = files.load(mixed)
+    assert [n.op_type for n in loaded.graph.node] == ["Relu", "If", "Add"]
+    assert [n.op_type for n in loaded.graph.node[1].attribute[0].g.node] == ["Relu", "Neg"]
+    assert mixed.SerializeToString() == before
+    sorted_already = model()
+    assert files.load(sorted_already)[0] is sorted_already
+
+
+BRANCHES = f"""{HEAD} g (float[4] x, bool c) => (float[4] y) {{{{
+    a = If (c) <
+        then_branch = t () => (float[4] {{out}}) {{{{ {{name}} = Neg(x)  {{out}} = Exp({{name}}) }}}},
+        else_branch = e () => (float[4] {{out}}) {{{{ {{out}} = Abs(x) }}}} >
+    z = Relu(a)
+    y = Add(z, x)
+}}}}"""
+
+
+@pytest.mark.parametrize(("name", "out"), [("z", "o"), ("n", "a"), ("y", "z"), ("a", "y")])
+def test_a_branch_may_use_names_that_the_graph_around_it_writes_later(name: str, out: str) -> None:
+    """These are other tensors: no node reads what a later one writes, so there is no cycle."""
+    given = model(BRANCHES.format(name=name, out=out))
+    optimized, report = optimize(given)
+    assert report.verified.passed
+    assert [n.op_type for n in optimized.graph.node] == ["If", "Relu", "Add"]
+    assert optimized.graph.node[0] == given.graph.node[0]
+
+
+OPERATORS_OF_ONNXRUNTIME = """<ir_version: 4, opset_import: ["" : {opset}]>
+g (float[n, 8] x, float[8] s, float[8] b) => (float[n, 8] y) {{
+    z = Relu(x)
+    a = LayerNormalization<epsilon = 0.001>(z, s, b)
+    c = SimplifiedLayerNormalization(a, s)
+    y = {last}(c)
+}}"""
+
+
+def test_operators_that_onnxruntime_accepts_in_the_onnx_domain() -> None:
+    for opset in (7, 8, 13, 17):
+        given = model(OPERATORS_OF_ONNXRUNTIME.format(opset=opset, last="Abs"))
+        loaded, _ = files.load(given)
+        assert {n.domain for n in loaded.graph.node} == {""}
+        optimized, report = optimize(given)
+        assert report.verified.passed
+        assert [n.op_type for n in optimized.graph.node] == [n.op_type for n in given.graph.node]
+    text = sentence(model(OPERATORS_OF_ONNXRUNTIME.format(opset=13, last="Gelu")))
+    assert "the Gelu node of 'y' has the operator 'Gelu', which opset 13 of ONNX does not have" in text
+
+
+def test_a_model_without_the_onnx_domain_passes_unchanged() -> None:
+    node = onnx.helper.make_node("Normalizer", ["x"], ["y"], domain="ai.onnx.ml", norm="L2")
+    given = onnx.ModelProto(ir_version=8, opset_import=[onnx.helper.make_opsetid("ai.onnx.ml", 2)])
+    given.graph.CopyFrom(model(f"{HEAD} g (float[n, 4] x) => (float[n, 4] y) {{ y = Relu(x) }}").graph)
+    given.graph.node[0].CopyFrom(node)
+    optimized, report = optimize(given)
+    assert optimized == given
+    assert report.verified.passed
+    lines = [str(line) for line in report.table().renderables]
+    assert lines == ["Unchanged: the model has no operator of the ONNX domain, and no other operators are fused."]
+
+
+def test_contrib_and_unknown_domains_and_functions() -> None:
+    head = '<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1, "odd" : 3, "onnxfuse" : 1]>'
+    files.load(
+        model(f"""{head} g (float[2] x) => (float[2] y) {{
+        a = com.microsoft.Gelu(x)  b = odd.Thing<power = 3>(a)  y = onnxfuse.twice(b)
+    }}
+    <domain: "onnxfuse", opset_import: ["" : 17]> twice (p) => (q) {{ q = Add(p, p) }}""")
+    )
+
+
+def test_an_output_without_a_shape_is_accepted() -> None:
+    loose = model()
+    loose.graph.output[0].type.tensor_type.ClearField("shape")
+    files.load(loose)
+    assert not loose.graph.output[0].type.tensor_type.HasField("shape")
+
+
+def test_an_output_without_a_type_is_accepted() -> None:
+    """As by onnxruntime, which infers it."""
+    loose = model(f"{HEAD} g (float[n, 8] x) => (y) {{ z = Softmax(x)  y = Relu(z) }}")
+    assert not loose.graph.output[0].HasField("type")
+    optimized, report = optimize(loose)
+    assert report.verified.passed
+    assert report.counts == {"softmax": 1}
+    assert optimized.graph.output == loose.graph.output
+
+
+def test_an_initializer_of_another_size_than_its_shape() -> None:
+    for count in (2, 1000):
+        wrong = model(f"{HEAD} g (float[{count}] x) => (float[{count}] y) {{ y = Add(x, w) }}")
+        wrong.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(count, np.float32), "w"))
+        wrong.graph.initializer[0].dims[0] = count + 1
+        assert "w" in sentence(wrong)
+
+
+# External data
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (external("none.bin"), "is missing"),
+        (
+            external("a" * 5000),
+            "aaaa...aaaaaaaaaa', which cannot be a file: File name too long",
+        ),
+        (external("a\0b"), r"a\x00b"),
+        (external("ring/w.bin"), "ring/w.bin'"),  # `ring` is a link to itself
+        (external("w.bin", 600), "is too short"),
+        (external("w.bin", 512, 4), "is too short"),
+        (external("w.bin", 512, 0, 100), "has offset 0 and 100 bytes; its dtype and shape require 2048"),
+        (external("w.bin", 512, -8), "has offset -8"),
+        (external("../w.bin"), "outside the model's folder"),
+        (external("/etc/hostname"), "outside the model's folder"),
+        (external("out/w.bin"), "outside the model's folder"),  # `out` is a link to another folder
+        (external("link.bin"), "is a link"),
+        (external("hard.bin"), "is a link"),
+        (external("folder"), "no plain file"),
+        (external(""), "is at '', outside"),
+    ],
+)
+def test_external_data_that_cannot_be_used(tmp_path: Path, bad: onnx.ModelProto, expected: str) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home, elsewhere, home / "folder"):
+        folder.mkdir()
+    for place in (home / "w.bin", elsewhere / "w.bin", tmp_path / "w.bin", home / "one.bin"):
+        place.write_bytes(WEIGHT.tobytes())
+    (home / "out").symlink_to(elsewhere)
+    (home / "link.bin").symlink_to("w.bin")
+    (home / "ring").symlink_to("ring")
+    (home / "hard.bin").hardlink_to(home / "one.bin")
+    (home / "m.onnx").write_bytes(bad.SerializeToString())
+    text = sentence(home / "m.onnx")
+    assert expected in text and "'w'" in text
+
+
+def test_external_data_needs_a_path() -> None:
+    assert "give the model as a path" in sentence(external("w.bin"))
+    assert "give the model as a path" in sentence(external("w.bin").SerializeToString())
+
+
+def test_external_data_stays_on_disk(tmp_path: Path) -> None:
+    """A model with half a terabyte of weights in a sparse file loads at once, because they are not read."""
+    count = 2**37
+    (tmp_path / "m.onnx").write_bytes(external("w.bin", count).SerializeToString())
+    with (tmp_path / "w.bin").open("wb") as file:
+        try:
+            file.truncate(count * 4)
+        except OSError:
+            pytest.skip("the file system holds no file of 512 GiB")
+    loaded, folder = files.load(tmp_path / "m.onnx")
+    assert folder == tmp_path and not loaded.graph.initializer[0].raw_data

@@ -1,0 +1,43 @@
+"""The formulas of norms, softmax and rotary embedding in NumPy, for the tests of kernels on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def layer_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray | float, epsilon: float) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * scale + bias
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(x - x.max(-1, keepdims=True))
+        return powers / powers.sum(-1, keepdims=True)
+
+
+# Values of alpha and beta that tests give to those activations that have parameters.
+PARAMETERS = {"clip": (-0.5, 0.75), "leaky_relu": (0.1, 0.0), "elu": (1.3, 0.0), "hard_sigmoid": (0.2, 0.5)}
+
+
+def with_parameters(activation: str) -> dict[str, Any]:
+    """Return the attributes of a node with that activation."""
+    alpha, beta = PARAMETERS.get(activation, (0.0, 0.0))
+    given = {"alpha": alpha, "beta": beta} if activation in PARAMETERS else {}
+    return {"activation": activation, **given}
+
+
+def wide(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Return the arrays in float64."""
+    return [array.astype(np.float64) for array in arrays]
+
+
+def rotate_half(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin

@@ -1,0 +1,73 @@
+"""Nodes whose kernels start early, one for each way to run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attention_cases import Case
+from cache_cases import CachedCase, cached
+
+from onnxfuse.runtime.plan import FusedNode, TensorSpec
+
+D = 768
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "table", "table_2"}
+X, W, SQUARE = (300, D), (D,), (D, D)
+NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
+    "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
+    "rms_norm of few long rows": ("rms_norm", {"x": (3, 40000), "scale": (40000,)}, {"epsilon": 1e-5}, 1),
+    "add_layer_norm": ("add_layer_norm", {"x": X, "residual": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 2),
+    "add_rms_norm": ("add_rms_norm", {"x": X, "residual": X, "scale": W}, {"epsilon": 1e-5}, 2),
+    "embedding_layer_norm": (
+        "embedding_layer_norm",
+        {"ids": (3, 100), "table": (50, D), "ids_2": (100,), "table_2": (20, D), "scale": W, "bias": W},
+        {"epsilon": 1e-5}, 2,
+    ),
+    "embedding_rms_norm": (
+        "embedding_rms_norm", {"ids": (300,), "table": (50, D), "scale": W}, {"epsilon": 1e-5}, 1,
+    ),
+    "softmax": ("softmax", {"x": X}, {}, 1),
+    "activation": ("activation", {"x": X}, {"activation": "gelu"}, 1),
+    "bias_activation": ("bias_activation", {"x": X, "bias": W}, {"activation": "relu"}, 1),
+    "gated_activation": ("gated_activation", {"gate": X, "up": X}, {"activation": "silu"}, 1),
+    "group_norm": (
+        "group_norm", {"x": (2, 16, 64, 64), "scale": (16,), "bias": (16,)},
+        {"groups": 4, "epsilon": 1e-5, "activation": "none"}, 1,
+    ),
+    "rotary_embedding": (
+        "rotary_embedding", {"x": (2, 12, 64, 64), "cos": (1, 64, 64), "sin": (1, 64, 64)},
+        {"layout": "bhsd", "table": "bsd"}, 1,
+    ),
+    "rotary_table": ("rotary_table", {"positions": (2, 300), "frequencies": (32,)}, {"angles": "twice"}, 2),
+    **{
+        f"gemm of {m} rows": (
+            "gemm_bias_activation", {"x": (m, D), "w": SQUARE, "bias": W, "residual": (m, D)},
+            {"weight_layout": "kn", "activation": "relu"}, 1,
+        )
+        for m in (1, 8, 48, 300)
+    },
+    "gemm of odd rows": (
+        "gemm_bias_activation", {"x": (300, 767), "w": (767, 769), "bias": (769,), "residual": (300, 769)},
+        {"weight_layout": "kn", "activation": "relu"}, 1,
+    ),
+    "gated_gemm": (
+        "gated_gemm", {"x": X, "w": SQUARE, "up": SQUARE}, {"weight_layout": "kn", "activation": "silu"}, 1,
+    ),
+    "parallel_gemm": ("parallel_gemm", {"x": X, "w": SQUARE, "bias": W, "w_2": SQUARE, "w_3": SQUARE}, {}, 3),
+}  # fmt: skip
+ATTENTION: dict[str, Case | CachedCase] = {
+    "attention": Case(2, 4, 4, 160, 160, mask="additive"),
+    "causal attention": Case(1, 4, 2, 128, 128, operator=True, causal=True),
+    "attention of one query": Case(2, 4, 4, 1, 500),
+    "attention of narrow heads": Case(2, 4, 4, 70, 70, 40, 40),
+    "attention under a boolean mask": Case(2, 4, 4, 70, 70, 40, 40, mask="boolean"),
+    "attention with a cache": cached(400, 1, batch=2, heads=4, kv_heads=4),
+}
+
+
+def node_of(name: str, constants: bool) -> tuple[FusedNode, list[TensorSpec]]:
+    """One of NODES and its inputs, whose weights are the model's `constants` or are computed."""
+    fusion, shapes, attributes, outputs = NODES[name]
+    kept = WEIGHTS if constants and fusion != "gated_activation" else set()
+    dtypes = {"ids": "int64", "ids_2": "int64", "positions": "int64"}
+    inputs = [TensorSpec(s, dtypes.get(operand, "float16"), constant=operand in kept) for operand, s in shapes.items()]
+    return FusedNode(fusion, "n", tuple(shapes), attributes, ("float16",) * outputs), inputs

@@ -1,0 +1,166 @@
+"""Attention on Hopper without a GPU: it compiles for sm_90a without spills, and refuses what it cannot take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxfuse.kernels.attention import hopper
+from onnxfuse.kernels.attention.implementations import implementations
+from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.runtime.plan import Device, Launch, Pointer, Scalar, TensorMap
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+
+from onnxfuse.runtime.nvrtc import compile_cubin
+
+H200 = Device("H200", 90, 132, 232448)
+LENGTH = 1000
+
+
+def heads(kind: Any, place: int, count: int, size: int) -> HeadTensor:
+    return HeadTensor(Pointer(kind, place), LENGTH * count * size, size, count * size)
+
+
+def scores(dtype: str, query: int = LENGTH, key: int = 1) -> ScoreTensor:
+    return ScoreTensor(Pointer("input", 3), dtype, 0, 0, query, key, True)
+
+
+def problem(head_dim: int, head_dim_v: int = 0, dtype: str = "float16", **changes: Any) -> Attention:
+    head_dim_v = head_dim_v or head_dim
+    tensors = {
+        "q": heads("input", 0, 4, head_dim),
+        "k": heads("input", 1, 2, head_dim),
+        "v": heads("input", 2, 2, head_dim_v),
+        "out": heads("output", 0, 4, head_dim_v),
+    }
+    whole = Attention(2, 4, 2, LENGTH, LENGTH, head_dim, head_dim_v, dtype, True, **tensors, scale=head_dim**-0.5)
+    return dataclasses.replace(whole, **changes)
+
+
+def additive(dtype: str) -> dict[str, Any]:
+    return {"mask_kind": "additive", "mask": scores(dtype)}
+
+
+BOOLEAN: dict[str, Any] = {"mask_kind": "boolean", "mask": scores("bool")}
+FINITE: dict[str, Any] = {"mask_kind": "inverted", "mask": scores("bool", query=0), "masked_score": -1e9}
+CAUSAL: dict[str, Any] = {"causal": 0, "add_masked_score": True, "masked_score": -65504.0}
+PROBLEMS = [
+    *(problem(size) for size in (8, 32, 64, 128)),
+    *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
+    *(problem(*sizes, causal=5) for sizes in ((192, 128), (64, 128), (128, 256), (256, 64))),
+    *(problem(size, **mask) for size in (64, 128, 256) for mask in (BOOLEAN, FINITE, additive("float32"))),
+    *(problem(size, bias=scores("float16"), causal=0) for size in (64, 128, 192, 256)),
+    *(problem(size, bias=scores("float32"), softcap=30.0, **additive("float32")) for size in (64, 128, 192, 256)),
+    *(problem(size, **CAUSAL, mask_kind="boolean", mask=scores("bool", query=0)) for size in (64, 128, 192, 256)),
+    *(problem(size, **CAUSAL) for size in (64, 128)),
+    problem(64, **CAUSAL, **BOOLEAN, bias=scores("float16")),
+    *(problem(64, bias=scores("float16", query, key)) for query, key in ((0, 1), (LENGTH, 0), (LENGTH + 1, 1))),
+]
+
+
+def describe(case: Attention) -> str:
+    added = [case.mask_kind, *(f"{x.dtype} {x.query_stride} {x.key_stride}" for x in (case.mask, case.bias) if x)]
+    return f"{case.dtype} {case.head_dim}x{case.head_dim_v} {' '.join(added)}{' causal' * (case.causal is not None)}"
+
+
+@pytest.mark.parametrize("case", PROBLEMS, ids=describe)
+def test_compiles_without_spills(case: Attention) -> None:
+    candidates = hopper.implementations(case, H200)
+    assert candidates
+    assert len({candidate.name for candidate in candidates}) == len(candidates)
+    for candidate in candidates:
+        for step in candidate.steps:
+            assert isinstance(step, Launch)
+            compiled = compile_cubin(step.kernel, 90)
+            # With LATE_MASK, values that only tiles with mask elements need may be spilled.
+            allowed = 32 if step.kernel.defines.get("LATE_MASK") else 0
+            assert compiled.spill_stores <= allowed, f"{candidate.name} spills for {describe(case)}"
+            assert "warning" not in compiled.log, compiled.log
+            assert "wgmma" not in compiled.log, compiled.log  # "… are serialized due to …"
+
+
+@pytest.mark.parametrize("case", PROBLEMS, ids=describe)
+def test_blocks_fit_and_boxes_are_as_the_kernel_has_them(case: Attention) -> None:
+    for candidate in hopper.implementations(case, H200):
+        *blocks, launch = candidate.steps
+        assert isinstance(launch, Launch)
+        tile, groups = int(launch.kernel.defines["BLOCK_N"]), int(launch.kernel.defines["WARPGROUPS"])
+        assert launch.shared <= H200.shared_per_block
+        assert launch.block[0] <= 1024
+        assert tile % 16 == 0
+        assert launch.grid[0] * 64 * groups >= case.batch * case.heads * case.queries
+        boxes = [argument.box for argument in launch.arguments if isinstance(argument, TensorMap)]
+        assert boxes == [(64, 64, 1, 1), (64, tile, 1, 1), (64, tile, 1, 1), (64, 64, 1, 1)]
+        assert len(blocks) == (case.mask is not None and case.mask.query_stride != 0)
+        for step in blocks:
+            assert isinstance(step, Launch)
+            assert step.grid[0] == candidate.scratch[0], "a flag for each tile"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32"},
+        {"aligned": False},
+        {"head_dim": 264},
+        {"head_dim_v": 20},
+        {"k": HeadTensor(Pointer("input", 1), LENGTH * 128, 64, 132)},
+        {"q": HeadTensor(Pointer("input", 0, 8), LENGTH * 256, 64, 256)},
+        {"v": HeadTensor(Pointer("input", 2), 0, 64, 128)},
+        {"queries": 0},
+        {"keys": 0},
+    ],
+    ids=str,
+)
+def test_what_tensor_maps_cannot_describe_has_no_plan(changes: dict[str, Any]) -> None:
+    assert hopper.implementations(dataclasses.replace(problem(64), **changes), H200) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": scores("float16")}, {"softcap": 30.0}, {"scale": -0.5}], ids=str)
+def test_what_a_mask_leaves_out_is_infinitely_low(changes: dict[str, Any]) -> None:
+    """This holds with a bias or a cap too, under which scores have natural units: a masked row must not be a mean."""
+    for candidate in hopper.implementations(problem(64, **BOOLEAN, **changes), H200):
+        launch = candidate.steps[-1]
+        assert isinstance(launch, Launch)
+        numbers = [x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"]
+        assert numbers[2] == -math.inf
+
+
+def test_a_mask_of_all_heads_is_not_judged_by_random_values() -> None:
+    """Random masks skip no tile, unlike those of models. A mask that differs between heads is timed, as a bias is."""
+    found = implementations(problem(64, **additive("float16")), H200)
+    assert [each.name for each in found] == ["hopper 64x64, 2 stages, 3 blocks"]
+    every_head = dataclasses.replace(scores("float16"), head_stride=LENGTH * LENGTH)
+    timed = implementations(problem(64, mask_kind="additive", mask=every_head), H200)
+    assert len(timed) > 3
+    assert all(len(way.steps) == 1 for way in timed), "no pass over a bias"
+
+
+@pytest.mark.parametrize("masked", [-1e4, -3.4028234663852886e38])
+@pytest.mark.parametrize("scale", [1e-9, 1e-5, 0.125, 3.0, 1e5])
+def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: float) -> None:
+    for candidate in hopper.implementations(problem(64, **{**BOOLEAN, "masked_score": masked, "scale": scale}), H200):
+        launch = candidate.steps[-1]
+        assert isinstance(launch, Launch)
+        _, _, score, unit, lowest, wanted = (
+            float(np.float32(x.value)) for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"
+        )
+        times = scale * 1.4426951 if launch.kernel.defines["SCALE_IN_EXPONENT"] else 1.0
+        assert all(math.isfinite(np.float32(x * times)) for x in (score, lowest, wanted))
+        assert lowest <= score <= wanted and unit == pytest.approx(1 / scale if times != 1.0 else 1.0)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 100, 120])
+def test_other_architectures_have_no_plan(arch: int) -> None:
+    assert hopper.implementations(problem(64), dataclasses.replace(H200, arch=arch)) == []
+
+
+def test_a_dimension_of_one_may_have_any_stride() -> None:
+    changed = problem(64, batch=1, queries=1, q=HeadTensor(Pointer("input", 0), 3, 64, 7))
+    assert hopper.implementations(changed, H200)

@@ -1,0 +1,180 @@
+"""Attention with caches without a GPU: kernels compile without spills, plans fit the GPU, bad nodes are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import pytest
+from attention_cases import formula
+from cache_cases import CachedCase, cached
+from kernel_hosts import first_plan
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from test_attention_compile import ARGUMENTS, DEVICES, H200, T4
+
+from onnxfuse.dsl.catalogue import builtin
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.kernels.attention import host
+from onnxfuse.kernels.attention.with_cache import cached_attention
+from onnxfuse.rewrite.function_body import Variant, function
+from onnxfuse.runtime.plan import Device, Launch, TensorSpec
+
+HALF = "float16"
+
+
+def cases(dtype: str) -> Iterator[CachedCase]:
+    """Yield steps of models for every kernel, with head sizes up to the largest, and short, long and empty caches."""
+    for size in 64, 128, 256:
+        yield cached(4096, 1, heads=8, kv_heads=2, size=size, value_size=size, dtype=dtype)
+        yield cached(33, 1, heads=8, kv_heads=2, size=size, value_size=size, dtype=dtype, mask="boolean")
+    yield cached(2000, 8, heads=8, kv_heads=2, dtype=dtype, mask="additive", mask_dtype=dtype)
+    yield cached(100, 200, "bshd", ("packed", "bshd"), heads=4, kv_heads=2, dtype=dtype)
+    yield cached(600, 1, heads=2, kv_heads=2, size=33, value_size=17, dtype=dtype)
+    yield cached(0, 5, heads=2, kv_heads=1, dtype=dtype, aligned=False)
+    yield cached(4000, 1, "bshd", heads=16, kv_heads=8, batch=8, dtype=dtype)
+
+
+def launches(each: CachedCase, device: Device) -> list[Launch]:
+    plans = host.candidates(each.node(), each.specs(), device)
+    return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", HALF])
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device, dtype: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    own = ("attention_with_cache", "attention_append")
+    exact = dataclasses.replace(device, tf32=False)
+    steps = [step for each in cases(dtype) for step in launches(each, exact) if step.kernel.source in own]
+    assert {step.kernel.source for step in steps} == {*(own if device is not T4 else own[1:])}
+    for kernel in {repr(step.kernel): step.kernel for step in steps}.values():
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_plans_fit_the_device(device: Device) -> None:
+    for each in (case for dtype in ("float32", HALF) for case in cases(dtype)):
+        node, inputs = each.node(), each.specs()
+        assert host.supports(node, [tensor.dtype for tensor in inputs], device) is None
+        for plan in host.candidates(node, inputs, device):
+            assert plan.outputs[1:] == each.present_specs()
+            for step in plan.steps:
+                assert isinstance(step, Launch)
+                assert step.shared <= device.shared_per_block
+                assert len(step.arguments) <= ARGUMENTS
+                assert step.cluster <= (8 if device.arch >= 90 else 1)
+
+
+def test_lengths_are_no_constants_of_the_kernels() -> None:
+    kernels = {
+        repr(step.kernel)
+        for past in range(1000, 1016)
+        for step in launches(cached(past, 1, heads=8, kv_heads=2, size=128, value_size=128), H200)
+        if step.kernel.source in ("attention_with_cache", "attention_append") and step.cluster == 1
+    }
+    assert len(kernels) == 2
+
+
+def test_steps_of_one_token_are_one_launch() -> None:
+    for past, batch in (1, 1), (100, 1), (4096, 8):
+        each = cached(past, 1, heads=32, kv_heads=8, size=128, value_size=128, batch=batch)
+        (step,) = first_plan(each.node(), each.specs(), H200).steps
+        assert isinstance(step, Launch) and step.kernel.source == "attention_with_cache"
+
+
+def test_caches_of_causal_attention_are_copied_first() -> None:
+    """Attention then skips tiles, so that it cannot write them to the present cache."""
+    causal = cached(4096, 1, heads=8, kv_heads=2, operator=True, causal=True)
+    assert launches(causal, H200)[0].kernel.source == "attention_append"
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_when_rows_keep_their_offset(layout: str, batch: int, kv_heads: int) -> None:
+    each = cached(20, 3, layout, batch=batch, heads=2, kv_heads=kv_heads, size=8, value_size=8)
+    problem, cache, _ = cached_attention(each.node(), each.specs(), H200)
+    past, present = (np.arange(x.size).reshape(x.shape) for x in (each.inputs()["past_key"], each.presents()[0]))
+    both = np.array_equal(past, present[tuple(map(slice, past.shape))])
+    assert cache.same_offsets == both
+    assert problem.k.strides == strides(present, layout)
+    assert cache.past_k.strides == strides(past, layout)
+
+
+def strides(x: np.ndarray, layout: str) -> tuple[int, int, int]:
+    heads_first = x if layout == "bhsd" else x.transpose(0, 2, 1, 3)
+    batch, head, row, _ = (stride // x.itemsize for stride in heads_first.strides)
+    return batch, head, row
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_refusals_say_what_is_required_and_found() -> None:
+    node, inputs = (each := cached(20, 1)).node(), each.specs()
+    dtypes = [tensor.dtype for tensor in inputs]
+    assert host.supports(node, dtypes, H200) is None
+    alone = dataclasses.replace(node, output_dtypes=(HALF,))
+    told = "attention_with_cache: it has 1 outputs; the kernels write the result and both caches"
+    assert host.supports(alone, dtypes, H200) == told
+    dtypes[3] = "float32"
+    told = (
+        "attention_with_cache: past_key is float32, k is float16 and the present cache is float16; required one dtype"
+    )
+    assert host.supports(node, dtypes, H200) == told
+    turned = dataclasses.replace(node, attributes={**node.attributes, "cache_layout": "bhds"})
+    assert "cache_layout is bhds; the kernel has bhsd, bshd" in str(host.supports(turned, dtypes, H200))
+
+
+def test_a_past_of_other_sizes_is_named() -> None:
+    each = cached(20, 1, heads=2, kv_heads=2, size=8, value_size=8)
+    inputs = list(each.specs())
+    for place in 3, 4:
+        inputs[place] = TensorSpec((2, 2, 20, 8), HALF)
+    with pytest.raises(ValueError, match=r"attention_with_cache 'n': .*\[\[2, 2, 20, 8\].*batches of 1|batches of"):
+        first_plan(each.node(), inputs, H200)
+
+
+# ---- the formula of the GPU tests ----------------------------------------------------------------------------------
+
+
+def body(each: CachedCase) -> onnx.ModelProto:
+    """Return a model of one node that calls the fusion's stored body."""
+    fusion = next(known for known in builtin() if known.name == "attention_with_cache")
+    case, inputs, attributes = each.case, each.inputs(), each.node().attributes
+    names = ("batch", "heads", "kv_heads", "queries", "keys", "size", "value_size")
+    dims = {name: getattr(case, name) for name in names} | {"repeats": case.heads // case.kv_heads}
+    dims |= {"past": each.past, "new": case.keys - each.past}
+    values = {"scale": case.scale, "masked_score": case.masked, "is_causal": 0, "softcap": 0.0}
+    choices = {name: value for name, value in attributes.items() if isinstance(value, str)}
+    dtypes = {name: TensorProto.BOOL if value.dtype == bool else TensorProto.FLOAT for name, value in inputs.items()}
+    stored = function(fusion, Variant(23, dtypes, (TensorProto.FLOAT,) * 3, 3, values, dims, choices), fusion.name, [])
+    infos = [helper.make_tensor_value_info(name, dtypes[name], inputs[name].shape) for name in inputs]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "key", "value")]
+    call = helper.make_node(fusion.name, list(inputs), ["y", "key", "value"], domain=DOMAIN)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    graph = helper.make_graph([call], "g", infos, results)
+    return helper.make_model(graph, functions=[stored], opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows without a key are 0/0 in the evaluator
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("new_layouts", [("bhsd", "packed"), ("packed", "bshd"), ("seq_first", "bhsd")])
+@pytest.mark.parametrize(("past", "new"), [(5, 1), (3, 4), (0, 2)])
+def test_the_formula_is_what_the_body_computes(past: int, new: int, new_layouts: tuple[str, str], layout: str) -> None:
+    given = {"heads": 4, "kv_heads": 2, "size": 6, "value_size": 3, "batch": 2, "mask": "boolean", "dtype": "float32"}
+    each = cached(past, new, layout, new_layouts, **given)
+    inputs, presents = each.inputs(), each.presents()
+    found, *grown = ReferenceEvaluator(body(each)).run(None, inputs)
+    whole = {"q": inputs["q"], "k": presents[0], "v": presents[1], "mask": inputs["mask"]}
+    np.testing.assert_allclose(found, formula(each.case, whole)[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+    for cache, right in zip(grown, presents, strict=True):
+        np.testing.assert_array_equal(cache, right)

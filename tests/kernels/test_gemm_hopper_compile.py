@@ -1,0 +1,132 @@
+"""The Hopper GEMM without a GPU: its configs compile for sm_90a without spills; what TMA cannot read is copied."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from onnxfuse.kernels.gemm import hopper
+from onnxfuse.kernels.gemm.problem import Gemm, group
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device, Launch, Pointer, TensorMap
+
+H200 = Device("H200", 90, 132, 232448)
+X, W, BIAS, UP, UP_BIAS, SCALE, RESIDUAL = (Pointer("input", i) for i in range(7))
+LINEAR = Gemm(
+    4096, 3072, 768, "float16", False, True, X, W, Pointer("output", 0),
+    bias=BIAS, column_scale=SCALE, residual=RESIDUAL, activation="gelu",
+)  # fmt: skip
+GATED = dataclasses.replace(
+    LINEAR, dtype="bfloat16", transposed=True, up=UP, up_bias=UP_BIAS, residual=None, activation="silu"
+)
+PARALLEL = dataclasses.replace(LINEAR, activation="none", column_scale=None, residual=None)
+PARALLEL = dataclasses.replace(PARALLEL, grouped=(dataclasses.replace(PARALLEL, bias=None, n=520), PARALLEL))
+PRODUCTS = {"linear": LINEAR, "gated": GATED, "parallel": PARALLEL}
+ODD = {f"odd {name}": dataclasses.replace(gemm, n=gemm.n + 1) for name, gemm in PRODUCTS.items()}
+
+
+def launch(way: Implementation) -> Launch:
+    """Return the launch of the product, which may follow one that copies."""
+    step = way.steps[-1]
+    assert isinstance(step, Launch)
+    return step
+
+
+@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
+@pytest.mark.parametrize("config", hopper.CONFIGS, ids=lambda config: config.name)
+def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    if config.split_k > 1:
+        gemm = dataclasses.replace(gemm, m=128, n=768 + gemm.n % 8, k=3072)
+    if not hopper.fits(gemm, config, H200):
+        pytest.skip("not for this product")
+    kernel = launch(hopper.implementation(gemm, config, H200)).kernel
+    compiled = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin(kernel, 90)
+    assert compiled.spill_stores + compiled.spill_loads + compiled.stack == 0
+    assert "warning" not in compiled.log.lower(), compiled.log
+    assert "C75" not in compiled.log, "the assembler serialises wgmma, or ignores setmaxnreg"
+
+
+@pytest.mark.parametrize("m", [1, 17, 128, 1000, 4096, 8192])
+@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
+def test_launches_fit_the_device(gemm: Gemm, m: int) -> None:
+    found = hopper.implementations(dataclasses.replace(gemm, m=m), H200)
+    assert found
+    assert len({way.name for way in found}) == len(found)
+    for step in map(launch, found):
+        assert step.shared <= H200.shared_per_block
+        assert step.grid[0] <= H200.multiprocessors
+        assert step.grid[0] % step.cluster == 0
+        for argument in step.arguments:
+            if isinstance(argument, TensorMap):
+                assert max(argument.box) <= 256
+                assert argument.box[0] * 2 == argument.swizzle
+                assert all(stride % 16 == 0 for stride in argument.strides)
+
+
+def test_products_of_one_launch_have_a_map_of_each_weight_and_result() -> None:
+    for step in map(launch, hopper.implementations(PARALLEL, H200)):
+        maps = [argument for argument in step.arguments if isinstance(argument, TensorMap)]
+        assert [each.sizes for each in maps[1:4]] == [(3072, 768), (520, 768), (3072, 768)]
+        assert [each.sizes for each in maps[4:]] == [(3072, 4096), (520, 4096), (3072, 4096)]
+
+
+def test_products_of_one_launch_have_weights_of_one_layout() -> None:
+    other = dataclasses.replace(LINEAR, transposed=True)
+    assert group([LINEAR, other]) is None
+    assert group([LINEAR, LINEAR]) == dataclasses.replace(LINEAR, grouped=(LINEAR,))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "copied", "direct"),
+    [
+        ({"n": 776}, set(), False),
+        ({"n": 772}, {W, UP, RESIDUAL}, True),
+        ({"n": 772, "transposed": True}, {RESIDUAL}, True),
+        ({"k": 764}, {X}, False),
+        ({"k": 764, "transposed": True}, {X, W, UP}, False),
+        ({"n": 1, "k": 1}, {X, W, UP, RESIDUAL}, True),
+        ({"aligned": False}, {X, W, UP, RESIDUAL}, True),
+    ],
+    ids=lambda value: None if isinstance(value, set) else str(value),  # whose order differs
+)  # fmt: skip
+def test_what_tma_cannot_read_is_copied(
+    change: dict[str, object], copied: set[Pointer], direct: bool, split: int
+) -> None:
+    """What TMA cannot write, threads store; with split_k threads load the residual too."""
+    gemm = dataclasses.replace(LINEAR, m=100, n=768, up=UP, weights_constant=True)
+    gemm = dataclasses.replace(gemm, **change)  # type: ignore[arg-type]
+    way = hopper.implementation(gemm, hopper.HopperConfig(128, 128, split_k=split), H200)
+    copied = copied - ({RESIDUAL} if split > 1 else set())
+    assert len(way.steps) == 1 + bool(copied) and len(way.scratch) == len(copied)
+    first, product = way.steps[0], launch(way)
+    assert isinstance(first, Launch)
+    copies = [argument for argument in first.arguments if isinstance(argument, Pointer)] if copied else []
+    assert set(copies[::2]) == copied and copies[1::2] == [Pointer("scratch", i) for i in range(len(copied))]
+    maps = {argument.pointer: argument for argument in product.arguments if isinstance(argument, TensorMap)}
+    for source, target, size in zip(copies[::2], copies[1::2], way.scratch, strict=True):
+        assert source not in product.arguments and source not in maps
+        columns, rows = maps[target].sizes
+        assert 2 * columns <= maps[target].strides[0] < 2 * columns + 16 and maps[target].strides[0] * rows == size
+    assert all(each.strides[0] % 16 == 0 for each in maps.values())
+    assert (gemm.y in maps) == (not direct and split == 1) and product.kernel.defines["STORE_BY_THREADS"] == int(direct)
+    assert product.kernel.defines["WEIGHTS_CONSTANT"] == int(W not in copied), "copies are read once they are made"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"}, {"m": 0}, {"n": 0}, {"k": 0}, {"m": 2**31 - 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_wgmma_cannot_take_has_no_candidate(change: dict[str, object]) -> None:
+    assert not hopper.implementations(dataclasses.replace(LINEAR, **change), H200)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arch", [80, 89, 100, 120])
+def test_only_hopper_has_candidates(arch: int) -> None:
+    assert not hopper.implementations(LINEAR, dataclasses.replace(H200, arch=arch))

@@ -1,0 +1,198 @@
+"""The Hopper GEMM on a CPU: its own source and plans, with emulated instructions.
+
+It cannot show how fast it is, nor a missing fence; it does show wrong addresses, swizzles and phases, and what is
+reused or read too soon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from onnxfuse.kernels.gemm import hopper
+from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.runtime.build_native import compiler
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar, TensorMap
+
+NATIVE = Path(__file__).parents[1] / "native"
+KERNELS = Path(__file__).parents[2] / "kernels"
+H200 = Device("H200", 90, 132, 232448)
+NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+LINEAR = ("bias", "column_scale", "residual")
+GATED = ("bias", "up", "up_bias", "column_scale", "residual")
+
+
+class Map(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * 2), ("stride", ctypes.c_long)]
+    _fields_ += [("box", ctypes.c_int * 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product and its config; `blocks` take all tiles between them, or if None there is one for each tile."""
+
+    config: HopperConfig
+    m: int
+    n: int
+    k: int
+    dtype: str
+    transposed: bool
+    extra: tuple[str, ...]
+    blocks: int | None
+    grouped: tuple[int, ...] = ()  # n of further products of x, of which the first has no bias
+    aligned: bool = True
+
+    def __str__(self) -> str:
+        layout = f"{'nk' * self.transposed or 'kn'}{'' if self.aligned else ' misaligned'}"
+        return f"{self.config.name} {self.m}x{self.n}x{self.k} {self.dtype} {layout}"
+
+
+# Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal suffixes of tiles;
+# then rows that begin anywhere, of y alone, of all but y, of everything.
+CASES = [
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 456, "float16", False, LINEAR, 2),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 264, "bfloat16", True, GATED, 2),
+    Case(HopperConfig(64, 64, pingpong=True), 200, 264, 136, "float16", False, ("residual",), 3),
+    Case(HopperConfig(128, 256), 200, 520, 136, "float16", False, LINEAR, 2),
+    Case(HopperConfig(256, 128), 300, 264, 136, "bfloat16", True, (), 2),
+    Case(HopperConfig(192, 192), 300, 392, 200, "float16", False, LINEAR, 2),
+    Case(HopperConfig(128, 192), 200, 392, 264, "float16", True, LINEAR, 1),
+    Case(HopperConfig(192, 128, pingpong=True), 300, 264, 200, "float16", False, ("bias", "residual"), 2),
+    Case(HopperConfig(128, 64, split_k=3), 100, 136, 456, "float16", False, LINEAR, None),
+    Case(HopperConfig(128, 128, split_k=2), 100, 136, 200, "bfloat16", True, GATED, None),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", False, ("bias",), 2, (136, 72)),
+    Case(HopperConfig(128, 64), 100, 72, 200, "bfloat16", True, ("bias",), 2, (136,)),
+    Case(HopperConfig(128, 128, pingpong=True), 201, 265, 136, "float16", True, LINEAR, 2),
+    Case(HopperConfig(64, 64, pingpong=True), 131, 129, 201, "bfloat16", False, ("residual",), 2),
+    Case(HopperConfig(128, 256), 200, 136, 203, "float16", True, GATED, 2),
+    Case(HopperConfig(192, 192), 300, 387, 70, "float16", False, ("bias",), 1),
+    Case(HopperConfig(128, 64, split_k=3), 101, 135, 457, "float16", False, LINEAR, None),
+    Case(HopperConfig(128, 128, split_k=2), 100, 131, 201, "bfloat16", True, GATED, None),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 1, 1, "float16", False, (), 2),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 137, "float16", False, ("bias",), 2, (135, 72)),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", False, LINEAR, 2, aligned=False),
+    Case(HopperConfig(128, 64, split_k=2), 100, 72, 136, "bfloat16", True, LINEAR, None, aligned=False),
+]
+
+
+def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
+    found = compiler()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    headers = ("elementwise/activations.cuh", "epilogue.cuh", "gemm/gemm_hopper.cuh")
+    texts = [(KERNELS / name).read_text() for name in (*headers, f"gemm/{kernel.source}.cu")]
+    text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
+    memory = "extern __shared__ __align__(1024) char memory[];"
+    assert memory in text
+    text = text.replace(memory, "char* memory = emulated::here->memory;")
+    source = folder / "kernel.cc"
+    source.write_text(f'#include "hopper_emulated.h"\n{text}\n#include "gemm_hopper_emulated.h"\n')
+    defines = [f"-D{name}={value}" for name, value in kernel.defines.items()]
+    flags = ["-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-pthread", f"-I{NATIVE}", *defines]
+    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def operands(case: Case) -> dict[str, np.ndarray]:
+    """Return the operands by name; those of the second and third product end in _2 and _3."""
+    random = np.random.default_rng(1)
+    made = {}
+    for suffix, n in zip(("", "_2", "_3"), (case.n, *case.grouped), strict=False):
+        weight = (n, case.k) if case.transposed else (case.k, n)
+        shapes = {"x": (case.m, case.k), "w": weight, "up": weight, "residual": (case.m, n)}
+        names = ("x", "w", *case.extra) if not suffix else ("w", "bias") if suffix == "_3" else ("w",)
+        for name in names:
+            values = random.standard_normal(shapes.get(name, (n,)))
+            made[name + suffix] = (values * (case.k**-0.5 if name in ("w", "up") else 1)).astype(NUMPY[case.dtype])
+    return made
+
+
+def expect(case: Case, arrays: dict[str, np.ndarray], suffix: str) -> np.ndarray:
+    wide = {name: value.astype(np.float64) for name, value in arrays.items()}
+    x, w = wide["x"], wide["w" + suffix].T if case.transposed else wide["w" + suffix]
+    y = np.maximum(x @ w + wide.get("bias" + suffix, 0), 0)
+    if "up" in wide:
+        y = y * (x @ (wide["up"].T if case.transposed else wide["up"]) + wide["up_bias"])
+    return y * wide.get("column_scale", 1) + wide.get("residual", 0)
+
+
+def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) -> Gemm:
+    named = {"w": pointers["w" + suffix], "bias": pointers.get("bias" + suffix)}
+    n = (case.n, *case.grouped)[output]
+    sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, case.aligned), case.dtype == "float16"
+    others = {name: pointers[name] for name in case.extra if name != "bias"} if not suffix else {}
+    return Gemm(*sizes, x=pointers["x"], y=Pointer("output", output), activation="relu", weights_constant=constant,
+                **named, **others)  # fmt: skip
+
+
+def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | None]) -> Any:
+    """Return the tensor maps of the launch, each at the index of its pointer in `order`."""
+    maps = (Map * len(order))()
+    for argument in step.arguments:
+        if isinstance(argument, TensorMap):
+            extents, box = (ctypes.c_long * 2)(*argument.sizes), (ctypes.c_int * 2)(*argument.box)
+            place = order.index(argument.pointer)
+            maps[place] = Map(addresses[argument.pointer], extents, argument.strides[0], box)
+    return maps
+
+
+def empty(case: Case, shape: tuple[int, int]) -> np.ndarray:
+    """Return an array of NaN that begins at a multiple of 16 bytes, or one element after it."""
+    count = shape[0] * shape[1]
+    values = np.full(count + 8, np.nan, NUMPY[case.dtype])
+    skip = -values.ctypes.data // 2 % 8 + (0 if case.aligned else 1)
+    return values[skip : skip + count].reshape(shape)
+
+
+def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
+    """Return what gemm_pad.cu writes, with NaN between the rows."""
+    target = np.full((copy.rows, padded_columns(copy.columns, copy.dtype)), np.nan, source.dtype)
+    target[:, : copy.columns] = source
+    return target
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_float64(case: Case, tmp_path: Path) -> None:
+    arrays = operands(case)
+    pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}
+    suffixes = ("", "_2", "_3")[: 1 + len(case.grouped)]
+    first, *others = (product(case, pointers, suffix, i) for i, suffix in enumerate(suffixes))
+    gemm = dataclasses.replace(first, grouped=tuple(others))
+    step = hopper.implementation(gemm, case.config, H200).steps[-1]
+    assert isinstance(step, Launch)
+    found = [empty(case, (case.m + 1, each.n)) for each in (first, *others)]
+    gemm, copies = padded(gemm, residual=case.config.split_k == 1)
+    made = {copy.target: copied(copy, list(arrays.values())[copy.source.index]) for copy in copies}
+    addresses = {pointer: arrays[name].ctypes.data for name, pointer in pointers.items()}
+    addresses |= {pointer: array.ctypes.data for pointer, array in made.items()}
+    addresses |= {Pointer("output", i): y.ctypes.data for i, y in enumerate(found)}
+    every: list[Gemm | None] = [gemm, *gemm.grouped, None, None][:3]
+    order = [gemm.x, *(each and each.w for each in every), gemm.up, *(each and each.y for each in every), gemm.residual]
+    maps = prepared(step, addresses, order)
+
+    def address(pointer: Pointer | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(addresses[pointer] if pointer else None)
+
+    biases = (ctypes.c_void_p * 3)(*(address(each and each.bias) for each in every))
+    outputs = (ctypes.c_void_p * 3)(*(address(each and each.y) for each in every))
+    sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
+    (group,) = (each.value for each in step.arguments[-1:] if isinstance(each, Scalar))
+    library(step.kernel, tmp_path).run(
+        maps, outputs, address(gemm.residual), biases, address(gemm.up_bias), address(gemm.column_scale),
+        case.m, sizes, case.k, group, case.blocks or step.grid[0], step.cluster, step.shared,
+    )  # fmt: skip
+    rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
+    for y, suffix in zip(found, suffixes, strict=True):
+        expected = expect(case, arrays, suffix)
+        np.testing.assert_allclose(y[: case.m].astype(np.float64), expected, rtol=1.02 * rounding, atol=2e-6)
+        assert np.isnan(y[case.m].astype(np.float64)).all(), "written beyond the end"

@@ -1,0 +1,55 @@
+"""The kernels of every fusion compile for a node that is generated from its pattern; no GPU needed.
+
+So a new family of kernels is compiled before it has tests of its own, which know what sizes matter to it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from onnx import TensorProto, numpy_helper
+from spellings import NEWEST, OLDEST, Spelling, Unwritable, build
+from test_kernels_compile import DEVICES
+
+from onnxfuse import Fusion, optimize
+from onnxfuse.dsl.catalogue import builtin
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.runtime.fused_calls import read_calls
+from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.nvrtc import compile_cubin
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, TensorSpec
+
+WITH_KERNELS = [fusion for fusion in builtin() if find_host(fusion.name) is not None]
+HOPPER = next(device for device in DEVICES if device.arch == 90)
+CASES = [(device, TensorProto.FLOAT16) for device in DEVICES]
+CASES += [(HOPPER, TensorProto.FLOAT), (HOPPER, TensorProto.BFLOAT16)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES, ids=[f"sm_{d.arch}-{dtype_name(dtype)}" for d, dtype in CASES])
+@pytest.mark.parametrize("fusion", WITH_KERNELS, ids=lambda fusion: fusion.name)
+def test_the_first_plan_of_a_generated_node_compiles(fusion: Fusion, device: Device, dtype: int) -> None:
+    host = find_host(fusion.name)
+    assert host is not None
+    node, inputs = generated_node(fusion, dtype)
+    assert host.supports(node, [spec.dtype for spec in inputs], device) is None
+    steps = host.candidates(node, inputs, device)[0].steps
+    assert steps
+    for step in steps:
+        if isinstance(step, Launch):
+            compiled = compile_cubin(step.kernel, device.arch)
+            assert "warning" not in compiled.log, compiled.log
+
+
+def generated_node(fusion: Fusion, dtype: int) -> tuple[FusedNode, list[TensorSpec]]:
+    """Return the fused node of a pattern's first variant, in the newest opset that can express it, and its inputs."""
+    for opset in range(NEWEST, OLDEST - 1, -1):
+        try:
+            unfused = build(Spelling(fusion, "first", opset, dtype=dtype))
+        except Unwritable:
+            continue
+        model, _ = optimize(unfused.model, only=[fusion.name], verify=False)
+        (call,) = read_calls(model)
+        constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        arrays = {**unfused.inputs, **constants}
+        named = [(name, arrays[name]) for name in call.proto.input]
+        return call.node, [TensorSpec(a.shape, a.dtype.name, constant=name in constants) for name, a in named]
+    raise AssertionError(f"no opset can express {fusion.name}")

@@ -1,0 +1,123 @@
+"""Plans as chosen for a T4, an A100, an L40S and an RTX 5090, launched on the GPU at hand, against float64.
+
+    pytest -m other_gpus
+
+The checks are those of the other GPU tests, with some of their cases, spread evenly; a `Device` that pretends to be
+another GPU takes the place of the real one when a node is planned for.  Code is compiled for the real one, so that what
+is checked are tilings, grids, shared memory, and the choice of kernels; tests/kernels/test_*_compile.py compile them
+for their own GPUs.  A plan with instructions that the real GPU lacks is skipped, and the reason names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import kernel_runs
+import pytest
+import test_attention_gpu as attention
+import test_attention_with_cache_gpu as cache
+import test_attention_with_rotary_gpu as rotary
+import test_embedding_gpu as embedding
+import test_gemm_gpu as gemm
+import test_kernels_elements_gpu as elements
+import test_kernels_gpu as norms
+from other_gpus import OTHER_GPUS, nodes, plans, sources
+
+from onnxfuse.kernels.gemm.operands import BF16_ARCH
+from onnxfuse.runtime.plan import Device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.other_gpus]
+
+# Tests that plan with the device that they are given, and how many of their cases each GPU gets.
+TESTS: dict[Callable[..., None], int] = {
+    norms.test_layer_norm: 14, norms.test_rms_norm: 14, norms.test_softmax: 14, norms.test_add_norm: 14,
+    norms.test_every_candidate: 6, norms.test_dtypes_may_differ: 3, norms.test_group_norm: 10,
+    norms.test_group_norm_misaligned: 4, elements.test_activation_over_its_range: 8,
+    elements.test_elements_of_any_size: 10, elements.test_gates: 4, elements.test_gates_that_are_slices_of_a_product: 6,
+    elements.test_rotary_embedding: 8, elements.test_rotary_embedding_of_a_slice: 5,
+    elements.test_rotary_embedding_operator: 5, elements.test_rotary_table: 6, embedding.test_sizes: 10,
+    embedding.test_what_is_added_broadcasts: 8, embedding.test_every_candidate: 4, gemm.test_sizes: 16,
+    gemm.test_pointers_between_vectors: 5, gemm.test_epilogues: 12, gemm.test_parallel_products: 5,
+    attention.test_generated: 6, attention.test_lengths: 5, attention.test_head_sizes: 4,
+    attention.test_the_operator_under_a_triangle: 2, attention.test_parts_of_one_product: 3,
+    attention.test_rows_without_a_key: 4, attention.test_causal_masks: 3, cache.test_lengths: 6,
+    cache.test_dtypes_and_layouts: 3, cache.test_head_sizes: 4, cache.test_groups_of_query_heads: 3,
+    cache.test_misaligned: 3, cache.test_in_place: 3, rotary.test_forms: 4, rotary.test_head_sizes: 3,
+    rotary.test_parts_of_one_product: 3,
+}  # fmt: skip
+FEW_MULTIPROCESSORS = (norms, elements, embedding)  # whose sizes are chosen for a GPU with two, as small_gpu() is
+FIXTURES = {"grid": None}  # which only compile beforehand
+LAUNCHED: dict[str, set[str]] = defaultdict(set)  # the sources that ran as planned for each GPU
+FINISHED: dict[str, int] = defaultdict(int)  # tests of each GPU that ran to their end
+
+
+@dataclass(frozen=True)
+class OtherTest:
+    """One case of a test, for one GPU."""
+
+    device: Device
+    test: Callable[..., None]
+    arguments: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        values = "-".join(str(value) for value in self.arguments.values())
+        return f"{self.device.name}-{self.test.__module__}-{self.test.__name__}-{values}"
+
+
+def cases_of(test: Callable[..., None]) -> list[dict[str, Any]]:
+    """Return the arguments of every case of a test, as its marks give them."""
+    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    choices: list[list[dict[str, Any]]] = []
+    for mark in marks:
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else list(mark.args[0])
+        values = [each if len(names) > 1 else (each,) for each in mark.args[1]]
+        choices.append([dict(zip(names, each, strict=True)) for each in values])
+    return [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)]
+
+
+def other_tests() -> Iterator[OtherTest]:
+    """Yield the cases of each GPU: evenly spread over those of a test, others for each GPU."""
+    for number, device in enumerate(OTHER_GPUS):
+        for test, count in TESTS.items():
+            found = cases_of(test)
+            step = len(found) / min(count, len(found))
+            first = int(step * number / len(OTHER_GPUS))
+            for index in range(min(count, len(found))):
+                yield OtherTest(device, test, found[(first + int(index * step)) % len(found)])
+
+
+@pytest.mark.parametrize("case", list(other_tests()), ids=lambda case: case.id)
+def test_as_planned_for_another_gpu(case: OtherTest) -> None:
+    real = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    device = dataclasses.replace(case.device, ordinal=real.ordinal)
+    if real.arch < BF16_ARCH <= device.arch:
+        pytest.skip(f"plans for sm_{device.arch} have instructions that {real.name}, sm_{real.arch}, lacks")
+    if case.test is gemm.test_parallel_products and device.arch < BF16_ARCH and case.arguments["dtype"] == "bfloat16":
+        pytest.skip(f"products of bfloat16 need sm_{BF16_ARCH}")
+    module = inspect.getmodule(case.test)
+    if module in FEW_MULTIPROCESSORS:
+        device = dataclasses.replace(device, multiprocessors=2)
+    wanted = inspect.signature(case.test).parameters
+    given = {name: value for name, value in FIXTURES.items() if name in wanted}
+    given["gpu" if "gpu" in wanted else "device"] = device
+    kernel_runs.launched.clear()
+    case.test(**given, **case.arguments)
+    LAUNCHED[device.name] |= kernel_runs.launched
+    FINISHED[device.name] += 1
+
+
+@pytest.mark.parametrize("device", OTHER_GPUS, ids=lambda device: device.name)
+def test_every_kernel_of_another_gpu_ran(device: Device) -> None:
+    """Fail if hosts offer this GPU a kernel that no test above launched; it needs them all to have run."""
+    if FINISHED[device.name] < sum(TESTS.values()) // 2:
+        pytest.skip(f"only {FINISHED[device.name]} tests of {device.name} ran in this process")
+    offered = {source for _, node in nodes() for plan in plans(node, device) for source in sources(plan)}
+    assert offered <= LAUNCHED[device.name], f"not launched: {', '.join(sorted(offered - LAUNCHED[device.name]))}"

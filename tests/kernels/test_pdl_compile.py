@@ -1,0 +1,78 @@
+"""Kernels that start early wait for the kernel in front: in what the compiler makes of them, without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from pdl_cases import ATTENTION, NODES, node_of
+
+from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.nvrtc import CUPY_FLAGS, compile_flags, source_text
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
+
+nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
+STORE = re.compile(r"\b(st\.(global|volatile)|atom|red\.|cp\.async\.bulk\S*\.global\.shared)")
+ACCESS = re.compile(rf"{STORE.pattern}|\bld\.(global|volatile|relaxed|acquire)|\bcp\.async")
+HOPPER = Device("Hopper", 90, 132, 227 * 1024)
+OLDER = Device("Ampere", 80, 108, 163 * 1024)
+
+
+def cases(device: Device) -> Iterator[tuple[str, FusedNode, Sequence[TensorSpec]]]:
+    for name in NODES:
+        for constants in (False, True):
+            yield name, *node_of(name, constants)
+    for name, case in ATTENTION.items():
+        yield name, case.node(), [TensorSpec(array.shape, array.dtype.name) for array in case.inputs().values()]
+
+
+@functools.cache
+def launches(device: Device) -> dict[str, dict[str, Launch]]:
+    """Those of every candidate, by node and by what is compiled."""
+    found: dict[str, dict[str, Launch]] = {}
+    for name, node, inputs in cases(device):
+        for plan in find_host(node.fusion).candidates(node, inputs, device):
+            for step in plan.steps:
+                if isinstance(step, Launch):
+                    found.setdefault(name, {})[repr(step.kernel)] = step
+    return found
+
+
+@functools.cache
+def ptx(kernel_text: str, flags: tuple[str, ...]) -> str:
+    """What NVRTC makes of a source, as PTX for sm_90a."""
+    program = nvrtc.nvrtcCreateProgram(kernel_text.encode(), b"kernel.cu", 0, [], [])[1]
+    flags = ("-arch=compute_90a", *flags, *CUPY_FLAGS)
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    assert code == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    buffer = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, buffer)
+    nvrtc.nvrtcDestroyProgram(program)
+    return buffer.decode()
+
+
+def entry(kernel: Kernel) -> str:
+    """The PTX of the kernel's entry alone."""
+    parts = ptx(source_text(kernel.source), compile_flags(kernel)).split(".entry ")
+    return next(part for part in parts[1:] if part.startswith(f"{kernel.entry}("))
+
+
+@pytest.mark.parametrize("name", [*NODES, *ATTENTION])
+def test_who_starts_early_waits(name: str) -> None:
+    """Before it writes anything, and before it reads anything but constants."""
+    for step in launches(HOPPER)[name].values():
+        if step.pdl:
+            before, wait, _ = entry(step.kernel).partition("griddepcontrol.wait")
+            assert wait, step.kernel
+            constants = step.kernel.defines.get("WEIGHTS_CONSTANT")
+            touched = STORE if constants else ACCESS
+            assert not touched.search(before), (step.kernel, touched.search(before))
+            assert constants or "ld.global.nc" not in entry(step.kernel), "what the kernel in front may still write"
+
+
+def test_nothing_starts_early_on_older_gpus() -> None:
+    found = [step for steps in launches(OLDER).values() for step in steps.values()]
+    assert found and not any(step.pdl for step in found)

@@ -1,0 +1,120 @@
+"""Rotary embedding of queries and keys in one launch: it compiles for every architecture, and covers all elements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from test_kernels_compile import DEVICES
+
+from onnxfuse.kernels.attention import host
+from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
+from onnxfuse.runtime.nvrtc import compile_cubin
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, Scalar, TensorMap, TensorSpec
+
+CASES = {
+    "llama": (32, 8, 64, 64, "float16", False),
+    "qwen3": (16, 8, 128, 128, "float16", True),
+    "qwen3 in fp32": (16, 8, 128, 128, "float32", True),
+    "gpt_neox": (64, 64, 96, 24, "bfloat16", False),
+    "a norm of heads of 80": (7, 3, 80, 80, "float16", True),
+}
+
+
+def problem(name: str, aligned: bool = True, length: int = 512) -> Rotary:
+    heads, kv_heads, size, rotated, dtype, norm = CASES[name]
+    tables = TensorSpec((1, length, rotated), dtype)
+
+    def rows(kind: str, index: int, count: int) -> HeadTensor:
+        return HeadTensor(Pointer(kind, index), length * count * size, size, count * size)  # type: ignore[arg-type]
+
+    tensors = tuple(
+        RotatedHeads(count, rows("input", i, count), rows("scratch", i, count), Pointer("input", 4 + i))
+        for i, count in enumerate((heads, kv_heads))
+    )
+    cos, sin = Pointer("input", 2), Pointer("input", 3)
+    return Rotary(
+        2, length, size, rotated, tensors, cos, sin, tables, dtype, dtype, dtype, aligned, whole_table=True,
+        scale_dtype=dtype if norm else "", epsilon=1e-6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device, name: str, aligned: bool) -> None:
+    compiled = compile_cubin(launch(problem(name, aligned), device).kernel, device.arch)
+    assert compiled.spill_stores + compiled.spill_loads == 0
+    assert "warning" not in compiled.log, compiled.log
+
+
+def attention(**shapes: tuple[int, ...]) -> tuple[FusedNode, list[TensorSpec]]:
+    """Return a node with 8 query heads and 2 key heads of 64 elements, and its inputs, some with other `shapes`."""
+    usual = {"q": (2, 300, 512), "k": (2, 300, 128), "v": (2, 300, 128), "cos": (1, 300, 64), "sin": (1, 300, 64)}
+    given = {**usual, "mask": (2, 1, 300, 300), **shapes}
+    attributes = {
+        "heads": 8, "kv_heads": 2, "repeats": 4, "size": 64, "value_size": 64, "scale": 0.125, "mask_kind": "boolean",
+        "masked_score": -math.inf, "rotary": "rotate_half", "norm": "none",
+    }  # fmt: skip
+    dtypes = {"mask": "bool"}
+    specs = [TensorSpec(shape, dtypes.get(name, "float16")) for name, shape in given.items()]
+    return FusedNode("attention_with_rotary_embedding", "n", tuple(given), attributes, ("float16",)), specs
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_attention_reads_what_was_rotated(device: Device) -> None:
+    """Rotated queries and keys are the first scratch buffers, the attention kernels' own come after them."""
+    node, specs = attention()
+    for plan in host.candidates(node, specs, device):
+        first, *steps = (step for step in plan.steps if isinstance(step, Launch))
+        assert first.kernel.source == "rotary_embedding"
+        assert scratch(first) == {0, 1}
+        assert set().union(*map(scratch, steps)) == set(range(len(plan.scratch)))
+        assert {0, 1} <= scratch(steps[-1]) | scratch(steps[0])
+        assert plan.scratch[:2] == (2 * 300 * 512 * 2, 2 * 300 * 128 * 2)
+
+
+def scratch(step: Launch) -> set[int]:
+    pointers = [a.pointer if isinstance(a, TensorMap) else a for a in step.arguments]
+    return {p.index for p in pointers if isinstance(p, Pointer) and p.kind == "scratch"}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ({"k": (2, 200, 128), "v": (2, 200, 128), "mask": (2, 1, 300, 200)}, "300 queries and 200 keys"),
+        ({"cos": (1, 200, 64), "sin": (1, 200, 64)}, r"cos has shape \[1, 200, 64\]; required \(1 or 2, 300, 64\)"),
+        ({"cos": (3, 300, 64), "sin": (3, 300, 64)}, r"cos has shape \[3, 300, 64\]"),
+        ({"sin": (1, 300, 32)}, r"sin has shape \[1, 300, 32\]; required \[1, 300, 64\], as cos"),
+        ({"cos": (1, 300, 80), "sin": (1, 300, 80)}, "80 of 64 elements cannot be rotated"),
+        ({"q": (2, 300, 500)}, r"q has shape \[2, 300, 500\]"),
+    ],
+)
+def test_what_does_not_fit_is_told(shapes: dict[str, tuple[int, ...]], sentence: str) -> None:
+    node, specs = attention(**shapes)
+    with pytest.raises(ValueError, match=sentence):
+        host.candidates(node, specs, DEVICES[0])
+
+
+def test_one_scale_alone_has_no_kernel() -> None:
+    node, specs = attention(q_scale=(64,))
+    why = host.supports(node, [spec.dtype for spec in specs], DEVICES[0])
+    assert why == "attention_with_rotary_embedding: q_scale is float16, k_scale is None; required one dtype"
+
+
+@pytest.mark.parametrize("length", [1, 77, 4096])
+@pytest.mark.parametrize("name", CASES)
+def test_every_element_has_a_thread(name: str, length: int) -> None:
+    """Every element of both tensors has a thread, for every remainder."""
+    heads, kv_heads, size, rotated, _, norm = CASES[name]
+    step = launch(problem(name, length=length), DEVICES[0])
+    constants = {key: int(value) for key, value in step.kernel.defines.items() if isinstance(value, int)}
+    pieces = (rotated // 2 + size - rotated) // constants["WIDTH"]
+    groups = math.ceil(heads / constants["THREAD_HEADS"]) + math.ceil(kv_heads / constants["THREAD_HEADS"])
+    assert groups % constants["ADJACENT_GROUPS"] == 0
+    assert constants["LANES"] == pieces or (norm and constants["LANES"] in (1, 2, 4, 8, 16, 32))
+    count = step.arguments[-1]
+    assert isinstance(count, Scalar)
+    assert count.value == 2 * length * groups * constants["LANES"]
+    assert step.grid[0] * step.block[0] >= count.value

@@ -1,0 +1,3 @@
+"""A kernel for tests on a GPU."""
+
+FUSIONS = ("row_center",)

@@ -1,0 +1,3 @@
+"""A copy of any dtype through scratch memory."""
+
+FUSIONS = ("copy",)

@@ -1,0 +1,3 @@
+"""A kernel with two outputs."""
+
+FUSIONS = ("pair",)

@@ -1,0 +1,3 @@
+"""A product by cuBLASLt."""
+
+FUSIONS = ("product",)

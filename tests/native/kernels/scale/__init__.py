@@ -1,0 +1,3 @@
+"""A kernel with an attribute."""
+
+FUSIONS = ("scale",)

@@ -1,0 +1,3 @@
+"""A kernel with two inputs, for float32."""
+
+FUSIONS = ("shift",)

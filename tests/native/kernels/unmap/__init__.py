@@ -1,0 +1,3 @@
+"""A kernel with a tensor map."""
+
+FUSIONS = ("unmap",)

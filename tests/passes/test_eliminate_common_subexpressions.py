@@ -1,0 +1,33 @@
+"""Nodes that compute the same: which are merged, and which are not."""
+
+from __future__ import annotations
+
+import pytest
+from onnx_models import apply, assert_same, ops, parse, random
+
+from onnxfuse.passes.eliminate_common_subexpressions import eliminate_common_subexpressions
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "rest"),
+    [
+        ("a = Relu(x) b = Relu(x) y = Add(a, b)", "y", "Relu Add"),
+        ("a = Exp(x) b = Exp(x) c = Neg(a) d = Neg(b) y = Add(c, d)", "y", "Exp Neg Add"),
+        ("a = Add(x, u) b = Add(x, v) y = Mul(a, b)", "y", "Add Mul"),
+        ("a = Add(x, u) b = Add(x, w) y = Mul(a, b)", "y", "Add Add Mul"),
+        ("a = Softmax<axis=1>(x) b = Softmax<axis=2>(x) y = Mul(a, b)", "y", "Softmax Softmax Mul"),
+        ("a = LeakyRelu<alpha=0.1>(x) b = LeakyRelu<alpha=0.2>(x) y = Mul(a, b)", "y", "LeakyRelu LeakyRelu Mul"),
+        ("a = RandomNormalLike(x) b = RandomNormalLike(x) c = Sub(a, b) y = Add(x, c)", "y", None),
+        ("y = Relu(x) z = Relu(x)", "y, z", "Relu Relu"),
+        ("a = Relu(x) z = Relu(x) y = Abs(a)", "y, z", "Relu Abs"),
+        ("a, b = Split<num_outputs=2>(x) c, d = Split<num_outputs=2>(x) y = Add(a, d)", "y", "Split Add"),
+    ],
+)
+def test_equal_nodes_are_merged(nodes: str, outputs: str, rest: str | None) -> None:
+    weights = {"u": random(8), "v": random(8), "w": random(8, seed=5)}
+    used = {name: v for name, v in weights.items() if f", {name})" in nodes}
+    model = parse(f"(float[N,5,8] x) => ({outputs}) {{ {nodes} }}", **used)
+    after, _ = apply(model, eliminate_common_subexpressions)
+    assert ops(after) == (rest or ops(model))
+    if rest:
+        assert_same(model, after, (3, 5, 8), tol=0)

@@ -1,0 +1,181 @@
+"""Nodes that compute one of their inputs, and equivalent operators: each model before, and its operators after."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import pytest
+from onnx_models import apply, assert_same, ops, parse, random, run
+
+from onnxfuse import optimize
+from onnxfuse.passes.normalize import normalize
+
+CONSTANTS = {
+    "one": np.float32(1), "zero": np.float32(0), "one11": np.ones((1, 1), np.float32), "ones": np.ones(8, np.float32),
+    "one5": np.ones((1, 1, 1, 1, 1), np.float32), "i0": np.array([0]), "i1": np.array([1]), "i2": np.array([2]),
+    "end": np.array([2**63 - 1]), "minus1": np.array([-1]), "none": np.zeros(6, np.int64),
+    "shift": np.array([1, 0, 0, -1, 0, 0]), "off": np.array(False), "on": np.array(True), "ratio": np.float32(0.5),
+    "keep": np.array([1, 1, 1]), "twice": np.array([1, 2, 1]),
+}  # fmt: skip
+
+
+def check(nodes: str, rest: str, opset: int = 20, header: str = "(float[N,5,8] x) => (y)") -> onnx.ModelProto:
+    """Assert which operators normalization leaves of a model with an input [N, 5, 8], and that values stay the same."""
+    words = set(re.findall(r"\w+", nodes))
+    used = {name: value for name, value in CONSTANTS.items() if name in words}
+    model = parse(f"{header} {{ {nodes} }}", opset, **used)
+    after, _ = apply(model, normalize)
+    assert ops(after) == rest
+    assert_same(model, after, (3, 5, 8), tol=0)
+    return after
+
+
+def test_an_identity_keeps_a_transposed_output_apart_from_a_gemm() -> None:
+    """Without the Identity onnxruntime refuses the model: its merging of Transposes into a Gemm loses the output."""
+    text = """(float[M,K] a, float[N,K] b) => (y, z) {
+        c = Transpose<perm=[1,0]>(a) d = Transpose<perm=[1,0]>(b) y = Gemm<transA=1>(c, d) z = Identity(c) }"""
+    model = parse(text, 12)
+    after, _ = apply(model, normalize)
+    assert ops(after) == "Transpose Transpose Gemm Identity"
+    feeds = {"a": random(3, 8), "b": random(5, 8)}
+    for left, right in zip(run(model, feeds), run(after, feeds), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rest"),
+    [
+        ("a = Relu(x) b = Identity(a) c = Identity(b) y = Abs(c)", "Relu Abs"),
+        ("a = Relu(x) y = Identity(a)", "Relu"),
+        ("y = Identity(x)", "Identity"),
+        ("a = Dropout(x) y = Abs(a)", "Abs"),
+        ("a, b = Dropout(x, ratio, off) y = Abs(a)", "Abs"),
+        ("a = Cast<to=1>(x) y = Abs(a)", "Abs"),
+        ("a = Cast<to=11>(x) b = Cast<to=1>(a) y = Abs(b)", "Abs"),
+        ("a = Cast<to=10>(x) b = Cast<to=1>(a) y = Abs(b)", "Cast Cast Abs"),
+        ("a = Cast<to=11>(x) b = Cast<to=10>(a) y = Cast<to=1>(b)", "Cast Cast"),
+        ("a = CastLike(x, one) y = Abs(a)", "Abs"),
+        ("a = Expand(x, keep) y = Abs(a)", "Abs"),
+        ("a = Tile(x, keep) y = Abs(a)", "Abs"),
+        ("a = Tile(x, twice) y = Abs(a)", "Tile Abs"),
+        ("a = Slice(x, i0, end, i1) y = Abs(a)", "Abs"),
+        ("a = Slice(x, i1, end, i1) y = Abs(a)", "Slice Abs"),
+        ("a = Slice(x, minus1, minend, i1, minus1) y = Abs(a)", "Slice Abs"),
+        ("a = Pad(x, none) y = Abs(a)", "Abs"),
+        ("a = Pad(x, shift) y = Abs(a)", "Pad Abs"),
+        ("a = Concat<axis=1>(x) y = Abs(a)", "Abs"),
+        ("a = Slice(x, end, end, i2) b = Concat<axis=-1>(x, a) y = Abs(b)", "Abs"),
+        ("a = Slice(x, end, end, i2) b = Concat<axis=2>(x, a, x) y = Abs(b)", "Concat Abs"),
+        ("a = Slice(x, end, end, i2) y = Concat<axis=2>(a, a)", "Slice Concat"),
+        ("a = Sum(x) y = Abs(a)", "Abs"),
+        ("a = Relu(x) y = Sum(x, a)", "Relu Add"),
+        ("a = Max(x) y = Abs(a)", "Abs"),
+        ("a = Mul(one, x) b = Div(a, one) c = Add(b, zero) d = Sub(c, zero) y = Abs(d)", "Abs"),
+        ("a = Mul(x, one11) y = Abs(a)", "Abs"),
+        ("a = Mul(x, one5) y = Abs(a)", "Mul Abs"),
+        ("a = Mul(x, ones) y = Abs(a)", "Mul Abs"),
+        ("a = Div(one, x) y = Abs(a)", "Div Abs"),
+        ("a = Sub(zero, x) y = Relu(a)", "Sub Relu"),
+    ],
+)
+def test_no_ops(nodes: str, rest: str) -> None:
+    if "minend" in nodes:
+        nodes = nodes.replace("minend", "low")
+        model = parse(f"(float[N,5,8] x) => (y) {{ {nodes} }}", low=np.array([-(2**62)]), i1=CONSTANTS["i1"],
+                      minus1=CONSTANTS["minus1"])  # fmt: skip
+        after, _ = apply(model, normalize)
+        assert ops(after) == rest
+        assert_same(model, after, (3, 5, 8), tol=0)
+    else:
+        check(nodes, rest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flat"),
+    [((1, 8), (8,)), ((1, 1, 8), (8,)), ((5, 8), (5, 8)), ((1, 5, 1), (1, 5, 1)), ((1, 1, 1, 8), (1, 1, 1, 8))],
+)
+def test_weights_of_one_row_are_flattened(shape: tuple[int, ...], flat: tuple[int, ...]) -> None:
+    model = parse("(float[N,5,8] x) => (y) { a = Add(x, row) b = Mul(row, x) y = Sub(a, b) }", row=random(*shape))
+    after, _ = apply(model, normalize)
+    assert {tuple(t.dims) for t in after.graph.initializer} == {flat}
+    assert_same(model, after, (3, 5, 8), tol=0)
+
+
+@pytest.mark.parametrize(
+    ("opset", "nodes", "rest"),
+    [
+        (9, "a = Dropout<ratio=0.3>(x) y = Abs(a)", "Abs"),
+        (11, "a = Dropout<ratio=0.3>(x) y = Abs(a)", "Abs"),
+        (13, "a = Dropout(x, ratio) y = Abs(a)", "Abs"),
+        (24, "a = Dropout(x, ratio, off) y = Abs(a)", "Abs"),
+        (9, "a = Slice<starts=[0], ends=[9], axes=[1]>(x) y = Abs(a)", "Abs"),
+        (9, "a = Slice<starts=[1], ends=[9], axes=[1]>(x) y = Abs(a)", "Slice Abs"),
+        (9, "a = Pad<pads=[0,0,0,0,0,0]>(x) y = Abs(a)", "Abs"),
+        (9, "a = Pad<pads=[0,1,0,0,-1,0]>(x) y = Abs(a)", "Pad Abs"),
+        (11, "a = Unsqueeze<axes=[1]>(x) b = Squeeze<axes=[1]>(a) y = Abs(b)", "Abs"),
+        (13, "a = Unsqueeze(x, i1) b = Squeeze(a, i1) y = Abs(b)", "Abs"),
+        (13, "a = Unsqueeze(x, i1) b = Squeeze(a, i1) c = Relu(a) d = Abs(b) e = Squeeze(c, i1) y = Add(d, e)",
+         "Unsqueeze Relu Abs Squeeze Add"),
+    ],
+)  # fmt: skip
+def test_parameters_as_attributes_and_as_inputs(opset: int, nodes: str, rest: str) -> None:
+    check(nodes, rest, opset)
+
+
+@pytest.mark.parametrize(
+    ("reader", "source"),
+    [
+        ("Gather(sizes, i1)", "ids"), ("Gather(sizes, i0)", "ids"),
+        ("Gather(sizes, i2)", "rows"), ("Gather(sizes, minus1)", "rows"),  # the size of a row
+        ("Slice(sizes, i0, i1)", "rows"), ("Abs(sizes)", "rows"),
+    ],
+)  # fmt: skip
+def test_the_shape_of_rows_is_read_from_their_indices(reader: str, source: str) -> None:
+    """A fused node may then compute the rows.  Rows and indices have the same sizes along the first axes only."""
+    table = random(7, 4)
+    text = f"(int64[N,M] ids) => (y, z) {{ rows = Gather(table, ids) z = Abs(rows) sizes = Shape(rows) y = {reader} }}"
+    used = {name: CONSTANTS[name] for name in ("i0", "i1", "i2", "minus1") if re.search(rf"\b{name}\b", reader)}
+    model = parse(text, table=table, **used)
+    after, _ = apply(model, normalize)
+    assert next(list(node.input) for node in after.graph.node if node.op_type == "Shape") == [source]
+    feeds = {"ids": np.array([[0, 6, 3], [1, -1, 2]])}
+    for a, b in zip(run(model, feeds), run(after, feeds), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_dropout_in_training_or_whose_mask_is_read_stays() -> None:
+    dropouts = (
+        "y, m = Dropout(x, ratio, on)",
+        "y, m = Dropout(x, ratio, off) n = Not(m)",
+        "y = Dropout(x, ratio, flag)",
+    )
+    for nodes in dropouts:
+        outputs = "(y, n)" if "Not" in nodes else "(y)"
+        weights = {name: CONSTANTS[name] for name in ("ratio", "on", "off") if f" {name}" in nodes}
+        after, _ = apply(parse(f"(float[N,5,8] x, bool flag) => {outputs} {{ {nodes} }}", **weights), normalize)
+        assert "Dropout" in ops(after)
+
+
+def test_half_precision_casts() -> None:
+    text = "(float16[N,5,8] x) => (y) { a = Cast<to=1>(x) b = Cast<to=10>(a) y = Abs(b) }"
+    model = parse(text)
+    after, _ = apply(model, normalize)
+    assert ops(after) == "Abs"
+    assert_same(model, after, (3, 5, 8), np.float16, 0)
+
+
+def test_a_concat_along_an_axis_that_its_inputs_lack_is_left_to_the_runtime() -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float x) => (float y) { a = Concat<axis=0>(x) y = Abs(a) }'
+    after, _ = optimize(onnx.parser.parse_model(text), verify=False)  # onnx's full check refuses the model
+    assert ops(after) == "Concat Abs"
+
+
+@pytest.mark.parametrize("opset", [7, 8, 13])
+def test_a_sum_of_two_is_an_add(opset: int) -> None:
+    """Old exporters write residual connections so; before opset 8 the operands of a Sum have one shape."""
+    model = parse("(float[n,4] x) => (y) { a = Relu(x) y = Sum(x, a) }", opset)
+    after, _ = apply(model, normalize)
+    assert ops(after) == "Relu Add"
+    assert_same(model, after, (2, 4))

@@ -1,0 +1,783 @@
+"""Unfused models of a fusion, generated from its declaration alone: spellings, variants, opsets and dtypes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse.analysis import layout
+from onnxfuse.analysis.dims import Dim, evaluate, symbol
+from onnxfuse.analysis.dims import Size as DimSize
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.guards import Guard
+from onnxfuse.dsl.terms import Alternatives, Apply, Capture, Term, walk
+from onnxfuse.dsl.words import PackedSlice, Rearrange
+from onnxfuse.errors import PatternError
+from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.serde import read_graph
+from onnxfuse.match.named_dims import unify
+from onnxfuse.match.side_outputs import may_be_absent, side_outputs
+from onnxfuse.rewrite.function_body import BodyBuilder, Variant, body
+
+NEWEST, OLDEST = 24, 7
+LEADING = {"batch": 2, "seq": 3, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones
+MAX_TRIES = 20_000  # of sizes for the dimensions of a spelling; random choices of variants may contradict each other
+POOL = (4, 5, 6, 7, 8, 9, 10, 3, 2, 12, 11, 14, 20, 1)  # sizes that are tried for a named dimension
+
+
+class Unwritable(Exception):
+    """No model of a variant exists; `kind` is the reason: sizes, guard, opset, operands, reshape or example."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(f"{kind}: {sentence}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write a fusion; fields left out mean its first variant with all its operands."""
+
+    fusion: Fusion
+    what: str
+    opset: int = NEWEST
+    choices: Mapping[str, str] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()  # optional operands and scalars that are left out
+    picks: Mapping[int, int] = field(default_factory=dict)  # index of the option to write, by id of the Alternatives
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    leading: int = 2
+    parts: Mapping[str, str] = field(default_factory=dict)  # operands that are slices: one "run", or "runs"
+    thin: frozenset[str] = frozenset()  # names of the `name?` axes that have size one
+    short: bool = False  # leading axes in `thin` are left out
+    dtype: int = TensorProto.FLOAT
+    dynamic: bool = False
+    longest: bool = False  # each Alternatives is written as its option with the most nodes
+    swapped: bool = False  # the operands of every commutative node are exchanged
+    only_first: bool = False  # nothing reads the further outputs
+
+    @property
+    def id(self) -> str:
+        return f"{self.fusion.name}-{self.what}"
+
+    @functools.cached_property
+    def outputs(self) -> tuple[Term, ...]:
+        """Return the outputs of the variant: the last ones are absent if their operands are."""
+        found = self.fusion.outputs[:1] if self.only_first else self.fusion.outputs
+        dtypes = {c.name: self.dtype for c in self.fusion.operands if c.name not in self.absent}
+        labels = {t.name: _label(self, t) for t in walk(*found) if is_choice(t)}
+        sizes = defaultdict(lambda: 2, {"...": (3,)})  # any sizes: only which operands are there matters
+        builder = BodyBuilder(Variant(NEWEST, dtypes, (self.dtype,), 2, {}, sizes, labels))
+        while may_be_absent(self.fusion, len(found) - 1) and not builder.can_write(found[-1]):
+            found = found[:-1]
+        return found
+
+    @functools.cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """Return every term of the variant, every option of an Alternatives included."""
+        return tuple(reached(self, *self.outputs))
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """A model of one spelling, and what it was made from."""
+
+    spelling: Spelling
+    variant: Variant
+    model: onnx.ModelProto
+    inputs: Mapping[str, np.ndarray]
+    written: frozenset[tuple[int, int]]  # the options that were written: (id of the Alternatives, index)
+
+
+# --- what a variant consists of ----------------------------------------------------------------------------------
+
+
+def chosen(spelling: Spelling) -> dict[str, str]:
+    """Return the label of each choice of the variant, by the name of the choice."""
+    found: dict[str, str] = {}
+    for term in spelling.terms:
+        if is_choice(term):
+            found[term.name] = _label(spelling, term)
+    return found
+
+
+def reached(spelling: Spelling, *roots: Term) -> Iterator[Term]:
+    """Yield every term of the variant below the roots, every option of an Alternatives included."""
+    seen: set[int] = set()
+    work = list(roots)
+    while work:
+        term = work.pop()
+        if id(term) in seen:
+            continue
+        seen.add(id(term))
+        if any(guard.names == ("rank",) and not guard.holds(_rank(spelling)) for guard in term.guards):
+            continue
+        yield term
+        work += [term.labelled(_label(spelling, term))] if is_choice(term) else term.parts
+        work += term.attribute_captures
+
+
+def is_choice(term: Term) -> TypeGuard[Alternatives]:
+    """Whether a term has variants, of which the one that is found becomes an attribute of the fused node."""
+    return isinstance(term, Alternatives) and term.name is not None
+
+
+def has_spellings(term: Term) -> TypeGuard[Alternatives]:
+    """Whether a term has spellings, of which the fused node does not tell which one is found."""
+    return isinstance(term, Alternatives) and term.name is None
+
+
+def _rank(spelling: Spelling) -> int:
+    """Return the rank of the first output."""
+    spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
+    return sum(spelling.leading if token == "..." else 1 for token in spec.split())
+
+
+def _label(spelling: Spelling, term: Alternatives) -> str:
+    return spelling.choices.get(term.name or "", term.labels[0])
+
+
+def captures(spelling: Spelling, *roots: Term) -> list[Capture]:
+    """Return the parameters that the variant, or the terms below the roots, use and that are present, in order."""
+    terms = reached(spelling, *roots) if roots else spelling.terms
+    names = {term.name for term in terms if isinstance(term, Capture)} - spelling.absent
+    return [c for c in spelling.fusion.captures if c.name in names]
+
+
+def operands(spelling: Spelling) -> list[Capture]:
+    """Return the operands that the variant uses and that are present, in order."""
+    return [c for c in captures(spelling) if c.kind in ("tensor", "weight")]
+
+
+def _axes(spelling: Spelling, operand: Capture) -> list[tuple[str, ...]] | None:
+    """Return for each axis of an operand the names of its sizes; None if the declaration does not tell them."""
+    if operand.dims is not None:
+        text = operand.dims.replace("...", " ".join(f"...{i}" for i in range(spelling.leading)))
+        names = [token.rstrip("?") for token in text.split()]
+        thin = [token.endswith("?") and token.rstrip("?") in spelling.thin for token in text.split()]
+        kept = thin.index(False) if spelling.short and False in thin else 0
+        return [() if is_thin else (name,) for name, is_thin in zip(names, thin, strict=True)][kept:]
+    for term in spelling.terms:
+        if isinstance(term, Rearrange) and term.inner.unwrapped is operand:
+            return list(layout.parse_arrangement(term.pattern, spelling.leading).source)
+    return None
+
+
+def _dtype(spelling: Spelling, operand: Capture) -> int:
+    """The variant's dtype, or bool or int64 where the operator that reads the operand takes nothing else.
+
+    int64 under a Cast that the pattern writes: those between floats are none of its terms.
+    """
+    for term in spelling.terms:
+        if isinstance(term, Apply) and term.op == "Cast" and any(t.unwrapped is operand for t in walk(term)):
+            return TensorProto.INT64
+        if not isinstance(term, Apply) or (found := schema(term.op, spelling.opset)) is None:
+            continue
+        for index, item in enumerate(term.inputs):
+            if item.unwrapped is operand and index < len(found.inputs):
+                types = set(found.inputs[index].types)
+                if types == {"tensor(bool)"}:
+                    return TensorProto.BOOL
+                if types <= {"tensor(int64)", "tensor(int32)"}:
+                    return TensorProto.INT64
+    return spelling.dtype
+
+
+# --- sizes and values --------------------------------------------------------------------------------------------
+
+
+def _names(spelling: Spelling) -> list[str]:
+    """Return the names of the dimensions of the variant."""
+    words = [word for spec in _specs(spelling) for word in re.findall(r"[A-Za-z_]\w*", spec)]
+    return list(dict.fromkeys(words))
+
+
+def _specs(spelling: Spelling) -> list[str]:
+    """Return every text of the variant that names dimensions: shapes, arrangements, expressions."""
+    specs = [c.dims for c in operands(spelling) if c.dims]
+    for term in spelling.terms:
+        specs += () if isinstance(term, Capture) else term.dim_specs
+    return specs
+
+
+def _divisors(spelling: Spelling) -> dict[str, int]:
+    """Return what a dimension must be a multiple of, by name: `size("d") // 2` asks for a multiple of 2."""
+    return {m[1]: int(m[2]) for spec in _specs(spelling) for m in re.finditer(r"(\w+) // (\d+)", spec)}
+
+
+def _guards(fusion: Fusion) -> list[Guard]:
+    return [*fusion.guards, *(guard for term in walk(*fusion.outputs) for guard in term.guards)]
+
+
+def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that the guards accept, different ones for different names if possible.  Raises Unwritable."""
+    names = [name for name in _names(spelling) if name not in known and name not in spelling.sizes]
+    has_dots = any("..." in spec for spec in _specs(spelling))
+    lead = tuple(LEADING.values())[: spelling.leading] if has_dots else ()
+    given, divisors = tuple({**known, **spelling.sizes}.items()), tuple(_divisors(spelling).items())
+    found = _solution(spelling.fusion, tuple(names), given, divisors, lead)
+    if found is None:
+        raise Unwritable("sizes", f"no sizes of {', '.join(names)} fulfil the guards")
+    return {"...": lead, **found}
+
+
+@functools.cache  # most spellings of a fusion have the same names
+def _solution(
+    fusion: Fusion,
+    names: tuple[str, ...],
+    given: tuple[tuple[str, Any], ...],
+    divisors: tuple[tuple[str, int], ...],
+    lead: tuple[int, ...],
+) -> Mapping[str, Any] | None:
+    """Return a size for each name, or None; two names get the same size only if the guards accept no others."""
+    multiples, pool, shuffled = dict(divisors), list(POOL), random.Random(fusion.name)
+    order = sorted(names, key=lambda name: not any(name in g.names for g in fusion.guards))  # the constrained first
+    start = dict(given)
+    known = [start.keys() | set(order[:count]) for count in range(len(order) + 1)]
+    decided = [[g for g in fusion.guards if known[0].issuperset(g.names)]]  # by the number of names that have sizes
+    for before, after in itertools.pairwise(known):
+        decided.append([g for g in fusion.guards if after.issuperset(g.names) and not before.issuperset(g.names)])
+
+    tries = itertools.count()
+
+    def complete(dims: dict[str, Any], count: int, repeats: bool) -> dict[str, Any] | None:
+        if next(tries) > MAX_TRIES or not all(guard.check(dims) for guard in decided[count]):
+            return None
+        if count == len(order):
+            return dims
+        name, taken = order[count], (*dims.values(), *lead)
+        for size in sorted(pool, key=taken.__contains__) if repeats else (size for size in pool if size not in taken):
+            if size % multiples.get(name, 1) == 0:
+                found = complete({**dims, name: size}, count + 1, repeats)
+                if found is not None:
+                    return found
+        return None
+
+    for repeats in (False, True):
+        tries = itertools.count()
+        shuffled.shuffle(pool)
+        pool.sort(key=lambda size: size == 1)  # size one broadcasts, so it is the last resort
+        found = complete(start, 0, repeats)
+        if found is not None:
+            return found
+    return None
+
+
+def _values(spelling: Spelling) -> dict[str, Any]:
+    """Scalars: what an absent one is, or different numbers that the guards accept; attributes as asked for."""
+    found: dict[str, Any] = {}
+    fresh = iter([0.25, 0.75, 1.25, 1.75])
+    for capture in captures(spelling):
+        if capture.kind == "scalar":
+            asking = [g for g in _guards(spelling.fusion) if capture.name in g.names]
+            usual = capture.if_absent if capture.if_absent is not None else next(fresh)
+            tried = (usual, float("-inf"), float("inf"))
+            good = (value for value in tried if all(_accepts(guard, capture.name, value) for guard in asking))
+            found[capture.name] = next(good, usual)
+        if capture.name in spelling.values:
+            found[capture.name] = spelling.values[capture.name]
+    return found
+
+
+def _accepts(guard: Guard, name: str, value: float) -> bool:
+    try:
+        return guard.check({"dtype": "float32", name: value})
+    except TypeError:
+        return True
+
+
+def _dynamic(spelling: Spelling) -> list[str]:
+    """Return the dimensions that an exporter leaves symbolic: none of a weight, none that is split off or repeated."""
+    if None in (_axes(spelling, c) for c in operands(spelling)):
+        return [spelling.fusion.out[0].split()[0]]
+    spec = spelling.fusion.out[0].replace("(", " ").replace(")", " ")
+    weights = [_axes(spelling, c) or [] for c in operands(spelling) if c.kind == "weight"]
+    fixed = {spec.split()[-1]} | {name for axes in weights for names in axes for name in names}
+    named: set[str] = set()
+    for term in spelling.terms:
+        if isinstance(term, Rearrange):
+            source, _, result = term.pattern.partition("->")
+            fixed |= {name for group in re.findall(r"\(([^)]*)\)", source) for name in group.split()}
+            named |= set(source.split())
+            fixed |= set(re.findall(r"\w+", result)) - set(re.findall(r"\w+", source))
+    named |= {token for c in operands(spelling) for token in (c.dims or "").split()}
+    return sorted(name for name in named if re.fullmatch(r"[a-z_]+", name) and name not in fixed)
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def build(spelling: Spelling) -> Unfused:
+    """Return a model of a spelling.  Raises Unwritable."""
+    shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
+    known: dict[str, Any] = {}
+    if None in shapes.values():
+        known = _dims_by_example(spelling)
+        spelling = replace(spelling, leading=len(known.get("...", ())))
+        shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
+    numbers = find_sizes(spelling, known)
+    dims = _open(spelling, numbers) if spelling.dynamic else numbers
+    sizes = {name: _shape(spelling, name, axes, dims) for name, axes in shapes.items()}
+    parts = {name: _part(spelling, term, dims) for name, term in _parted(spelling).items()}
+    sizes |= {name: (*sizes[name][:-1], part["width"]) for name, part in parts.items()}
+    variant = _variant(spelling, dims, parts)
+    for guard in spelling.fusion.guards:
+        if not _holds(variant, guard):
+            raise Unwritable("guard", guard.sentence)
+    nodes, results, written = _body(spelling, variant)
+    bound = {**{k: v for k, v in numbers.items() if k != "..."}, **LEADING}
+    concrete = {name: tuple(evaluate(size, bound) for size in shape) for name, shape in sizes.items()}
+    model, inputs = _model(spelling, variant, nodes, results, sizes, concrete)
+    _assert_axes_agree(spelling, model)
+    return Unfused(spelling, variant, model, inputs, written)
+
+
+def _assert_axes_agree(spelling: Spelling, model: onnx.ModelProto) -> None:
+    """Fail where the axes that the declaration names for operands contradict its operators."""
+    try:
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise AssertionError(
+            f"{spelling.id}: the axes that the parameters name contradict the body: {error}"
+        ) from error
+
+
+def _holds(variant: Variant, guard: Guard) -> bool:
+    operands = {name: f"the tensor '{name}'" for name in variant.dtypes}  # a guard may ask whether two are the same
+    known = {"dtype": "float32", "rank": variant.rank, "opset": variant.opset, **operands}
+    known |= {**variant.dims, **variant.values, **variant.choices}
+    return guard.check(known)
+
+
+def _open(spelling: Spelling, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes, with symbols for the dimensions that an exporter leaves symbolic."""
+    dims = dict(numbers)
+    if numbers["..."] == tuple(LEADING.values())[: len(numbers["..."])]:
+        dims["..."] = tuple(map(symbol, list(LEADING)[: len(numbers["..."])]))
+    for name in _dynamic(spelling):
+        tried = {**dims, name: symbol(name)}
+        asking = [g for g in spelling.fusion.guards if name in g.names]
+        if name in numbers and all(g.check(tried) for g in asking):
+            dims = tried
+    return dims
+
+
+def _shape(
+    spelling: Spelling, name: str, axes: list[tuple[str, ...]] | None, dims: Mapping[str, Any]
+) -> tuple[DimSize, ...]:
+    if axes is None:
+        if name not in spelling.fusion.example:
+            advice = 'name its axes, as in tensor("... d"), or give a shape with example='
+            raise Unwritable("example", f"nothing tells the shape of '{name}'; {advice}")
+        shape = tuple(spelling.fusion.example[name])
+        batch = dims.get(spelling.fusion.out[0].split()[0])
+        is_weight = name in {c.name for c in spelling.fusion.captures if c.kind == "weight"}
+        return shape if not isinstance(batch, Dim) or is_weight else (batch, *shape[1:])
+    leading = {f"...{i}": size for i, size in enumerate(dims["..."])}
+    known = {**dims, **leading, "1": 1}
+    return tuple(layout.product([known[name] for name in names]) for names in axes)
+
+
+def _parted(spelling: Spelling) -> dict[str, Rearrange]:
+    """Return the terms that read slices of operands, by operand, for the operands that the spelling slices."""
+    found = [t for t in spelling.terms if isinstance(t, Rearrange) and isinstance(t.inner, PackedSlice)]
+    return {term.inner.unwrapped.name: term for term in found if term.inner.name in spelling.parts}
+
+
+def _part(spelling: Spelling, term: Rearrange, dims: Mapping[str, Any]) -> dict[str, int]:
+    """Return a slice of the last axis: its `offset`, the `pitch` of several runs, and the `width` of the axis."""
+    *outer, inner = (dims[name] for name in layout.parse_arrangement(term.pattern, spelling.leading).source[-1])
+    count = layout.product(outer)
+    if spelling.parts[term.inner.name] == "run":
+        return {"offset": 5, "width": 5 + count * inner + 3}
+    return {"offset": inner + 3 + 2, "pitch": inner + 3, "width": (count + 2) * (inner + 3)}
+
+
+def _variant(
+    spelling: Spelling, dims: Mapping[str, Any], parts: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+) -> Variant:
+    dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
+    rank = _rank(replace(spelling, leading=len(dims.get("...", ()))))
+    out = (spelling.dtype,) * len(spelling.outputs)
+    named = {operand: term.inner.name for operand, term in _parted(spelling).items()}
+    found_numbers = {
+        f"{named[operand]}_{word}": number
+        for operand, part in parts.items()
+        for word, number in part.items()
+        if word != "width"
+    }
+    runs = {named[operand]: part["width"] // part["pitch"] for operand, part in parts.items() if "pitch" in part}
+    dims = {**dims, **{f"{name}_blocks": count for name, count in runs.items()}}
+    return Variant(spelling.opset, dtypes, out, rank, {**_values(spelling), **found_numbers}, dims, chosen(spelling))
+
+
+def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
+    """Return the dimensions of the output as onnx infers them, for operands whose shapes do not tell them."""
+    optional = frozenset(c.name for c in spelling.fusion.operands if c.optional)
+    least = replace(spelling, absent=spelling.absent | optional, longest=False)
+    axes = {c.name: _axes(least, c) for c in operands(least)}
+    shapes = {name: _shape(least, name, found, {"...": ()}) for name, found in axes.items() if found is None}
+    variant = _variant(least, {})
+    try:
+        nodes, results, _ = _body(replace(least, picks={}), variant)
+    except KeyError as error:
+        advice = f'name the axes of {", ".join(shapes)}, as in tensor("... d")'
+        raise Unwritable("example", f"example= does not tell the size of {error}; {advice}") from error
+    model, _ = _model(least, variant, nodes, results[:1], shapes, shapes)
+    shape = tuple(d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim)
+    dims = unify(spelling.fusion.out[0], shape, {})
+    assert dims is not None, f"{spelling.id}: {shape} is not ({spelling.fusion.out[0]})"
+    return dict(dims)
+
+
+def complete_options(spelling: Spelling, variant: Variant, term: Alternatives) -> list[Term]:
+    """Return the options that can be written and that use every present operand."""
+    builder = BodyBuilder(variant)
+    possible = [option for option in term.options if builder.can_write(option)]
+    used = [{c.name for c in captures(spelling, option)} & variant.dtypes.keys() for option in possible]
+    every = set().union(*used)
+    return [option for option, names in zip(possible, used, strict=True) if names == every]
+
+
+def _body(spelling: Spelling, variant: Variant) -> tuple[list[onnx.NodeProto], list[str], frozenset[tuple[int, int]]]:
+    written = set()
+    terms = [t for t in walk(*spelling.fusion.outputs) if has_spellings(t) and id(t) in spelling.picks]
+    alike = {_looks(t): spelling.picks[id(t)] for t in terms}  # an exporter writes two products in the same way
+
+    def pick(term: Alternatives, possible: Sequence[Term]) -> Term:
+        options = complete_options(spelling, variant, term)
+        wanted = spelling.picks.get(id(term), alike.get(_looks(term)))
+        if wanted is not None and term.options[wanted] in options:
+            options = [term.options[wanted]]
+        elif id(term) in spelling.picks:
+            raise Unwritable("opset", f"{term.options[spelling.picks[id(term)]].span} needs another opset")
+        if not options:
+            raise Unwritable("operands", f"{term.span}: no spelling has all the operands")
+        option = max(options, key=lambda o: o.count_nodes(variant.choices, set())) if spelling.longest else options[0]
+        written.add((id(term), term.options.index(option)))
+        return option
+
+    builder = BodyBuilder(variant, pick)
+    for term in spelling.outputs:
+        if not builder.can_write(term):
+            raise _why_not(spelling, variant)
+    try:
+        nodes, results = body(spelling.fusion, variant, pick)
+    except PatternError as error:
+        raise Unwritable("reshape", str(error)) from error
+    return nodes, results, frozenset(written)
+
+
+def _looks(term: Alternatives) -> tuple[Any, ...]:
+    """Return a key that is equal for terms that one line of a pattern makes when it is called twice."""
+    return term.span, *((type(option), getattr(option, "op", "")) for option in term.options)
+
+
+def _why_not(spelling: Spelling, variant: Variant) -> Unwritable:
+    """Return why a variant cannot be written: a newer opset has the operators, or an operand is absent."""
+    newer = replace(variant, opset=NEWEST)
+    builder = BodyBuilder(newer)
+    if all(builder.can_write(term) for term in spelling.outputs):
+        return Unwritable("opset", f"opset {variant.opset} lacks an operator")
+    return Unwritable("operands", f"without {', '.join(sorted(spelling.absent))} this variant does not exist")
+
+
+def _model(
+    spelling: Spelling,
+    variant: Variant,
+    nodes: list[onnx.NodeProto],
+    outputs: Sequence[str],
+    shapes: Mapping[str, tuple[DimSize, ...]],
+    concrete: Mapping[str, tuple[int, ...]],
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(len(nodes))
+    kinds = {c.name: c.kind for c in spelling.fusion.captures}
+    arrays = {name: _random(rng, concrete[name], dtype) for name, dtype in variant.dtypes.items()}
+    for i, node in enumerate(nodes):
+        node.name = f"{node.op_type.lower()}_{i}"
+        if spelling.swapped and node.op_type in ("Add", "Mul"):
+            node.input[:] = node.input[::-1]
+    inputs = [
+        helper.make_tensor_value_info(name, dtype, [d if isinstance(d, int) else str(d) for d in shapes[name]])
+        for name, dtype in variant.dtypes.items()
+        if kinds[name] != "weight"
+    ]
+    weights = [numpy_helper.from_array(array, name) for name, array in arrays.items() if kinds[name] == "weight"]
+    infos = [onnx.ValueInfoProto(name=name) for name in outputs]
+    graph = helper.make_graph(nodes, spelling.fusion.name, inputs, infos, weights)
+    opsets = [helper.make_opsetid("", spelling.opset)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=max(4, helper.find_min_ir_version_for(opsets)))
+    _type_outputs(model, spelling, variant)
+    return model, {i.name: arrays[i.name] for i in inputs}
+
+
+def _type_outputs(model: onnx.ModelProto, spelling: Spelling, variant: Variant) -> None:
+    """Declare the types and shapes of the outputs, as an exporter does."""
+    graph = read_graph(model)
+    shapes = infer_shapes(graph)
+    made = {t.name: t for node in graph.nodes for t in node.outputs}
+    for info, dtype in zip(model.graph.output, variant.out, strict=False):
+        shape = shapes.shape(made[info.name])
+        assert shape is not None, f"the shape of '{info.name}' cannot be inferred"
+        dims = [d if isinstance(d, int) else None if "?" in str(d) else str(d) for d in shape]
+        info.CopyFrom(helper.make_tensor_value_info(info.name, dtype, dims))
+    first, spec = shapes.shape(made[model.graph.output[0].name]), spelling.fusion.out[0]
+    said = f"{spelling.id}: out= names the axes '{spec}' of an output of shape {first}, where {dict(variant.dims)}"
+    assert first is not None and ("(" in spec or unify(spec, first, variant.dims) is not None), said
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: int) -> np.ndarray:
+    if dtype == TensorProto.BOOL:
+        return rng.random(shape) > 0.3
+    if dtype == TensorProto.INT64:
+        return rng.integers(0, 2, shape)  # rows of a table
+    return rng.standard_normal(shape).astype(helper.tensor_dtype_to_np_dtype(dtype))
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """The spellings of a fusion, and those that cannot be written, with the reason."""
+
+    written: tuple[Spelling, ...]
+    unwritable: tuple[tuple[Spelling, Unwritable], ...]
+    options: frozenset[tuple[int, int]]  # (id, index) of each option that a spelling writes
+    labels: frozenset[tuple[str, str]]  # (choice, label) that a spelling has
+
+
+@functools.cache
+def spellings(fusion: Fusion) -> Spellings:
+    """Generate spellings: the first variant with one thing changed, each in the newest opset that can express it."""
+    collector = _Collector()
+    bases = [newest for s in _variants(fusion) if (newest := collector.take(s)) is not None]
+    if not bases:
+        raise collector.unwritable[0][1]
+    for spelling in (*bases, *_crossed(bases)):
+        if collector.options >= every_option(fusion):
+            break
+        for written in _unwritten_options(spelling, collector.options):
+            collector.take(written)
+    for spelling in _further(bases[0]):
+        collector.take(spelling, at_newest=False)
+    return Spellings(
+        tuple(collector.written), tuple(collector.unwritable), frozenset(collector.options),
+        frozenset(collector.labels),
+    )  # fmt: skip
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.written: list[Spelling] = []
+        self.unwritable: list[tuple[Spelling, Unwritable]] = []
+        self.options: set[tuple[int, int]] = set()
+        self.labels: set[tuple[str, str]] = set()
+
+    def take(self, spelling: Spelling, at_newest: bool = True) -> Spelling | None:
+        first: Unwritable | None = None
+        for opset in range(spelling.opset, OLDEST - 1, -1) if at_newest else (spelling.opset,):
+            tried = replace(spelling, opset=opset)
+            try:
+                unfused = build(tried)
+            except Unwritable as error:
+                first = first or error
+                continue
+            self.written.append(tried)
+            self.options |= unfused.written
+            self.labels |= set(unfused.variant.choices.items())
+            return tried
+        assert first is not None
+        self.unwritable.append((spelling, first))
+        return None
+
+
+def _variants(fusion: Fusion) -> Iterator[Spelling]:
+    base = Spelling(fusion, "first")
+    yield base
+    chooses = {t.name: t for t in walk(*fusion.outputs) if is_choice(t)}
+    single = [
+        replace(base, what=f"{name}={label}", choices={name: label})
+        for name, term in chooses.items()
+        for label in term.labels
+        if label != _label(base, term)
+    ]
+    yield from single
+    seen: set[tuple[str, frozenset[str]]] = set()
+    for spelling in (base, *single):
+        yield from _without(spelling, seen)
+        yield from _with_values(spelling, seen)
+    if any("..." in spec for spec in _specs(base)) and all(_axes(base, c) for c in operands(base)):
+        yield from (replace(base, what=f"{rank}-leading-axes", leading=rank) for rank in (0, 1, 3))
+    yield from _with_sizes(base)
+    yield from _with_parts((base, *single))
+
+
+def _with_parts(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
+    """Yield variants with an operand that is a slice of a tensor, in one run and in several; then with all of them."""
+    seen: set[str] = set()
+    for spelling in spellings:
+        found = [t for t in spelling.terms if isinstance(t, Rearrange) and isinstance(t.inner, PackedSlice)]
+        new = [t for t in found if f"{t.inner.name} {t.pattern}" not in seen]
+        seen |= {f"{t.inner.name} {t.pattern}" for t in new}
+        names = {t.inner.name: layout.parse_arrangement(t.pattern, 2).source[-1] for t in new}
+        for name, last in names.items():
+            for kind in ("run", "runs") if len(last) > 1 else ("run",):
+                yield replace(spelling, what=f"{spelling.what}-{kind}-of-{name}", parts={name: kind})
+        if len(names) > 1:
+            yield replace(spelling, what=f"{spelling.what}-all-parts", parts=dict.fromkeys(names, "run"))
+
+
+def _without(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
+    """Yield variants without each optional parameter, in the first variant that exists without it."""
+    inputs = {id(part.unwrapped) for term in spelling.terms for part in term.parts}
+    for capture in captures(spelling):
+        if not capture.optional or capture.kind == "attribute" or (capture.kind == "scalar" and id(capture) in inputs):
+            continue
+        absent = replace(spelling, what=f"{spelling.what}-without-{capture.name}", absent=frozenset({capture.name}))
+        readers = frozenset(id(t) for t in spelling.terms if capture in t.attribute_captures)
+        key = (capture.name, readers or frozenset(chosen(spelling)))
+        if key in seen:
+            continue
+        try:
+            build(absent)
+        except Unwritable as error:
+            if error.kind == "operands":
+                continue  # this label needs the operand; another one does not
+        seen.add(key)
+        yield absent
+
+
+def _with_values(spelling: Spelling, seen: set[Any]) -> Iterator[Spelling]:
+    """Each scalar that has a value where it is absent with another value; each attribute with its example."""
+    for capture in captures(spelling):
+        value = None
+        if capture.kind == "scalar" and capture.if_absent is not None:
+            value = capture.if_absent * 100
+        elif capture.kind == "attribute":
+            value = spelling.fusion.example.get(capture.name)
+        if value is not None and capture.name not in seen:
+            seen.add(capture.name)
+            yield replace(spelling, what=f"{spelling.what},{capture.name}={value}", values={capture.name: value})
+
+
+def _with_sizes(base: Spelling) -> Iterator[Spelling]:
+    """Yield variants with a repeated dimension of size one, and with axes that are broadcast or left out."""
+    for term in base.terms:
+        if isinstance(term, Rearrange):
+            source, _, result = term.pattern.partition("->")
+            for name in sorted(set(re.findall(r"[a-z_]+", result)) - set(re.findall(r"[a-z_]+", source))):
+                yield replace(base, what=f"{name}=1", sizes={name: 1})
+    spec = next((c.dims for c in operands(base) if "?" in (c.dims or "")), "")
+    names = re.findall(r"(\w+)\?", spec)
+    yield from (replace(base, what=f"{name}-broadcast", thin=frozenset({name})) for name in names)
+    for i in range(1, len(names)):
+        yield replace(base, what=f"{names[i]}-last", thin=frozenset(names[:i]), short=True)
+
+
+def _further(base: Spelling) -> Iterator[Spelling]:
+    """Yield the first variant in every opset and dtype, with symbolic dimensions, longest and with swapped operands."""
+    yield from (replace(base, what=f"opset{opset}", opset=opset) for opset in range(OLDEST, NEWEST + 1))
+    yield replace(base, what="float16", dtype=TensorProto.FLOAT16)
+    yield replace(base, what="bfloat16", dtype=TensorProto.BFLOAT16)
+    for opset in (13, base.opset):
+        yield replace(base, what=f"dynamic-opset{opset}", dynamic=True, opset=opset)
+        yield replace(base, what=f"longest-opset{opset}", longest=True, opset=opset)
+        yield replace(base, what=f"swapped-opset{opset}", longest=True, swapped=True, opset=opset)
+    if len(base.fusion.outputs) > 1 and not side_outputs(base.fusion):
+        yield replace(base, what="only-first", only_first=True)
+
+
+def _crossed(bases: Sequence[Spelling]) -> Iterator[Spelling]:
+    """Yield another label together with an absent operand or another rank, because some options need both."""
+    first = bases[0]
+    for one in bases:
+        for other in bases:
+            if one.choices and not one.absent and not other.choices and (other.absent, other.leading) != ((), 2):
+                changes = {"absent": other.absent, "leading": other.leading, "what": f"{one.what},{other.what}"}
+                yield replace(one, opset=first.opset, **changes)
+
+
+def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -> Iterator[Spelling]:
+    """Yield the spelling with each writable option of an Alternatives that no spelling has written yet."""
+    known = set(written)
+    try:
+        variant = build(spelling).variant
+    except Unwritable:
+        return
+    for opset in range(spelling.opset, OLDEST - 1, -1):
+        at_opset = replace(variant, opset=opset)
+        for term, index, picks in _ways(spelling, at_opset, spelling.outputs, {}, set()):
+            if (id(term), index) not in known:
+                known.add((id(term), index))
+                yield replace(spelling, picks=picks, what=f"{spelling.what},{_called(term, index)}")
+
+
+def one_option_changed(spelling: Spelling, variant: Variant) -> Iterator[Spelling]:
+    """Yield the spelling with each option of an Alternatives that is not the first one, and what leads there."""
+    for term, index, picks in _ways(spelling, variant, spelling.outputs, {}, set()):
+        if picks.get(id(term)) == index:
+            yield replace(spelling, picks=picks)
+
+
+def _called(term: Alternatives, index: int) -> str:
+    """Return a name of an option that is fit for a test's id."""
+    option = term.options[index]
+    kind = getattr(option, "op", type(option).__name__)
+    return f"{Path(option.span.file).stem}:{option.span.line}:{kind}#{index}"
+
+
+def _ways(
+    spelling: Spelling, variant: Variant, roots: Sequence[Term], picks: dict[int, int], seen: set[int]
+) -> Iterator[tuple[Alternatives, int, dict[int, int]]]:
+    for term in roots:
+        if id(term) in seen:
+            continue
+        seen.add(id(term))
+        if has_spellings(term):
+            for i, option in enumerate(complete_options(spelling, variant, term)):
+                index = term.options.index(option)
+                path = {**picks, id(term): index} if i else picks
+                yield term, index, path
+                yield from _ways(spelling, variant, [option], path, seen)
+        elif is_choice(term):
+            yield from _ways(spelling, variant, [term.labelled(_label(spelling, term))], picks, seen)
+        else:
+            yield from _ways(spelling, variant, term.parts, picks, seen)
+
+
+def every_option(fusion: Fusion) -> set[tuple[int, int]]:
+    """Return what `Spellings.options` must hold."""
+    eithers = [t for t in walk(*fusion.outputs) if has_spellings(t)]
+    return {(id(t), index) for t in eithers for index in range(len(t.options))}
+
+
+def every_label(fusion: Fusion) -> set[tuple[str, str]]:
+    """Return what `Spellings.labels` must hold."""
+    return {(t.name, label) for t in walk(*fusion.outputs) if is_choice(t) for label in t.labels}
+
+
+def longest(fusion: Fusion, opset: int) -> Spelling:
+    """Return the first variant in as many nodes as possible."""
+    return Spelling(fusion, f"longest-opset{opset}", opset=opset, longest=True)
+
+
+def richest(fusion: Fusion, opset: int) -> Spelling:
+    """Return the variant whose labels have the most nodes, in as many nodes as possible."""
+    chooses = {t.name: t for t in walk(*fusion.outputs) if is_choice(t)}
+    labels = {
+        name: max(t.labels, key=lambda label: t.labelled(label).count_nodes({}, set())) for name, t in chooses.items()
+    }
+    return replace(longest(fusion, opset), choices=labels, what=f"richest-opset{opset}")

@@ -1,0 +1,111 @@
+"""How long plans and loaded kernels are held, and when kernels are loaded; the GPU is a stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+
+from stand_in import CPU, SHIFT, Stage, feed, model, session, stage
+
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.plan import Kernel
+
+GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    result = stage(monkeypatch)
+    yield result
+    result.cuda.fake_other_captures(0)
+    result.library.onnxfuse_keep_plans(native.MAX_RECENT_PLANS)
+
+
+def test_memory_is_bounded_where_shapes_never_end(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node keeps as many plans as allowed; those in use stay, and a dropped one is made again."""
+    monkeypatch.setattr(planner, "MAX_PLANS_PER_NODE", 8)
+    gpu.library.onnxfuse_keep_plans(4)
+    run, calls = session(model(SHIFT)), gpu.kernels("shift").calls
+
+    def works(sizes: Sequence[int]) -> list[int]:
+        calls.clear()
+        for n in sizes:
+            given = feed(n, 3)
+            np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+        return [inputs[0].shape[0] for _, inputs, _ in calls]
+
+    assert works([1, 2, 3, 4] * 3) == [1, 2, 3, 4]
+    assert works([n for i in range(5, 40) for n in (1, i)]) == list(range(5, 40)), "the first is in use"
+    assert len(planner.plans_in_use()) == 8
+    assert works([39, 1, 2, 3, 4]) == [2, 3, 4]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: works([(seed * i) % 23 + 1 for i in range(200)]), range(8)))
+
+
+def test_kernels_stay_loaded_as_long_as_the_node(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of the session may launch kernels of a plan that was dropped."""
+    made: list[weakref.ref[LoadedKernel]] = []
+
+    def load(kernel: Kernel, ordinal: int) -> LoadedKernel:
+        function = LoadedKernel(*reversed(native.load_function(gpu.library, ordinal, b"fake:cubin", kernel.entry)))
+        made.append(weakref.ref(function))
+        return function
+
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=load))
+    monkeypatch.setattr(planner, "MAX_PLANS_PER_NODE", 2)
+    run = session(model(SHIFT))
+    for n in range(1, 6):
+        run.run(None, feed(n, 3))
+    gc.collect()
+    assert len(made) == 5 and all(each() for each in made)
+    assert len(planner.plans_in_use()) == 2
+    del run
+    gc.collect()
+    assert not any(each() for each in made)
+
+
+def test_code_is_loaded_and_unloaded_while_another_thread_captures_a_graph(
+    gpu: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the driver refuses the call, and the other thread's capture fails."""
+
+    def load(kernel: Kernel, ordinal: int) -> LoadedKernel:
+        module, function = native.load_function(gpu.library, ordinal, b"fake:cubin", kernel.entry)
+        return LoadedKernel(function, Module(module))
+
+    class Module:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def __del__(self) -> None:
+            refusals.append(cuda.cuModuleUnload(self.handle))  # as CuPy, whatever other threads capture
+
+    refusals: list[int] = []
+    cuda = ctypes.CDLL(gpu.cuda._name)
+    cuda.cuModuleUnload.argtypes = (ctypes.c_void_p,)
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=load))
+    gpu.cuda.fake_other_captures(1)
+    run = session(model(SHIFT))
+    run.run(None, feed(2, 3))
+    assert gpu.cuda.fake_last_mode() == RELAXED, "of a first launch, which may load code"
+    run.run(None, feed(2, 3))
+    assert gpu.cuda.fake_last_mode() == GLOBAL
+    del run
+    gc.collect()
+    assert refusals == [0]
+    module, _ = native.load_function(gpu.library, 0, b"fake:cubin", "noop")
+    native.check(gpu.library.onnxfuse_unload(0, module))
+    assert cuda.cuModuleUnload(module) == 900

@@ -1,0 +1,261 @@
+"""A small kernel in sessions on a GPU: CUDA graphs, threads, plan files, and what a launch costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx.numpy_helper
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+import onnxfuse
+import onnxfuse.kernels
+from onnxfuse.runtime import cupy_backend, planner
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.plan_file import load_plans, save_plans
+from onnxfuse.session import InferenceSession, explain_session
+
+CUDA = "CUDAExecutionProvider"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
+    pytest.mark.skipif(bool(cupy_backend.unavailable()), reason="needs CuPy and a GPU"),
+]
+D = 768
+BODY = """<domain: "onnxfuse", opset_import: ["" : 17]>
+row_center <d, steps, fusion, operands, output_types> (x, scale) => (y) {
+  mean = ReduceMean<axes = [-1]>(x)
+  diff = Sub(x, mean)
+  y = Mul(diff, scale)
+}"""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(__file__).parents[1] / "native" / "gpu_kernels")
+    monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, folder])
+    monkeypatch.setattr(planner, "plan_files", {})
+    ort.preload_dlls()
+
+
+def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float") -> bytes:
+    """Return a chain of fused nodes, or of nodes of an ONNX operator with the same inputs."""
+    call = f'onnxfuse.row_center <fusion = "row_center", operands = "x scale", output_types = [1], steps = {steps}>'
+    if dtype == "float16":
+        call = call.replace("[1]", "[10]")
+    names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
+    chain = "\n".join(f"{after} = {op or call} ({before}, scale)" for before, after in pairwise(names))
+    text = (
+        f'<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>\n'
+        f"g ({dtype}[n, d] x, {dtype}[d] scale) => ({dtype}[n, d] y) {{ {chain} }}\n{'' if op else BODY}"
+    )
+    return bytes(onnx.parser.parse_model(text).SerializeToString())
+
+
+def session(source: bytes, how: str | None = "kernel", **options: Any) -> ort.InferenceSession:
+    run = InferenceSession(source, providers=[(CUDA, options)])
+    assert run.get_providers()[0] == CUDA
+    assert how is None or {r.how for r in explain_session(run)} == {how}, explain_session(run)
+    return run
+
+
+def feed(rows: int, d: int = D, seed: int = 0) -> dict[str, Any]:
+    random = np.random.default_rng(rows + seed)
+    return {
+        "x": random.standard_normal((rows, d)).astype(np.float32),
+        "scale": random.standard_normal(d).astype(np.float32),
+    }
+
+
+def expected(given: dict[str, Any]) -> Any:
+    x = given["x"].astype(np.float64)
+    return (x - x.mean(-1, keepdims=True)) * given["scale"]
+
+
+def close(result: Any, given: dict[str, Any]) -> None:
+    np.testing.assert_allclose(result, expected(given), rtol=1e-5, atol=1e-5)
+
+
+def bound(run: ort.InferenceSession, given: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """Return the binding, the inputs on the GPU and the output on the GPU."""
+    inputs = {name: ort.OrtValue.ortvalue_from_numpy(value, "cuda", 0) for name, value in given.items()}
+    output = ort.OrtValue.ortvalue_from_shape_and_type(given["x"].shape, np.float32, "cuda", 0)
+    binding = run.io_binding()
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_ortvalue_output("y", output)
+    return binding, inputs, output
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_kernel_gives_what_the_body_gives(steps: int) -> None:
+    run = session(model(steps=steps, nodes=1))
+    for rows, d in [(1, D), (7, D), (64, D), (64, 1023), (7, D), (0, D)]:
+        given = feed(rows, d)
+        close(run.run(None, given)[0], given)
+
+
+def test_the_body_runs_for_another_dtype() -> None:
+    run = session(model(dtype="float16"), how="body")
+    given = {name: value.astype(np.float16) for name, value in feed(8).items()}
+    np.testing.assert_allclose(run.run(None, given)[0], expected(given), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_cuda_graph_is_captured_and_replayed_with_other_inputs(steps: int) -> None:
+    run = session(model(steps=steps), enable_cuda_graph="1")
+    binding, inputs, output = bound(run, feed(64))
+    for seed in range(6):
+        given = feed(64, seed=seed)
+        for name, value in given.items():
+            inputs[name].update_inplace(value)
+        run.run_with_iobinding(binding)
+        close(output.numpy(), given)
+
+
+def test_plans_know_which_inputs_are_constants() -> None:
+    """Initializers are constants wherever onnxruntime stores them; their values are not read."""
+    proto = onnx.load_from_string(model(nodes=1))
+    given = feed(64)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(given["scale"], "scale"))
+    del proto.graph.input[1]
+    run = session(proto.SerializeToString())
+    close(run.run(None, {"x": given["x"]})[0], given)
+    assert [spec.constant for spec in planner.plans_in_use()[-1].inputs] == [False, True]
+
+
+def test_kernels_run_on_the_stream_that_the_session_was_given() -> None:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    run = session(model(steps=2), user_compute_stream=str(stream.ptr))
+    for rows in (1, 64, 7):
+        binding, _, output = bound(run, given := feed(rows))
+        run.run_with_iobinding(binding)
+        stream.synchronize()
+        close(output.numpy(), given)
+
+
+def test_kernels_run_where_onnxruntime_prefers_channels_last() -> None:
+    run = session(model(steps=2, nodes=1), prefer_nhwc="1")
+    close(run.run(None, feed(64))[0], feed(64))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_eight_threads_share_a_session(steps: int) -> None:
+    run = session(model(steps=steps, nodes=1))
+
+    def work(seed: int) -> None:
+        for i in range(200):
+            given = feed(1 + (seed + i) % 5, seed=seed)
+            close(run.run(None, given)[0], given)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_another_threads_capture_goes_on_while_code_is_loaded_and_unloaded() -> None:
+    """Without relaxed capture mode cuModuleUnload fails, and the capture with it."""
+    import cupy
+
+    kernel, backend = Kernel("row_center", "row_center", {"D": D, "BLOCK": 128}), planner.backends[CUDA]
+    cubin, library = backend.machine_code(kernel, backend.device(0)), native.driver()
+
+    def load_and_unload() -> None:
+        module, _ = native.load_function(library, 0, cubin, kernel.entry)
+        native.check(library.onnxfuse_unload(0, module))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x = cupy.zeros(8, "float32")
+    with ThreadPoolExecutor(1) as pool, stream:
+        x += 1
+        stream.synchronize()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        try:  # because an open capture would make every later test fail
+            x += 1
+            pool.submit(load_and_unload).result()
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    assert x.get().tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = session(model(steps=steps))
+    first.run(None, feed(64))
+    assert save_plans(tmp_path / "plans.zip") >= 1
+    load_plans(tmp_path / "plans.zip")
+    monkeypatch.setattr(planner, "_new_plan", None)
+    close(session(model(steps=steps)).run(None, feed(64))[0], feed(64))
+
+
+def test_sessions_come_and_go_without_a_leak() -> None:
+    import cupy
+
+    def free_after(count: int) -> int:
+        for _ in range(count):
+            session(model(steps=2)).run(None, feed(64))
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    before = free_after(5)
+    assert before - free_after(200) < 64 << 20
+
+
+def microseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Return the least of 9 samples of one run's time, because others may use the GPU at the same time."""
+    for _ in range(20):
+        run()
+    samples = []
+    for _ in range(9):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        samples.append((time.perf_counter() - start) / repeats * 1e6)
+    return min(samples)
+
+
+def add_relu(nodes: int) -> bytes:
+    """Return a chain of fused nodes that add a bias and apply Relu."""
+    names = ["x", *(f"t{i}" for i in range(1, nodes)), "y"]
+    chain = "\n".join(f"s{i} = Add(scale, {x}) {y} = Relu(s{i})" for i, (x, y) in enumerate(pairwise(names)))
+    ones = ", ".join(["1"] * 128)
+    text = (
+        f'<ir_version: 8, opset_import: ["" : 17]>\n'
+        f"g (float[1, 128] x) => (float[1, 128] y) <float[128] scale = {{{ones}}}> {{ {chain} }}"
+    )
+    fused, report = onnxfuse.optimize(onnx.parser.parse_model(text), verify=False)
+    assert report.counts == {"bias_activation": nodes}
+    return bytes(fused.SerializeToString())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_node_costs_no_more_than_an_add(graph: bool) -> None:
+    """Measure the cost of one more node in a chain of small tensors; -s shows it."""
+    options = {"enable_cuda_graph": "1"} if graph else {}
+    chains = {
+        "Add": lambda nodes: model(nodes=nodes, op="Add"),
+        "bare kernel": lambda nodes: model(nodes=nodes, steps=0),
+        "bias_activation": add_relu,
+    }
+    costs = {}
+    for name, chain in chains.items():
+        times = {}
+        for nodes in (1, 201):
+            run = session(chain(nodes), how=None if name == "Add" else "kernel", **options)
+            given = feed(1, 128)
+            binding, _, _ = bound(run, {each.name: given[each.name] for each in run.get_inputs()})
+            times[nodes] = microseconds(lambda run=run, binding=binding: run.run_with_iobinding(binding), 50)
+        costs[name] = (times[201] - times[1]) / 200
+    print(f"\n{'in a CUDA graph' if graph else 'launched'}, us a node: {costs}")
+    assert costs["bias_activation"] < (1.05 if graph else 1.5) * costs["Add"]
+    assert costs["bare kernel"] < 1.5 * costs["Add"]

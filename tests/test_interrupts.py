@@ -1,0 +1,139 @@
+"""Test Ctrl-C: at any moment a command ends with "Aborted!" and leaves neither files nor processes behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+from test_optimize import BLOCK, parse
+from test_own_process import HEAD, RUNS_FOR_EVER
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+
+FIRST, STEP = 0.02, 1.8  # seconds until the first moment, and how much longer each next one is
+# The first line of the program: Python itself prints a traceback if Ctrl-C comes before.
+PROGRAM = """
+import onnxfuse.interrupts as interrupts
+interrupts.install()
+print("started", flush=True)
+from onnxfuse.__main__ import run
+run()
+"""
+
+
+def interrupted(folder: Path, delay: float, *arguments: str) -> tuple[int, str, str]:
+    """Run a command, send SIGINT after `delay` seconds, and return the exit code and what was printed."""
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(scratch)},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=100)
+    assert {path.name for path in scratch.iterdir()} <= {".ses"}  # onnxruntime 1.31 writes that one itself
+    assert processes_in(folder) == []
+    return process.returncode, printed, errors
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes that use this folder for their temporary files."""
+    found, wanted = [], f"TMPDIR={folder / 'scratch'}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text(encoding="utf-8"))
+        except OSError:  # it has ended, or belongs to somebody else
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["optimize in.onnx out.onnx --report report.json", "verify in.onnx in.onnx", "explain in.onnx", "list"],
+    ids=lambda text: text.split()[0],
+)  # fmt: skip
+def test_a_command_can_be_interrupted_at_any_moment(tmp_path: Path, arguments: str) -> None:
+    """The moments lie closer together where a program begins; the last one is when the command has ended."""
+    onnx.save(parse(BLOCK), tmp_path / "in.onnx")
+    before = {"in.onnx", "scratch"}
+    for number in itertools.count():
+        code, printed, errors = interrupted(tmp_path, FIRST * STEP**number, *arguments.split())
+        files = {path.name for path in tmp_path.iterdir()}
+        if code == 0:
+            assert errors.strip() == "" and printed and number > 2
+            break
+        assert (code, errors.strip()) == (1, "Aborted!")
+        assert files - {"out.onnx", "report.json"} == before  # each of these is whole, or is not there
+        for name in files - before:
+            assert (tmp_path / name).stat().st_size
+            (tmp_path / name).unlink()
+
+
+SWALLOWED = """
+import os, signal
+import onnxfuse.interrupts as interrupts
+interrupts.install()
+class Deleted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(100):
+            pass
+try:
+    Deleted()
+    while True:
+        pass
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGINT)  # while files are cleaned up
+    print("interrupted", interrupts.seen())
+"""
+
+
+def test_an_interrupt_that_a_destructor_swallows_is_raised_again() -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
+
+
+INSIDE_AN_IMPORT = """
+import os, signal, sys
+import onnxfuse.interrupts as interrupts
+interrupts.install()
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "onnx":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(100):
+                    pass
+            except KeyboardInterrupt:
+                raise ImportError("as C extensions make of it") from None
+sys.meta_path.insert(0, Finder)
+sys.argv[1:] = ["list"]
+from onnxfuse.__main__ import run
+run()
+"""
+
+
+def test_an_interrupt_that_an_import_turns_into_an_error_is_no_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INSIDE_AN_IMPORT], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", "Aborted!")
+
+
+def test_a_model_that_runs_can_be_interrupted(tmp_path: Path) -> None:
+    """The process in which onnxruntime runs the model ends as well."""
+    onnx.save(onnx.parser.parse_model(f"{HEAD} g {RUNS_FOR_EVER}"), tmp_path / "in.onnx")
+    for delay in (4.0, 6.0):
+        code, _, errors = interrupted(tmp_path, delay, "optimize", "in.onnx", "out.onnx")
+        assert (code, errors.strip().splitlines()[-1], "Traceback" in errors) == (1, "Aborted!", False)
+        assert not (tmp_path / "out.onnx").exists()

@@ -1,0 +1,179 @@
+"""Test the comparison by parts: what a part consists of, what it is run on, and what is taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from case_documents import read_case
+from onnx import numpy_helper
+
+from onnxfuse import optimize
+from onnxfuse.dsl import catalogue
+from onnxfuse.optimizer import FusedModel, fuse_model
+from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
+from onnxfuse.verify.parts import Part, distinct_parts
+
+HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
+WRONG_RELU = '''"""A Relu whose stored body is another function."""
+
+from onnxfuse import either, fusion, op, tensor
+
+
+@fusion(out="...")
+def wrong_relu(x=tensor("...")):
+    """y = max(x, 0)"""
+    return either({wrong}, op.Relu(x))
+'''
+LAYER_NORM = """
+  m = ReduceMean <axes = [-1]> (h)  c = Sub (h, m)  q = Mul (c, c)  v = ReduceMean <axes = [-1]> (q)
+  s = Add (v, epsilon)  d = Sqrt (s)  n = Div (c, d)  g = Mul (n, gamma)  y = Add (g, beta)
+"""
+
+
+def parse(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f"{HEAD} {text}")
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    return model
+
+
+def fused(model: onnx.ModelProto, folder: Path | None = None) -> FusedModel:
+    fusions = catalogue.with_folders([folder] if folder else [])
+    return fuse_model(model, None, fusions, keep_unfused=True)
+
+
+def parts_of(result: FusedModel) -> list[Part]:
+    assert result.unfused is not None
+    return distinct_parts(result.unfused, result.model, {one.node: one.replaces for one in result.fusing.fused})
+
+
+def compared(result: FusedModel, **feeds: np.ndarray) -> PartsVerification:
+    assert result.unfused is not None
+    return compare_parts(result.unfused, result.model, parts_of(result), None, feeds)
+
+
+def wrong_relu(folder: Path, wrong: str) -> Path:
+    (folder / "wrong_relu.py").write_text(WRONG_RELU.format(wrong=wrong), encoding="utf-8")
+    return folder
+
+
+# What a part consists of
+
+
+def test_equal_nodes_are_one_part() -> None:
+    model = parse("g (float[b, 8] x) => (float[b, 8] z) { a = Relu(x)  y = Sqrt(a)  s = Softmax(y)  t = Softmax(s)"
+                  "u = Softmax(t)  z = Softmax <axis = 0> (u) }")  # fmt: skip
+    (part,) = parts_of(fused(model))
+    assert part.fused.op_type == "softmax" and len(part.equal) == 2
+
+
+def test_nodes_of_other_shapes_or_other_constants_are_other_parts() -> None:
+    text = "g (float[b, 8] x, float[b, 9] z) => (float[b, 8] y, float[b, 9] w) { y = Softmax(x)  w = Softmax(z) }"
+    assert [len(part.equal) for part in parts_of(fused(parse(text)))] == [0, 0]
+
+
+def test_the_walk_stops_at_a_mask_that_is_no_operand() -> None:
+    """The padding mask is an operand of attention; the causal mask is none, so it keeps the values of the run."""
+    case = read_case(Path(__file__).parents[1] / "cases" / "attention_with_a_causal_mask.txt")
+    other = onnx.helper.make_tensor_value_info("other", onnx.TensorProto.FLOAT, [1, 1, "seq"])
+    case.model.graph.input.append(other)
+    next(node for node in case.model.graph.node if node.op_type == "Shape").input[:] = ["other"]
+    result = fused(case.model)
+    (part,) = parts_of(result)
+    assert part.fused.op_type == "attention" and "rest" in part.operands and part.leaves == ("before",)
+    assert {n.op_type for n in part.replaced} >= {"MatMul", "And", "Where", "Softmax"}
+    random = np.random.default_rng(0)
+    feeds = {name: random.standard_normal((1, 2, 5, 8)).astype("f4") for name in "qkv"}
+    found = compared(result, **feeds, padding=np.ones((1, 5), bool), other=np.zeros((1, 1, 5), "f4"))
+    assert (found.wrong, found.not_compared) == ((), ()) and len(found.equal) == 1
+
+
+# What a part is run on
+
+
+@pytest.mark.parametrize(
+    ("wrong", "feed", "sentence"),
+    [
+        (
+            "op.Abs(x)",
+            [-1.0, 2.0],
+            "on the values of a run its output 'y' is 1 at [0]; the nodes that it replaced give 0",
+        ),
+        ("op.Abs(x)", [1.0, 2.0], "on drawn values its output 'y' is "),
+        ("op.Clip(x, 0.0, 100.0)", [1.0, 2.0], "on large drawn values its output 'y' is 100 at "),
+    ],
+)
+def test_values_of_a_run_and_drawn_ones(tmp_path: Path, wrong: str, feed: list[float], sentence: str) -> None:
+    model = parse("g (float[n] x) => (float[n] y) { y = Relu(x) }")
+    result = fused(model, wrong_relu(tmp_path, wrong))
+    (finding,) = compared(result, x=np.array(feed * 20, np.float32)).wrong
+    assert finding.reason.startswith(sentence), finding.reason
+
+
+def test_weights_are_drawn_too() -> None:
+    """Weights of one and biases of zero would hide that a body leaves them out."""
+    model = parse(
+        f"g (float[b, 8] h) => (float[b, 8] y) {{ {LAYER_NORM} }}",
+        epsilon=np.float32(1e-5), gamma=np.ones(8, "f4"), beta=np.zeros(8, "f4"),
+    )  # fmt: skip
+    result = fused(model)
+    (body,) = result.model.functions
+    (norm,) = (node for node in body.node if node.op_type == "LayerNormalization")
+    del norm.input[2:]
+    feeds = {"h": np.random.default_rng(0).standard_normal((3, 8)).astype("f4")}
+    (finding,) = compared(result, **feeds).wrong
+    assert finding.reason.startswith("on drawn values its output 'y' is ")
+
+
+def test_nan_in_another_place(tmp_path: Path) -> None:
+    model = parse("g (float[n] x) => (float[n] y) { r = Sqrt(x)  y = Relu(r) }")
+    result = fused(model, wrong_relu(tmp_path, "op.Where(op.IsNaN(x), 0.0, op.Relu(x))"))
+    (finding,) = compared(result, x=np.array([4, -1], np.float32)).wrong
+    assert finding.reason == "on the values of a run its output 'y' differs in NaN at 1 of 2 elements"
+
+
+def test_what_was_nan_in_the_run_is_compared_on_drawn_values(tmp_path: Path) -> None:
+    model = parse("g (float[n] x) => (float[n] y) { r = Sqrt(x)  y = Relu(r) }")
+    result = fused(model, wrong_relu(tmp_path, "op.Abs(x)"))
+    (finding,) = compared(result, x=np.full(8, -1, np.float32)).wrong
+    assert finding.reason.startswith("on drawn values its output 'y' is ")
+
+
+def test_scores_in_the_thousands_are_no_error() -> None:
+    """On large values the probabilities of attention move more than a fixed tolerance when the scores are rounded."""
+    model = parse(
+        """g (float[1, 2, 16, 64] q, float[1, 2, 16, 64] k, float[1, 2, 16, 64] v) => (float[1, 2, 16, 64] y) {
+        t = Transpose <perm = [0, 1, 3, 2]> (k)  root = Mul(q, third)  tr = Mul(t, third)  m = MatMul(root, tr)
+        a = Softmax(m)  y = MatMul(a, v) }""", third=np.float32(0.35355338),
+    )  # fmt: skip
+    result = fused(model)
+    assert [one.fusion for one in result.fusing.fused] == ["attention"]
+    feeds = {n: np.random.default_rng(0).standard_normal((1, 2, 16, 64)).astype("f4") for n in "qkv"}
+    assert compared(result, **feeds).wrong == ()
+
+
+# What is taken back
+
+
+def test_the_node_at_fault_is_taken_back_and_others_stay(tmp_path: Path) -> None:
+    """The stored body is wrong in one of two nodes: where the tensor has two axes."""
+    text = WRONG_RELU.replace("{wrong}", "op.Mul(op.Relu(x), size_one)").replace(
+        "return either", "return choose_either"
+    )
+    text = WRONG_RELU.format(wrong="op.Clip(x, 0.0, 100.0)").replace('"..."', '"a b"')
+    (tmp_path / "wrong_relu.py").write_text(text, encoding="utf-8")
+    model = parse("g (float[b, 8] x) => (float[b, 8] y) { a = Relu(x)  s = Softmax(a)  y = Sqrt(s) }")
+    optimized, report = optimize(model, patterns=[tmp_path])
+    assert report.counts == {"softmax": 1} and report.verified.passed
+    assert [(d.fusion, d.node) for d in report.dropped] == [("wrong_relu", "a/wrong_relu")]
+    assert [node.op_type for node in optimized.graph.node] == ["Relu", "softmax", "Sqrt"]
+
+
+def test_parts_in_bfloat16_are_compared_in_float32() -> None:
+    """onnxruntime's CPU provider has neither Exp nor Softmax in bfloat16."""
+    model = parse("g (bfloat16[b, 8] x) => (bfloat16[b, 8] y) { e = Exp(x)  y = Softmax(e) }")
+    result, report = optimize(model)
+    assert [node.op_type for node in result.graph.node] == ["Exp", "softmax"]
+    assert (report.dropped, report.verified.status) == ((), "verified"), report.verified
