@@ -155,15 +155,14 @@ def optimize_command(
         check_target(target)
         if target.exists() and source.exists() and target.samefile(source) and not overwrite:
             raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")
-    model, folder = load(source)
-    inputs = load_inputs(npz, model) if npz else None
+    inputs = load_inputs(npz, load(source)[0]) if npz else None
     with _progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, verify=verify, inputs=inputs,
             shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target is not None and not dry_run:
-        save(optimized, target, folder=folder)
+        save(optimized, target, folder=source.parent)
         result = result.written(target)
     if report:
         result.write(report)

@@ -21,10 +21,17 @@ from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, 
 
 from onnxfuse import cli
 from onnxfuse.cli import main
+from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
 DONE, FAILED, USAGE, PARTLY, NOTHING = 0, 1, 2, 3, 4  # the last two: how much was compared
 HANGS = 600  # seconds; a program that takes longer waits for something
+
+
+def test_the_time_limit_is_the_library_s() -> None:
+    """The command line repeats it: the module that holds it imports numpy, which `--help` does without."""
+    (option,) = (p for p in cli.optimize_command.params if p.name == "timeout")
+    assert option.default == own_process.DEFAULT_TIMEOUT
 
 
 @pytest.fixture
