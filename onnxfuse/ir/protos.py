@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import onnx
@@ -19,6 +20,14 @@ class NodeContainer(Protocol):
     @property
     def value_info(self) -> Iterable[onnx.ValueInfoProto]:
         """The recorded types of the values between the nodes."""
+
+
+@dataclass(frozen=True)
+class OneNode:
+    """A container of one node: it refers to the node, whose tensors a FunctionProto would copy."""
+
+    node: tuple[onnx.NodeProto]
+    value_info: tuple[onnx.ValueInfoProto, ...] = ()
 
 
 Part = TypeVar("Part", bound=NodeContainer)

@@ -26,7 +26,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.tuning.dispatch import Prefer
-from onnxfuse.verify.cpu_session import from_ort_value, to_ort_value
+from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
 
 Value: TypeAlias = Array | ort.OrtValue
 Provider: TypeAlias = Literal["cpu", "cuda"]

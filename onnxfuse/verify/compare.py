@@ -14,8 +14,8 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.extract import extract
 from onnxfuse.ir.load import load
-from onnxfuse.verify.compare_constants import ancestors
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import OutputDifference, compare_output, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
@@ -28,7 +28,7 @@ from onnxfuse.verify.ties import are_ties, source_of_indices
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
 if TYPE_CHECKING:
-    import onnxruntime as ort
+    from onnxfuse.verify.cpu_session import Session
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
 Progress: TypeAlias = Callable[[str], None]
@@ -216,7 +216,7 @@ def _find_ties(
         node = None if error.passed or error.tolerance else source_of_indices(model, error.name)
         if node is None or reference.in_float32:
             continue
-        session = open_session(ancestors(model, [node.input[0]]), folder, optimize=False)
+        session = open_session(extract(model, [node.input[0]]), folder, optimize=False)
         scores = [run(session, each.feeds)[node.input[0]] for each in reference.runs]
         old = [each.outputs[error.name] for each in reference.runs]
         if are_ties(node, scores, old, [result.get(error.name) for result in results]):
@@ -375,7 +375,7 @@ def _run_at_sizes(
     return runs
 
 
-def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> ort.InferenceSession:
+def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:
     try:
         return open_session(model, folder)
     except VerificationError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -11,8 +11,7 @@ import onnx
 
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.execution_order import reads
-from onnxfuse.ir.protos import copy_without
+from onnxfuse.ir.extract import extract
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.parts import UnfusedGraph
@@ -42,7 +41,7 @@ def wrong_constants(
     if not values:
         return {}
     try:
-        expected = run(open_session(ancestors(original, list(values)), folder, optimize=False), feeds)
+        expected = run(open_session(extract(original, list(values)), folder, optimize=False), feeds)
     except VerificationError:
         raise
     except Exception as error:
@@ -53,27 +52,3 @@ def wrong_constants(
         for name, one in found.items()
         if not one.passed
     }
-
-
-def ancestors(original: onnx.ModelProto, wanted: Sequence[str]) -> onnx.ModelProto:
-    """Return the part of the model that computes the wanted tensors, which are its outputs."""
-    producers = {name: node for node in original.graph.node for name in node.output if name}
-    needed: set[int] = set()
-    read: set[str] = set()
-    work = list(wanted)
-    while work:
-        name = work.pop()
-        read.add(name)
-        node = producers.get(name)
-        if node is not None and id(node) not in needed:
-            needed.add(id(node))
-            work += reads(node)
-    result = copy_without(original, "graph")
-    graph, source = result.graph, original.graph
-    graph.name = "constants"
-    graph.node.extend(node for node in source.node if id(node) in needed)
-    graph.initializer.extend(t for t in source.initializer if t.name in read)
-    graph.sparse_initializer.extend(t for t in source.sparse_initializer if t.values.name in read)
-    graph.input.extend(value for value in source.input if value.name in read)
-    graph.output.extend(onnx.ValueInfoProto(name=name) for name in wanted)
-    return result

@@ -15,9 +15,10 @@ import onnx
 from onnxfuse.errors import VerificationError, first_line
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import FLOAT_NAMES, HALF_PRECISION, Array, dtype_name
+from onnxfuse.ir.extract import ancestors
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES
+from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, describe_misplaced, type_and_shape
 from onnxfuse.verify.noise import DRAWN_BLOCK, move_by_one_ulp
 from onnxfuse.verify.parts import Part, UnfusedGraph
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
@@ -139,7 +140,7 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
     source = unfused.graph.model.graph
     defaults = {t.name for t in source.initializer}
     inputs = [i for i in source.input if i.name not in unfused.constants and i.name not in defaults]
-    model = unfused.model(unfused.ancestors(wanted), inputs, wanted)
+    model = unfused.model(ancestors(unfused.nodes, wanted), inputs, wanted)
     present = {t.name for t in model.graph.initializer}
     read = {name for node in model.graph.node for name in unfused.reads(node)} - present
     model.graph.initializer.extend(t for t in source.initializer if t.name in read)
@@ -176,7 +177,9 @@ def _compare_part(
             old, new = expected[name], actual.get(name)
             assert isinstance(old, np.ndarray)
             if not isinstance(new, np.ndarray) or (old.dtype, old.shape) != (new.dtype, new.shape):
-                return f"on {what} its output '{name}' is {_type(new)}; the nodes that it replaced give {_type(old)}"
+                found = type_and_shape(new) if isinstance(new, np.ndarray) else "missing"
+                wanted = type_and_shape(old)
+                return f"on {what} its output '{name}' is {found}; the nodes that it replaced give {wanted}"
             true = exact.get(name)
             compared |= _says_something(old)
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
@@ -306,8 +309,8 @@ class _Check:
             return f"its output '{self.name}' differs in {wrong} of {self.old.size} elements" if wrong else ""
         old, new = _wide(self.old), _wide(self.new)
         true = old if self.exact is None else np.where(np.isfinite(_wide(self.exact)), _wide(self.exact), old)
-        if misplaced := self._misplaced(old, new, true):
-            return misplaced
+        if misplaced := describe_misplaced(old, new, true):
+            return f"its output '{self.name}' differs in {misplaced}"
         finite = np.isfinite(true) & np.isfinite(new)
         half = self.sessions.half
         tolerance = max(PART_TOLERANCES[dtype], PART_TOLERANCES[half] if half else 0.0)
@@ -325,17 +328,6 @@ class _Check:
             f"its output '{self.name}' is {new[at]:.7g} at {[int(i) for i in at]}; the nodes that it replaced give "
             f"{true[at]:.7g}, and {half or dtype} allows an error of {tolerance * scale[at] + NOISE_FACTOR * noise:.1e}"
         )
-
-    def _misplaced(self, old: Array, new: Array, true: Array) -> str:
-        """Return where NaN or infinity appeared or vanished; one that float32 does not have may vanish."""
-        vanished = np.isfinite(new) & np.isfinite(true)
-        wrong = (np.isfinite(old) != np.isfinite(new)) | (np.isnan(old) != np.isnan(new))
-        wrong |= np.isinf(old) & np.isinf(new) & (old != new)
-        wrong &= ~vanished
-        if not wrong.any():
-            return ""
-        kind = "NaN" if (np.isnan(old) != np.isnan(new)).any() else "infinite values"
-        return f"its output '{self.name}' differs in {kind} at {int(wrong.sum())} of {old.size} elements"
 
     def _rms(self, true: Array, dtype: str) -> float:
         mask = min(MASK_MAGNITUDES.get(each, MASK_MAGNITUDE) for each in (dtype, self.sessions.half))
@@ -383,7 +375,3 @@ def _distance(a: Array, b: Array, where: Array) -> Array:
 
 def _wide(array: Array) -> Array:
     return array.astype(np.float64)
-
-
-def _type(value: object) -> str:
-    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, np.ndarray) else "missing"

@@ -15,8 +15,6 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import tensors
 from onnxfuse.ir.save import save, serialize
 from onnxfuse.verify import ort_session
-from onnxfuse.verify.ort_session import from_ort_value as from_ort_value
-from onnxfuse.verify.ort_session import to_ort_value as to_ort_value
 from onnxfuse.verify.own_process import BYTES_SENT, Worker, WorkerSession, current_worker
 
 if TYPE_CHECKING:

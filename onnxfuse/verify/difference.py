@@ -100,7 +100,7 @@ def _describe_mismatch(expected: Array, actual: object, tolerance: float) -> str
     if not isinstance(actual, np.ndarray):
         return "is missing" if actual is None else "is no tensor any more"
     if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
-        return f"is {_type(actual)}; the original has {_type(expected)}"
+        return f"is {type_and_shape(actual)}; the original has {type_and_shape(expected)}"
     wrong = 0 if tolerance else int((expected != actual).sum())
     if wrong:
         return f"differs in {wrong} of {expected.size} elements; {expected.dtype} has to be equal"
@@ -111,7 +111,7 @@ def _compare_floats(
     name: str, expected: Array, actual: Array, exact: Array | None, dtype: str, mask: float, tolerance: float
 ) -> OutputDifference:
     """Check that NaN and infinities are where they must be, and all other values within the tolerance."""
-    misplaced = _describe_misplaced(expected, actual, expected if exact is None else exact)
+    misplaced = describe_misplaced(expected, actual, expected if exact is None else exact)
     if misplaced:
         return OutputDifference(name, math.inf, math.inf, tolerance, False, f"output '{name}' differs in {misplaced}")
     found = _measure_errors(expected, actual, expected if exact is None else exact, mask)
@@ -125,7 +125,7 @@ def _compare_floats(
     return OutputDifference(name, found.max_abs, rel, tolerance, passed, reason, original_rel)
 
 
-def _describe_misplaced(expected: Array, actual: Array, exact: Array) -> str:
+def describe_misplaced(expected: Array, actual: Array, exact: Array) -> str:
     """Return where NaN or infinite values appeared or vanished, as the end of a sentence; '' for nowhere.
 
     One that the float32 evaluation does not have may vanish; none may appear.
@@ -180,5 +180,6 @@ def _compare_objects(
     return worst(found) if found else OutputDifference(name, 0.0, 0.0, 0.0, True, "")
 
 
-def _type(array: Array) -> str:
+def type_and_shape(array: Array) -> str:
+    """Return the dtype and the shape of an array as a text."""
     return f"{array.dtype} of shape {' x '.join(map(str, array.shape)) or '()'}"

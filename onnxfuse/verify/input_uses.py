@@ -161,26 +161,13 @@ def _compares_with_range(node: onnx.NodeProto, index: int, links: _Links) -> boo
 
 def _counts(constant: TensorProto | None) -> bool:
     """Whether a constant is 0, 1, 2, ... along its last axis."""
-    if (
-        constant is None
-        or uses_external_data(constant)
-        or constant.data_type not in (TensorProto.INT64, TensorProto.INT32)
-    ):
-        return False
-    values = onnx.numpy_helper.to_array(constant)
+    values = _integers(constant)
     return values.ndim > 0 and values.shape[-1] > 1 and bool((values == range(values.shape[-1])).all())
 
 
 def _constant(name: str, links: _Links) -> int:
     """Return the value of a constant of one integer; 0 for anything else."""
-    constant = links.constants.get(name)
-    if (
-        constant is None
-        or uses_external_data(constant)
-        or constant.data_type not in (TensorProto.INT64, TensorProto.INT32)
-    ):
-        return 0
-    values = onnx.numpy_helper.to_array(constant)
+    values = _integers(links.constants.get(name))
     return int(values.reshape(-1)[0]) if values.size == 1 else 0
 
 

@@ -21,9 +21,8 @@ from onnxfuse.ir.node import Constant, is_constant
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.serde import node_proto
 
-MAX_NODES_LOOKED_THROUGH = (
-    12  # between an operand and a replaced node: views, Casts and scalings that have other readers
-)
+# Between an operand and a replaced node: views, Casts and scalings that have other readers.
+MAX_NODES_LOOKED_THROUGH = 12
 MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
 
 
@@ -80,17 +79,6 @@ class UnfusedGraph:
     def reads(self, node: onnx.NodeProto) -> set[str]:
         """Return the names of the tensors that a node reads, those that its subgraphs read included."""
         return set(reads(node))
-
-    def ancestors(self, names: Iterable[str]) -> list[onnx.NodeProto]:
-        """Return the nodes that the tensors depend on, in execution order."""
-        needed: set[int] = set()
-        work = list(names)
-        while work:
-            node = self.producer.get(work.pop())
-            if node is not None and id(node) not in needed:
-                needed.add(id(node))
-                work += self.reads(node)
-        return [node for node in self.nodes if id(node) in needed]
 
 
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:

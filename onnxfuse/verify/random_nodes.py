@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import onnx
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.protos import nodes, tensors
+from onnxfuse.ir.protos import OneNode, nodes, tensors
 
 RANDOM_OPS = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
@@ -47,24 +46,18 @@ def random_outputs(model: onnx.ModelProto, given: Mapping[str, Array]) -> dict[s
     drawn: dict[str, str] = {}
     for node in model.graph.node:  # in execution order
         sentence = _sentence(model, node, given, random_functions)
-        reads = {name for each in nodes(_OneNode([node])) for name in each.input}
+        reads = {name for each in nodes(OneNode((node,))) for name in each.input}
         sentence = sentence or next((drawn[name] for name in sorted(reads & drawn.keys())), None)
         if sentence:
             drawn |= dict.fromkeys(node.output, sentence)
     return {o.name: drawn[o.name] for o in model.graph.output if o.name in drawn}
 
 
-@dataclass(frozen=True)
-class _OneNode:
-    node: list[onnx.NodeProto]
-    value_info: tuple[onnx.ValueInfoProto, ...] = ()
-
-
 def _sentence(
     model: onnx.ModelProto, node: onnx.NodeProto, given: Mapping[str, Array], functions: Mapping[str, str]
 ) -> str | None:
     """Return a sentence about a random node in a node, its subgraphs and the functions that they call."""
-    for inner in nodes(_OneNode([node])):
+    for inner in nodes(OneNode((node,))):
         called = functions.get(f"{inner.domain}::{inner.op_type}")
         if called or _draws(model, inner, given):
             return called or _described(inner)

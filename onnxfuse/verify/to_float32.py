@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +13,7 @@ from onnx import AttributeProto, TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.dtypes import HALF_PRECISION
-from onnxfuse.ir.protos import NodeContainer, graphs, nodes, replace_tensors
+from onnxfuse.ir.protos import NodeContainer, OneNode, graphs, nodes, replace_tensors
 
 DTYPE_ATTRIBUTES = {"to", "dtype", "output_dtype", "softmax_precision", "stash_type"}
 
@@ -23,12 +22,6 @@ def half_precision_of(model: onnx.ModelProto) -> str:
     """Return the coarsest half precision that the model names anywhere: "bfloat16", "float16", or "" for none."""
     found = _dtypes_in(_dtype_names(model), model.graph, *model.functions)
     return next((HALF_PRECISION[t] for t in (TensorProto.BFLOAT16, TensorProto.FLOAT16) if t in found), "")
-
-
-@dataclass(frozen=True)
-class _OneNode:
-    node: list[onnx.NodeProto]
-    value_info: tuple[onnx.ValueInfoProto, ...] = ()
 
 
 def half_precision_tensors(model: onnx.ModelProto) -> set[str]:
@@ -41,7 +34,7 @@ def half_precision_tensors(model: onnx.ModelProto) -> set[str]:
         if not HALF_PRECISION.keys().isdisjoint(_dtypes_in(names, function)):
             known.add(f"{function.domain}::{function.name}")
     for node in graph.node:
-        alone = _OneNode([node])  # refers to the node: a FunctionProto would copy its tensors
+        alone = OneNode((node,))
         reads = {name for each in nodes(alone) for name in (*each.input, f"{each.domain}::{each.op_type}")}
         uses_half = not HALF_PRECISION.keys().isdisjoint(_dtypes_in(names, alone))
         if node.op_type not in ("Shape", "Size") and (uses_half or not reads.isdisjoint(known)):
