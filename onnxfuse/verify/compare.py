@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from onnxfuse.verify.noise import move_by_one_ulp
 from onnxfuse.verify.observed import REDRAWS, NotCompared, redrawn, what_hides
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.random_nodes import random_outputs
-from onnxfuse.verify.requested_shapes import describe_failures, draws
+from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
 from onnxfuse.verify.ties import are_ties, source_of_indices
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
 
@@ -39,6 +39,7 @@ NO_OUTPUTS = "the model has no outputs"
 NOISE_FACTOR = 4.0
 MAX_NOISE = 0.5  # of an output's largest value: where so much is allowed, nothing is compared
 RUNS_COMPARED = 2  # with different sizes of the dynamic dims
+MAX_ELEMENTS_OF_LARGER = 2**15  # of an input of a larger size that is tried: a second of audio, 1024 tokens
 
 
 @dataclass(frozen=True)
@@ -343,36 +344,49 @@ def _run_at_sizes(
 ) -> list[Run]:
     """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
 
-    Other values follow as long as an output shows nothing; those in `random` never do.
+    As long as an output shows nothing, a larger size and other values follow; outputs in `random` never show anything.
     Raises VerificationError if it runs at none.
     """
     session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
+
+    def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
+        return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
+
     runs: list[Run] = []
     failures: list[tuple[dict[str, int], str]] = []
-    for draw in draws(model, shapes, given):
-        if len(runs) == RUNS_COMPARED:
-            break
+    left = draws(model, shapes, given)
+    for draw in left:
         tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
         try:
-            feeds = draw.make()
-            runs.append(Run(draw.sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {}))
+            runs.append(run_at(draw.sizes, draw.make()))
         except VerificationError:  # such as the time limit, which others would exceed as well
             raise
         except Exception as error:
             failures.append((draw.sizes, first_line(error)))
+        if len(runs) == RUNS_COMPARED:
+            break
     if not runs:
         raise VerificationError(describe_failures(failures, bool(given)))
-    first = runs[0]
-    for kind in REDRAWS:
+    first, hides = runs[0], bool(_hidden_outputs(runs, random))
+    for sizes, feeds in _largest_first(left) if hides else ():
+        tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
+        with suppress(Exception):  # sizes and values that the model refuses show nothing either
+            runs.append(run_at(sizes, feeds))
+            break
+    for kind in REDRAWS if hides else ():
         feeds = redrawn(first.feeds, kind, given)
         if not feeds or not _hidden_outputs(runs, random):
             break
         tell(f"run the original on {kind} values")
-        feeds = first.feeds | feeds
-        with suppress(Exception):  # values that the model refuses show nothing either
-            outputs = run(session, arrays_to_float32(feeds) if in_float32 else feeds)
-            runs.append(Run(first.sizes, feeds, outputs, {}))
+        with suppress(Exception):
+            runs.append(run_at(first.sizes, first.feeds | feeds))
     return runs
+
+
+def _largest_first(left: Iterable[Draw]) -> list[tuple[dict[str, int], dict[str, Array]]]:
+    """Return sizes and inputs of those draws that a model runs fast on, the largest ones first."""
+    made = [(draw.sizes, draw.make()) for draw in left]
+    return [each for each in made[::-1] if all(a.size <= MAX_ELEMENTS_OF_LARGER for a in each[1].values())]
 
 
 def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:

