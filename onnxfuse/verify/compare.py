@@ -20,7 +20,7 @@ from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import OutputDifference, compare_output, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
 from onnxfuse.verify.noise import move_by_one_ulp
-from onnxfuse.verify.observed import REDRAWS, NotCompared, redrawn, what_hides
+from onnxfuse.verify.observed import REDRAWS, NotCompared, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.random_nodes import random_outputs
 from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
@@ -344,7 +344,8 @@ def _run_at_sizes(
 ) -> list[Run]:
     """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
 
-    As long as an output shows nothing, a larger size and other values follow; outputs in `random` never show anything.
+    Flags, which choose between branches, are inverted in one more run.  As long as an output shows nothing, a larger
+    size and other values follow; outputs in `random` never show anything.
     Raises VerificationError if it runs at none.
     """
     session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
@@ -373,6 +374,10 @@ def _run_at_sizes(
         with suppress(Exception):  # sizes and values that the model refuses show nothing either
             runs.append(run_at(sizes, feeds))
             break
+    if flags := inverted_flags(first.feeds, given):
+        tell("run the original with flags inverted")
+        with suppress(Exception):
+            runs.append(run_at(first.sizes, first.feeds | flags))
     for kind in REDRAWS if hides else ():
         feeds = redrawn(first.feeds, kind, given)
         if not feeds or not _hidden_outputs(runs, random):

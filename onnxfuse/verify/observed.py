@@ -61,6 +61,11 @@ def redrawn(feeds: Mapping[str, Array], kind: str, given: Collection[str]) -> di
     return {n: (np.abs(v.astype(np.float64)) * factor + offset).astype(v.dtype) for n, v in floats.items()}
 
 
+def inverted_flags(feeds: Mapping[str, Array], given: Collection[str]) -> dict[str, Array]:
+    """Return booleans of one element that are not given, inverted: such an input may choose the branch of an If."""
+    return {n: np.asarray(~v) for n, v in feeds.items() if n not in given and v.dtype == np.bool_ and v.size == 1}
+
+
 def _arrays(value: object) -> Iterator[Array]:
     if isinstance(value, np.ndarray):
         yield value

@@ -11,32 +11,34 @@ import onnx
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.difference import TOLERANCES
 
-INDEX_OPS: Final = {"ArgMax", "ArgMin"}
+INDEX_OPS: Final = {("ArgMax", 0): 0, ("ArgMin", 0): 0, ("TopK", 1): -1}  # by output; the default of its axis
 FOLLOWED_OPS: Final = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # they keep the order of the indices
 
 
 def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
-    """Return the ArgMax or ArgMin whose indices an output holds; None where it holds something else."""
-    producers = {name: node for node in model.graph.node for name in node.output}
-    node = producers.get(output)
+    """Return the ArgMax, ArgMin or TopK whose indices an output holds; None where it holds something else."""
+    producers = {name: (node, index) for node in model.graph.node for index, name in enumerate(node.output)}
+    node, index = producers.get(output, (None, 0))
     while node is not None and node.op_type in FOLLOWED_OPS:
-        node = producers.get(node.input[0])
-    return node if node is not None and node.op_type in INDEX_OPS else None
+        node, index = producers.get(node.input[0], (None, 0))
+    return node if node is not None and (node.op_type, index) in INDEX_OPS else None
 
 
 def are_ties(node: onnx.NodeProto, scores: Sequence[object], old: Sequence[object], new: Sequence[object]) -> bool:
     """Return whether the scores at the old and the new indices of every run are equal but for rounding."""
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+    default = next(axis for (op_type, _), axis in INDEX_OPS.items() if op_type == node.op_type)
+    axis = next((a.i for a in node.attribute if a.name == "axis"), default)
     return all(_is_tie(axis, *run) for run in zip(scores, old, new, strict=True))
 
 
 def _is_tie(axis: int, scores: object, old: object, new: object) -> bool:
     if not (isinstance(scores, np.ndarray) and isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
         return False
-    shape = list(scores.shape)
-    shape[axis] = 1
-    if old.shape != new.shape or old.dtype != new.dtype or old.size != int(np.prod(shape)):
+    rows = scores.size // max(1, scores.shape[axis])
+    if old.shape != new.shape or old.dtype != new.dtype or not rows or old.size % rows:
         return False
+    shape = list(scores.shape)
+    shape[axis] = old.size // rows
     if ((new < 0) | (new >= scores.shape[axis])).any():
         return False
     at = [_scores_at(scores, indices.reshape(shape), axis) for indices in (old, new)]

@@ -188,22 +188,45 @@ def test_a_verification_says_how_much_was_compared() -> None:
 # Ties
 
 
-def classifier(weights: np.ndarray) -> onnx.ModelProto:
-    model = parse(
-        "(float[b, 8] x) => (int64[b, 1] y)",
-        "a = Abs(x)  s = MatMul(a, w)  i = ArgMax<axis = 1, keepdims = 0>(s)  o = Constant<value_ints = [1]>()"
-        "y = Unsqueeze(i, o)",
-    )
+INDICES = {
+    "ArgMax": "i = ArgMax<axis = 1, keepdims = 0>(s)  y = Unsqueeze(i, one)",
+    "TopK": "v, i = TopK(s, one)  y = Identity(i)",
+}
+
+
+def classifier(weights: np.ndarray, indices: str) -> onnx.ModelProto:
+    body = f"a = Abs(x)  s = MatMul(a, w)  one = Constant<value_ints = [1]>()  {INDICES[indices]}"
+    model = parse("(float[b, 8] x) => (int64[b, 1] y)", body)
     model.graph.initializer.append(onnx.numpy_helper.from_array(weights.astype(np.float32), "w"))
     return model
 
 
-def test_indices_of_ties_are_not_compared() -> None:
+@pytest.mark.parametrize("op", INDICES)
+def test_indices_of_ties_are_not_compared(op: str) -> None:
     """Columns 0 and 1 of the scores are equal; the other model adds a little to column 1."""
     weights = np.tile(np.array([3.0, 3.0, 0.0]), (8, 1))
     weights[0] = [0, 0, 20]  # so that not all indices are equal
-    found = compare(classifier(weights), classifier(weights * [1, 1 + 3e-7, 1]))
+    found = compare(classifier(weights, op), classifier(weights * [1, 1 + 3e-7, 1], op))
     assert (found.status, found.outputs) == ("none", ())
     assert found.not_compared == (NotCompared("y", "its indices differ, but the scores there ('s') are ties"),)
-    distinct = compare(classifier(weights * [1.005, 1, 1]), classifier(weights * [1, 1.005, 1]))
+    distinct = compare(classifier(weights * [1.005, 1, 1], op), classifier(weights * [1, 1.005, 1], op))
     assert distinct.status == "failed" and "int64 has to be equal" in distinct.reason
+
+
+# Flags
+
+
+def decoder(branch: str, flag: str) -> onnx.ModelProto:
+    """Return a model whose flag chooses between a branch and another one, as merged decoders have it."""
+    return parse(
+        f"(float[b, 8] x, {flag} use_cache) => (float[b, 8] y)",
+        f"""shape = Constant<value_ints = [1]>()  flag = Reshape(use_cache, shape)
+        y = If<then_branch = cached () => (float[b, 8] k) {{ k = Abs(x) }},
+               else_branch = first () => (float[b, 8] e) {{ e = {branch}(x) }}>(flag)""",
+    )
+
+
+@pytest.mark.parametrize("flag", ["bool", "bool[1]"])
+def test_both_branches_that_a_flag_chooses_are_compared(flag: str) -> None:
+    assert compare(decoder("Neg", flag), decoder("Neg", flag)).status == "verified"
+    assert compare(decoder("Neg", flag), decoder("Relu", flag)).status == "failed"
