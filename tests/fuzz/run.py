@@ -54,6 +54,15 @@ class Tally:
 def worker(seeds: Sequence[int]) -> None:
     """Judge cases in this process, and write a line before and after each."""
     warnings.simplefilter("ignore")
+    from judge import SECONDS
+
+    from onnxfuse.verify.own_process import own_process
+
+    with own_process(SECONDS):
+        _judge_each(seeds)
+
+
+def _judge_each(seeds: Sequence[int]) -> None:
     from fuzz_cases import case_of
     from judge import judge
     from reduction import reduced, text

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import onnx
@@ -13,13 +14,23 @@ import run as fuzzer
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import Verdict, compare, judge
+from judge import SECONDS, Verdict, compare, judge
 from reduction import reduced
+
+from onnxfuse.verify import own_process
 
 CASES, SHARES = 240, 6
 EXAMPLES = 20
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[n,3] y)'
 CHAIN = f"{HEADER} {{ a = Abs(x) b = Neg(a) c = Exp(b) d = Tanh(c) y = Sin(d) }}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_run_in_a_process_of_their_own() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_process, "enabled", True)
+        with own_process.own_process(SECONDS):
+            yield
 
 
 @pytest.mark.parametrize("share", range(SHARES))
