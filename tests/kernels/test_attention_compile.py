@@ -11,6 +11,7 @@ import attention_cases
 import numpy as np
 import onnx
 import pytest
+from architectures import DEVICES, H200, to_compile
 from kernel_hosts import first_plan
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -21,18 +22,8 @@ from onnxfuse.kernels.attention import decode, host, mma
 from onnxfuse.kernels.attention.operands import attention_of
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.rewrite.function_body import Variant, function
-from onnxfuse.runtime.plan import Device, FusedNode, Launch, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
-T4 = Device("T4", 75, 40, 65536)
-H200 = Device("H200", 90, 132, 232448)
-DEVICES = [
-    T4,
-    Device("A100", 80, 108, 166912),
-    Device("A10", 86, 72, 101376),
-    H200,
-    Device("B200", 100, 148, 232448),
-    Device("RTX 5090", 120, 170, 101376),
-]
 ARGUMENTS = 64  # the most that the native library takes
 HALF, FULL = "float16", "float32"
 
@@ -103,24 +94,31 @@ def launches(device: Device) -> list[Launch]:
     return list(named.values())
 
 
-SETTINGS = [
-    *((device, False) for device in DEVICES),
-    *((device, True) for device in DEVICES if device.arch in (80, 90)),
-]
+def kernels(device: Device) -> list[Kernel]:
+    return [step.kernel for step in launches(device)]
 
 
-@pytest.mark.parametrize(("device", "tf32"), SETTINGS, ids=str)
-def test_compiles_without_spills(device: Device, tf32: bool) -> None:
+def check_compiles(kernel: Kernel, device: Device) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     from onnxfuse.runtime.nvrtc import compile_cubin
 
-    for step in launches(dataclasses.replace(device, tf32=tf32)):
-        if tf32 and step.kernel.defines["MATH_KIND"] != "TF32":
-            continue
-        compiled = compile_cubin(step.kernel, device.arch)
-        spilled = compiled.spill_stores + compiled.spill_loads
-        assert not spilled, f"{step.kernel} spills {spilled} bytes on sm_{device.arch}"
-        assert "warning" not in compiled.log, compiled.log
+    compiled = compile_cubin(kernel, device.arch)
+    spilled = compiled.spill_stores + compiled.spill_loads
+    assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+    assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device) -> None:
+    for kernel in to_compile(device, kernels):
+        check_compiles(kernel, device)
+
+
+@pytest.mark.parametrize("device", [device for device in DEVICES if device.arch in (80, 90)], ids=str)
+def test_compiles_with_tf32(device: Device) -> None:
+    for kernel in kernels(dataclasses.replace(device, tf32=True)):
+        if kernel.defines["MATH_KIND"] == "TF32":
+            check_compiles(kernel, device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")

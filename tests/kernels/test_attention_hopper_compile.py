@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architectures import H200
 
 from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
-from onnxfuse.runtime.plan import Device, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
 from onnxfuse.runtime.nvrtc import compile_cubin
 
-H200 = Device("H200", 90, 132, 232448)
 LENGTH = 1000
 
 

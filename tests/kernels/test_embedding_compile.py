@@ -7,14 +7,13 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+from architectures import DEVICES, H200, to_compile
 from embedding_cases import ADDENDS, Embedding
 from kernel_hosts import host_of
-from test_kernels_compile import DEVICES, ROWS, check_row_launch
+from test_kernels_compile import ROWS, check_row_launch
 
 from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
-
-HOPPER = next(device for device in DEVICES if device.arch == 90)
 
 
 def plans(case: Embedding, device: Device, aligned: bool = True) -> list[Plan]:
@@ -45,18 +44,21 @@ def launches(device: Device) -> list[Launch]:
     return list({repr(step.kernel): step for step in found if isinstance(step, Launch)}.values())
 
 
+def kernels(device: Device) -> list[Kernel]:
+    return [step.kernel for step in launches(device)]
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device) -> None:
-    for step in launches(device):
-        compiled = compile_cubin(step.kernel, device.arch)
+    for kernel in to_compile(device, kernels):
+        compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads
-        assert not spilled, f"{step.kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
         assert "warning" not in compiled.log, compiled.log
 
 
 def test_compiles_for_the_architecture_itself() -> None:
-    kernels: dict[str, Kernel] = {step.kernel.source: step.kernel for step in launches(HOPPER)}
-    for kernel in kernels.values():
+    for kernel in {each.source: each for each in kernels(H200)}.values():
         assert compile_cubin(dataclasses.replace(kernel, arch_specific=True), 90).code
 
 
@@ -68,13 +70,13 @@ def test_every_candidate_is_a_launch_that_the_device_takes(device: Device) -> No
 
 @pytest.mark.parametrize(("ids", "size"), [((0, 5), 64), ((2, 0), 64), ((2, 5), 0)])
 def test_nothing_to_compute_is_no_launch(ids: tuple[int, int], size: int) -> None:
-    (plan,) = plans(Embedding(ids, size, "positions", ids[1:]), HOPPER)
+    (plan,) = plans(Embedding(ids, size, "positions", ids[1:]), H200)
     assert plan.steps == ()
     assert [spec.shape for spec in plan.outputs] == [(*ids, size)] * 2
 
 
 def test_rows_are_counted_in_64_bits_where_32_are_too_few() -> None:
-    (few, *_), (many, *_) = (plans(Embedding((2, n), 8, "positions", (n,)), HOPPER) for n in (2**20, 2**31))
+    (few, *_), (many, *_) = (plans(Embedding((2, n), 8, "positions", (n,)), H200) for n in (2**20, 2**31))
     assert [plan.steps[0].kernel.defines["INDEX_T"] for plan in (few, many)] == ["uint32_t", "uint64_t"]
 
 
@@ -83,7 +85,7 @@ def test_rows_are_counted_in_64_bits_where_32_are_too_few() -> None:
 )
 def test_positions_that_do_not_fit_are_an_error(lead: tuple[int, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        plans(Embedding((8, 512), 64, "positions", lead), HOPPER)
+        plans(Embedding((8, 512), 64, "positions", lead), H200)
 
 
 def test_rows_of_another_length_are_an_error() -> None:
@@ -92,11 +94,11 @@ def test_rows_of_another_length_are_an_error() -> None:
     specs[3] = TensorSpec((17, 65), "float16")
     host = host_of("embedding_layer_norm")
     with pytest.raises(ValueError, match=r"table_2 has shape \[17, 65\]; required rows of 64 elements"):
-        host.candidates(case.node(), specs, HOPPER)
+        host.candidates(case.node(), specs, H200)
 
 
 def test_dtypes_without_a_kernel_are_refused_by_name() -> None:
     host = host_of("embedding_rms_norm")
     node = FusedNode("embedding_rms_norm", "n", ("ids", "table", "scale"), {}, ("float16",))
-    assert "ids is uint8; the kernel takes int32, int64" in host.supports(node, ["uint8", "float16", "float16"], HOPPER)
-    assert "table is float64" in host.supports(node, ["int64", "float64", "float16"], HOPPER)
+    assert "ids is uint8; the kernel takes int32, int64" in host.supports(node, ["uint8", "float16", "float16"], H200)
+    assert "table is float64" in host.supports(node, ["int64", "float64", "float16"], H200)

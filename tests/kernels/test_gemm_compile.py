@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from architectures import DEVICES, OF_ARCH, to_compile
 from kernel_hosts import first_plan
 
 from onnxfuse.kernels.gemm import cublaslt, host, mma, small
@@ -16,16 +18,6 @@ from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorMap, TensorSpec
-
-DEVICES = {
-    75: Device("T4", 75, 40, 65536),
-    80: Device("A100", 80, 108, 166912),
-    86: Device("A10", 86, 72, 101376),
-    89: Device("L4", 89, 58, 101376),
-    90: Device("H200", 90, 132, 232448),
-    100: Device("B200", 100, 148, 232448),
-    120: Device("RTX 5090", 120, 170, 101376),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +75,7 @@ def implementations_of(gemm: Gemm, device: Device) -> list[Implementation]:
     return [*plain, *mma.implementations_of_copies(gemm, device)]
 
 
+@functools.cache
 def kernels(device: Device) -> list[Kernel]:
     """Return the kernels of all implementations of these products, each once."""
     steps = [step for gemm in products(device) for way in implementations_of(gemm, device) for step in way.steps]
@@ -90,18 +83,18 @@ def kernels(device: Device) -> list[Kernel]:
     return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
-    for kernel in kernels(device):
+    for kernel in to_compile(device, kernels):
         compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads
         assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
         assert "warning" not in compiled.log, compiled.log
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_launches_fit_the_device(device: Device) -> None:
     for gemm in products(device):
         for step in (step for way in implementations_of(gemm, device) for step in way.steps):
@@ -121,8 +114,8 @@ def test_launches_fit_the_device(device: Device) -> None:
 )
 def test_unaligned_rows_are_copied(n: int, k: int, layout: str, copied: str, dtype: str, arch: int) -> None:
     """For many rows the expected fastest implementation copies operands first, to rows that are whole vectors."""
-    gemm = replace(linear(1000, n, k, dtype, layout, DEVICES[arch]), residual=None, weights_constant=True)
-    found = implementations(gemm, DEVICES[arch])
+    gemm = replace(linear(1000, n, k, dtype, layout, OF_ARCH[arch]), residual=None, weights_constant=True)
+    found = implementations(gemm, OF_ARCH[arch])
     assert len(found) <= 8 and len({way.name for way in found}) == len(found)
     assert (len(found[0].steps) == 2) == bool(copied)
     if not copied:
@@ -139,7 +132,7 @@ def test_unaligned_rows_are_copied(n: int, k: int, layout: str, copied: str, dty
 @pytest.mark.parametrize("n", [4096, 4095])
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_a_few_rows_prefer_copies_to_loads_of_elements(m: int, n: int) -> None:
-    found = implementations(linear(m, n, 4096, "float16", "kn", DEVICES[90]), DEVICES[90])
+    found = implementations(linear(m, n, 4096, "float16", "kn", OF_ARCH[90]), OF_ARCH[90])
     assert len(found) <= 8
     assert ("copies" in found[0].name) == (n == 4095)
 
@@ -154,16 +147,16 @@ def test_float32_is_rounded_to_tf32_only_where_the_session_allows_it(tf32: bool)
 
 def test_leading_dimensions_are_rows() -> None:
     fused = node("gemm_bias_activation", "x w bias")
-    gemm, y = gemm_of(fused, tensors((8, 512, 768), (768, 3072), (3072,)), DEVICES[90])
+    gemm, y = gemm_of(fused, tensors((8, 512, 768), (768, 3072), (3072,)), OF_ARCH[90])
     assert (gemm.m, gemm.n, gemm.k, y.shape) == (4096, 3072, 768, (8, 512, 3072))
 
 
 @pytest.mark.parametrize("shape", [(0, 768), (8, 0, 768)])
 def test_an_empty_batch_is_no_launch(shape: tuple[int, ...]) -> None:
     fused = node("gemm_bias_activation", "x w")
-    assert first_plan(fused, tensors(shape, (768, 64)), DEVICES[90]).steps == ()
+    assert first_plan(fused, tensors(shape, (768, 64)), OF_ARCH[90]).steps == ()
     pair = node("gated_gemm", "x w up")
-    assert first_plan(pair, tensors(shape, (768, 64), (768, 64)), DEVICES[90]).steps == ()
+    assert first_plan(pair, tensors(shape, (768, 64), (768, 64)), OF_ARCH[90]).steps == ()
 
 
 @pytest.mark.parametrize(
@@ -181,29 +174,29 @@ def test_an_empty_batch_is_no_launch(shape: tuple[int, ...]) -> None:
 )
 def test_shapes_that_do_not_fit_are_named(operands: str, shapes: list[tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=f"gemm_bias_activation {message}"):
-        first_plan(node("gemm_bias_activation", operands), tensors(*shapes), DEVICES[90])
+        first_plan(node("gemm_bias_activation", operands), tensors(*shapes), OF_ARCH[90])
 
 
 def test_gate_and_up_have_as_many_columns() -> None:
     with pytest.raises(ValueError, match=r"gated_gemm 'y': up has 7 columns; required 6, as w"):
-        first_plan(node("gated_gemm", "x w up"), tensors((4, 8), (8, 6), (8, 7)), DEVICES[90])
+        first_plan(node("gated_gemm", "x w up"), tensors((4, 8), (8, 6), (8, 7)), OF_ARCH[90])
 
 
 def test_a_gated_product_without_its_second_weight_is_refused() -> None:
     with pytest.raises(ValueError, match="gated_gemm: operand up is missing; present are x, w"):
-        first_plan(node("gated_gemm", "x w"), tensors((4, 8), (8, 6)), DEVICES[90])
+        first_plan(node("gated_gemm", "x w"), tensors((4, 8), (8, 6)), OF_ARCH[90])
 
 
 def test_parallel_products_are_each_to_its_own_output_by_its_own_layout() -> None:
     fused = FusedNode("parallel_gemm", "y", ("x", "w", "bias", "w_2", "w_3", "bias_3"), {"weight_layout_2": "nk"},
                       ("float16",) * 3)  # fmt: skip
     given = tensors((2, 64, 512), (512, 256), (256,), (128, 512), (512, 96), (96,))
-    plans = host.candidates(fused, given, DEVICES[90])
+    plans = host.candidates(fused, given, OF_ARCH[90])
     assert len(plans) > 1
     for one in plans:
         assert [y.shape for y in one.outputs] == [(2, 64, 256), (2, 64, 128), (2, 64, 96)]
         assert outputs_of(one) == {0, 1, 2}
-    found = [gemm_of(one, given, DEVICES[90], suffix, i)[0] for i, (one, suffix) in enumerate(
+    found = [gemm_of(one, given, OF_ARCH[90], suffix, i)[0] for i, (one, suffix) in enumerate(
         zip(host.product_nodes(fused), host.SUFFIXES, strict=True))]  # fmt: skip
     assert [(g.n, g.k, g.transposed, g.bias is not None) for g in found] == [
         (256, 512, False, True), (128, 512, True, False), (96, 512, False, True),
@@ -214,7 +207,7 @@ def test_parallel_products_are_each_to_its_own_output_by_its_own_layout() -> Non
 def test_products_of_few_rows_are_one_launch(m: int, arch: int, steps: int) -> None:
     fused = FusedNode("parallel_gemm", "y", ("x", "w", "bias", "w_2", "w_3"), {}, ("float16",) * 3)
     given = tensors((m, 512), (512, 256), (256,), (512, 64), (512, 72))
-    plan = first_plan(fused, given, DEVICES[arch])
+    plan = first_plan(fused, given, OF_ARCH[arch])
     assert len(plan.steps) == steps
     assert outputs_of(plan) == {0, 1, 2}
 
@@ -226,8 +219,8 @@ def test_constant_weights_are_read_before_the_predecessor_ends(n: int, m: int, c
     given = [TensorSpec((m, 256), "float32"), TensorSpec((256, n), "float32", constant=constant)]
     for dtype in ("float16", "float32"):
         typed = [replace(tensor, dtype=dtype) for tensor in given]
-        gemm = gemm_of(node("gemm_bias_activation", "x w", dtype), typed, DEVICES[90])[0]
-        for step in (step for way in small.implementations(gemm, DEVICES[90]) for step in way.steps):
+        gemm = gemm_of(node("gemm_bias_activation", "x w", dtype), typed, OF_ARCH[90])[0]
+        for step in (step for way in small.implementations(gemm, OF_ARCH[90]) for step in way.steps):
             assert isinstance(step, Launch)
             assert step.kernel.source == "gemm_mma" or step.kernel.defines["WEIGHTS_CONSTANT"] == int(constant)
             assert step.pdl
@@ -235,14 +228,14 @@ def test_constant_weights_are_read_before_the_predecessor_ends(n: int, m: int, c
 
 def test_parallel_products_of_an_empty_batch_are_no_launch() -> None:
     fused = FusedNode("parallel_gemm", "y", ("x", "w", "w_2"), {}, ("float16",) * 2)
-    plan = first_plan(fused, tensors((0, 64), (64, 8), (64, 16)), DEVICES[90])
+    plan = first_plan(fused, tensors((0, 64), (64, 8), (64, 16)), OF_ARCH[90])
     assert (plan.steps, [y.shape for y in plan.outputs]) == ((), [(0, 8), (0, 16)])
 
 
 def test_parallel_products_that_do_not_multiply_are_named() -> None:
     fused = FusedNode("parallel_gemm", "y", ("x", "w", "w_2"), {}, ("float16",) * 2)
     with pytest.raises(ValueError, match=r"parallel_gemm 'y': x of shape \[4, 8\] .* with w_2 of shape \[7, 6\]"):
-        first_plan(fused, tensors((4, 8), (8, 6), (7, 6)), DEVICES[90])
+        first_plan(fused, tensors((4, 8), (8, 6), (7, 6)), OF_ARCH[90])
 
 
 def outputs_of(plan: Plan) -> set[int]:
@@ -257,15 +250,15 @@ def outputs_of(plan: Plan) -> set[int]:
 
 def test_a_weight_of_another_dtype_is_refused() -> None:
     fused = node("gemm_bias_activation", "x w")
-    refusal = host.supports(fused, ["float16", "float32"], DEVICES[90])
+    refusal = host.supports(fused, ["float16", "float32"], OF_ARCH[90])
     assert refusal == "gemm_bias_activation: w is float32; required float16, as x"
     mixed = [TensorSpec((4, 8), "float16"), TensorSpec((8, 6), "float32")]
     with pytest.raises(ValueError, match=r"'y': w of shape \[8, 6\] is float32; required float16, as x"):
-        first_plan(fused, mixed, DEVICES[90])
+        first_plan(fused, mixed, OF_ARCH[90])
 
 
 def test_bf16_needs_its_matrix_units() -> None:
     fused = node("gemm_bias_activation", "x w", "bfloat16")
-    assert host.supports(fused, ["bfloat16"] * 2, DEVICES[80]) is None
-    refusal = host.supports(fused, ["bfloat16"] * 2, DEVICES[75])
+    assert host.supports(fused, ["bfloat16"] * 2, OF_ARCH[80]) is None
+    refusal = host.supports(fused, ["bfloat16"] * 2, OF_ARCH[75])
     assert refusal == "gemm_bias_activation: x is bfloat16; products of it need compute capability 80, found 75"

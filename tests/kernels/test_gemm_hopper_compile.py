@@ -6,13 +6,13 @@ import dataclasses
 import importlib
 
 import pytest
+from architectures import H200
 
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.problem import Gemm, group
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.plan import Device, Launch, Pointer, TensorMap
+from onnxfuse.runtime.plan import Launch, Pointer, TensorMap
 
-H200 = Device("H200", 90, 132, 232448)
 X, W, BIAS, UP, UP_BIAS, SCALE, RESIDUAL = (Pointer("input", i) for i in range(7))
 LINEAR = Gemm(
     4096, 3072, 768, "float16", False, True, X, W, Pointer("output", 0),

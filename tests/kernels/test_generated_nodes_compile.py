@@ -6,9 +6,9 @@ So a new family of kernels is compiled before it has tests of its own, which kno
 from __future__ import annotations
 
 import pytest
+from architectures import DEVICES, H200
 from onnx import TensorProto, numpy_helper
 from spellings import NEWEST, OLDEST, Spelling, Unwritable, build
-from test_kernels_compile import DEVICES
 
 from onnxfuse import Fusion, optimize
 from onnxfuse.dsl.catalogue import builtin
@@ -19,9 +19,8 @@ from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, TensorSpec
 
 WITH_KERNELS = [fusion for fusion in builtin() if find_host(fusion.name) is not None]
-HOPPER = next(device for device in DEVICES if device.arch == 90)
 CASES = [(device, TensorProto.FLOAT16) for device in DEVICES]
-CASES += [(HOPPER, TensorProto.FLOAT), (HOPPER, TensorProto.BFLOAT16)]
+CASES += [(H200, TensorProto.FLOAT), (H200, TensorProto.BFLOAT16)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), CASES, ids=[f"sm_{d.arch}-{dtype_name(dtype)}" for d, dtype in CASES])

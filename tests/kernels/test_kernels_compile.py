@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from architectures import DEVICES, H200, TOLD_APART, to_compile
 from kernel_hosts import host_of
 
+import onnxfuse.kernels
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.elementwise.host import WITHOUT_PARAMETERS
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
@@ -18,16 +22,6 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings
 
 from onnxfuse.runtime.nvrtc import compile_cubin
 
-# Compute capability, multiprocessors and shared memory of a block on a GPU that has it.
-DEVICES = [
-    Device("T4", 75, 40, 65536),
-    Device("A100", 80, 108, 166912),
-    Device("A10", 86, 72, 101376),
-    Device("L4", 89, 58, 101376),
-    Device("H200", 90, 132, 232448),
-    Device("B200", 100, 148, 232448),
-    Device("RTX 5090", 120, 170, 101376),
-]
 ROW_KERNELS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "group_norm")
 
 # A size for each path of rows.cuh: rows of a part of a warp, of a warp, of a block whose threads are all full or partly
@@ -129,18 +123,25 @@ def kernels(device: Device) -> list[Kernel]:
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device) -> None:
-    for kernel in kernels(device):
+    for kernel in to_compile(device, kernels):
         compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads
         assert kernel.source not in ROW_KERNELS or not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
         assert "warning" not in compiled.log, compiled.log
 
 
+def test_what_sources_tell_apart() -> None:
+    """Of the architectures with the same instructions, kernels are compiled for one; see `to_compile`."""
+    files = [path for folder in onnxfuse.kernels.__path__ for path in Path(folder).rglob("*.cu*")]
+    assert len(files) > 40
+    found = {text for path in files for text in re.findall(r"__CUDA_ARCH__[^\n)&|]*", path.read_text(encoding="utf-8"))}
+    assert {text.strip() for text in found} == set(TOLD_APART)
+
+
 @pytest.mark.parametrize("source", [*ROW_KERNELS, "activation", "gated_activation", "rotary_embedding"])
 def test_compiles_for_the_architecture_itself(source: str) -> None:
     """Kernels compile for sm_90a, too, whose own instructions a kernel may ask for."""
-    hopper = next(device for device in DEVICES if device.arch == 90)
-    kernel = next(k for k in kernels(hopper) if k.source == source)
+    kernel = next(k for k in kernels(H200) if k.source == source)
     assert compile_cubin(dataclasses.replace(kernel, arch_specific=True), 90).code
 
 
@@ -214,11 +215,10 @@ def test_blocks_cover_elements(device: Device, dtype: str, count: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
 def test_nothing_to_compute_is_no_launch(shape: tuple[int, int]) -> None:
-    hopper = next(device for device in DEVICES if device.arch == 90)
     x = tensors("float16", shape)
-    assert plan((node("rms_norm", "x scale", ["float16"]), [*x, *tensors("float16", shape[-1:])]), hopper).steps == ()
-    assert plan((node("softmax", "x", ["float16"]), x), hopper).steps == ()
-    assert plan((node("activation", "x", ["float16"], activation="silu"), x), hopper).steps == ()
+    assert plan((node("rms_norm", "x scale", ["float16"]), [*x, *tensors("float16", shape[-1:])]), H200).steps == ()
+    assert plan((node("softmax", "x", ["float16"]), x), H200).steps == ()
+    assert plan((node("activation", "x", ["float16"], activation="silu"), x), H200).steps == ()
 
 
 def test_a_dtype_without_a_kernel_is_refused_by_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from test_kernels_compile import DEVICES
+from architectures import DEVICES
 
 from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.head_tensor import HeadTensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from architectures import H200
 from kernel_hosts import first_plan
 from test_attention_compile import case
 
@@ -14,7 +15,6 @@ from onnxfuse.kernels.attention.problem import ScoreTensor
 from onnxfuse.kernels.norms.rows import row_tiling
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Pointer, TensorSpec
 
-H200 = Device("H200", 90, 132, 232448)
 L40S = Device("L40S", 89, 142, 101376)
 A100 = Device("A100", 80, 108, 166912)
 
