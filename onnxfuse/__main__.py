@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
 
@@ -17,13 +20,23 @@ def run() -> None:
             main(prog_name="onnxfuse")
         finally:
             interrupts.ignore()
-    except SystemExit:
+    except SystemExit as error:
+        if interrupts.seen():
+            _end(error.code if isinstance(error.code, int) else 1)
         raise
     except BaseException:
         if not interrupts.seen():
             raise
         sys.stderr.write("Aborted!\n")
-        sys.exit(1)
+        _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without Python's own end, at which onnxruntime's threads may still run what was interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by whoever reads it
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def processes_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["optimize in.onnx out.onnx --report report.json", "verify in.onnx in.onnx", "explain in.onnx", "list"],
+    ["optimize in.onnx out.onnx --report report.json", "verify in.onnx in.onnx", "explain in.onnx", "list",
+     "bench in.onnx --runs 3"],
     ids=lambda text: text.split()[0],
 )  # fmt: skip
 def test_a_command_can_be_interrupted_at_any_moment(tmp_path: Path, arguments: str) -> None:

@@ -234,7 +234,7 @@ def _size(terms: dict[Monomial, int]) -> Size:
             return Dim((kept[0],))
     elif len(kept) <= MAX_TERMS and all(len(m) <= MAX_DEGREE and abs(c) <= MAX_COEFFICIENT for m, c in kept):
         return Dim(tuple(sorted(kept, key=_order)))
-    return _unknown(str(sorted(kept)))
+    return _unknown(str([(monomial, hex(coefficient)) for monomial, coefficient in sorted(kept)]))  # of any length
 
 
 def _divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:

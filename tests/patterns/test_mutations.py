@@ -37,9 +37,10 @@ def generated(fusion: Fusion, opset: int) -> list[Mutation]:
 @by_name
 @by_opset
 def test_never_fused_wrongly_and_always_explained(fusion: Fusion, opset: int, each_case: EachCase) -> None:
+    """In opset 13 the mutant is also fused with all fusions: another one may take a part of it."""
     for mutation, subtest in each_case(generated(fusion, opset)):
         with subtest:
-            check(mutation)
+            check(mutation, with_all=opset == 13)
 
 
 @fusion(out="... d")
@@ -66,15 +67,6 @@ def test_the_body_itself_is_fused(fusion: Fusion, opset: int) -> None:
     optimized, fusing = fuse(mutant, [fusion])
     assert is_whole(mutant, optimized), explained(fusing)
     assert len(optimized.graph.node) == 1
-
-
-@by_name
-def test_never_wrong_with_all_fusions(fusion: Fusion, each_case: EachCase) -> None:
-    for mutation, subtest in each_case(generated(fusion, 13)):
-        with subtest:
-            mutant = mutation.make()
-            optimized, _ = fuse(mutant, catalogue.builtin())
-            assert_same_values(mutant, optimized)
 
 
 @by_name
@@ -107,12 +99,12 @@ def assert_runs_as_before(mutant: Mutant, optimized: onnx.ModelProto) -> None:
             assert_close(expected, actual, mutant.dtype)
 
 
-def check(mutation: Mutation) -> None:
+def check(mutation: Mutation, with_all: bool = False) -> None:
     """Assert that the mutant computes what it did, and that a reason names the change where it is not fused."""
     mutant = mutation.make()
     optimized, fusing = fuse(mutant, [mutation.fusion])
     onnx.checker.check_model(optimized, full_check=True)
-    assert_same_values(mutant, optimized)
+    assert_same_values(mutant, optimized, *([fuse(mutant, catalogue.builtin())[0]] if with_all else []))
     if not is_whole(mutant, optimized):
         wanted = f"{mutation.id}: the reason must name the change, that is {' or '.join(mutant.names + mutant.values)}"
         assert names_the_change(fusing, mutant), f"{wanted}\n{explained(fusing)}"
@@ -142,11 +134,15 @@ def explained(fusing: FusionResult) -> str:
     return "\n\n".join(map(explain, fusing.missed)) or "nothing was missed"
 
 
-def assert_same_values(mutant: Mutant, optimized: onnx.ModelProto) -> None:
+def assert_same_values(mutant: Mutant, *optimized: onnx.ModelProto) -> None:
+    """Assert that optimized models, those that differ from each other, compute what the mutant does."""
+    different = list({model.SerializeToString(deterministic=True): model for model in optimized}.values())
     expected, _ = run(mutant.model, mutant.inputs)
     if expected is None:  # onnxruntime lacks, for example, Erf of double
-        assert_close(evaluate(mutant.model, mutant.inputs), evaluate(optimized, mutant.inputs), mutant.dtype)
+        for model in different:
+            assert_close(evaluate(mutant.model, mutant.inputs), evaluate(model, mutant.inputs), mutant.dtype)
         return
-    actual, reason = run(optimized, mutant.inputs)
-    assert actual is not None, reason
-    assert_close(expected, actual, mutant.dtype)
+    for model in different:
+        actual, reason = run(model, mutant.inputs)
+        assert actual is not None, reason
+        assert_close(expected, actual, mutant.dtype)
