@@ -43,6 +43,10 @@ class VerificationError(OnnxfuseError):
     """Two models that could not be compared, or that differ."""
 
 
+class NothingRunsError(VerificationError):
+    """No model can run here: onnxruntime is missing, or its process does not start."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, without onnxruntime's error class and C++ source position."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

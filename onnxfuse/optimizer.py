@@ -19,7 +19,7 @@ from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.errors import UsageError, VerificationError
+from onnxfuse.errors import NothingRunsError, UsageError, VerificationError
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.load import load
@@ -29,11 +29,11 @@ from onnxfuse.report.report import Dropped, Report
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse
-from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, run_original
+from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, nothing_compared, run_original
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
 from onnxfuse.verify.observed import NotCompared
-from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, TimeLimitExceeded, own_process
 from onnxfuse.verify.parts import UnfusedGraph, distinct_parts, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
@@ -290,16 +290,22 @@ class Verifier:
                 return {}
 
     def verify_parts(self, result: FusedModel) -> PartsVerification:
-        """Compare each fused node with the nodes that it replaced; not again what was equal before."""
+        """Compare each fused node with the nodes that it replaced; not again what was equal before.
+
+        Where the original does not run, as a whole, they are compared on drawn values.
+        """
         assert result.unfused is not None
         with self.timer.stage("verify"):
             replaced = {one.node: one.replaces for one in result.fusing.fused}
             parts = distinct_parts(result.unfused, result.model, replaced)
             parts = [part for part in parts if part.key not in self.equal_parts]
+            feeds: Mapping[str, Array] | None = None
             try:
                 feeds = self.reference().runs[0].feeds
-            except VerificationError as error:
+            except (NothingRunsError, TimeLimitExceeded) as error:
                 return PartsVerification((), tuple(PartFinding(part, str(error)) for part in parts), frozenset())
+            except VerificationError:  # the parts may run all the same
+                pass
             progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
             found = compare_parts(result.unfused, result.model, parts, self.folder, feeds, progress)
             self.equal_parts |= found.equal
@@ -311,7 +317,7 @@ class Verifier:
             try:
                 reference = self.reference()
             except VerificationError as error:
-                return Verification(None, (), str(error), ())
+                return nothing_compared(self.original, error)
             return compare(
                 self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
                 tolerance=self.tolerance,

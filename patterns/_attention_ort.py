@@ -134,8 +134,13 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
         ),
     )
     without_cap = when(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
-    return when(
+    sized = when(
         without_cap,
+        "known numbers and sizes of heads: a Reshape of nothing cannot find them out",
+        lambda heads, size, value_size: all(isinstance(each, int) for each in (heads, size, value_size)),
+    )
+    return when(
+        sized,
         "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
         lambda dtypes, dtype, scale: _attention_dtypes(dtypes) == {dtype} and dtype != "bfloat16" and scale != 0,
     )

@@ -21,10 +21,14 @@ from onnxfuse.ir.node import Node, op_of
 
 
 def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
-    """Infer the tensors of a sorted graph.  `strict` lets an error of a rule out, where otherwise nothing is known."""
+    """Infer the tensors of a sorted graph, and find out which outputs have a wrong declared shape.
+
+    `strict` lets an error of a rule out, where otherwise nothing is known.
+    """
     shapes = ShapeInfo(graph, strict)
     for node in graph.nodes:
         infer_node(shapes, node)
+    graph.misdeclared = frozenset(filter(shapes.contradicts_record, graph.outputs))
     if not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
     if any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs):

@@ -28,11 +28,12 @@ class Graph:
     folder: Path | None
     opset: int
     fixed_names: frozenset[str]  # of tensors that subgraphs read, or whose default value a caller may override
-    outputs: frozenset[str]
+    outputs: frozenset[str]  # of the graph
     functions: list[onnx.FunctionProto]
     names: set[str]
     protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # as read, by the node's id
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
+    misdeclared: frozenset[str] = frozenset()  # outputs whose declared shape is wrong, which shape inference finds out
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
 
     @property
@@ -95,10 +96,11 @@ class Graph:
         """Let every node that reads `old` read `new`.
 
         Where `old` must keep its name, the node that computes `new` computes `old` instead.  Returns False, and changes
-        nothing, where both must keep their names or `new` is not computed by a node.
+        nothing, where both must keep their names or `new` is not computed by a node, and where nodes would come to read
+        an output with a wrong declared shape, which onnxruntime believes.
         """
         if self.is_kept(old):
-            if self.is_kept(new) or not new.inputs:
+            if self.is_kept(new) or not new.inputs or (old.name in self.misdeclared and len(consumers(new)) > 1):
                 return False
             producer = new.inputs[0]
             old.inputs.clear()

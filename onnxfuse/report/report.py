@@ -167,7 +167,9 @@ def _verification_lines(verified: Verification) -> list[str]:
     if not verified.passed:
         return [f"[yellow]Not verified[/]: {escape(verified.reason)}"]
     worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
+    nodes = f"{_counted(verified.equal_parts, 'fused node')} equal"
     outputs = f"{_counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
+    outputs = f"{outputs}, {nodes}" if verified.outputs else nodes
     if verified.status == "verified":
         return [f"[green]Verified[/]: {outputs}"]
     missing = [f"  '{escape(each.name)}' is not compared: {escape(each.reason)}" for each in verified.not_compared]

@@ -47,7 +47,8 @@ class Verification:
     """Whether what was compared agrees (`passed` is None if nothing was), and the sizes of dynamic dims, by run.
 
     `reason` says what differs or why nothing was compared, and how half precision was compared if not as usual.
-    `outputs` were compared; `not_compared` names the other outputs, and fused nodes, that were not.
+    `outputs` were compared; `not_compared` names the other outputs, and fused nodes, that were not.  `equal_parts` is
+    how many fused nodes compute what the nodes do that they replaced; 0 where whole models were compared.
     """
 
     passed: bool | None
@@ -55,6 +56,7 @@ class Verification:
     reason: str
     sizes: tuple[dict[str, int], ...]
     not_compared: tuple[NotCompared, ...] = ()
+    equal_parts: int = 0
 
     @property
     def status(self) -> Literal["verified", "partly", "none", "failed"]:
@@ -68,7 +70,8 @@ class Verification:
     def with_parts(self, equal: int, not_compared: Sequence[NotCompared]) -> Verification:
         """Return the verification together with that of fused nodes, of which `equal` ones were found equal."""
         missing = (*self.not_compared, *not_compared)
-        return replace(self, passed=True if self.passed is None and equal else self.passed, not_compared=missing)
+        passed = True if self.passed is None and equal else self.passed
+        return replace(self, passed=passed, not_compared=missing, equal_parts=equal)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; an infinite error, which JSON cannot write, is None."""
@@ -77,7 +80,7 @@ class Verification:
         ]
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
         return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
-                "not_compared": missing}  # fmt: skip
+                "equal_parts": self.equal_parts, "not_compared": missing}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,11 @@ def compare(
     Raises UsageError for inputs or shapes that the model does not take, ModelError if `original` cannot be read.
     """
     tell = progress or (lambda line: None)
+    before, folder = _open(original, folder)
     try:
-        before, folder = _open(original, folder)
         reference = reference or run_original(before, folder, inputs or {}, tell, shapes)
     except VerificationError as error:
-        return Verification(None, (), str(error), ())
+        return nothing_compared(before, error)
     reference = replace(reference, tolerance=tolerance)
     sizes = tuple(r.sizes for r in reference.runs)
     try:
@@ -177,6 +180,12 @@ def compare(
         reason = "; ".join(f"output '{each.name}' is not compared: {each.reason}" for each in hidden) or NO_OUTPUTS
         return Verification(None, (), reason, sizes, hidden)
     return Verification(failed is None, seen, reason, sizes, hidden)
+
+
+def nothing_compared(original: onnx.ModelProto, error: VerificationError) -> Verification:
+    """Return the verification of a model whose outputs could not be computed, and why."""
+    outputs = tuple(NotCompared(output.name, str(error)) for output in original.graph.output)
+    return Verification(None, (), str(error), (), outputs)
 
 
 def _allow_noise(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import onnx
@@ -19,7 +18,8 @@ from onnxfuse.ir.extract import ancestors
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import MASK_MAGNITUDE, MASK_MAGNITUDES, describe_misplaced, type_and_shape
-from onnxfuse.verify.noise import DRAWN_BLOCK, move_by_one_ulp
+from onnxfuse.verify.drawn_operands import Feeds, draws, operands_by_shape
+from onnxfuse.verify.noise import move_by_one_ulp
 from onnxfuse.verify.parts import Part, UnfusedGraph
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
 
@@ -38,13 +38,6 @@ PART_TOLERANCES: Final[Mapping[str, float]] = {
 # A part may differ by this many times what its outputs move when its operands move by one unit in the last place:
 # scores of attention in the thousands move its probabilities by more than any fixed tolerance.
 NOISE_FACTOR: Final = 8.0
-# The magnitude of drawn values.  Large ones saturate activations and let a forgotten rounding show; in half precision
-# the sum of 64 products of two such values is still finite.
-DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
-    "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
-}  # fmt: skip
-
-Feeds: TypeAlias = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -69,17 +62,18 @@ def compare_parts(
     optimized: onnx.ModelProto,
     parts: Sequence[Part],
     folder: Path | None,
-    feeds: Mapping[str, Array],
+    feeds: Mapping[str, Array] | None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> PartsVerification:
     """Run each part and the nodes that it replaced, in plain onnxruntime without its graph optimizations.
 
     `feeds` are inputs on which the original runs.  The parts are run on the values that these lead to, and on two sets
-    of drawn ones.  `progress` is called with the number of parts compared, and of all parts.
+    of drawn ones; on drawn ones alone if `feeds` is None, because the original does not run.  `progress` is called with
+    the number of parts compared, and of all parts.
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
-        values = _values_of_run(unfused, parts, folder, feeds)
+        values = {} if feeds is None else _values_of_run(unfused, parts, folder, feeds)
     except Exception as error:  # whatever onnxruntime raises is the reason
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
@@ -87,7 +81,8 @@ def compare_parts(
     for i, part in enumerate(parts):
         progress(i, len(parts))
         try:
-            fault = _compare_part(unfused, optimized, part, folder, values)
+            given = operands_by_shape(unfused, part) if feeds is None else _given(unfused, part, values)
+            fault = _compare_part(unfused, optimized, part, folder, given, draws(part, given, runs=feeds is not None))
         except VerificationError as error:
             unseen.append(PartFinding(part, str(error)))
         else:
@@ -148,17 +143,21 @@ def _model_of_run(unfused: UnfusedGraph, wanted: Sequence[str]) -> onnx.ModelPro
 
 
 def _compare_part(
-    unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part, folder: Path | None, values: Mapping[str, Array]
+    unfused: UnfusedGraph,
+    optimized: onnx.ModelProto,
+    part: Part,
+    folder: Path | None,
+    given: Feeds,
+    tried: Iterable[tuple[str, Feeds]],
 ) -> str:
-    """Return how a fused node differs from the nodes that it replaced; "" where it does not.
+    """Return how a fused node differs from the nodes that it replaced on the values to try; "" where it does not.
 
     Raises VerificationError, which says why, where nothing could be compared.
     """
-    given = _given(unfused, part, values)
     sessions = _open_both(unfused, optimized, part, folder, given)
     reason = "its output was NaN, infinite, empty or masked on all values"
     compared = False
-    for what, feeds in _draws(unfused, part, given):
+    for what, feeds in tried:
         try:
             expected = run(sessions.replaced, sessions.feeds(feeds))
         except VerificationError:  # it took too long
@@ -259,35 +258,6 @@ def _half(unfused: UnfusedGraph, part: Part) -> str:
     names = (*part.operands, *part.outputs, *(o for node in part.replaced for o in node.output))
     found = {HALF_PRECISION.get(unfused.types[name][0], "") for name in names if name in unfused.types}
     return "bfloat16" if "bfloat16" in found else "float16"
-
-
-def _draws(unfused: UnfusedGraph, part: Part, given: Feeds) -> Iterator[tuple[str, Feeds]]:
-    """Yield values of a run, and drawn ones of size one and of a large size, each with its name.
-
-    Integers, and what the replaced nodes read that is no operand, keep the values of the run.  Where the latter is a
-    floating-point tensor, it may be computed from an operand, and then nothing is drawn.
-    """
-    yield "the values of a run", given
-    others = [name for name in part.leaves if name not in part.operands]
-    if any(given[name].dtype.name in FLOAT_NAMES for name in others):
-        return
-    for index, what in enumerate(("drawn values", "large drawn values")):
-        drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
-        yield what, {**given, **drawn}
-
-
-def _draw(name: str, like: Array, size: int) -> Array:
-    random = np.random.default_rng([zlib.crc32(name.encode()), size])
-    dtype = like.dtype.name
-    if dtype == "bool":
-        bits = random.random(like.shape) < 0.5
-        if like.ndim:
-            bits[..., :1] = True  # a row of a mask keeps something
-        return np.asarray(bits)
-    if dtype not in DRAWN_MAGNITUDES:
-        return like
-    block = random.standard_normal(min(like.size, DRAWN_BLOCK), np.float32) * DRAWN_MAGNITUDES[dtype][size]
-    return np.resize(block.astype(like.dtype), like.shape)
 
 
 @dataclass(frozen=True)

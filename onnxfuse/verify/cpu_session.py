@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import onnx
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, VerificationError, first_line
+from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.protos import tensors
 from onnxfuse.ir.save import save, serialize
@@ -37,7 +37,7 @@ def open_session(model: onnx.ModelProto, folder: Path | None, *, optimize: bool 
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise VerificationError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
+        raise NothingRunsError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({first_line(error)})") from error
     content = serialize(model)
     if content is None:
         with tempfile.TemporaryDirectory() as scratch:

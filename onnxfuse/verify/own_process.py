@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
-from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, VerificationError
+from onnxfuse.errors import NO_ONNXRUNTIME_TO_COMPARE, NothingRunsError, VerificationError
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.verify.messages import receive, send
 
@@ -52,7 +52,7 @@ class Worker:
     def start(self) -> None:
         """Start the process, which imports onnxruntime while this one does something else."""
         if not sys.executable:
-            raise VerificationError("Python does not know the path of its interpreter, so no process can be started; "
+            raise NothingRunsError("Python does not know the path of its interpreter, so no process can be started; "
                                     "pass timeout=None to run models in this process")  # fmt: skip
         paths = json.dumps([str(Path(path or ".").resolve()) for path in sys.path if isinstance(path, str)])
         try:
@@ -62,7 +62,7 @@ class Worker:
                 start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which ends the worker
             )  # fmt: skip
         except OSError as error:
-            raise VerificationError(f"the process that runs models cannot be started: {error}; "
+            raise NothingRunsError(f"the process that runs models cannot be started: {error}; "
                                     "pass timeout=None to run them in this one") from error  # fmt: skip
         self._ready = False
 
@@ -101,7 +101,7 @@ class Worker:
                     f"onnxruntime took more than {self.timeout:g} s to {action} a model; allow more: --timeout SECONDS"
                 ) from None
             if not self._ready:
-                raise VerificationError(
+                raise NothingRunsError(
                     f"the process that runs models ended with {how} before it ran one; "
                     f"`{sys.executable} -c 'import onnxruntime'` may say why"
                 ) from None
@@ -126,7 +126,7 @@ class Worker:
         kind, text = self._answer()
         if kind != "ready":
             self._ended()
-            raise VerificationError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({text})")
+            raise NothingRunsError(f"{NO_ONNXRUNTIME_TO_COMPARE} ({text})")
         self._ready = True
 
     def _answer(self) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads
@@ -33,7 +33,7 @@ class UnfusedGraph:
     graph: Graph
     nodes: tuple[onnx.NodeProto, ...]
     constants: Mapping[str, Constant]
-    types: Mapping[str, tuple[int, str]]  # the dtype and the symbolic shape of every tensor
+    types: Mapping[str, tuple[int, Shape | None]]  # the dtype and the symbolic shape of every tensor
 
     @cached_property
     def producer(self) -> dict[str, onnx.NodeProto]:
@@ -85,7 +85,7 @@ def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     """Remember a sorted graph before nodes of it are replaced."""
     tensors = {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
-    types = {name: (shapes.dtype(t), str(shapes.shape(t))) for name, t in tensors.items()}
+    types = {name: (shapes.dtype(t), shapes.shape(t)) for name, t in tensors.items()}
     return UnfusedGraph(graph, tuple(node_proto(graph, node) for node in graph.nodes), constants, types)
 
 

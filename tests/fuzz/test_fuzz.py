@@ -73,6 +73,11 @@ FOUND = {
              r = Reshape (x, target) y = Less (z, r) }""",
         False,
     ),
+    "an output that is declared as a scalar, of a value that others read": (
+        """(float[n,4] x, float[4,4] w) => (float y, float z) {
+             m = MatMul (x, w) z = Identity (m) s = Softmax <axis = -1> (m) y = MatMul (s, w) }""",
+        True,
+    ),
     "a rotation whose Slice has no such axis": (
         """(float[14,1,20,12] x, float[14,1,20,12] cos, float[14,1,20,12] sin) => (float[] y)
            <int64[1] zero = {0}, int64[1] half = {6}, int64[1] last = {-1},

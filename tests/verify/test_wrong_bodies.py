@@ -192,12 +192,19 @@ def test_wrong_bodies_are_taken_back_whatever_hides_them(fusion: Fusion, wrong_b
 
 
 @by_name
-def test_nothing_compared_is_not_verified(fusion: Fusion, wrong_body: Callable[..., list[bool]]) -> None:
+def test_models_that_do_not_run_are_compared_by_parts(fusion: Fusion, wrong_body: Callable[..., list[bool]]) -> None:
     model, _ = smallest(fusion)
+    models = [hidden(model, hide) for hide in NOT_RUNNING]
+    for each in models:
+        _, report = optimized(fusion, each, None)
+        assert (report.counts, report.dropped) == ({fusion.name: 1}, ())
+        assert (report.verified.status, report.verified.equal_parts) == ("partly", 1)
+        assert {one.name for one in report.verified.not_compared} == {output.name for output in each.graph.output}
     wrong_body(scale_outputs)
-    for hide in NOT_RUNNING:
-        _, report = optimized(fusion, hidden(model, hide), None)
-        assert report.verified.status == "none" and report.verified.reason, hide.__name__
+    for each in models:
+        _, report = optimized(fusion, each, None)
+        assert report.counts == {} and {d.fusion for d in report.dropped} == {fusion.name}
+        assert report.verified.status == "none" and report.verified.reason
 
 
 @by_name

@@ -1,0 +1,90 @@
+"""Draw the values on which a fused node is compared with the nodes that it replaced."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
+
+import numpy as np
+import onnx
+
+from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.errors import VerificationError
+from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
+from onnxfuse.verify.noise import DRAWN_BLOCK
+from onnxfuse.verify.parts import Part, UnfusedGraph
+
+Feeds: TypeAlias = dict[str, Array]
+
+# The magnitude of drawn values.  Large ones saturate activations and let a forgotten rounding show; in half precision
+# the sum of 64 products of two such values is still finite.
+DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
+    "float64": (1.0, 1000.0), "float32": (1.0, 1000.0), "float16": (1.0, 16.0), "bfloat16": (1.0, 16.0),
+}  # fmt: skip
+
+# Of dims that are symbols, by the order of their names: all different, so that none is mistaken for another.
+SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
+
+
+def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
+    """Return values of what a part reads, made from dtypes and symbolic shapes, for a model that does not run.
+
+    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown, and where the nodes
+    that the part replaced read more than its operands and constants: such a tensor may be computed from an operand.
+    """
+    for name in part.leaves:
+        if name not in unfused.constants and name not in part.operands:
+            raise VerificationError(f"the value of '{name}' is known in a run only, and the original does not run")
+    names = list(dict.fromkeys((*part.operands, *part.leaves)))
+    shapes = {name: unfused.types[name][1] for name in names}
+    words = sorted({word for shape in shapes.values() for size in shape or () for word in symbols(size)})
+    sizes = {word: SYMBOL_SIZES[i % len(SYMBOL_SIZES)] for i, word in enumerate(words)}
+    made: Feeds = {}
+    for name, shape in shapes.items():
+        dtype = unfused.types[name][0]
+        if name in unfused.constants:
+            made[name] = unfused.constant(name)
+        elif shape is None or not dtype or dtype == onnx.TensorProto.STRING:
+            raise VerificationError(f"the original does not run, and the shape or dtype of '{name}' is unknown")
+        else:
+            made[name] = _by_shape(name, tuple(max(0, evaluate(size, sizes)) for size in shape), dtype)
+    return made
+
+
+def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
+    kind = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    if kind.name in DRAWN_MAGNITUDES or kind == np.bool_:
+        return _draw(name, np.zeros(shape, kind), 0)
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return np.asarray(random.integers(0, 2, shape)).astype(kind)
+
+
+def draws(part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]]:
+    """Yield values of a run, if `given` are such, and drawn ones of size one and of a large size, each with its name.
+
+    Integers, and what the replaced nodes read that is no operand, keep the values of the run.  Where the latter is a
+    floating-point tensor, it may be computed from an operand, and then nothing is drawn.
+    """
+    if runs:
+        yield "the values of a run", given
+    others = [name for name in part.leaves if name not in part.operands]
+    if any(given[name].dtype.name in FLOAT_NAMES for name in others):
+        return
+    for index, what in enumerate(("drawn values", "large drawn values")):
+        drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
+        yield what, {**given, **drawn}
+
+
+def _draw(name: str, like: Array, size: int) -> Array:
+    random = np.random.default_rng([zlib.crc32(name.encode()), size])
+    dtype = like.dtype.name
+    if dtype == "bool":
+        bits = random.random(like.shape) < 0.5
+        if like.ndim:
+            bits[..., :1] = True  # a row of a mask keeps something
+        return np.asarray(bits)
+    if dtype not in DRAWN_MAGNITUDES:
+        return like
+    block = random.standard_normal(min(like.size, DRAWN_BLOCK), np.float32) * DRAWN_MAGNITUDES[dtype][size]
+    return np.resize(block.astype(like.dtype), like.shape)
