@@ -29,7 +29,7 @@ from onnxfuse.verify.inputs import generate_inputs, model_inputs, sizes_to_try
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 trained = __import__("trained")
-RUNS = 11  # of each file
+MIN_RUNS, MAX_RUNS, SECONDS = 11, 501, 1.0  # of each file: as many runs as take so long
 
 
 def measured(model: Any) -> dict[str, Any]:
@@ -63,9 +63,9 @@ def _runner(model: onnx.ModelProto, feeds: dict[str, Any]) -> Any:
 
 
 def _thread_times(runs: list[Any]) -> list[RunTimes]:
-    """Return the processor seconds of RUNS runs of each callable, taken in turns."""
+    """Return the processor seconds of the runs of each callable, taken in turns."""
     seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(RUNS):
+    while len(seconds[0]) < MIN_RUNS or (len(seconds[0]) < MAX_RUNS and sum(seconds[0]) < SECONDS):
         for each, run in zip(seconds, runs, strict=True):
             start = time.thread_time()
             run()

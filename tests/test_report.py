@@ -31,6 +31,7 @@ SCHEMA: dict[str, Any] = {
         "passed": bool,
         "reason": str,
         "outputs": [{"name": str, "max_abs": float, "max_rel": float, "tolerance": float}],
+        "equal_parts": int,
         "not_compared": [{"name": str, "reason": str}],
     },
     "seconds": {...: float},
