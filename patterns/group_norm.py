@@ -50,7 +50,7 @@ def group_norm(
 
     Wu and He 2018, arXiv:1803.08494.
     """
-    require("{channels} channels make {groups} groups", lambda channels, groups: channels % groups == 0)
+    require("{channels} channels make {groups} groups", lambda channels, groups: groups and channels % groups == 0)
     require(
         "{channels} channels make {groups} groups of {size}",
         lambda channels, groups, size: size is None or channels == groups * size,

@@ -78,6 +78,11 @@ FOUND = {
              m = MatMul (x, w) z = Identity (m) s = Softmax <axis = -1> (m) y = MatMul (s, w) }""",
         True,
     ),
+    "a GroupNormalization of no groups": (
+        """(float[2,6,2,3] x) => (float[] y) <float[6] s = {1, 1, 1, 1, 1, 1}, float[6] b = {0, 0, 0, 0, 0, 0}> {
+             y = GroupNormalization <num_groups = 0> (x, s, b) }""",
+        False,
+    ),
     "a rotation whose Slice has no such axis": (
         """(float[14,1,20,12] x, float[14,1,20,12] cos, float[14,1,20,12] sin) => (float[] y)
            <int64[1] zero = {0}, int64[1] half = {6}, int64[1] last = {-1},
@@ -93,7 +98,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_fuzzer_found(name: str) -> None:
     text, runs = FOUND[name]
-    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}')
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {text}')
     verdict = judge(model, {"n": 2}, 0)
     assert verdict.kind == ("same" if runs else "idle"), verdict
 
