@@ -45,8 +45,9 @@ def attention(
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
     these compute the same; docs/design.md lists what they do not take.
 
-    Where `fully_masked` is zero, as after a softmax whose NaNs are replaced by 0, that body gives 0 for rows that are
-    masked, whatever keys and values are, and NaN for rows of which a score is NaN.
+    That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
+    zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values
+    are, and NaN for rows of which a score is NaN.
     """
     require_grouped_heads()
     scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
