@@ -27,6 +27,14 @@ class DimExpression:
         """The dimension that the expression is; None where it is computed from one."""
         return self.text if self.text.isidentifier() else None
 
+    def is_known(self, dims: Mapping[str, SizeLike]) -> bool:
+        """Return whether the dimensions that the expression is computed from have sizes."""
+        try:
+            self.evaluate(dims)
+        except KeyError:
+            return False
+        return True
+
     def __floordiv__(self, other: int) -> DimExpression:
         return DimExpression(f"{self.text} // {other}", lambda dims: self.evaluate(dims) // other)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.analysis.slice_ranges import slice_ranges
-from onnxfuse.dsl.dim_expressions import DimExpression
+from onnxfuse.dsl.dim_expressions import DimExpression, dim_expressions
 from onnxfuse.dsl.terms import Apply, Capture
 from onnxfuse.ir.attributes import attribute_default, attribute_or_input, schema
 from onnxfuse.ir.node import Node, Tensor, is_tensor, op_of, producer
@@ -148,11 +148,15 @@ def _attribute(m: MatchContext, term: Apply, node: Node, name: str, wanted: obje
         yield state._replace(dims={**state.dims, wanted.name: value})
         return
     state = _with_size(wanted, value, state)
+    shown = f"'{value.name}'" if is_tensor(value) else value_text(value)
+    unknown = next((each.text for each in dim_expressions(wanted) if not each.is_known(state.dims)), None)
+    if unknown is not None:
+        m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required the size '{unknown}' as a number")
+        return
     required = _evaluated(wanted, state.dims)
     if _same(m, node, name, value, required):
         yield state
     else:
-        shown = f"'{value.name}'" if is_tensor(value) else value_text(value)
         m.fail(term, state, lambda: f"{term.op} has {name}={shown}; required {value_text(required)}")
 
 

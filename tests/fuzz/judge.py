@@ -33,6 +33,7 @@ SECONDS = 20.0  # that one call of optimize(), or one run of a model, may take
 DRAWS = 3
 SHAKES = 4
 ULP = 2.0**-23
+ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
 RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
 MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where a model rounds on purpose: their float32 value was a tie
 VIEWS = {"Cast", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Split", "Gather",
@@ -138,8 +139,9 @@ def compare(
             if difference(value, found[name], [], None if on_purpose else value, half, on_purpose, infinite) is None:
                 continue
             # How much rounding moves the outputs is measured only where something differs, which is rare.
+            moved = [TensorProto.FLOAT] if on_purpose else list(ULPS)
             near = [each[name] for way in (ULP, -ULP) if (each := _outputs(original, _nudged(feeds, way)))]
-            near += [each[name] for shaken in _shaken(model, seed) if (each := _outputs(shaken, feeds))]
+            near += [each[name] for other_way in _shaken(model, seed, moved) if (each := _outputs(other_way, feeds))]
             wide = (
                 _outputs(Session(model_to_float32(model)), arrays_to_float32(feeds))
                 if half and not on_purpose
@@ -163,8 +165,8 @@ class Session:
             self.error = " ".join(str(error).split())[:300]
 
 
-def _shaken(model: onnx.ModelProto, seed: int) -> Iterator[Session]:
-    """Yield the model with each float32 result moved by an ulp, up or down at random."""
+def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
+    """Yield the model with each result of these dtypes moved by an ulp, up or down at random."""
     known = types(model)
     for shake in range(SHAKES):
         random, shaken = Random(seed + shake), onnx.ModelProto()
@@ -174,15 +176,14 @@ def _shaken(model: onnx.ModelProto, seed: int) -> Iterator[Session]:
         for node in nodes:
             moves = []
             for index, name in enumerate(node.output):
-                if name and name in known and known[name].tensor_type.elem_type == TensorProto.FLOAT:
+                dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
+                if name and dtype in dtypes:
                     node.output[index] = f"{name}::exact"
-                    factor = helper.make_node(
-                        "Constant",
-                        [],
-                        [f"{name}::factor"],
-                        value=numpy_helper.from_array(np.float32(1 + random.choice([ULP, -ULP]))),
-                    )
-                    moves += [factor, helper.make_node("Mul", [node.output[index], f"{name}::factor"], [name])]
+                    kind = helper.tensor_dtype_to_np_dtype(dtype)
+                    factor = np.asarray(1 + random.choice([ULPS[dtype], -ULPS[dtype]])).astype(kind)
+                    value = numpy_helper.from_array(factor, f"{name}::factor")
+                    moves.append(helper.make_node("Constant", [], [value.name], value=value))
+                    moves.append(helper.make_node("Mul", [node.output[index], value.name], [name]))
             shaken.graph.node.extend([node, *moves])
         yield Session(shaken)
 

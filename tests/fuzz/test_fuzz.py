@@ -83,6 +83,14 @@ FOUND = {
              y = GroupNormalization <num_groups = 0> (x, s, b) }""",
         False,
     ),
+    "a rotation of a part whose Slice has three ends": (
+        """(float[9,8,14,20] x, float[1,1,14,2] cos, float[1,1,14,2] sin, float[9,8,14,2] t) => (float[] y)
+           <int64[1] zero = {0}, int64[1] two = {2}, int64[1] last = {-1}, int64[1] step = {1},
+            int64[1] far = {9223372036854775807}, int64[3] ends = {2, 3, 20}> {
+             a = Slice (x, zero, ends, last, step) b = Mul (a, cos) c = Mul (t, sin) d = Add (b, c)
+             e = Slice (x, two, far, last, step) y = Concat <axis = -1> (d, e) }""",
+        False,
+    ),
     "a rotation whose Slice has no such axis": (
         """(float[14,1,20,12] x, float[14,1,20,12] cos, float[14,1,20,12] sin) => (float[] y)
            <int64[1] zero = {0}, int64[1] half = {6}, int64[1] last = {-1},
