@@ -167,15 +167,15 @@ def _verification_lines(verified: Verification) -> list[str]:
     if not verified.passed:
         return [f"[yellow]Not verified[/]: {escape(verified.reason)}"]
     worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
-    nodes = f"{_counted(verified.equal_parts, 'fused node')} equal"
     outputs = f"{_counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
-    outputs = f"{outputs}, {nodes}" if verified.outputs else nodes
+    nodes = f"{_counted(verified.equal_parts, 'fused node')} equal"
+    equal = ", ".join([*([outputs] if verified.outputs else []), *([nodes] if verified.equal_parts else [])])
     if verified.status == "verified":
-        return [f"[green]Verified[/]: {outputs}"]
+        return [f"[green]Verified[/]: {equal}"]
     missing = [f"  '{escape(each.name)}' is not compared: {escape(each.reason)}" for each in verified.not_compared]
     more = [f"  {len(missing) - MAX_NOT_COMPARED_SHOWN} more are not compared"]
     shown = missing[:MAX_NOT_COMPARED_SHOWN] + (more if len(missing) > MAX_NOT_COMPARED_SHOWN else [])
-    return [f"[yellow]Partly verified[/]: {outputs}", *shown]
+    return [f"[yellow]Partly verified[/]: {equal}", *shown]
 
 
 def _missed_table(report: Report) -> list[Any]:
