@@ -23,6 +23,11 @@ def int_attribute(node: Node, name: str, default: int | None = None) -> int | No
     return _checked(node, name, int, default)
 
 
+def flag_attribute(node: Node, name: str, default: bool) -> bool:
+    """Return whether an int attribute is 1; `default` where it is absent.  onnxruntime takes 2 and -1 for 0."""
+    return int_attribute(node, name, int(default)) == 1
+
+
 @overload
 def str_attribute(node: Node, name: str, default: str) -> str: ...
 @overload

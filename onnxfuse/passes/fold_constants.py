@@ -180,7 +180,7 @@ def _evaluate(graph: Graph, shapes: ShapeInfo, nodes: list[Node]) -> dict[str, A
                 if _depends_on_runtime(node, inputs):
                     continue
                 outputs = _run_in_float32(shapes, node, operator, inputs)
-            except Exception:  # whatever numpy raises; the runtime reports an invalid node when it meets it
+            except Exception:  # whatever numpy raises, or an overflow; the runtime reports an invalid node itself
                 continue
             if all(_agrees(shapes, tensor, value) for tensor, value in zip(node.outputs, outputs, strict=False)):
                 results.update(zip(operator.output, outputs, strict=False))
@@ -199,6 +199,9 @@ def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: 
     """Return the outputs of an operator, which computes in float32 what is in half precision, and rounds once.
 
     numpy would round each partial sum to half precision: the sum of 1,000 ones in bfloat16 is 256.
+
+    Raises OverflowError where only the rounding makes a number infinite: onnxruntime's CPU provider, which has hardly
+    any kernels in half precision, goes on with the finite number.
     """
     if MOVING.fullmatch(op_of(node)) or not any(x is not None and x.dtype in HALF_DTYPES for x in inputs):
         return [np.asarray(value) for value in operator.run(*inputs)]
@@ -206,7 +209,10 @@ def _run_in_float32(shapes: ShapeInfo, node: Node, operator: _Operator, inputs: 
     found = [np.asarray(value) for value in operator.run(*wide)]
     dtypes = [onnx.helper.tensor_dtype_to_np_dtype(shapes.dtype(tensor)) for tensor in node.outputs]
     pairs = zip(found, dtypes, strict=False)
-    return [value.astype(dtype) if dtype in HALF_DTYPES else value for value, dtype in pairs]
+    rounded = [value.astype(dtype) if dtype in HALF_DTYPES else value for value, dtype in pairs]
+    if any(np.any(np.isinf(new) & np.isfinite(old)) for new, old in zip(rounded, found, strict=False)):
+        raise OverflowError(f"half precision cannot hold the result of {op_of(node)}")
+    return rounded
 
 
 def _depends_on_runtime(node: Node, inputs: list[Array | None]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,9 @@ NO_OUTPUTS = "the model has no outputs"
 NOISE_FACTOR = 4.0
 MAX_NOISE = 0.5  # of an output's largest value: where so much is allowed, nothing is compared
 RUNS_COMPARED = 2  # with different sizes of the dynamic dims
+# From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
+# more memory.  Attention over 32768 positions has 4 GB of scores for each head.
+LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
 MAX_ELEMENTS_OF_LARGER = 2**15  # of an input of a larger size that is tried: a second of audio, 1024 tokens
 
 
@@ -367,12 +371,16 @@ def _run_at_sizes(
     left = draws(model, shapes, given)
     for draw in left:
         tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
+        started = time.monotonic()
         try:
             runs.append(run_at(draw.sizes, draw.make()))
         except VerificationError:  # such as the time limit, which others would exceed as well
             raise
         except Exception as error:
             failures.append((draw.sizes, first_line(error)))
+            is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
+            if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
+                break
         if len(runs) == RUNS_COMPARED:
             break
     if not runs:

@@ -187,6 +187,11 @@ SHAPES = [
     (17, X3, "y = ArgMax <axis = -1, keepdims = 0> (x)", "batch seq"),
     (9, X3, "y, i = TopK <k = 5> (x)", "batch seq 5"),
     (17, X3, "k = Constant <value_ints = [5]> () y, i = TopK <axis = 1> (x, k)", "batch 5 64"),
+    # a flag that is neither 0 nor 1 is 0 in onnxruntime
+    (17, X3, "y = ReduceMean <axes = [1], keepdims = 2> (x)", "batch 64"),
+    (17, X3, "y = ArgMax <axis = -1, keepdims = -1> (x)", "batch seq"),
+    (18, X3, "y = ReduceMean <noop_with_empty_axes = 2> (x)", "1 1 1"),
+    (17, X3, "t = Constant <value_ints = [0, 0, 64]> () y = Reshape <allowzero = 2> (x, t)", "batch seq 64"),
     # products
     (17, "float[batch,heads,seq,16] x, float[batch,heads,16,keys] z", "y = MatMul(x, z)", "batch heads seq keys"),
     (17, "float[seq,16] x, float[16] z", "y = MatMul(x, z)", "seq"),
@@ -271,6 +276,9 @@ VALUES = [
      "unknown"),
     (17, X3, "s = Shape(x) y = ReduceProd <keepdims = 0> (s)", "64*batch*seq"),
     (13, X3, "s = Shape(x) y = ReduceSum(s)", "[batch + seq + 64]"),
+    (13, X3, "s = Shape(x) y = ReduceSum <keepdims = 2> (s)", "batch + seq + 64"),
+    (17, X3, "s = Shape(x) t = Constant <value_ints = [0]> () y = Reshape <allowzero = 2> (s, t)",
+     "[batch, seq, 64]"),
     (18, X3, "s = Shape(x) y, z = Split <num_outputs = 2> (s)", "[batch, seq]"),
     (11, X3, "s = Shape(x) z, y = Split <split = [1, 2]> (s)", "[seq, 64]"),
     (17, X3, "s = Shape(x) m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-100]> () "

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from random import Random
 
 import onnx
@@ -14,7 +16,7 @@ import run as fuzzer
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import SECONDS, Verdict, compare, judge
+from judge import SECONDS, Hang, Verdict, compare, judge, limited
 from reduction import reduced
 
 from onnxfuse.verify import own_process
@@ -100,6 +102,17 @@ FOUND = {
              r = Concat <axis = -1> (n, f) m = Mul (r, sin) y = Add (a, m) }""",
         False,
     ),
+    "a reduction whose keepdims is 2": (
+        """(float[n,2,3] x) => (int64[2] y) <int64[1] axis = {0}> {
+             m = ReduceMax <keepdims = 2> (x, axis) s = Shape (m) y = Neg (s) }""",
+        True,
+    ),
+    "a constant product that float16 cannot hold": (
+        """(bool[n] x) => (float16[2] y) <float a = {300.0}, float[2] b = {400.0, 500.0}, float c = {7.0}> {
+             p = Cast <to = 10> (a) q = Cast <to = 10> (b) r = Cast <to = 10> (c)
+             m = Mul (p, q) w = Where (x, m, r) y = Softmax <axis = -1> (w) }""",
+        True,
+    ),
 }
 
 
@@ -135,6 +148,11 @@ def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
     there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
     verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)
     assert verdict.kind == "wrong", verdict
+
+
+def test_the_time_limit_passes_what_catches_exceptions() -> None:
+    with pytest.raises(Hang), limited(0.05), suppress(Exception):
+        time.sleep(5)
 
 
 def test_a_failing_model_is_made_smaller() -> None:

@@ -173,6 +173,18 @@ def test_sums_in_half_precision_are_rounded_once(op: str, name: str, dtype: type
     assert stored.reshape(-1)[-1] == dtype(expected)
 
 
+@pytest.mark.parametrize("op", ["Mul", "MatMul", "ReduceSum", "ReduceProd"])
+def test_what_only_half_precision_cannot_hold_stays_with_the_runtime(op: str) -> None:
+    """onnxruntime computes it in float32 on the CPU and goes on with that: 120000 times 0.5 is 60000."""
+    second = np.array([0]) if op.startswith("Reduce") else np.array([400, 0], np.float16)
+    text = f"(float16[1] x) => (y) {{ p = {op}(a, b) m = Mul(p, h) y = Add(x, m) }}"
+    half = np.array([0.5], np.float16)
+    finite = parse(text, a=np.array([300, 65500 if second.size == 1 else 0], np.float16), b=second, h=half)
+    assert ops(apply(finite, fold_constants)[0]) == f"{op} Mul Add"
+    infinite = parse(text, a=np.array([np.inf, 1], np.float16), b=second, h=half)
+    assert ops(apply(infinite, fold_constants)[0]) == "Add"
+
+
 @pytest.mark.parametrize("sizes", [(257, 257, 255), (4097, 4097), (2**24 + 1,)])
 def test_shape_arithmetic_in_float32_is_rounded(sizes: tuple[int, ...]) -> None:
     text = f"""(int64[1] x, float{list(sizes)} big) => (y) {{

@@ -258,6 +258,14 @@ def test_the_sizes_that_were_tried_are_told() -> None:
     assert re.search(tried + "--input x.npz, --shape input:8x512$", reason)
 
 
+def test_no_larger_size_is_tried_after_a_large_one_that_was_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would take longer, and perhaps all memory."""
+    monkeypatch.setattr("onnxfuse.verify.compare.MAX_SECONDS_REFUSED", 0.0)
+    body = "s = Constant<value_ints = [-1, 99999]>()  y = Reshape(x, s)"
+    source = model("(float[b, t] x) => (float[b, 99999] y)", body)
+    assert " and at 9 other sizes, at last b=1, t=1024 (" in compare(source, source).reason
+
+
 def test_requested_sizes_replace_chosen_ones() -> None:
     source = model("(float[b, t] x, float[b, u] z) => (float[b, t] y)", "y = Relu(x)")
     found = compare(source, source, shapes=["x:3x70"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
-from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
@@ -20,11 +20,11 @@ def _reduce(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
     try:
         axes = axes_parameter(shapes, node, len(shape))
     except CannotInfer:
-        if int_attribute(node, "keepdims", 1):
+        if flag_attribute(node, "keepdims", True):
             return (None,) * len(shape)
         raise
     if not axes:
-        axes = [] if int_attribute(node, "noop_with_empty_axes", 0) else list(range(len(shape)))
+        axes = [] if flag_attribute(node, "noop_with_empty_axes", False) else list(range(len(shape)))
     return _without_axes(shape, axes, node)
 
 
@@ -35,7 +35,7 @@ def _arg_reduce(shapes: ShapeInfo, node: Node) -> Shape:
 
 
 def _without_axes(shape: Shape, axes: list[int], node: Node) -> Shape:
-    if int_attribute(node, "keepdims", 1):
+    if flag_attribute(node, "keepdims", True):
         return tuple(1 if i in axes else size for i, size in enumerate(shape))
     return tuple(size for i, size in enumerate(shape) if i not in axes)
 

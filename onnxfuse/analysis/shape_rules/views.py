@@ -15,7 +15,7 @@ from onnxfuse.analysis.rules import (
     shape_of_known_rank,
 )
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
-from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute
 from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
@@ -37,7 +37,7 @@ def _reshape(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
         raise CannotInfer
     source = shapes.shape(node.inputs[0])
     target: list[Size | None] = list(found)
-    if not int_attribute(node, "allowzero", 0):
+    if not flag_attribute(node, "allowzero", False):
         target = [_copied_size(source, i) if size == 0 else size for i, size in enumerate(target)]
     if -1 not in target:
         return tuple(target)

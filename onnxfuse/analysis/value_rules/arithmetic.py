@@ -23,7 +23,7 @@ from onnxfuse.analysis.rules import (
 )
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeInfo
 from onnxfuse.analysis.value_rules.views import object_array, static_shape
-from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute
 from onnxfuse.ir.dtypes import EXACT_INTEGERS, INTEGER_RANGES, Array
 from onnxfuse.ir.node import Node, op_of
 
@@ -174,7 +174,7 @@ _REDUCTIONS: dict[str, Callable[..., object]] = {
 def _reduce(shapes: ShapeInfo, node: Node) -> Array:
     value = input_value(shapes, node)
     axes = axes_parameter(shapes, node, value.ndim)
-    if not axes and int_attribute(node, "noop_with_empty_axes", 0):
+    if not axes and flag_attribute(node, "noop_with_empty_axes", False):
         return value
     op = op_of(node)
     if op in ("ReduceProd", "ReduceSum"):
@@ -182,7 +182,7 @@ def _reduce(shapes: ShapeInfo, node: Node) -> Array:
         _require_exact_in_any_order(
             shapes, node, sum(magnitudes) if op == "ReduceSum" else math.prod(max(1, each) for each in magnitudes)
         )
-    reduction, keepdims = np.frompyfunc(_REDUCTIONS[op], 2, 1), bool(int_attribute(node, "keepdims", 1))
+    reduction, keepdims = np.frompyfunc(_REDUCTIONS[op], 2, 1), flag_attribute(node, "keepdims", True)
     for axis in sorted(axes or range(value.ndim), reverse=True):
         if value.shape[axis] == 0:
             raise CannotInfer

@@ -11,7 +11,7 @@ from onnxfuse.analysis.rules import RuleTable, ValueRule, input_shape, input_val
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeInfo, exact_elements
 from onnxfuse.analysis.shape_rules.fills import range_length
 from onnxfuse.analysis.shape_rules.slices import is_ambiguous_end, slice_bounds, split_sizes
-from onnxfuse.ir.attributes import int_attribute, ints_attribute, tensor_attribute
+from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute, tensor_attribute
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node
 
@@ -83,7 +83,7 @@ def _expand(shapes: ShapeInfo, node: Node) -> Array:
 def _reshape(shapes: ShapeInfo, node: Node) -> Array:
     target = static_shape(object_array(integers(shapes, node, "shape")))
     value = input_value(shapes, node)
-    if not int_attribute(node, "allowzero", 0):
+    if not flag_attribute(node, "allowzero", False):
         target = tuple(value.shape[i] if size == 0 else size for i, size in enumerate(target))
     return value.reshape(target)
 
