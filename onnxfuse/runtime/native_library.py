@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 6  # onnxfuse_abi in native/operator.cc
+ABI: Final = 7  # onnxfuse_abi in native/operator.cc
 TF32: Final = 1  # flags of a session's settings
 MEASURE: Final = 2
 # Plans of a node that are kept while they take turns, because a cache that grows to so many tokens meets as many
@@ -129,10 +129,13 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_unload": (text, [number, handle]),
         "onnxfuse_open_cublaslt": (text, [text]),
         "onnxfuse_cublaslt_version": (text, [ctypes.POINTER(ctypes.c_uint64)]),
+        "onnxfuse_open_cudnn": (text, [text]),
+        "onnxfuse_cudnn_version": (text, [ctypes.POINTER(ctypes.c_uint64)]),
         "onnxfuse_read_plan": (text, [number, text, size, handle, size, handle, size, handle, handle]),
         "onnxfuse_free_plan": (None, [handle]),
         "onnxfuse_run": (text, [number, handle, handle, handle, handle, handle, ctypes.c_uint64]),
         "onnxfuse_algorithms": (text, [number, text, size, number, handle, handle]),
+        "onnxfuse_engines": (text, [number, text, size, number, size, handle, handle]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -101,6 +101,20 @@ class Scalar:
 
 
 @dataclass(frozen=True)
+class Im2col:
+    """The walk of a tensor map over the pixels of a convolution, as in cuTensorMapEncodeIm2col.
+
+    The dimensions of the map are channels, one to three spatial axes, images.  Every field has a value for each spatial
+    axis, the innermost first.  A load takes pixels from `lower` to the size plus `upper`, `steps` apart, and goes on
+    with the next row and the next image; a filter's tap is an offset that the load adds.
+    """
+
+    lower: tuple[int, ...]  # the first pixel: minus the padding in front
+    upper: tuple[int, ...]  # relative to the last pixel: the padding behind minus (filter size - 1) * dilation
+    steps: tuple[int, ...]  # pixels from one to the next: the convolution's strides, 1 to 8
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """A CUtensorMap that is passed by value, as `const __grid_constant__`; a run supplies the address.
 
@@ -112,8 +126,9 @@ class TensorMap:
     dtype: Literal["float16", "bfloat16", "float32", "uint8"]
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
-    box: tuple[int, ...]  # elements, at most 256 each
+    box: tuple[int, ...]  # elements, at most 256 each; with `im2col`, channels and pixels
     swizzle: Literal[0, 32, 64, 128] = 0  # bytes; the box's innermost dimension is no wider
+    im2col: Im2col | None = None
 
 
 Argument: TypeAlias = Pointer | Scalar | TensorMap
@@ -165,6 +180,69 @@ class Matmul:
     algorithm: tuple[int, ...] = ()  # the eight 64-bit words of a cublasLtMatmulAlgo_t; () for cuBLASLt's first choice
 
 
+ConvolutionActivation: TypeAlias = Literal[
+    "none",
+    "relu",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "sigmoid",
+    "tanh",
+    "clip",
+    "leaky_relu",
+    "elu",
+    "softplus",
+    "quick_gelu",
+]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution by cuDNN 9: y = activation(conv(x, w) + bias + residual).
+
+    It is y = activation(conv(x, w) + bias) + residual unless `residual_first`.  Sums are in fp32, and y is rounded
+    once.  Sizes, strides and so on have one entry for each of one to three spatial axes, the innermost last.  x is
+    (n, *sizes, c), and y and residual are (n, *y_sizes, m); unless `channels_last`, they are (n, c, *sizes) and
+    (n, m, *y_sizes).  w is (m, *kernel, c / group), or (m, c / group, *kernel) unless `w_channels_last`.  All
+    tensors are contiguous.  A `transposed` convolution is ONNX's ConvTranspose: w has c filters of m / group channels.
+    """
+
+    n: int
+    c: int  # channels of x
+    m: int  # channels of y
+    sizes: tuple[int, ...]  # of x
+    y_sizes: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads_begin: tuple[int, ...]
+    pads_end: tuple[int, ...]
+    group: int
+    dtype: str  # of all operands: float32, float16 or bfloat16
+    x: Pointer
+    w: Pointer
+    y: Pointer
+    bias: Pointer | None = None  # m elements
+    residual: Pointer | None = None
+    residual_first: bool = True
+    activation: ConvolutionActivation = "none"
+    alpha: float = 0.0  # of the activation, as in onnxfuse.activations
+    beta: float = 0.0
+    channels_last: bool = True
+    w_channels_last: bool = True
+    transposed: bool = False
+    tf32: bool = False  # float32 operands are rounded to TF32
+    aligned: bool = True  # all its inputs and outputs start at multiples of 16 bytes
+    workspace: Pointer | None = None
+    workspace_bytes: int = 0
+    # The global index of one of cuDNN's engines, and then the type and value of each of its knobs; () for cuDNN's first
+    # choice.  They hold for one version of cuDNN and one kind of GPU.
+    engine: tuple[int, ...] = ()
+
+
+Step: TypeAlias = Launch | Matmul | Convolution
+
+
 @dataclass(frozen=True)
 class NoAlias:
     """An input and an output that may not overlap in memory, except at the same start address if `same_start`.
@@ -182,6 +260,6 @@ class Plan:
     """Output shapes, steps in order, and sizes of scratch buffers in bytes; no steps if outputs have no elements."""
 
     outputs: tuple[TensorSpec, ...]
-    steps: tuple[Launch | Matmul, ...]
+    steps: tuple[Step, ...]
     scratch: tuple[int, ...] = ()
     no_alias: tuple[NoAlias, ...] = ()

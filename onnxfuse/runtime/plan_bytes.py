@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, dtype_name
-from onnxfuse.runtime.plan import Argument, Attribute, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
+from onnxfuse.runtime.plan import (
+    Argument,
+    Attribute,
+    Convolution,
+    ConvolutionActivation,
+    Launch,
+    Matmul,
+    Matrix,
+    Plan,
+    Pointer,
+    TensorMap,
+    TensorSpec,
+)
 
-PLAN_MARK: Final = 0x6F6E66780004  # kPlanMark in native/plan.h
+PLAN_MARK: Final = 0x6F6E66780005  # kPlanMark in native/plan.h
 MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
 SCALAR: Final = 3
 TENSOR_MAP: Final = 4
 LAUNCH: Final = 0
 MATMUL: Final = 1
+CONVOLUTION: Final = 2
 ACTIVATION_NUMBERS: Final = {"none": 0, "relu": 1, "gelu_tanh": 2}
+CONVOLUTION_ACTIVATION_NUMBERS: Final = {name: i for i, name in enumerate(get_args(ConvolutionActivation))}
 ALGORITHM_WORDS: Final = 8  # of a cublasLtMatmulAlgo_t
+MAX_ENGINE_WORDS: Final = 129  # kMaxEngineWords in native/convolution.h
 ALIGNED: Final = 1  # flags of an input
 CONSTANT: Final = 2
 
@@ -34,7 +49,7 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
         raise ValueError(f"a plan of {launches} launches needs as many functions, found {len(functions)}")
     handles = iter(functions)
     for step in plan.steps:
-        words += [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [LAUNCH, next(handles), *_launch(step)]
+        words += [LAUNCH, next(handles), *_launch(step)] if isinstance(step, Launch) else _library_call(step)
     words.append(len(plan.no_alias))
     words += [int(word) for pair in plan.no_alias for word in (pair.input, pair.output, pair.same_start)]
     return _packed(words)
@@ -43,6 +58,15 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
 def matmul_bytes(matmul: Matmul) -> bytes:
     """Return a product alone as 64-bit words, for a question to cuBLASLt."""
     return _packed(_matmul(matmul))
+
+
+def convolution_bytes(convolution: Convolution) -> bytes:
+    """Return a convolution alone as 64-bit words, for a question to cuDNN."""
+    return _packed(_convolution(convolution))
+
+
+def _library_call(step: Matmul | Convolution) -> list[int]:
+    return [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [CONVOLUTION, *_convolution(step)]
 
 
 def _packed(words: Sequence[int]) -> bytes:
@@ -76,14 +100,20 @@ def _pointer(pointer: Pointer) -> tuple[int, int, int]:
 
 
 def _tensor_map(argument: TensorMap) -> list[int]:
-    rank = len(argument.sizes)
-    if (len(argument.strides), len(argument.box)) != (rank - 1, rank):
+    rank, walk = len(argument.sizes), argument.im2col
+    box = 2 if walk else rank
+    if (len(argument.strides), len(argument.box)) != (rank - 1, box):
         raise ValueError(
-            f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {rank}, "
+            f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {box}, "
             f"found {len(argument.strides)} and {len(argument.box)}"
         )
     pointer, dtype = _pointer(argument.pointer), DTYPE_NUMBERS[argument.dtype]
-    return [TENSOR_MAP, *pointer, dtype, rank, *argument.sizes, *argument.strides, *argument.box, argument.swizzle]
+    words = [TENSOR_MAP, *pointer, dtype, rank, *argument.sizes, *argument.strides, int(walk is not None)]
+    if walk:
+        if any(len(of) != rank - 2 for of in (walk.lower, walk.upper, walk.steps)):
+            raise ValueError(f"a tensor map of {rank} dimensions walks over {rank - 2} spatial axes, found {walk}")
+        words += [*walk.lower, *walk.upper, *walk.steps]
+    return [*words, *argument.box, argument.swizzle]
 
 
 def _matmul(step: Matmul) -> list[int]:
@@ -95,6 +125,23 @@ def _matmul(step: Matmul) -> list[int]:
     words += [ACTIVATION_NUMBERS[step.activation], step.tf32]
     words += [1, *_pointer(step.workspace)] if step.workspace else [0]
     return [*map(int, words), step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
+
+
+def _convolution(step: Convolution) -> list[int]:
+    by_axis = (step.sizes, step.y_sizes, step.kernel, step.strides, step.dilations, step.pads_begin, step.pads_end)
+    if any(len(values) != len(step.sizes) for values in by_axis):
+        raise ValueError(f"a convolution of {len(step.sizes)} spatial axes has as many of each size, found {by_axis}")
+    words = [DTYPE_NUMBERS[step.dtype], step.n, step.c, step.m, step.group, len(step.sizes)]
+    words += [value for values in by_axis for value in values]
+    words += [step.transposed, step.channels_last, step.w_channels_last, step.tf32, step.aligned]
+    words += [CONVOLUTION_ACTIVATION_NUMBERS[step.activation]]
+    words += [struct.unpack("<I", struct.pack("<f", number))[0] for number in (step.alpha, step.beta)]
+    words += [*_pointer(step.x), *_pointer(step.w), *_pointer(step.y)]
+    words += [1, *_pointer(step.bias)] if step.bias else [0]
+    words += [1, *_pointer(step.residual)] if step.residual else [0]
+    words += [step.residual_first]
+    words += [1, *_pointer(step.workspace)] if step.workspace else [0]
+    return [*map(int, words), step.workspace_bytes, len(step.engine), *step.engine]
 
 
 def _matrix(matrix: Matrix) -> tuple[int, ...]:

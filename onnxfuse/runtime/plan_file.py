@@ -20,8 +20,10 @@ from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.plan import (
     Argument,
+    Convolution,
     Device,
     FusedNode,
+    Im2col,
     Kernel,
     Launch,
     Matmul,
@@ -30,13 +32,14 @@ from onnxfuse.runtime.plan import (
     Plan,
     Pointer,
     Scalar,
+    Step,
     TensorMap,
     TensorSpec,
 )
 from onnxfuse.runtime.planner import Backend, PlannedNode, backends, signature
 from onnxfuse.version import __version__
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 INDEX: Final = "plans.json"
 
 
@@ -71,6 +74,7 @@ def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
         "kernels": kernels_digest(),
         "device": _gpu_kind(device),
         "cublaslt": run_plan.cublaslt_version() if any(map(_has_algorithm, plans.values())) else None,
+        "cudnn": run_plan.cudnn_version() if any(map(_has_engine, plans.values())) else None,
         "cubins": {name: hashlib.sha256(code).hexdigest() for name, code in cubins.items()},
         "plans": records,
     }
@@ -91,6 +95,7 @@ def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device
     if index.get("kernels") != kernels_digest():
         raise PlanFileError(f"{path}: made from other kernels than this onnxfuse has; make it again")
     _check_cublaslt(path, index.get("cublaslt"))
+    _check_cudnn(path, index.get("cudnn"))
     try:
         entries = [_read_record(record, here) for record in index["plans"]]
         plans = {signature(p.node, p.inputs, p.device): (p, names) for p, names in entries}
@@ -140,6 +145,16 @@ def _check_cublaslt(path: str | Path, version: object) -> None:
         raise PlanFileError(f"{path}: its products were chosen for cuBLASLt {version}, this is {found}; make it again")
 
 
+def _has_engine(planned: PlannedNode) -> bool:
+    return any(isinstance(step, Convolution) and step.engine for step in planned.plan.steps)
+
+
+def _check_cudnn(path: str | Path, version: object) -> None:
+    """Raise PlanFileError for another version of cuDNN: engines and knobs have other numbers there."""
+    if version is not None and version != (found := run_plan.cudnn_version()):
+        raise PlanFileError(f"{path}: its convolutions were chosen for cuDNN {version}, this is {found}; make it again")
+
+
 @dataclasses.dataclass(eq=False)
 class _Module:
     """A loaded cubin, which is unloaded with the last kernel that needs it."""
@@ -178,9 +193,11 @@ def _record(planned: PlannedNode) -> dict[str, Any]:
     }
 
 
-def _step(step: Launch | Matmul) -> dict[str, Any]:
+def _step(step: Step) -> dict[str, Any]:
     if isinstance(step, Matmul):
         return {"matmul": dataclasses.asdict(step)}
+    if isinstance(step, Convolution):
+        return {"convolution": dataclasses.asdict(step)}
     kernel = {**vars(step.kernel), "defines": dict(step.kernel.defines)}
     return {**vars(step), "kernel": kernel, "arguments": [dataclasses.asdict(argument) for argument in step.arguments]}
 
@@ -202,9 +219,11 @@ def _read_record(record: Mapping[str, Any], gpu: Mapping[str, Any]) -> tuple[Pla
     return PlannedNode(fused, _specs(record["inputs"]), device, plan, ()), names
 
 
-def _read_step(step: Mapping[str, Any]) -> Launch | Matmul:
+def _read_step(step: Mapping[str, Any]) -> Step:
     if "matmul" in step:
         return _read_matmul(step["matmul"])
+    if "convolution" in step:
+        return _read_convolution(step["convolution"])
     return Launch(
         Kernel(**step["kernel"]),
         _triple(step["grid"]),
@@ -219,7 +238,8 @@ def _read_step(step: Mapping[str, Any]) -> Launch | Matmul:
 def _read_argument(fields: Mapping[str, Any]) -> Argument:
     if "box" in fields:
         sequences = {name: tuple(map(int, fields[name])) for name in ("sizes", "strides", "box")}
-        return TensorMap(**{**fields, **sequences, "pointer": Pointer(**fields["pointer"])})
+        walk = fields["im2col"] and Im2col(**{name: tuple(map(int, of)) for name, of in fields["im2col"].items()})
+        return TensorMap(**{**fields, **sequences, "pointer": Pointer(**fields["pointer"]), "im2col": walk})
     return Pointer(**fields) if "kind" in fields else Scalar(**fields)
 
 
@@ -230,6 +250,14 @@ def _read_matmul(fields: Mapping[str, Any]) -> Matmul:
         for name in ("x", "w", "y", "c")
     }
     return Matmul(**{**fields, **pointers, **matrices, "algorithm": tuple(map(int, fields["algorithm"]))})
+
+
+def _read_convolution(fields: Mapping[str, Any]) -> Convolution:
+    pointers = {
+        name: fields[name] and Pointer(**fields[name]) for name in ("x", "w", "y", "bias", "residual", "workspace")
+    }
+    names = ("sizes", "y_sizes", "kernel", "strides", "dilations", "pads_begin", "pads_end", "engine")
+    return Convolution(**{**fields, **pointers, **{name: tuple(map(int, fields[name])) for name in names}})
 
 
 def _specs(records: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:

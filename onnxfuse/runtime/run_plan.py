@@ -1,4 +1,4 @@
-"""Run plans without onnxruntime, and ask cuBLASLt for its algorithms; tests, trials and hosts do."""
+"""Run plans without onnxruntime, and ask cuBLASLt and cuDNN what they offer; tests, trials and hosts do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.native_library import NativeError
-from onnxfuse.runtime.plan import Matmul, Plan, TensorSpec
-from onnxfuse.runtime.plan_bytes import ALGORITHM_WORDS, input_words, matmul_bytes, plan_bytes
+from onnxfuse.runtime.plan import Convolution, Matmul, Plan, TensorSpec
+from onnxfuse.runtime.plan_bytes import (
+    ALGORITHM_WORDS,
+    MAX_ENGINE_WORDS,
+    convolution_bytes,
+    input_words,
+    matmul_bytes,
+    plan_bytes,
+)
 
 CUBLASLT_NAMES: Final = ("libcublasLt.so.13", "libcublasLt.so.12")
+CUDNN_NAMES: Final = ("libcudnn.so.9",)
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,15 @@ class Algorithm:
 
     words: tuple[int, ...]  # Matmul.algorithm
     workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that cuDNN proposes for a Convolution."""
+
+    words: tuple[int, ...]  # Convolution.engine
+    workspace_bytes: int
+    compiles: bool  # reading a plan with it compiles a kernel, which takes one to three seconds; that may fail yet
 
 
 class ReadyPlan:
@@ -85,10 +102,27 @@ def algorithms(matmul: Matmul, ordinal: int, max_count: int) -> list[Algorithm]:
     return [Algorithm(row[:-1], row[-1]) for row in rows]
 
 
+def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) -> list[Engine]:
+    """Return up to `max_count` engines of cuDNN for a convolution, the best by its own estimate first.
+
+    They need at most `convolution.workspace_bytes`; its `workspace` and `engine` do not matter.  Engines whose results
+    are less precise than sums in fp32 are left out, and without `tf32` those that round float32 operands.  The list is
+    empty if cuDNN has none.  Raises NativeError if cuDNN is missing.
+    """
+    library, data = cudnn(), convolution_bytes(convolution)
+    width = 3 + MAX_ENGINE_WORDS  # workspace, whether it compiles, and how many of the words behind them are used
+    words, found = (ctypes.c_int64 * (width * max_count))(), ctypes.c_int()
+    native.check(library.onnxfuse_engines(ordinal, data, len(data), max_count, width, words, ctypes.byref(found)))
+    rows = [words[i * width : (i + 1) * width] for i in range(found.value)]
+    return [Engine(tuple(row[3 : 3 + row[2]]), row[0], bool(row[1])) for row in rows]
+
+
 def open_libraries(plan: Plan) -> None:
     """Open the libraries that the plan's steps call, which reading the plan requires.  Raises NativeError."""
     if any(isinstance(step, Matmul) for step in plan.steps):
         cublaslt()
+    if any(isinstance(step, Convolution) for step in plan.steps):
+        cudnn()
 
 
 @functools.cache
@@ -98,15 +132,10 @@ def cublaslt() -> ctypes.CDLL:
     It takes the cuBLASLt that this process has loaded, which is onnxruntime's, and otherwise one that is installed.
     Raises NativeError if there is none.
     """
-    library = native.driver()
-    chosen = os.environ.get("ONNXFUSE_LIBCUBLASLT")
-    refusals = []
-    for path in [chosen] if chosen else [None, *map(str, _installed_cublaslt()), *CUBLASLT_NAMES]:
-        refusal = library.onnxfuse_open_cublaslt(path.encode() if path else None)
-        if refusal is None:
-            return library
-        refusals.append(refusal.decode(errors="replace"))
-    raise NativeError(f"matrix products need cuBLASLt; install nvidia-cublas or a CUDA toolkit: {'; '.join(refusals)}")
+    names, folders = CUBLASLT_NAMES, ("cu13", "cublas")
+    if why := _refusal("onnxfuse_open_cublaslt", "ONNXFUSE_LIBCUBLASLT", names, folders):
+        raise NativeError(f"matrix products need cuBLASLt; install nvidia-cublas or a CUDA toolkit: {why}")
+    return native.driver()
 
 
 def cublaslt_version() -> int:
@@ -116,15 +145,47 @@ def cublaslt_version() -> int:
     return version.value
 
 
-def _installed_cublaslt() -> Iterator[Path]:
-    """Yield the libraries of NVIDIA's wheels and of a CUDA toolkit, the newest version first."""
+@functools.cache
+def cudnn() -> ctypes.CDLL:
+    """Return the native library with the driver and cuDNN 9 open.
+
+    It takes the cuDNN that this process has loaded, which is onnxruntime's, and otherwise one that is installed.
+    Raises NativeError if there is none.
+    """
+    if why := _refusal("onnxfuse_open_cudnn", "ONNXFUSE_LIBCUDNN", CUDNN_NAMES, ("cudnn",)):
+        raise NativeError(f"convolutions by cuDNN need cuDNN 9; install nvidia-cudnn-cu13: {why}")
+    return native.driver()
+
+
+def cudnn_version() -> int:
+    """Return 10000 times cuDNN's major version plus 100 times the minor one plus the patch.  Raises NativeError."""
+    version = ctypes.c_uint64()
+    native.check(cudnn().onnxfuse_cudnn_version(ctypes.byref(version)))
+    return version.value
+
+
+def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:
+    """Let the native library open the first library that it can, and return None, or else why it can open none."""
+    open_library = getattr(native.driver(), function)
+    chosen = os.environ.get(variable)
+    refusals = []
+    for path in [chosen] if chosen else [None, *map(str, _installed(names, folders)), *names]:
+        refusal = open_library(path.encode() if path else None)
+        if refusal is None:
+            return None
+        refusals.append(refusal.decode(errors="replace"))
+    return "; ".join(refusals)
+
+
+def _installed(names: Sequence[str], parts: Sequence[str]) -> Iterator[Path]:
+    """Yield the libraries of NVIDIA's wheels, in folders `parts` of theirs, and of a CUDA toolkit, by name in order."""
     try:
         packages = [Path(path) for path in importlib.import_module("nvidia").__path__]
     except ImportError:
         packages = []
     homes = [Path(home) for name in ("CUDA_PATH", "CUDA_HOME") if (home := os.environ.get(name))]
-    folders = [p / part / "lib" for p in packages for part in ("cu13", "cublas")] + [home / "lib64" for home in homes]
-    for name in CUBLASLT_NAMES:
+    folders = [p / part / "lib" for p in packages for part in parts] + [home / "lib64" for home in homes]
+    for name in names:
         yield from (folder / name for folder in folders if (folder / name).is_file())
 
 

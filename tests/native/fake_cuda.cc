@@ -108,6 +108,7 @@ void unmap(void** a, Dim) {
 }
 
 thread_local Map last_map{};
+thread_local int last_walk[8]{};  // of two spatial axes: lower, upper, steps; then channels and pixels
 
 void noop(void**, Dim) {}
 
@@ -209,6 +210,22 @@ EXPORT int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* addr
   std::memcpy(map, &kept, sizeof kept);
   return 0;
 }
+EXPORT int cuTensorMapEncodeIm2col(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                                   const uint64_t* strides, const int* lower, const int* upper, uint32_t channels,
+                                   uint32_t pixels, const uint32_t* element_strides, int interleave, int swizzle,
+                                   int promotion, int fill) {
+  if (rank != 4 || element_strides[0] != 1 || element_strides[3] != 1) return 1;
+  constexpr uint32_t kOnes[] = {1, 1, 1, 1};
+  const uint32_t box[] = {channels, pixels, 1, 1};
+  for (int i = 0; i < 2; ++i) {
+    last_walk[i] = lower[i];
+    last_walk[2 + i] = upper[i];
+    last_walk[4 + i] = static_cast<int>(element_strides[1 + i]);
+    last_walk[6 + i] = static_cast<int>(box[i]);
+  }
+  return cuTensorMapEncodeTiled(map, type, rank, address, sizes, strides, box, kOnes, interleave, swizzle, promotion,
+                                fill);
+}
 #endif
 EXPORT int cuStreamIsCapturing(void*, int* status) {
   *status = capturing;
@@ -259,6 +276,7 @@ EXPORT int cuGetErrorString(int, const char** text) {
 }
 
 // Writes type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map.
+EXPORT void fake_last_walk(int* out) { std::memcpy(out, last_walk, sizeof last_walk); }
 EXPORT void fake_last_map(unsigned* out) { std::memcpy(out, &last_map.type, 6 * sizeof *out); }
 // The capture mode that the thread of the last launch had.
 EXPORT int fake_last_mode() { return last_mode; }

@@ -39,6 +39,7 @@ BODIES = {
     "copy": "(x) => (y) { y = Identity(x) }",
     "pair": "(x, r) => (a, b) { a = Add(x, r) b = Sub(x, r) }",
     "product": "(x, w, bias) => (y) { m = MatMul(x, w) y = Add(m, bias) }",
+    "convolve": "(x, w, bias) => (y) { y = Conv(x, w, bias) }",
     "unmap": "(x) => (y) { y = Identity(x) }",
     "scale": "(x) => (y) { f = Constant <value_float: float = @factor>() y = Mul(x, f) }",
 }
@@ -50,6 +51,7 @@ class Stage:
 
     cuda: Any
     cublaslt: Any
+    cudnn: Any
     library: Any
     kernels: Callable[[str], Any]
 
@@ -61,6 +63,12 @@ class Stage:
         words = (ctypes.c_uint * 8)()
         self.cuda.fake_last(words)
         return list(words)
+
+    def last_walk(self) -> list[int]:
+        """Return lower and upper corners, steps and box of the last map over pixels that this thread encoded."""
+        numbers = (ctypes.c_int * 8)()
+        self.cuda.fake_last_walk(numbers)
+        return list(numbers)
 
     def last_map(self) -> list[int]:
         """Return type, rank, interleave, swizzle, promotion and fill of this thread's last tensor map."""
@@ -80,6 +88,12 @@ class Stage:
         self.cublaslt.fake_last_product(words)
         return list(words)
 
+    def last_convolution(self) -> str:
+        """Return the operations of the last graph of cuDNN that ran, such as "forward, add 4, pointwise 100"."""
+        text = ctypes.create_string_buffer(256)
+        self.cudnn.fake_last_graph(text, ctypes.c_size_t(256))
+        return text.value.decode()
+
 
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Let fused nodes on the CPU provider run the kernels of this folder."""
@@ -87,19 +101,24 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         pytest.skip("no C++ compiler: the native library is not tested")
     libcuda = built("fake_cuda", lambda target: compiled(HERE / "fake_cuda.cc", target))
     libcublaslt = built("fake_cublaslt", lambda target: compiled(HERE / "fake_cublaslt.cc", target))
+    libcudnn = built("fake_cudnn", lambda target: compiled(HERE / "fake_cudnn.cc", target))
     library = built("native", lambda target: build_native.build(target, "-O1", "-Wall", "-Wextra", "-Werror"))
     monkeypatch.setenv("ONNXFUSE_LIBCUDA", str(libcuda))
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
+    monkeypatch.setenv("ONNXFUSE_LIBCUDNN", str(libcudnn))
     monkeypatch.setattr(native, "library_path", lambda: library)
     monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
     monkeypatch.setattr(planner, "_plans_of_nodes", {})  # sessions of other tests may not be collected yet
     monkeypatch.setattr(planner, "plan_files", {})
     monkeypatch.setattr(planner, "_shared_plans", weakref.WeakValueDictionary())
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
-    cuda, cublaslt = ctypes.CDLL(str(libcuda)), ctypes.CDLL(str(libcublaslt))
+    cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64
     cublaslt.fake_products.restype = cublaslt.fake_handles.restype = ctypes.c_int64
-    return Stage(cuda, cublaslt, native_library(), host)
+    for name in "fake_runs", "fake_handles", "fake_plans", "fake_packs", "fake_descriptors":
+        getattr(cudnn, name).restype = ctypes.c_int64
+    cudnn.fake_last_stream.restype = ctypes.c_void_p
+    return Stage(cuda, cublaslt, cudnn, native_library(), host)
 
 
 def host(family: str) -> Any:

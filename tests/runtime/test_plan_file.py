@@ -24,7 +24,7 @@ from stand_in import CPU, SHIFT, Stage, model, node, stage
 
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.plan import Plan
+from onnxfuse.runtime.plan import Convolution, Plan
 from onnxfuse.runtime.plan_file import INDEX, PlanFileError, load_plans, save_plans
 from onnxfuse.session import InferenceSession
 
@@ -161,7 +161,7 @@ def test_a_file_of_another_gpu_is_refused(saved: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 4\), this is .*; make it again"),
+        ({"onnxfuse": "0.0.1"}, r"written by onnxfuse 0\.0\.1 \(format 5\), this is .*; make it again"),
         ({"format": 99}, r"\(format 99\)"),
         ({"kernels": "0" * 16}, r"made from other kernels than this onnxfuse has; make it again"),
         ({"plans": 3}, r"no plan file, or corrupted: TypeError"),
@@ -262,6 +262,49 @@ def test_products_and_tensor_maps_come_back_as_they_were(gpu: Stage, saved_steps
     assert not gpu.kernels("product").devices, "nothing is planned"
     assert len(made) == 2
     assert [planned.plan for planned in planner.plans_in_use()] == [planned.plan for planned in made] * 2
+
+
+CONVOLVE = "g (float[n, 2, h, l] x, float[3, 2, 2, 2] w, float[3] b) => (float[n, 3, p, q] y) { " + node(
+    "convolve", "x, w, b", "y", operands="x w bias"
+) + " }"  # fmt: skip
+IMAGE = {"x": np.ones((1, 2, 3, 3), np.float32), "w": np.ones((3, 2, 2, 2), np.float32), "b": np.ones(3, np.float32)}
+
+
+@pytest.fixture
+def saved_convolution(gpu: Stage, tmp_path: Path) -> Path:
+    """Return a file with the plan of a convolution by one of cuDNN's engines."""
+    run = InferenceSession(model(CONVOLVE), providers=[CPU])
+    run.run(None, IMAGE)
+    assert save_plans(tmp_path / "plans.zip", CPU) == 1
+    return tmp_path / "plans.zip"
+
+
+def test_a_convolution_comes_back_with_its_engine(gpu: Stage, saved_convolution: Path) -> None:
+    assert load_plans(saved_convolution, CPU) == 1
+    gpu.kernels("convolve").devices.clear()
+    before = gpu.cudnn.fake_plans()
+    run = InferenceSession(model(CONVOLVE), providers=[CPU])
+    np.testing.assert_array_equal(run.run(None, IMAGE)[0], np.full((1, 3, 2, 2), 9, np.float32))
+    assert gpu.cudnn.fake_plans() == before + 1
+    assert not gpu.kernels("convolve").devices, "nothing is planned"
+    (step,) = planner.plans_in_use()[-1].plan.steps
+    assert isinstance(step, Convolution) and step.engine == (41, 2, 2)
+
+
+def test_engines_of_another_cudnn_are_refused(saved_convolution: Path) -> None:
+    with pytest.raises(PlanFileError, match=r"convolutions were chosen for cuDNN 92000, this is 91900; make it again"):
+        load_plans(edited(saved_convolution, cudnn=92000), CPU)
+    assert not planner.plan_files
+
+
+def test_a_malformed_convolution_in_a_file_is_refused(saved_convolution: Path) -> None:
+    def change(data: bytes) -> bytes:
+        index = json.loads(data)
+        del index["plans"][0]["steps"][0]["convolution"]["strides"]
+        return json.dumps(index).encode()
+
+    with pytest.raises(PlanFileError, match="a plan is malformed: KeyError: 'strides'"):
+        load_plans(rewritten(saved_convolution, INDEX, change), CPU)
 
 
 def test_plans_of_another_setting_are_not_taken(gpu: Stage, saved_steps: Path) -> None:

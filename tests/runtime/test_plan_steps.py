@@ -23,7 +23,7 @@ from onnxfuse import session as session_module
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import planner, run_plan
 from onnxfuse.runtime.native_library import NativeError
-from onnxfuse.runtime.plan import Kernel, Launch, Matmul, Matrix, NoAlias, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Im2col, Kernel, Launch, Matmul, Matrix, NoAlias, Plan, Pointer, TensorSpec
 
 
 @pytest.fixture
@@ -87,6 +87,15 @@ def test_a_tensor_map_is_encoded_for_the_address_of_the_run(gpu: Stage) -> None:
         x = np.random.default_rng(1).standard_normal((9, 64)).astype(np.float32)
         np.testing.assert_array_equal(run.run(None, {"x": x})[0], x)
     assert gpu.last_map() == [7, 2, 0, 3, 3, 0], "float32, rank 2, swizzle 128, promotion to 256 bytes, zeros"
+
+
+def test_a_walk_over_pixels_is_encoded(gpu: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmap = gpu.kernels("unmap")
+    good = unmap.candidates
+    monkeypatch.setattr(unmap, "candidates", lambda *a: [with_map(plan, **PIXELS) for plan in good(*a)])
+    session(model(UNMAP)).run(None, {"x": np.zeros((8, 64), np.float32)})
+    assert gpu.last_walk() == [-1, -2, 0, -3, 2, 1, 32, 16]
+    assert gpu.last_map() == [7, 4, 0, 3, 3, 0]
 
 
 @pytest.mark.parametrize("name, number, dtype", [("float", 1, np.float32), ("float16", 10, np.float16)])
@@ -320,7 +329,14 @@ def with_map(plan: Plan, **changes: Any) -> Plan:
     return replaced(plan, steps=(replaced(step, arguments=arguments),))
 
 
+WALK = Im2col(lower=(-1, -2), upper=(0, -3), steps=(2, 1))
+PIXELS = {"sizes": (64, 2, 4, 1), "strides": (256, 512, 2048), "box": (32, 16), "im2col": WALK}  # of 8 rows of 64
 MALFORMED_MAPS = {
+    "a tensor map's lower corner is -129, required -128 to 127": {**PIXELS, "im2col": replaced(WALK, lower=(-129, 0))},
+    "a tensor map's upper corner is 128, required -128 to 127": {**PIXELS, "im2col": replaced(WALK, upper=(0, 128))},
+    "a tensor map's step is 9, required 1 to 8": {**PIXELS, "im2col": replaced(WALK, steps=(9, 1))},
+    "a tensor map over pixels has 2 dimensions, required 3": {"im2col": Im2col((), (), ())},
+    "a tensor map of 4 dimensions walks over 2 spatial axes": {**PIXELS, "im2col": replaced(WALK, steps=(1,))},
     "a tensor map's rank is 6, required 1 to 5": {"sizes": (4,) * 6, "box": (4,) * 6, "strides": (16,) * 5},
     "a tensor map's size is 0, required 1 to": {"sizes": (0, 8)},
     "a tensor map's stride is 24 bytes, required a multiple of 16": {"strides": (24,)},

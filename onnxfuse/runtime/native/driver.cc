@@ -66,6 +66,7 @@ void Driver::open(const std::string& path) {
   find(library, "cuLaunchKernel", driver->cuLaunchKernel);
   find(library, "cuLaunchKernelEx", driver->cuLaunchKernelEx, false);
   find(library, "cuTensorMapEncodeTiled", driver->cuTensorMapEncodeTiled, false);
+  find(library, "cuTensorMapEncodeIm2col", driver->cuTensorMapEncodeIm2col, false);
   find(library, "cuStreamIsCapturing", driver->cuStreamIsCapturing);
   find(library, "cuThreadExchangeStreamCaptureMode", driver->cuThreadExchangeStreamCaptureMode);
   find(library, "cuModuleLoadData", driver->cuModuleLoadData);

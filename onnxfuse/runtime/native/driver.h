@@ -56,6 +56,10 @@ struct Driver {
   int (*cuTensorMapEncodeTiled)(void*, int type, uint32_t rank, void*, const uint64_t* sizes, const uint64_t* strides,
                                 const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle,
                                 int promotion, int fill);  // null before CUDA 12.0
+  int (*cuTensorMapEncodeIm2col)(void*, int type, uint32_t rank, void*, const uint64_t* sizes, const uint64_t* strides,
+                                 const int* lower, const int* upper, uint32_t channels, uint32_t pixels,
+                                 const uint32_t* element_strides, int interleave, int swizzle, int promotion,
+                                 int fill);  // null before CUDA 12.0
   int (*cuStreamIsCapturing)(Stream, int*);
   int (*cuThreadExchangeStreamCaptureMode)(int*);
   int (*cuModuleLoadData)(void**, const void*);

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "convolution.h"
 #include "driver.h"
 #include "matmul.h"
 #include "pointer.h"
@@ -14,7 +15,7 @@
 
 namespace onnxfuse {
 
-constexpr int64_t kPlanMark = 0x6f6e6678'0004;  // "onfx", format 4
+constexpr int64_t kPlanMark = 0x6f6e6678'0005;  // "onfx", format 5
 constexpr size_t kMaxArguments = 64;
 constexpr size_t kMaxTensorMaps = 8;  // of a launch; each takes 128 of the 4096 bytes that kernel parameters may take
 constexpr int64_t kMaxRank = 64;
@@ -60,7 +61,8 @@ struct NoAlias {
   bool same_start;
 };
 
-using Step = std::variant<Launch, std::unique_ptr<const CublasMatmul>>;  // a CublasMatmul takes 2 kB
+// A CublasMatmul takes 2 kB, and a CudnnConvolution cannot move.
+using Step = std::variant<Launch, std::unique_ptr<const CublasMatmul>, std::unique_ptr<const CudnnConvolution>>;
 
 struct Plan {
   std::vector<TensorType> outputs;
@@ -71,7 +73,7 @@ struct Plan {
 };
 
 // Reads a plan for the device whose context is current.  Throws std::runtime_error that names the fault unless every
-// count, index, size and dtype is valid, and the driver and cuBLASLt can run the steps.
+// count, index, size and dtype is valid, and the driver, cuBLASLt and cuDNN can run the steps.
 Plan read_plan(const std::string& bytes, const std::vector<TensorType>& inputs,
                const std::vector<int64_t>& output_dtypes, int device);
 

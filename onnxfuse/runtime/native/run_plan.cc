@@ -1,8 +1,9 @@
-// The functions that Python calls to run plans without onnxruntime, and to ask cuBLASLt about products.
+// The functions that Python calls to run plans without onnxruntime, and to ask cuBLASLt and cuDNN about their steps.
 #include <algorithm>
 #include <stdexcept>
 
 #include "cublas_lt.h"
+#include "cudnn_backend.h"
 #include "export.h"
 #include "run_steps.h"
 #include "steps.h"
@@ -16,6 +17,15 @@ ONNXFUSE_EXPORT const char* onnxfuse_open_cublaslt(const char* path) {
 
 ONNXFUSE_EXPORT const char* onnxfuse_cublaslt_version(uint64_t* version) {
   return reported([&] { *version = CublasLt::get().cublasLtGetVersion(); });
+}
+
+// Opens cuDNN at `path`, or, if `path` is null, the one that this process has loaded.
+ONNXFUSE_EXPORT const char* onnxfuse_open_cudnn(const char* path) {
+  return reported([&] { Cudnn::open(path); });
+}
+
+ONNXFUSE_EXPORT const char* onnxfuse_cudnn_version(uint64_t* version) {
+  return reported([&] { *version = Cudnn::get().cudnnGetVersion(); });
 }
 
 // Reads a plan for a node with the inputs of `key`; onnxfuse_free_plan frees it.
@@ -59,6 +69,27 @@ ONNXFUSE_EXPORT const char* onnxfuse_algorithms(int device, const char* matmul, 
     for (const HeuristicResult& result : results) {
       words = std::copy_n(result.algorithm.words, 8, words);
       *words++ = result.workspace_bytes;
+    }
+    *found = static_cast<int>(results.size());
+  });
+}
+
+// Writes up to `max_count` engines for a convolution, `width` words each: workspace in bytes, whether reading a plan
+// with the engine compiles a kernel, and the number of the engine's words, which follow.
+ONNXFUSE_EXPORT const char* onnxfuse_engines(int device, const char* convolution, size_t size, int max_count,
+                                             size_t width, int64_t* words, int* found) {
+  return reported([&] {
+    if (width < 3 + kMaxEngineWords) throw std::runtime_error("an engine does not fit into the rows of words");
+    const Driver& driver = Driver::get();
+    const CurrentContext current(driver, driver.context_of(device));
+    WordReader reader({convolution, size});
+    const auto results = CudnnConvolution::engines(read_convolution(reader, nullptr), device, max_count);
+    for (const ProposedEngine& result : results) {
+      words[0] = static_cast<int64_t>(result.workspace_bytes);
+      words[1] = result.compiles;
+      words[2] = static_cast<int64_t>(result.engine.size());
+      std::copy(result.engine.begin(), result.engine.end(), words + 3);
+      words += width;
     }
     *found = static_cast<int>(results.size());
   });

@@ -46,8 +46,10 @@ void run_steps(const Plan& plan, int device, void* const* inputs, void* const* o
   for (const Step& step : plan.steps) {
     if (const auto* kernel = std::get_if<Launch>(&step)) {
       launch(driver, *kernel, memory, stream);
+    } else if (const auto* product = std::get_if<std::unique_ptr<const CublasMatmul>>(&step)) {
+      (*product)->run(memory, stream);
     } else {
-      std::get<1>(step)->run(memory, stream);
+      std::get<std::unique_ptr<const CudnnConvolution>>(step)->run(memory, stream);
     }
   }
 }

@@ -51,6 +51,25 @@ const MapType& read_map_type(WordReader& reader) {
             ", required float32, float16, bfloat16 or uint8");
 }
 
+// Reads the walk over the pixels of a convolution, if the map has one.
+void read_im2col(WordReader& reader, TensorMap& map) {
+  for (uint32_t& stride : map.element_strides) stride = 1;
+  map.im2col = reader.next("whether a tensor map walks over pixels", 0, 1);
+  if (!map.im2col) return;
+  if (map.rank < 3) malformed("a tensor map over pixels has " + std::to_string(map.rank) + " dimensions, required 3");
+  const uint32_t axes = map.rank - 2;
+  const int64_t most = axes == 1 ? 32767 : axes == 2 ? 127 : 15;  // the driver's limits
+  for (uint32_t i = 0; i < axes; ++i) {
+    map.lower[i] = static_cast<int>(reader.next("a tensor map's lower corner", -most - 1, most));
+  }
+  for (uint32_t i = 0; i < axes; ++i) {
+    map.upper[i] = static_cast<int>(reader.next("a tensor map's upper corner", -most - 1, most));
+  }
+  for (uint32_t i = 0; i < axes; ++i) {
+    map.element_strides[1 + i] = static_cast<uint32_t>(reader.next("a tensor map's step", 1, 8));
+  }
+}
+
 void read_sizes(WordReader& reader, int64_t element, TensorMap& map) {
   map.rank = static_cast<uint32_t>(reader.next("a tensor map's rank", 1, kMaxTensorMapRank));
   for (uint32_t i = 0; i < map.rank; ++i) {
@@ -62,7 +81,8 @@ void read_sizes(WordReader& reader, int64_t element, TensorMap& map) {
       malformed("a tensor map's stride is " + std::to_string(map.strides[i]) + " bytes, required a multiple of 16");
     }
   }
-  for (uint32_t i = 0; i < map.rank; ++i) {
+  read_im2col(reader, map);
+  for (uint32_t i = 0; i < (map.im2col ? 2 : map.rank); ++i) {
     map.box[i] = static_cast<uint32_t>(reader.next("a tensor map's box", 1, kMaxBox));
   }
   if (map.box[0] * element % 16 != 0) {
@@ -100,7 +120,7 @@ TensorMap read_tensor_map(WordReader& reader, const Extents& extents) {
   read_sizes(reader, type.bytes, map);
   read_swizzle(reader, type.bytes, map);
   check_map_memory(map, type.bytes, extent_of(extents, map.pointer));
-  if (!Driver::get().cuTensorMapEncodeTiled) {
+  if (!Driver::get().cuTensorMapEncodeTiled || !Driver::get().cuTensorMapEncodeIm2col) {
     throw std::runtime_error("the CUDA driver is too old for tensor maps; CUDA 12.0 or newer is required");
   }
   return map;
@@ -212,18 +232,108 @@ void read_bias(WordReader& reader, const Extents* extents, Matmul& matmul) {
                extents);
 }
 
-void read_workspace(WordReader& reader, const Extents* extents, Matmul& matmul) {
-  matmul.has_workspace = reader.flag("whether there is a workspace");
-  if (matmul.has_workspace) matmul.workspace = read_pointer(reader, extents);
-  matmul.workspace_bytes = static_cast<uint64_t>(reader.next("a workspace's size", 0, kMaxBytes));
-  if (!matmul.has_workspace) {
-    if (matmul.workspace_bytes && extents) malformed("a workspace has a size, but no pointer");
+// Reads the workspace of a Matmul or a Convolution.
+template <class LibraryCall>
+void read_workspace(WordReader& reader, const Extents* extents, LibraryCall& call) {
+  call.has_workspace = reader.flag("whether there is a workspace");
+  if (call.has_workspace) call.workspace = read_pointer(reader, extents);
+  call.workspace_bytes = static_cast<uint64_t>(reader.next("a workspace's size", 0, kMaxBytes));
+  if (!call.has_workspace) {
+    if (call.workspace_bytes && extents) malformed("a workspace has a size, but no pointer");
     return;
   }
-  if (matmul.workspace.kind != MemoryKind::kScratch || matmul.workspace.offset % kScratchAlignment != 0) {
+  if (call.workspace.kind != MemoryKind::kScratch || call.workspace.offset % kScratchAlignment != 0) {
     malformed("a workspace must be scratch memory from a multiple of 256 bytes on");
   }
-  check_memory("the workspace", matmul.workspace, matmul.workspace_bytes, 1, false, extents);
+  check_memory("the workspace", call.workspace, call.workspace_bytes, 1, false, extents);
+}
+
+// --- convolutions ----------------------------------------------------------------------------------------------------
+
+constexpr int64_t kMaxAxes = 3;
+constexpr int64_t kMaxConvolutionSize = int64_t{1} << 31;  // of an axis
+
+CudnnDataType read_cudnn_type(WordReader& reader) {
+  const int64_t dtype = reader.next("a convolution's dtype", 1, 1000);
+  if (dtype == 1) return kCudnnFloat32;
+  if (dtype == 10) return kCudnnFloat16;
+  if (dtype == 16) return kCudnnBfloat16;
+  malformed("a convolution is of " + dtype_name(static_cast<int>(dtype)) + ", required float32, float16 or bfloat16");
+}
+
+void read_axes(WordReader& reader, Convolution& conv) {
+  const size_t axes = static_cast<size_t>(reader.next("the number of a convolution's spatial axes", 1, kMaxAxes));
+  const auto read = [&](const char* what, int64_t low, std::vector<int64_t>& values) {
+    values.resize(axes);
+    for (int64_t& value : values) value = reader.next(what, low, kMaxConvolutionSize);
+  };
+  read("a convolution's size", 1, conv.sizes);
+  read("a convolution's output size", 1, conv.y_sizes);
+  read("a filter's size", 1, conv.kernel);
+  read("a convolution's stride", 1, conv.strides);
+  read("a convolution's dilation", 1, conv.dilations);
+  read("a convolution's padding", 0, conv.pads_begin);
+  read("a convolution's padding", 0, conv.pads_end);
+}
+
+// The sizes of y follow from those of x or, in a transposed convolution, those of x from y's.
+void check_axes(const Convolution& conv) {
+  const auto& from = conv.transposed ? conv.y_sizes : conv.sizes;
+  const auto& to = conv.transposed ? conv.sizes : conv.y_sizes;
+  for (size_t i = 0; i < from.size(); ++i) {
+    const int64_t filter = (conv.kernel[i] - 1) * conv.dilations[i] + 1;
+    const int64_t padded = from[i] + conv.pads_begin[i] + conv.pads_end[i];
+    const int64_t size = padded < filter ? 0 : (padded - filter) / conv.strides[i] + 1;
+    if (size != to[i]) {
+      malformed("a convolution's size of axis " + std::to_string(i) + " is " + std::to_string(to[i]) + ", required " +
+                std::to_string(size));
+    }
+  }
+  if (conv.c % conv.group != 0 || conv.m % conv.group != 0) {
+    malformed("a convolution of " + std::to_string(conv.c) + " and " + std::to_string(conv.m) +
+              " channels cannot have " + std::to_string(conv.group) + " groups");
+  }
+}
+
+float read_number(WordReader& reader, const char* what) {
+  const auto bits = static_cast<uint32_t>(reader.next(what, 0, std::numeric_limits<uint32_t>::max()));
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+void read_engine(WordReader& reader, Convolution& conv) {
+  conv.engine.resize(reader.count("the number of an engine's words", kMaxEngineWords));
+  if (!conv.engine.empty() && conv.engine.size() % 2 == 0) malformed("a knob of an engine has no value");
+  for (size_t i = 0; i < conv.engine.size(); ++i) {
+    const bool is_value = i > 0 && i % 2 == 0;  // of a knob; the others are the engine's index and the knobs' types
+    constexpr int64_t kMaxNumber = std::numeric_limits<int32_t>::max();
+    conv.engine[i] = is_value ? static_cast<int64_t>(reader.bits("a knob's value"))
+                              : reader.next("an engine's index or a knob's type", 0, kMaxNumber);
+  }
+}
+
+__int128 elements_of(const std::vector<int64_t>& spatial, int64_t first, int64_t second) {
+  __int128 count = static_cast<__int128>(first) * second;
+  for (const int64_t size : spatial) {
+    if (count > kMaxBytes) return count;  // too large for any tensor already
+    count *= size;
+  }
+  return count;
+}
+
+void check_operands(const Convolution& conv, const Extents* extents) {
+  const int64_t element = conv.element_bytes();
+  const auto check = [&](const char* what, const Pointer& pointer, __int128 count) {
+    check_memory(what, pointer, count * element, element, conv.aligned, extents);
+  };
+  const __int128 y = elements_of(conv.y_sizes, conv.n, conv.m);
+  check("the convolution's x", conv.x, elements_of(conv.sizes, conv.n, conv.c));
+  check("the convolution's w", conv.w, elements_of(conv.kernel, conv.m, conv.c / conv.group));
+  check("the convolution's y", conv.y, y);
+  if (conv.has_bias) check("the bias", conv.bias, conv.m);
+  if (conv.has_residual) check("the residual", conv.residual, y);
+  if (conv.y.kind == MemoryKind::kInput) malformed("the convolution's y is an input");
 }
 
 }  // namespace
@@ -250,8 +360,41 @@ Matmul read_matmul(WordReader& reader, const Extents* extents) {
   return matmul;
 }
 
+Convolution read_convolution(WordReader& reader, const Extents* extents) {
+  Convolution conv;
+  conv.type = read_cudnn_type(reader);
+  conv.n = reader.next("a convolution's batch", 1, kMaxConvolutionSize);
+  conv.c = reader.next("a convolution's channels", 1, kMaxConvolutionSize);
+  conv.m = reader.next("a convolution's channels", 1, kMaxConvolutionSize);
+  conv.group = reader.next("a convolution's groups", 1, kMaxConvolutionSize);
+  read_axes(reader, conv);
+  conv.transposed = reader.flag("whether a convolution is transposed");
+  conv.channels_last = reader.flag("whether channels are last");
+  conv.w_channels_last = reader.flag("whether channels of w are last");
+  conv.tf32 = reader.flag("whether TF32 is allowed");
+  conv.aligned = reader.flag("whether operands are aligned");
+  conv.activation = static_cast<ConvolutionActivation>(reader.next("an activation", 0, 11));
+  conv.alpha = read_number(reader, "an activation's alpha");
+  conv.beta = read_number(reader, "an activation's beta");
+  conv.x = read_pointer(reader, extents);
+  conv.w = read_pointer(reader, extents);
+  conv.y = read_pointer(reader, extents);
+  conv.has_bias = reader.flag("whether there is a bias");
+  if (conv.has_bias) conv.bias = read_pointer(reader, extents);
+  conv.has_residual = reader.flag("whether there is a residual");
+  if (conv.has_residual) conv.residual = read_pointer(reader, extents);
+  conv.residual_first = reader.flag("whether the residual is added before the activation");
+  read_workspace(reader, extents, conv);
+  read_engine(reader, conv);
+  check_axes(conv);
+  check_operands(conv, extents);
+  return conv;
+}
+
 Step read_step(WordReader& reader, const Extents& extents, int device) {
-  if (reader.next("a step's kind", 0, 1) == 0) return read_launch(reader, extents);
+  const int64_t kind = reader.next("a step's kind", 0, 2);
+  if (kind == 0) return read_launch(reader, extents);
+  if (kind == 2) return CudnnConvolution::make(read_convolution(reader, &extents), device);
   return std::make_unique<const CublasMatmul>(CublasMatmul::make(read_matmul(reader, &extents), device));
 }
 

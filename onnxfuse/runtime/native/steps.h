@@ -20,7 +20,8 @@ struct Extents {
 
 Step read_step(WordReader& reader, const Extents& extents, int device);
 
-// If `extents` is null, bounds are not checked, because the product is not run: cuBLASLt is only asked about it.
+// If `extents` is null, bounds are not checked, because the step is not run: the library is only asked about it.
 Matmul read_matmul(WordReader& reader, const Extents* extents);
+Convolution read_convolution(WordReader& reader, const Extents* extents);
 
 }  // namespace onnxfuse

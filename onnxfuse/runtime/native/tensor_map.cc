@@ -8,17 +8,23 @@ constexpr int kInterleaveNone = 0;
 constexpr int kPromotion128 = 2;
 constexpr int kPromotion256 = 3;
 constexpr int kFillZero = 0;
-constexpr uint32_t kElementStrides[kMaxTensorMapRank] = {1, 1, 1, 1, 1};
 
 }  // namespace
 
 void encode(const Driver& driver, const TensorMap& map, void* start, EncodedTensorMap& encoded) {
   // Rows whose stride is a multiple of 256 bytes are fetched into the L2 cache in pieces of 256 bytes, others of 128.
   const bool whole_256 = map.rank > 1 && map.strides[0] % 256 == 0;
-  driver.check(driver.cuTensorMapEncodeTiled(&encoded, map.type, map.rank, start, map.sizes, map.strides, map.box,
-                                             kElementStrides, kInterleaveNone, map.swizzle,
-                                             whole_256 ? kPromotion256 : kPromotion128, kFillZero),
-               "cuTensorMapEncodeTiled");
+  const int promotion = whole_256 ? kPromotion256 : kPromotion128;
+  if (map.im2col) {
+    driver.check(driver.cuTensorMapEncodeIm2col(&encoded, map.type, map.rank, start, map.sizes, map.strides, map.lower,
+                                                map.upper, map.box[0], map.box[1], map.element_strides,
+                                                kInterleaveNone, map.swizzle, promotion, kFillZero),
+                 "cuTensorMapEncodeIm2col");
+  } else {
+    driver.check(driver.cuTensorMapEncodeTiled(&encoded, map.type, map.rank, start, map.sizes, map.strides, map.box,
+                                               map.element_strides, kInterleaveNone, map.swizzle, promotion, kFillZero),
+                 "cuTensorMapEncodeTiled");
+  }
 }
 
 }  // namespace onnxfuse

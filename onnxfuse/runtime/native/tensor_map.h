@@ -9,8 +9,10 @@
 namespace onnxfuse {
 
 constexpr uint32_t kMaxTensorMapRank = 5;
+constexpr uint32_t kMaxSpatialRank = kMaxTensorMapRank - 2;
 
-// Sizes, strides and box count from the innermost dimension.
+// Sizes, strides and box count from the innermost dimension.  With `im2col`, the box is channels and pixels, and lower,
+// upper and the element strides in between walk over the spatial axes.
 struct TensorMap {
   Pointer pointer;
   int type;     // CUtensorMapDataType
@@ -19,6 +21,9 @@ struct TensorMap {
   uint64_t sizes[kMaxTensorMapRank];
   uint64_t strides[kMaxTensorMapRank];  // bytes; without the innermost dimension
   uint32_t box[kMaxTensorMapRank];
+  bool im2col;
+  int lower[kMaxSpatialRank], upper[kMaxSpatialRank];
+  uint32_t element_strides[kMaxTensorMapRank];
 };
 
 struct alignas(64) EncodedTensorMap {

@@ -1,0 +1,162 @@
+// Opening cuDNN: symbols, errors, handles and descriptors.
+#include "cudnn_backend.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+
+namespace onnxfuse {
+namespace {
+
+std::atomic<const Cudnn*> opened{nullptr};
+std::mutex mutex;
+constexpr const char* kName = "libcudnn.so.9";
+constexpr size_t kMinVersion = 9'00'00, kMaxVersion = 9'99'99;  // major, minor, patch
+
+void* load(const char* path) {
+  if (path) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw std::runtime_error(std::string("cannot open cuDNN: ") + dlerror());
+    return library;
+  }
+  if (void* library = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
+  throw std::runtime_error(std::string("cuDNN (") + kName + ") is not loaded in this process");
+}
+
+template <class Symbol>
+void find(void* library, const char* name, Symbol& symbol) {
+  symbol = reinterpret_cast<Symbol>(dlsym(library, name));
+  if (!symbol) throw std::runtime_error(std::string("cuDNN has no function ") + name);
+}
+
+void find_all(void* library, Cudnn& cudnn) {
+#define FIND(name) find(library, #name, cudnn.name)
+  FIND(cudnnGetVersion);
+  FIND(cudnnGetErrorString);
+  FIND(cudnnGetLastErrorString);
+  FIND(cudnnCreate);
+  FIND(cudnnSetStream);
+  FIND(cudnnBackendCreateDescriptor);
+  FIND(cudnnBackendDestroyDescriptor);
+  FIND(cudnnBackendFinalize);
+  FIND(cudnnBackendSetAttribute);
+  FIND(cudnnBackendGetAttribute);
+  FIND(cudnnBackendExecute);
+#undef FIND
+}
+
+struct HandlePool {
+  std::vector<void*> unused;  // has room for all that were made
+  size_t made = 0;
+};
+
+// The pool of a device; never destroyed, because sessions may outlive static objects.  The caller holds the mutex.
+HandlePool& pool_of(int device) {
+  static auto* pools = new std::map<int, HandlePool>();
+  return (*pools)[device];
+}
+
+}  // namespace
+
+void Cudnn::open(const char* path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (opened.load()) return;
+  void* library = load(path);
+  auto cudnn = std::make_unique<Cudnn>();
+  cudnn->path = path ? path : "already loaded";
+  find(library, "cudnnGetVersion", cudnn->cudnnGetVersion);  // first, because other versions lack the other functions
+  const size_t version = cudnn->cudnnGetVersion();
+  if (version < kMinVersion || version > kMaxVersion) {
+    throw std::runtime_error("cuDNN 9 is required, found version " + std::to_string(version) + " (" + cudnn->path +
+                             ")");
+  }
+  find_all(library, *cudnn);
+  opened.store(cudnn.release());  // never deleted: sessions may outlive static objects
+}
+
+const Cudnn& Cudnn::get() {
+  const Cudnn* cudnn = opened.load(std::memory_order_acquire);
+  if (!cudnn) throw std::runtime_error("cuDNN has not been opened");
+  return *cudnn;
+}
+
+void Cudnn::check(int code, const std::string& what) const {
+  if (code == 0) return;
+  char text[1024] = "";
+  cudnnGetLastErrorString(text, sizeof text);
+  text[sizeof text - 1] = '\0';
+  const char* name = cudnnGetErrorString(code);
+  throw std::runtime_error(what + " failed: " + (name ? name : "an unknown status") + " (" +
+                           (*text ? text : "no description") + ")");
+}
+
+CudnnHandle::CudnnHandle(const Cudnn& cudnn, int device) : device_(device) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    HandlePool& pool = pool_of(device);
+    if (!pool.unused.empty()) {
+      handle_ = pool.unused.back();
+      pool.unused.pop_back();
+      return;
+    }
+    pool.unused.reserve(++pool.made);
+  }
+  const RelaxedCapture relaxed(Driver::get());  // making a handle may allocate memory on the device
+  const int code = cudnn.cudnnCreate(&handle_);
+  if (code) cudnn.check(code, "cudnnCreate");
+}
+
+CudnnHandle::~CudnnHandle() {
+  std::lock_guard<std::mutex> lock(mutex);
+  pool_of(device_).unused.push_back(handle_);
+}
+
+CudnnDescriptor::CudnnDescriptor(const Cudnn& cudnn, CudnnDescriptorType type) : cudnn_(cudnn) {
+  const int code = cudnn.cudnnBackendCreateDescriptor(static_cast<int>(type), &raw_);
+  if (code) cudnn.check(code, "cudnnBackendCreateDescriptor " + std::to_string(static_cast<int>(type)));
+}
+
+CudnnDescriptor::~CudnnDescriptor() {
+  if (raw_) cudnn_.cudnnBackendDestroyDescriptor(raw_);
+}
+
+void CudnnDescriptor::set(CudnnAttribute attribute, CudnnType type, int64_t count, const void* elements) {
+  const int code = cudnn_.cudnnBackendSetAttribute(raw_, static_cast<int>(attribute), static_cast<int>(type), count,
+                                                   elements);
+  if (code) cudnn_.check(code, "cudnnBackendSetAttribute " + std::to_string(static_cast<int>(attribute)));
+}
+
+void CudnnDescriptor::finalize() {
+  const int code = cudnn_.cudnnBackendFinalize(raw_);
+  if (code) cudnn_.check(code, "cudnnBackendFinalize");
+}
+
+bool CudnnDescriptor::finalize_if_supported() {
+  const int code = cudnn_.cudnnBackendFinalize(raw_);
+  if (Cudnn::is_unsupported(code)) return false;
+  if (code) cudnn_.check(code, "cudnnBackendFinalize");
+  return true;
+}
+
+int64_t CudnnDescriptor::get(CudnnAttribute attribute, CudnnType type, int64_t room, void* elements) const {
+  int64_t count = 0;
+  const int code = cudnn_.cudnnBackendGetAttribute(raw_, static_cast<int>(attribute), static_cast<int>(type), room,
+                                                   &count, elements);
+  if (code) cudnn_.check(code, "cudnnBackendGetAttribute " + std::to_string(static_cast<int>(attribute)));
+  return std::min(count, room);
+}
+
+int64_t CudnnDescriptor::get_int64(CudnnAttribute attribute) const {
+  int64_t value = 0;
+  if (get(attribute, CudnnType::kInt64, 1, &value) != 1) {
+    throw std::runtime_error("cuDNN has no value of attribute " + std::to_string(static_cast<int>(attribute)));
+  }
+  return value;
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,3 @@
+"""A convolution by cuDNN."""
+
+FUSIONS = ("convolve",)
