@@ -1,6 +1,7 @@
 // The epilogue: what happens to the fp32 accumulators of a matrix product or a convolution before y is stored.
 //
-//   y = activation(acc + bias) [* (up + up_bias)] * column_scale + residual
+//   y = activation(acc + bias) [* (up + up_bias)] * column_scale + residual, or, with RESIDUAL_FIRST,
+//   y = activation(acc + bias + residual) [* (up + up_bias)] * column_scale
 //
 // All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; up, of a gated
 // product, is that of the second product at the same element. y and residual are row-major. A column is a position on
@@ -12,13 +13,14 @@
 //                vectors and the residual and stores y. load_columns and load_residual do the loads alone, for kernels
 //                that have them under way earlier.
 //   by fragment  It holds accumulators as mma or wgmma leave them, loads column vectors and residual in that layout
-//                itself, calls epilogue_columns for each accumulator, then add_residual, and stores y.
+//                itself, calls epilogue_columns for each accumulator and its residual, and stores y.
 //
 // Macros, which epilogue_defines of kernels/epilogue.py sets:
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
 //   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can show
 //   GATED                 1: there is a second product
 //   HAS_BIAS HAS_UP_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: there is one
+//   RESIDUAL_FIRST        1: the residual is added before the activation; 0 where there is none
 //   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
 #pragma once
 #include "types.cuh"
@@ -34,17 +36,17 @@ struct ColumnValues {
     float bias[W], up_bias[W], scale[W];
 };
 
-// Everything but the residual, for the accumulators of the column of `values` with index i.
+// y of the accumulators of the column of `values` with index i; `residual` is read only if there is one.
 template <int W>
 __device__ __forceinline__ float epilogue_columns(float acc, float up, const ColumnValues<W>& values, int i,
-                                                  float alpha, float beta) {
-    float y = activate::ACTIVATION(HAS_BIAS ? acc + values.bias[i] : acc, alpha, beta);
+                                                  float residual, float alpha, float beta) {
+    if constexpr (HAS_BIAS) acc += values.bias[i];
+    if constexpr (RESIDUAL_FIRST) acc += residual;
+    float y = activate::ACTIVATION(acc, alpha, beta);
     if constexpr (GATED) y *= HAS_UP_BIAS ? up + values.up_bias[i] : up;
     if constexpr (HAS_COLUMN_SCALE) y *= values.scale[i];
-    return y;
+    return HAS_RESIDUAL && !RESIDUAL_FIRST ? y + residual : y;
 }
-
-__device__ __forceinline__ float add_residual(float y, float residual) { return HAS_RESIDUAL ? y + residual : y; }
 
 // ---- by row ------------------------------------------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ struct Epilogue {
         if constexpr (HAS_RESIDUAL) unpack(loads.residual, added);
 #pragma unroll
         for (int i = 0; i < W; ++i) {
-            const float y = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, alpha, beta);
-            results[i] = add_residual(y, HAS_RESIDUAL ? added[i] : 0.0f);
+            results[i] = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f,
+                                          alpha, beta);
         }
         store<STREAM>(y + at, results);
     }

@@ -14,11 +14,13 @@ def epilogue_defines(
     up_bias: bool = False,
     column_scale: bool = False,
     residual: bool = False,
+    residual_first: bool = False,
     optional_bias: bool = False,
 ) -> Defines:
     """Return the macros of epilogue.cuh for y of `dtype`; the flags say which operands there are.
 
-    `optional_bias`: the launch computes several products, of which some may have no bias.
+    `residual_first`: the residual is added before the activation.  `optional_bias`: the launch computes several
+    products, of which some may have no bias.
     """
     return {
         "ELEMENT": STORAGE[dtype],
@@ -29,5 +31,6 @@ def epilogue_defines(
         "HAS_UP_BIAS": int(up_bias),
         "HAS_COLUMN_SCALE": int(column_scale),
         "HAS_RESIDUAL": int(residual),
+        "RESIDUAL_FIRST": int(residual and residual_first),
         "OPTIONAL_BIAS": int(optional_bias),
     }

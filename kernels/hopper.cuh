@@ -112,6 +112,15 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 }
 #undef TMA_LOAD
 
+// Loads pixels of a map with an im2col walk: the first one at coordinates c, w, h, n, moved by the offsets of a filter's
+// tap, which are below 256.
+__device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int h, int n,
+                                            int offset_w, int offset_h) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to), "l"(&map), "r"(barrier), "r"(c), "r"(w),
+                 "r"(h), "r"(n), "h"((unsigned short)offset_w), "h"((unsigned short)offset_h) : "memory");
+}
+
 // Stores a box; elements outside the tensor are not written. Ordinary stores to `from` need store_fence before.
 #define TMA_STORE(rank, coordinates, ...)                                                                          \
     asm volatile("cp.async.bulk.tensor." rank ".global.shared::cta.bulk_group [%0, " coordinates "], [%1];"        \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.runtime.plan import Launch, Matmul
+from onnxfuse.runtime.plan import Step
 
 
 @dataclass(frozen=True)
@@ -16,5 +16,5 @@ class Implementation:
     """
 
     name: str  # the kernel and its tile sizes, for reports
-    steps: tuple[Launch | Matmul, ...]
+    steps: tuple[Step, ...]
     scratch: tuple[int, ...] = ()  # bytes of each scratch buffer

@@ -63,7 +63,9 @@ def _has_epilogue(gemm: Gemm) -> bool:
     rounded already (300x257x129 with bias and residual: 13 % of the elements off by more than half a unit in the last
     place; cuBLASLt 13.1 on an H200).  ReLU commutes with rounding, and a residual alone is added by the product.
     """
-    if gemm.up or gemm.column_scale or (gemm.residual and gemm.activation != "none"):
+    if gemm.up or gemm.column_scale:
+        return False
+    if gemm.residual and not gemm.residual_first and gemm.activation != "none":
         return False
     second_kernel = (gemm.bias or gemm.activation == "gelu_tanh") and not _has_aligned_rows(gemm)
     return not (gemm.dtype != "float32" and second_kernel)
@@ -122,16 +124,20 @@ def _with_epilogue_kernel(
     return Implementation(f"cublaslt {rank} and epilogue", (*steps, epilogue(gemm, device)), tuple(scratch))
 
 
-def epilogue(gemm: Gemm, device: Device) -> Launch:
-    """Return the launch of epilogue.cu; the fp32 products are in scratch buffer 0 and, if gated, 1."""
+def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
+    """Return the launch of epilogue.cu; the fp32 products are in scratch buffer 0 and, if gated, 1.
+
+    Scratch buffer 0 may hold several of them, for as many slices of k, one behind the other.
+    """
     y = TensorSpec((gemm.m, gemm.n), gemm.dtype, gemm.aligned)
     product = TensorSpec(y.shape, "float32")
-    read = [product] * gemm.weight_count + [y] * (1 if gemm.residual else 0)
+    read = [product] * (gemm.weight_count + slices - 1) + [y] * (1 if gemm.residual else 0)
     node = FusedNode("epilogue", "epilogue", (), {"activation": gemm.activation}, (gemm.dtype,))
-    defines: Defines = {**gemm.epilogue_defines(), "COLUMNS": gemm.n}
+    defines: Defines = {**gemm.epilogue_defines(), "COLUMNS": gemm.n, "SLICES": slices}
     operands = [gemm.bias, gemm.up_bias, gemm.column_scale, gemm.residual, gemm.y]
     arguments: list[Argument] = [Pointer("scratch", 0), Pointer("scratch", 1) if gemm.up else ABSENT]
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     tiling = vector_tiling(gemm.m * gemm.n, vector_width([*read, y]), device)
-    return element_launch(node, tiling, y, is_streamed([*read, y]), defines, arguments, device)
+    largest = gemm.m * gemm.n * slices
+    return element_launch(node, tiling, y, is_streamed([*read, y]), defines, arguments, device, largest)

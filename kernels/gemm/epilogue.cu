@@ -1,31 +1,36 @@
-// The epilogue of epilogue.cuh as a kernel of its own, after matrix products by a library.
+// The epilogue of epilogue.cuh as a kernel of its own, after matrix products by a library, or after a kernel that
+// leaves several sums of each element, to be added up in their order.
 //
 // An elementwise kernel (elementwise.cuh): each thread finishes vectors of WIDTH elements of y, which do not stop at
 // the end of a row. The products are fp32, so that y is rounded once. It moves 6 bytes an element in fp16, 4 more for a
 // second product and 2 for a residual; the column vectors come from L1.
 //
-// Macros: COLUMNS, the columns of all matrices; those of epilogue.cuh and of elementwise.cuh.
+// Macros: COLUMNS, the columns of all matrices; SLICES, the sums of each element, of which the matrices lie one behind
+// the other, not with GATED; those of epilogue.cuh and of elementwise.cuh.
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "elementwise.cuh"
 
 constexpr bool WRAPS = COLUMNS % WIDTH != 0;
+static_assert(!GATED || SLICES == 1);
 
 struct EpilogueOp {
     template <int W>
     struct Raw {
-        Pack<f32, W> product, up;
+        Pack<f32, W> products[SLICES], up;
         EpilogueLoads<W, WRAPS> loads;
     };
 
     const f32 *product, *up;
     Epilogue epilogue;
+    INDEX count;  // of y
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
         Raw<W> raw;
         const unsigned column = unsigned(at % COLUMNS);
-        raw.product = load_once<W>(product + at);
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) raw.products[i] = load_once<W>(product + i * count + at);
         if constexpr (GATED) raw.up = load_once<W>(up + at);
         epilogue.load_residual(raw.loads, at);
         epilogue.load_columns(raw.loads, column, COLUMNS);
@@ -35,7 +40,14 @@ struct EpilogueOp {
     template <int W>
     __device__ __forceinline__ void finish(INDEX at, const Raw<W>& raw) const {
         float acc[W], ups[W];
-        unpack(raw.product, acc);
+        unpack(raw.products[0], acc);
+#pragma unroll
+        for (int i = 1; i < SLICES; ++i) {
+            float more[W];
+            unpack(raw.products[i], more);
+#pragma unroll
+            for (int j = 0; j < W; ++j) acc[j] += more[j];
+        }
         if constexpr (GATED) unpack(raw.up, ups);
         epilogue.finish<STREAMED>(at, raw.loads, acc, ups);
     }
@@ -43,5 +55,6 @@ struct EpilogueOp {
 
 ELEMENT_KERNEL epilogue(const f32* product, const f32* up, const T* bias, const T* up_bias, const T* scale,
                         const T* residual, T* y, float alpha, float beta, long long count) {
-    each_element(EpilogueOp{product, up, {bias, up_bias, scale, residual, y, alpha, beta}}, INDEX(count));
+    const Epilogue epilogue{bias, up_bias, scale, residual, y, alpha, beta};
+    each_element(EpilogueOp{product, up, epilogue, INDEX(count)}, INDEX(count));
 }

@@ -1,11 +1,12 @@
-// The main loop of the Hopper GEMMs (sm_90a): a producer keeps a ring of operand tiles filled by TMA, consumers
-// multiply them by wgmma. gemm_hopper.cu and gemm_hopper_split.cu add what happens to the accumulators.
+// The main loop of the Hopper GEMMs and convolutions (sm_90a): a producer keeps a ring of operand tiles filled by TMA,
+// consumers multiply them by wgmma. gemm_hopper_tiles.cuh and gemm_hopper_split.cuh add what happens to the
+// accumulators. gemm_operands.cuh and conv_operands.cuh say where the producer finds x and w.
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32; epilogue.cuh does the rest.
 //
-// A stage of the ring holds 64 elements of k: TILE_M rows of x and TILE_N columns of w (and of up), in rows of 128
-// bytes, swizzled by TMA as wgmma reads them. Each stage has two mbarriers: the producer waits for `empty`, and
+// A stage of the ring holds 64 elements of k: TILE_M rows of x and TILE_N columns of w (and of up), in blocks of K_BLOCK
+// elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two mbarriers: the producer waits for `empty`, and
 // consumers wait for `full`, which is complete when all bytes have arrived. Warpgroup 0 is the producer, of which one
 // thread issues all loads; warpgroups 1 to CONSUMERS multiply. The producer gives registers to the consumers
 // (setmaxnreg).
@@ -16,6 +17,7 @@
 //               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
 //   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile
 //   STAGES      of the ring
+//   K_BLOCK     elements of k in a block of a stage: 64, 32 or 16. Below 64, TRANSPOSED and not GATED
 //   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
 //   PRODUCTS    of x with as many weights, each with its own n, y and bias: 1 to 3. Above 1, not GATED, and with a bias
 //               at most
@@ -32,7 +34,9 @@
 namespace {
 
 constexpr int TILE_K = 64;
-constexpr int ROW_BYTES = 128;
+constexpr int ROW_BYTES = 128;                                         // of a box that TMA swizzles
+constexpr int BLOCKS = TILE_K / K_BLOCK;                               // of a stage
+constexpr int BLOCK_ROW_BYTES = 2 * K_BLOCK;                           // TMA's swizzle covers them
 constexpr int COLUMNS = TILE_N * (1 + GATED);                          // of accumulators: those of up follow those of w
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
@@ -41,7 +45,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;         // or 128
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
-static_assert(TILE_M % 64 == 0 && TILE_N % 64 == 0 && COLUMNS <= 256);
+static_assert(K_BLOCK == 64 || (TRANSPOSED && !GATED));
+static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
 static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
 static_assert(PRODUCTS == 1 || !(GATED || HAS_UP_BIAS || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
 
@@ -148,50 +153,34 @@ struct Tiles {
 
 // ---- the producer ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_weight(const TensorMap& w, u32 to, u32 full, int column, int k) {
-    if constexpr (TRANSPOSED) {
-        hopper::load(w, to, full, k, column);
-    } else {
-#pragma unroll
-        for (int i = 0; i < TILE_N / 64; ++i) hopper::load(w, to + i * TILE_K * ROW_BYTES, full, column + 64 * i, k);
-    }
-}
-
-__device__ __forceinline__ void load_weights(const TensorMap& w, const TensorMap& up, u32 stage, u32 full, int column,
-                                             int k) {
-    load_weight(w, stage + X_BYTES, full, column, k);
-    if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, column, k);
-}
-
 // Called by one thread: fills stages for all tiles of the block. `range`: the first step along k and the one after the
-// last.
-__device__ __forceinline__ void produce(const TensorMap& x, const Weights& weights, const TensorMap& up, u32 shared,
-                                        const Barriers& barriers, const Tiles& tiles, int2 range) {
+// last. Operands is that of gemm_operands.cuh or conv_operands.cuh.
+template <class Operands>
+__device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
+                                        int2 range) {
     int ahead = 0;  // stages whose weights are loaded already, but not yet x
     if (WEIGHTS_CONSTANT && tiles.first() < tiles.count()) {
-        int2 origin = tiles.origin(tiles.first());
-        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
+        operands.begin(tiles.origin(tiles.first()));
         for (; ahead < min(STAGES, range.y - range.x); ++ahead) {
             const u32 stage = shared + ahead * STAGE_BYTES, full = barriers.full(ahead);
-            hopper::barrier_arrive_expect(full, STAGE_BYTES);
-            load_weights(w, up, stage, full, origin.y, (range.x + ahead) * TILE_K);
+            hopper::barrier_arrive_expect(full, operands.bytes(range.x + ahead));
+            operands.load_weights(stage, full, range.x + ahead);
         }
     }
     wait_for_predecessor();
     Ring<STAGES> ring;
     for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
-        int2 origin = tiles.origin(tile);
-        const TensorMap& w = *pick(weights.maps, weights.find(origin.y));
+        operands.begin(tiles.origin(tile));
         for (int step = range.x; step < range.y; ++step) {
             const u32 stage = shared + ring.at * STAGE_BYTES, full = barriers.full(ring.at);
             if (WEIGHTS_CONSTANT && ahead > 0) {
                 --ahead;
             } else {
                 hopper::barrier_wait(barriers.empty(ring.at), ring.parity ^ 1);
-                hopper::barrier_arrive_expect(full, STAGE_BYTES);
-                load_weights(w, up, stage, full, origin.y, step * TILE_K);
+                hopper::barrier_arrive_expect(full, operands.bytes(step));
+                operands.load_weights(stage, full, step);
             }
-            hopper::load(x, stage, full, step * TILE_K, origin.x);
+            operands.load_x(stage, full, step);
             ring.next();
         }
     }
@@ -206,14 +195,20 @@ __device__ __forceinline__ int turn(int consumer) { return 1 + CONSUMERS + consu
 
 __device__ __forceinline__ u64 with_low(u64 descriptor, u32 low) { return (descriptor >> 32) << 32 | low; }
 
-// Sums over k for this consumer's rows from `first_row` on. A stage is released once the wgmmas after it are under way.
-// `pass_on`: the other consumer has a tile after this one.
+// The stages that hold `blocks` blocks of k.
+__device__ __forceinline__ int steps_of(int blocks) { return (blocks + BLOCKS - 1) / BLOCKS; }
+
+// Sums over `blocks` blocks of k for this consumer's rows from `first_row` on. A stage is released once the wgmmas after
+// it are under way. `pass_on`: the other consumer has a tile after this one.
 __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<STAGES>& ring, const Barriers& barriers,
-                                         u32 shared, int first_row, int steps, int consumer, bool pass_on) {
-    const int thread = threadIdx.x % 128;
-    const u64 x = hopper::matrix_descriptor<128>(shared + first_row * ROW_BYTES, 16, 8 * ROW_BYTES);
-    const u64 w = hopper::matrix_descriptor<128>(shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * ROW_BYTES);
+                                         u32 shared, int first_row, int blocks, int consumer, bool pass_on) {
+    const int thread = threadIdx.x % 128, steps = steps_of(blocks);
+    const u64 x = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(shared + first_row * BLOCK_ROW_BYTES, 16,
+                                                             8 * BLOCK_ROW_BYTES);
+    const u64 w = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(
+        shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * BLOCK_ROW_BYTES);
     constexpr int X_STEP = 32 / 16, W_STEP = (TRANSPOSED ? 32 : 16 * ROW_BYTES) / 16;  // 16 of k, in units of 16 bytes
+    constexpr int X_BLOCK = TILE_M * BLOCK_ROW_BYTES / 16, W_BLOCK = TILE_N * BLOCK_ROW_BYTES / 16;
     const u32 x_low = u32(x), w_low = u32(w);  // only the low words, which hold addresses, change
     u32 before = 0;
     if constexpr (PINGPONG) hopper::named_barrier(turn(consumer), 256);
@@ -223,12 +218,17 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
         const u32 stage = ring.at * (STAGE_BYTES / 16);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < TILE_K / 16; ++i)
+        for (int block = 0; block < BLOCKS; ++block) {
+            if (BLOCKS > 1 && step * BLOCKS + block >= blocks) break;
 #pragma unroll
-            for (int atom = 0; atom < ATOMS; ++atom)
-                hopper::wgmma<!TRANSPOSED>(
-                    T(), d[atom], with_low(x, x_low + stage + i * X_STEP + atom * (64 * ROW_BYTES / 16)),
-                    with_low(w, w_low + stage + i * W_STEP), step > 0 || i > 0);
+            for (int i = 0; i < K_BLOCK / 16; ++i)
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; ++atom)
+                    hopper::wgmma<!TRANSPOSED>(
+                        T(), d[atom],
+                        with_low(x, x_low + stage + block * X_BLOCK + i * X_STEP + atom * (64 * BLOCK_ROW_BYTES / 16)),
+                        with_low(w, w_low + stage + block * W_BLOCK + i * W_STEP), step > 0 || block > 0 || i > 0);
+        }
         hopper::wgmma_commit();
         hopper::wgmma_wait<1>();
         if (step > 0 && thread == 0) hopper::barrier_arrive(before);
@@ -259,11 +259,11 @@ __device__ __forceinline__ u32 load_pair(const T* from, int left) {
     return left > 1 ? load_cached<1>(from + 1).words[0] << 16 | first : first;
 }
 
-// The epilogue without the residual for four accumulators of a thread, in wgmma's order: two columns of two rows.
+// The epilogue for four accumulators of a thread, in wgmma's order: two columns of two rows; `y` holds the residual.
 __device__ __forceinline__ void finish_four(const float* d, const float* up, const ColumnValues<2>& values, float alpha,
                                             float beta, float (&y)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, alpha, beta);
+    for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Sca
 
 TILE_K: Final = 64  # elements of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
-SUBTILE: Final = 64  # rows and columns of y that one TMA store writes
+SUBTILE: Final = 64  # rows of y that one TMA store writes, and columns where they divide those of a tile
+NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
 MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
 MAX_CONFIGS: Final = 6
@@ -109,13 +110,16 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         if gemm.grouped:
             return False
         # Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
-        room = device.multiprocessors if config.split_k == 2 else device.multiprocessors * 3 // 4
+        room = device.multiprocessors * {2: 20, 3: 19}.get(config.split_k, 15) // 20
         every_block_has_k = gemm.k > (config.split_k - 1) * TILE_K
         if tile_count(gemm, config) * config.split_k > room or not every_block_has_k:
             return False
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and column_vectors(gemm) + bool(gemm.residual) > 2:
         return False  # they would not fit into registers beside the accumulators
-    return tile_columns(gemm, config) % SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+    narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
+    if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
+        return False
+    return narrow % NARROW_SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
 
 
 def tile_count(gemm: Gemm, config: HopperConfig) -> int:
@@ -165,30 +169,36 @@ def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implemen
     With split_k threads read the residual, not TMA, so that it needs no copy.
     """
     gemm, copies = padded(gemm, residual=config.split_k == 1)
-    blocks = min(tile_count(gemm, config), device.multiprocessors // config.split_k) * config.split_k
-    count = stages(gemm, config, device)
     source = "gemm_hopper_split" if config.split_k > 1 else "gemm_hopper"
-    launch = Launch(
-        Kernel(source, source, defines(gemm, config, count), arch_specific=True),
-        (blocks, 1, 1),
-        (128 * (1 + config.consumers), 1, 1),
-        arguments(gemm, config),
-        shared=count * stage_bytes(config) + fixed_bytes(gemm, config),
-        cluster=config.split_k,
-        pdl=True,
-    )
+    launch = kernel_launch(source, gemm, config, device, defines(gemm, config, device), arguments(gemm, config))
     several = f", {len(gemm.products)} products" if gemm.grouped else ""
     name = f"gemm_hopper {config.name}{several}{' of copies' if copies else ''}"
     return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))
 
 
-def defines(gemm: Gemm, config: HopperConfig, stages: int) -> Defines:
+def kernel_launch(
+    source: str, gemm: Gemm, config: HopperConfig, device: Device, defines: Defines, arguments: tuple[Argument, ...]
+) -> Launch:
+    """Return the launch of a kernel of gemm_hopper.cuh: at most one block on a multiprocessor, in whole clusters."""
+    blocks = min(tile_count(gemm, config), device.multiprocessors // config.split_k) * config.split_k
+    return Launch(
+        Kernel(source, source, defines, arch_specific=True),
+        (blocks, 1, 1),
+        (128 * (1 + config.consumers), 1, 1),
+        arguments,
+        shared=stages(gemm, config, device) * stage_bytes(config) + fixed_bytes(gemm, config),
+        cluster=config.split_k,
+        pdl=True,
+    )
+
+
+def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh."""
     return {
         **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
-        "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages, "SPLIT_K": config.split_k,
-        "CONSUMERS": config.consumers, "PRODUCTS": len(gemm.products),
+        "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages(gemm, config, device),
+        "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": TILE_K, "PRODUCTS": len(gemm.products),
         "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)),
     }  # fmt: skip
 
@@ -202,11 +212,13 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
         *([weight_map(gemm, gemm.up, config)] if gemm.up else []),
     ]
     by_threads = stores_by_threads(gemm) or config.split_k > 1
-    results: list[Argument] = [each.y if by_threads else result_map(gemm, each.y, each.n) for each in gemm.products]
+    results: list[Argument] = [
+        each.y if by_threads else result_map(gemm, config, each.y, each.n) for each in gemm.products
+    ]
     if config.split_k > 1:
         results.append(gemm.residual or ABSENT)
     elif gemm.residual:
-        results.append(result_map(gemm, gemm.residual, n))
+        results.append(result_map(gemm, config, gemm.residual, n))
     vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
@@ -220,15 +232,17 @@ def weight_map(gemm: Gemm, pointer: Pointer, config: HopperConfig) -> TensorMap:
     return tensor_map(gemm, pointer, (gemm.n, gemm.k), (SUBTILE, TILE_K))
 
 
-def result_map(gemm: Gemm, pointer: Pointer, n: int) -> TensorMap:
+def result_map(gemm: Gemm, config: HopperConfig, pointer: Pointer, n: int) -> TensorMap:
     """Return the map of y or of the residual, in boxes of a subtile."""
-    return tensor_map(gemm, pointer, (n, gemm.m), (SUBTILE, SUBTILE))
+    columns = NARROW_SUBTILE if tile_columns(gemm, config) % SUBTILE else SUBTILE
+    return tensor_map(gemm, pointer, (n, gemm.m), (columns, SUBTILE))
 
 
 def tensor_map(gemm: Gemm, pointer: Pointer, sizes: tuple[int, int], box: tuple[int, int]) -> TensorMap:
     """Return the map of a row-major matrix with padded rows, whose boxes TMA swizzles; sizes are (columns, rows)."""
     dtype: Literal["float16", "bfloat16"] = "float16" if gemm.dtype == "float16" else "bfloat16"
-    return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * 2,), box, swizzle=128)
+    swizzle: Literal[64, 128] = 64 if box[0] == NARROW_SUBTILE else 128
+    return TensorMap(pointer, dtype, sizes, (padded_columns(sizes[0], gemm.dtype) * 2,), box, swizzle)
 
 
 def group_m(gemm: Gemm, config: HopperConfig) -> int:

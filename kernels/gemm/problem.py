@@ -32,6 +32,7 @@ class Gemm:
     up_bias: Pointer | None = None  # n elements
     column_scale: Pointer | None = None  # n elements
     residual: Pointer | None = None
+    residual_first: bool = False  # it is added before the activation; not of a gated product
     activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
     alpha: float = 0.0
     beta: float = 0.0
@@ -64,6 +65,7 @@ class Gemm:
             up_bias=self.up_bias is not None,
             column_scale=self.column_scale is not None,
             residual=self.residual is not None,
+            residual_first=self.residual_first,
             optional_bias=bool(self.grouped),
         )
 

@@ -89,7 +89,8 @@ def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
     found = compiler()
     if found is None:
         pytest.skip("needs a C++ compiler")
-    headers = ("elementwise/activations.cuh", "epilogue.cuh", "gemm/gemm_hopper.cuh")
+    tiles = "gemm/gemm_hopper_split.cuh" if "split" in kernel.source else "gemm/gemm_hopper_tiles.cuh"
+    headers = ("elementwise/activations.cuh", "epilogue.cuh", "gemm/gemm_hopper.cuh", tiles, "gemm/gemm_operands.cuh")
     texts = [(KERNELS / name).read_text() for name in (*headers, f"gemm/{kernel.source}.cu")]
     text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
     memory = "extern __shared__ __align__(1024) char memory[];"

@@ -1,0 +1,175 @@
+// Few tiles of y and long k by wgmma and TMA on Hopper (sm_90a): blocks of a cluster share a tile.
+//
+// Each of the SPLIT_K blocks sums over a slice of k, with the producer and the multiplication of gemm_hopper.cuh. Then
+// each finishes an equal part of the columns: every consumer thread sends its accumulators of the other parts to the
+// shared memory of the blocks that finish them, a barrier of the cluster follows, and each block adds what it received
+// to its own accumulators in a fixed order. It applies the epilogue (epilogue.cuh, by fragment), with column vectors
+// and residual that threads have loaded before the exchange, and threads store y.
+//
+// Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
+#pragma once
+#include "gemm_hopper.cuh"
+
+namespace {
+
+constexpr int THREADS = CONSUMERS * 128;
+constexpr int EIGHTS = ATOMS * TILE_N / 8;  // groups of eight columns that a thread has accumulators of, of all atoms
+constexpr int OWN_EIGHTS = (EIGHTS + SPLIT_K - 1) / SPLIT_K;  // that a block finishes; the last one may finish fewer
+constexpr int SUMS_AT = STAGES * STAGE_BYTES;
+constexpr int SUMS_BYTES = (SPLIT_K - 1) * OWN_EIGHTS * (1 + GATED) * THREADS * 16;
+constexpr int BARRIERS_AT = SUMS_AT + SUMS_BYTES;
+
+static_assert(SPLIT_K > 1 && !PINGPONG);
+
+// The sums that the other blocks have of the columns which this one finishes.
+struct Exchange {
+    float4* sums;  // shared memory: SPLIT_K - 1 blocks x OWN_EIGHTS x products x THREADS
+    int thread;    // of THREADS
+    int rank;
+
+    __device__ __forceinline__ float4* slot(int source, int eight, int product) const {
+        return sums + ((source * OWN_EIGHTS + eight) * (1 + GATED) + product) * THREADS + thread;
+    }
+
+    __device__ __forceinline__ void send(int to, int eight, int product, const float* d) const {
+        const int source = rank < to ? rank : rank - 1;  // of the blocks that are not `to`
+        hopper::store_at(hopper::shared_address(slot(source, eight, product)), to, {d[0], d[1], d[2], d[3]});
+    }
+
+    __device__ __forceinline__ void receive(int eight, int product, float* d) const {
+#pragma unroll
+        for (int source = 0; source < SPLIT_K - 1; ++source) {
+            const float4 more = *slot(source, eight, product);
+            d[0] += more.x;
+            d[1] += more.y;
+            d[2] += more.z;
+            d[3] += more.w;
+        }
+    }
+};
+
+struct SplitOutput {
+    const T *bias, *up_bias, *scale, *residual;
+    T* y;
+    float alpha, beta;
+    int m, n;
+};
+
+// A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
+struct Fragment {
+    int row, column;
+    u32 bias, up_bias, scale, residual[2];
+
+    // The columns of row i that are left; 0 beyond the last row.
+    __device__ __forceinline__ int left(const SplitOutput& of, int i) const {
+        return row + 8 * i < of.m ? of.n - column : 0;
+    }
+    __device__ __forceinline__ size_t at(const SplitOutput& of, int i) const {
+        return size_t(row + 8 * i) * of.n + column;
+    }
+
+    __device__ __forceinline__ void fetch(const SplitOutput& of) {
+        if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
+        if constexpr (HAS_UP_BIAS) up_bias = load_pair(of.up_bias + column, of.n - column);
+        if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.scale + column, of.n - column);
+        if constexpr (HAS_RESIDUAL)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) residual[i] = load_pair(of.residual + at(of, i), left(of, i));
+    }
+
+    __device__ __forceinline__ void finish(const float* d, const float* up, const SplitOutput& of) const {
+        ColumnValues<2> values;
+        if constexpr (HAS_BIAS) widen(T(), bias, values.bias);
+        if constexpr (HAS_UP_BIAS) widen(T(), up_bias, values.up_bias);
+        if constexpr (HAS_COLUMN_SCALE) widen(T(), scale, values.scale);
+        float results[4] = {};
+        if constexpr (HAS_RESIDUAL)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 both = widen_pair(residual[i]);
+                results[2 * i] = both.x;
+                results[2 * i + 1] = both.y;
+            }
+        finish_four(d, up, values, of.alpha, of.beta, results);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (left(of, i) <= 0) continue;
+            const float both[2] = {results[2 * i], results[2 * i + 1]};
+            T* to = of.y + at(of, i);
+            if constexpr (STORE_BY_THREADS) {
+                const float first[1] = {both[0]}, second[1] = {both[1]};
+                store<false>(to, first);
+                if (left(of, i) > 1) store<false>(to + 1, second);
+            } else {
+                store<false>(to, both);
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int blocks,
+                                        const SplitOutput& of) {
+    const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT_K;
+    const int above = consumer * CONSUMER_ROWS;
+    Ring<STAGES> ring;
+    float d[ATOMS][COLUMNS / 2];
+    multiply(d, ring, barriers, hopper::shared_address(memory), above, blocks, consumer, false);
+    const Exchange exchange{reinterpret_cast<float4*>(memory + SUMS_AT), int(threadIdx.x) - 128, rank};
+    const int2 origin = tiles.origin(tiles.first());
+    Fragment own[OWN_EIGHTS];
+#pragma unroll
+    for (int i = 0; i < OWN_EIGHTS; ++i) {
+        const int eight = rank * OWN_EIGHTS + i;
+        own[i].row = origin.x + above + eight / (TILE_N / 8) * 64 + thread / 32 * 16 + thread % 32 / 4;
+        own[i].column = origin.y + eight % (TILE_N / 8) * 8 + thread % 4 * 2;
+        own[i].fetch(of);
+    }
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; ++eight) {
+        float* sums = &d[eight / (TILE_N / 8)][eight % (TILE_N / 8) * 4];
+        if (eight / OWN_EIGHTS == rank) continue;
+        exchange.send(eight / OWN_EIGHTS, eight % OWN_EIGHTS, 0, sums);
+        if constexpr (GATED) exchange.send(eight / OWN_EIGHTS, eight % OWN_EIGHTS, 1, sums + TILE_N / 2);
+    }
+    hopper::cluster_barrier();
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; ++eight) {
+        float* sums = &d[eight / (TILE_N / 8)][eight % (TILE_N / 8) * 4];
+        if (eight / OWN_EIGHTS != rank) continue;
+        exchange.receive(eight % OWN_EIGHTS, 0, sums);
+        if constexpr (GATED) exchange.receive(eight % OWN_EIGHTS, 1, sums + TILE_N / 2);
+        own[eight % OWN_EIGHTS].finish(sums, sums + (GATED ? TILE_N / 2 : 0), of);
+    }
+}
+
+// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+template <class Operands>
+__device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const SplitOutput& output,
+                                          int blocks, int group_m) {
+    extern __shared__ __align__(1024) char memory[];
+    const u32 shared = hopper::shared_address(memory);
+    const Barriers barriers{shared + BARRIERS_AT};
+    if (threadIdx.x == 0) {
+        hopper::prefetch(operands.x);
+        hopper::prefetch(*weights.maps[0]);
+        if constexpr (GATED) hopper::prefetch(operands.up);
+    }
+    init_barriers(barriers, 0);
+    sync_blocks();
+    const Tiles tiles(output.m, weights.columns(), group_m);
+    release_successor();
+    const int steps = steps_of(blocks), rank = blockIdx.x % SPLIT_K;
+    const int2 range{steps * rank / SPLIT_K, steps * (rank + 1) / SPLIT_K};
+    if (warpgroup() == 0) {
+        hopper::give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(operands, shared, barriers, tiles, range);
+        __syncwarp();
+        hopper::cluster_barrier();  // joins that of the consumers
+    } else {
+        hopper::take_registers<CONSUMER_REGISTERS>();
+        wait_for_predecessor();
+        consume(memory, barriers, tiles, min(blocks, range.y * BLOCKS) - range.x * BLOCKS, output);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,269 @@
+// Tiles of y by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile.
+//
+// The producer and the multiplication are those of gemm_hopper.cuh. What a consumer does with a tile's accumulators:
+//   1. Before it multiplies, it loads the tile's column vectors into registers, two columns a thread, and its first
+//      thread starts the TMA loads of the residual into shared memory, subtile by subtile (64 x 64 elements of y, or 64 x 32 if
+//      TILE_N is no multiple of 64).
+//   2. After the multiplication the column vectors go to shared memory, from which each thread reads those of the
+//      columns of its accumulators.
+//   3. It applies the epilogue (epilogue.cuh, by fragment), reads the residual by ldmatrix and writes the result in its
+//      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
+// With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
+//
+// Macros: those of gemm_hopper.cuh.
+#pragma once
+#include "gemm_hopper.cuh"
+
+// y as the kernel's parameter, and as a member of Results.
+#if STORE_BY_THREADS
+#define RESULT T*
+#define RESULT_REFERENCE
+using Result = T*;
+#else
+#define RESULT const __grid_constant__ TensorMap
+#define RESULT_REFERENCE &
+using Result = const TensorMap*;
+#endif
+
+namespace {
+
+constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
+constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
+constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
+constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // of a consumer's rows of a tile
+static_assert(!STORE_BY_THREADS || SUBTILE_N == 64);
+constexpr int VECTORS = HAS_BIAS + HAS_UP_BIAS + HAS_COLUMN_SCALE;
+
+constexpr int SUBTILE_BYTES = 64 * SUBTILE_ROW_BYTES;
+constexpr int SUBTILES_AT = STAGES * STAGE_BYTES;
+constexpr int VECTORS_AT = SUBTILES_AT + CONSUMERS * SUBTILES * SUBTILE_BYTES;
+constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
+
+// The column vectors on their way to shared memory: a thread has two elements of each.
+struct Vectors {
+    u32 words[VECTORS > 0 ? VECTORS : 1];
+
+    __device__ __forceinline__ void fetch(const T* bias, const T* up_bias, const T* scale, int column, int n) {
+        int i = 0;
+        if constexpr (HAS_BIAS) words[i++] = !OPTIONAL_BIAS || bias ? load_pair(bias + column, n - column) : 0;
+        if constexpr (HAS_UP_BIAS) words[i++] = load_pair(up_bias + column, n - column);
+        if constexpr (HAS_COLUMN_SCALE) words[i++] = load_pair(scale + column, n - column);
+    }
+
+    __device__ __forceinline__ void put(float2* vectors) const {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) vectors[i * TILE_N / 2] = widen_pair(words[i]);
+    }
+};
+
+// Reads the column values of a thread's accumulators in a subtile: two columns of every eight. This comes before the
+// first store_matrices, which later reads would have to wait for.
+__device__ __forceinline__ void read_column_values(const float2* vectors, int column, ColumnValues<2> (&values)[SUBTILE_N / 8]) {
+    const float2* at = vectors + column / 2;
+#pragma unroll
+    for (int i = 0; i < SUBTILE_N / 8; ++i) {
+        if constexpr (HAS_BIAS) copy_pair(at[4 * i], values[i].bias);
+        if constexpr (HAS_UP_BIAS) copy_pair(at[HAS_BIAS * TILE_N / 2 + 4 * i], values[i].up_bias);
+        if constexpr (HAS_COLUMN_SCALE) copy_pair(at[(HAS_BIAS + HAS_UP_BIAS) * TILE_N / 2 + 4 * i], values[i].scale);
+    }
+}
+
+// The y and the bias of each product.
+struct Results {
+    Result y[PRODUCTS];
+    const T* bias[PRODUCTS];  // OPTIONAL_BIAS: may be null
+};
+
+// Called by a warp: stores a row of a subtile, of which y has `left` elements. `word` holds the lane's two elements,
+// and `before` those of the lane before it, in a ring. Elements are stored in pairs that begin at multiples of 4 bytes:
+// if those are not the lanes' own pairs, the first lane has the elements of both ends.
+[[maybe_unused]] __device__ __forceinline__ void store_row(u32 word, u32 before, T* to, int left) {
+    const int lane = threadIdx.x % 32, odd = size_t(to) / sizeof(T) % 2;
+    const u32 both = odd ? word << 16 | before >> 16 : word, high = both >> 16;
+    const int first = (2 * lane - odd) & 63, second = 2 * lane + 1 - odd;
+    const bool pair = first < second && second < left;
+    if (pair) store_bytes<false, 4>(reinterpret_cast<char*>(to + first), &both);
+    if (!pair && first < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + first), &both);
+    if (!pair && second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
+}
+
+// A consumer's way from accumulators to y.
+struct Output {
+    const TensorMap& residual;
+    const char* results;    // the subtiles in shared memory, swizzled as TMA does it
+    u32 subtiles;           // their 32-bit address
+    u32 lane_offset;        // of this lane's row of an 8 x 8 matrix in a subtile
+    const float2* vectors;  // the column vectors in shared memory
+    u32 residual_full;      // mbarrier: the tile's residual has arrived
+    int thread, named;      // of the warpgroup; its named barrier
+    u32 parity;
+
+    // Called by one thread: once TMA has read the last tile's results, loads this tile's residual over them.
+    __device__ __forceinline__ void fetch_residual(int2 origin) const {
+        hopper::store_wait_read<0>();
+        hopper::barrier_arrive_expect(residual_full, SUBTILES * SUBTILE_BYTES);
+#pragma unroll
+        for (int i = 0; i < SUBTILES; ++i)
+            hopper::load(residual, subtiles + i * SUBTILE_BYTES, residual_full,
+                         origin.y + i % SUBTILE_COLUMNS * SUBTILE_N, origin.x + i / SUBTILE_COLUMNS * 64);
+    }
+
+    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
+    __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
+                                                   float alpha, float beta) const {
+        ColumnValues<2> values[SUBTILE_N / 8];
+        read_column_values(vectors, column, values);
+#pragma unroll
+        for (int i = 0; i < SUBTILE_N / 16; ++i) {
+            const u32 address = (subtile + lane_offset) ^ i << 5;  // 16 columns on, in swizzled rows
+            float results[2][4] = {};
+            u32 words[4];
+            if constexpr (HAS_RESIDUAL) {
+                hopper::load_matrices(address, words);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 both = widen_pair(words[j]);
+                    results[j / 2][j % 2 * 2] = both.x;
+                    results[j / 2][j % 2 * 2 + 1] = both.y;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int at = 4 * (2 * i + j);
+                finish_four(d + at, up + at, values[2 * i + j], alpha, beta, results[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[j] = narrow(T(), &results[j / 2][j % 2 * 2]);
+            hopper::store_matrices(address, words);
+        }
+    }
+
+    // Finishes a tile and starts its stores.
+    __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
+                                           float alpha, float beta) {
+        if constexpr (HAS_RESIDUAL) {
+            hopper::barrier_wait(residual_full, parity);
+            parity ^= 1;
+        }
+#pragma unroll
+        for (int i = 0; i < SUBTILES; ++i) {
+            const float* sums = &d[i / SUBTILE_COLUMNS][i % SUBTILE_COLUMNS * (SUBTILE_N / 2)];
+            finish_subtile(subtiles + i * SUBTILE_BYTES, sums, sums + (GATED ? TILE_N / 2 : 0),
+                 i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta);
+        }
+        hopper::store_fence();
+        hopper::named_barrier(named, 128);
+        store_tile(y, origin, m, n);
+    }
+
+    template <class Y>  // a template, so that only the branch for Result compiles
+    __device__ __forceinline__ void store_tile(Y y, int2 origin, int m, int n) const {
+        if constexpr (STORE_BY_THREADS) {
+            const int lane = thread % 32, warp = thread / 32;
+            const char* own = results + warp * ROW_BYTES + lane % 4 * 4;
+#pragma unroll
+            for (int i = 0; i < 2 * SUBTILES; ++i) {  // halves of subtiles
+                const int above = i / 2 / SUBTILE_COLUMNS * 64 + i % 2 * 32, row = origin.x + above + warp;
+                const int column = origin.y + i / 2 % SUBTILE_COLUMNS * 64;
+                u32 words[8], before[8];  // all are read before the first store, which reads cannot be moved across
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const int offset = (i * 32 + 4 * j) * ROW_BYTES + ((lane / 4 ^ warp ^ j % 2 * 4) << 4);
+                    words[j] = *reinterpret_cast<const u32*>(own + offset);
+                    before[j] = __shfl_sync(0xffffffff, words[j], (lane + 31) % 32);
+                }
+                T* to = y + size_t(row) * n + column;
+#pragma unroll
+                for (int j = 0; j < 8; ++j, to += 4 * size_t(n))
+                    if (row + 4 * j < m) store_row(words[j], before[j], to, n - column);
+            }
+            if (!HAS_RESIDUAL) return;
+            hopper::store_fence();
+            hopper::named_barrier(named, 128);  // the next residual overwrites them
+        } else {
+            if (thread > 0) return;
+#pragma unroll
+            for (int i = 0; i < SUBTILES; ++i)
+                hopper::store(*y, subtiles + i * SUBTILE_BYTES, origin.y + i % SUBTILE_COLUMNS * SUBTILE_N,
+                              origin.x + i / SUBTILE_COLUMNS * 64);
+            hopper::store_commit();
+        }
+    }
+};
+
+__device__ __forceinline__ void consume(const Results& results, const TensorMap& residual, char* memory,
+                                        Barriers barriers, const Tiles& tiles, const Weights& weights,
+                                        const T* up_bias, const T* scale, float alpha, float beta, int m, int blocks) {
+    const u32 shared = hopper::shared_address(memory);
+    const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
+    const int row = thread / 32 * 16 + lane % 16;
+    const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
+    Output output{residual, memory + subtiles, shared + subtiles,
+                  u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)), vectors,
+                  barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
+    const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
+    const int above = PINGPONG ? 0 : consumer * CONSUMER_ROWS;
+    const int steps = steps_of(blocks);
+    Ring<STAGES> ring;
+    int tile = tiles.first();
+    if (PINGPONG && consumer > 0) {
+        tile += tiles.step();
+        ring.skip(steps);
+        hopper::named_barrier_arrive(turn(0), 256);
+    }
+    for (; tile < tiles.count(); tile += stride) {
+        int2 origin = tiles.origin(tile);
+        origin.x += above;
+        const int product = weights.find(origin.y);
+        if (HAS_RESIDUAL && thread == 0) {
+            if (!PINGPONG) hopper::barrier_wait(barriers.full(ring.at), ring.parity);  // the operands are needed first
+            output.fetch_residual(origin);
+        }
+        Vectors fetched;
+        if (VECTORS > 0 && thread < TILE_N / 2)
+            fetched.fetch(pick(results.bias, product), up_bias, scale, origin.y + 2 * thread, pick(weights.n, product));
+        float d[ATOMS][COLUMNS / 2];
+        multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
+        if (PINGPONG) ring.skip(steps);
+        if (!HAS_RESIDUAL && thread == 0) hopper::store_wait_read<0>();  // TMA has read the last tile's results
+        if (VECTORS > 0 && thread < TILE_N / 2) fetched.put(vectors + thread);
+        if (VECTORS > 0 || !HAS_RESIDUAL) hopper::named_barrier(output.named, 128);
+        output.finish(d, pick(results.y, product), origin, m, pick(weights.n, product), alpha, beta);
+    }
+    if (thread == 0) hopper::store_wait_read<0>();
+}
+
+// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+template <class Operands>
+__device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
+                                          const TensorMap& residual, const T* up_bias, const T* scale, float alpha,
+                                          float beta, int m, int blocks, int group_m) {
+    extern __shared__ __align__(1024) char memory[];
+    const u32 shared = hopper::shared_address(memory);
+    const Barriers barriers{shared + BARRIERS_AT};
+    if (threadIdx.x == 0) {
+        hopper::prefetch(operands.x);
+        for (const TensorMap* map : weights.maps) hopper::prefetch(*map);
+        if constexpr (GATED) hopper::prefetch(operands.up);
+        if constexpr (HAS_RESIDUAL) hopper::prefetch(residual);
+#if !STORE_BY_THREADS
+        for (Result each : results.y) hopper::prefetch(*each);
+#endif
+    }
+    init_barriers(barriers, CONSUMERS);
+    sync_blocks();
+    const Tiles tiles(m, weights.columns(), group_m);
+    release_successor();
+    if (warpgroup() == 0) {
+        hopper::give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)});
+        __syncwarp();
+    } else {
+        hopper::take_registers<CONSUMER_REGISTERS>();
+        wait_for_predecessor();
+        consume(results, residual, memory, barriers, tiles, weights, up_bias, scale, alpha, beta, m, blocks);
+    }
+}
+
+}  // namespace

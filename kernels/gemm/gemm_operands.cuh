@@ -1,0 +1,42 @@
+// Where the producer of gemm_hopper.cuh finds the operands of a matrix product.
+#pragma once
+#include "gemm_hopper.cuh"
+
+namespace {
+
+// x and the weights of one product of the launch, at one tile.
+struct MatrixOperands {
+    const TensorMap& x;
+    const Weights& weights;
+    const TensorMap& up;
+    const TensorMap* w;
+    int row, column;
+
+    __device__ __forceinline__ void begin(int2 origin) {
+        w = pick(weights.maps, weights.find(origin.y));
+        row = origin.x;
+        column = origin.y;
+    }
+    static __device__ __forceinline__ u32 bytes(int) { return STAGE_BYTES; }
+
+    __device__ __forceinline__ void load_x(u32 stage, u32 full, int step) const {
+        hopper::load(x, stage, full, step * TILE_K, row);
+    }
+    __device__ __forceinline__ void load_weights(u32 stage, u32 full, int step) const {
+        load_weight(*w, stage + X_BYTES, full, step * TILE_K);
+        if constexpr (GATED) load_weight(up, stage + X_BYTES + TILE_N * ROW_BYTES, full, step * TILE_K);
+    }
+
+private:
+    __device__ __forceinline__ void load_weight(const TensorMap& from, u32 to, u32 full, int k) const {
+        if constexpr (TRANSPOSED) {
+            hopper::load(from, to, full, k, column);
+        } else {
+#pragma unroll
+            for (int i = 0; i < TILE_N / 64; ++i)
+                hopper::load(from, to + i * TILE_K * ROW_BYTES, full, column + 64 * i, k);
+        }
+    }
+};
+
+}  // namespace
