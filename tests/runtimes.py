@@ -10,7 +10,7 @@ import onnx.inliner
 import onnxruntime
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import RuntimeContextError
+from onnx.reference.op_run import OpRun, RuntimeContextError
 
 # Relative to the largest value. float32 sums are rounded in another order; 16-bit values are rounded at every operator.
 TOLERANCE = {
@@ -35,14 +35,32 @@ def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[
         return None, str(error).strip().splitlines()[0]
 
 
+class BatchNormalization(OpRun):
+    """The operator in inference mode; that of onnx.reference takes opsets 9 to 13 for training."""
+
+    op_domain = ""
+
+    def _run(self, x, scale, bias, mean, var, epsilon=1e-5, momentum=0.9, spatial=1, training_mode=0):
+        assert not training_mode and spatial != 0
+        scale, bias, mean, var = (each.reshape(-1, *(1,) * (x.ndim - 2)) for each in (scale, bias, mean, var))
+        return (((x - mean) * (scale / np.sqrt(var + (1e-5 if epsilon is None else epsilon))) + bias).astype(x.dtype),)
+
+
+class Evaluator(ReferenceEvaluator):
+    """That of onnx.reference, which makes one of its own class for each function of a model."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **{**options, "new_ops": [BatchNormalization]})
+
+
 def evaluate(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Return what onnx.reference computes."""
     with np.errstate(all="ignore"):
         try:
-            return ReferenceEvaluator(model).run(None, dict(inputs))
+            return Evaluator(model).run(None, dict(inputs))
         except RuntimeContextError:  # it expands Gelu, whose type it does not know inside a function
             typed = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(model))
-            return ReferenceEvaluator(typed).run(None, dict(inputs))
+            return Evaluator(typed).run(None, dict(inputs))
 
 
 def assert_close(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray], dtype: int) -> None:

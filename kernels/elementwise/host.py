@@ -1,4 +1,4 @@
-"""The plans of activation, bias_activation and gated_activation: activation.cu, bias_activation.cu and so on."""
+"""The plans of elementwise fusions; each has a .cu file of its name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.elementwise.batch_norm_activation import batch_norm_plans
+from onnxfuse.kernels.elementwise.channel_scale import channel_scale_plan
 from onnxfuse.kernels.elementwise.elements import activation_arguments, element_plan
 from onnxfuse.kernels.tensors import (
     STORAGE,
@@ -19,17 +21,25 @@ from onnxfuse.kernels.tensors import (
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, TensorSpec
 
+CHANNELS_LAST: Final = ("channel_scale", "batch_norm_activation")  # fusions whose x is (n, spatial..., channels)
 WITHOUT_PARAMETERS: Final = tuple(a.name for a in ACTIVATIONS.values() if not a.parameters)
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     known = WITHOUT_PARAMETERS if node.fusion == "gated_activation" else tuple(ACTIVATIONS)
-    return unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "activation", known, "none")
+    refusal = unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "activation", known, "none")
+    if refusal is None and node.fusion in CHANNELS_LAST:
+        refusal = unsupported_choice(node, "layout", ("nhwc",), "nchw")
+    return refusal
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
-    """Return the one plan for these shapes.  Raises ValueError if shapes do not fit together."""
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if node.fusion == "channel_scale":
+        return [channel_scale_plan(node, inputs, device)]
+    if node.fusion == "batch_norm_activation":
+        return batch_norm_plans(node, inputs, device)
     if node.fusion == "gated_activation":
         return [_gated_plan(node, inputs, device)]
     x = required_spec(node, inputs, "x")

@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels.norms.group_norm import group_norm_plan
+from onnxfuse.kernels.norms.group_norm_nhwc import group_norm_nhwc_plans
 from onnxfuse.kernels.norms.norm import norm_candidates
 from onnxfuse.kernels.norms.softmax import softmax_plan
 from onnxfuse.kernels.tensors import unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 GROUP_NORM_ACTIVATIONS: Final = ("none", "silu")
+GROUP_NORM_LAYOUTS: Final = ("nchw", "nhwc")
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
     refusal = unsupported_dtype(node, input_dtypes)
     if refusal is None and node.fusion == "group_norm":
-        refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none")
+        refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none") or unsupported_choice(
+            node, "layout", GROUP_NORM_LAYOUTS, "nchw"
+        )
     return refusal
 
 
@@ -27,5 +31,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
     if node.fusion == "group_norm":
+        if node.text("layout", "nchw") == "nhwc":
+            return group_norm_nhwc_plans(node, inputs, device)
         return [group_norm_plan(node, inputs, device)]
     return norm_candidates(node, inputs, device)

@@ -41,3 +41,10 @@ def wide(*arrays: np.ndarray) -> list[np.ndarray]:
 def rotate_half(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def group_norm_nhwc(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
+    rows = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+    centred = rows - rows.mean((1, 3), keepdims=True)
+    normal = centred / np.sqrt((centred**2).mean((1, 3), keepdims=True) + epsilon)
+    return normal.reshape(x.shape) * scale + bias

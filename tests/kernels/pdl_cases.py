@@ -10,7 +10,7 @@ from cache_cases import CachedCase, cached
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "table", "table_2"}
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "mean", "var", "table", "table_2"}
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
@@ -33,6 +33,18 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
         "group_norm", {"x": (2, 16, 64, 64), "scale": (16,), "bias": (16,)},
         {"groups": 4, "epsilon": 1e-5, "activation": "none"}, 1,
     ),
+    **{
+        f"channels-last {fusion}": (fusion, {"x": (2, 64, 64, 80), **more}, {"layout": "nhwc", **attributes}, 1)
+        for fusion, more, attributes in (
+            ("group_norm", {"scale": (80,), "bias": (80,)}, {"groups": 8, "epsilon": 1e-5, "activation": "none"}),
+            ("max_pool", {}, {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+            ("average_pool", {}, {"kernel_shape": [2, 2], "strides": [2, 2]}),
+            ("global_average_pool", {}, {}),
+            ("channel_scale", {"gate": (2, 1, 1, 80)}, {"activation": "none"}),
+            ("resize", {}, {"scales": [1.0, 2.0, 2.0, 1.0], "mode": "linear"}),
+            ("batch_norm_activation", dict.fromkeys(("scale", "bias", "mean", "var"), (80,)), {"activation": "relu"}),
+        )
+    },
     "rotary_embedding": (
         "rotary_embedding", {"x": (2, 12, 64, 64), "cos": (1, 64, 64), "sin": (1, 64, 64)},
         {"layout": "bhsd", "table": "bsd"}, 1,

@@ -30,13 +30,14 @@ WITH_KERNEL = [f for f in builtin() if "activation" in variants(f) and find_host
 
 def fused(fusion: Fusion, activation: str) -> FusedNode:
     operands = tuple(c.name for c in fusion.captures if c.kind in ("tensor", "weight"))
-    return FusedNode(fusion.name, "n", operands, {"activation": activation}, ("float16",))
+    return FusedNode(fusion.name, "n", operands, {"activation": activation, "layout": "nhwc"}, ("float16",))
 
 
 def test_which_fusions_have_activations() -> None:
     names = {f.name for f in WITH_KERNEL}
     assert names == {
-        "activation", "bias_activation", "gated_activation", "gated_gemm", "gemm_bias_activation", "group_norm",
+        "activation", "batch_norm_activation", "bias_activation", "conv_bias_activation", "gated_activation",
+        "gated_gemm", "gemm_bias_activation", "group_norm",
     }  # fmt: skip
 
 

@@ -1,0 +1,35 @@
+// Blocks that work together: CLUSTER of them (sm_90 and later), or one where CLUSTER is 1.
+#pragma once
+
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank = 0;
+    if constexpr (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The two halves of a barrier over the blocks; for one block cluster_wait is the whole barrier.
+__device__ __forceinline__ void cluster_arrive() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else __syncthreads();
+}
+
+// Writes to the same address in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
+    if constexpr (CLUSTER > 1) {
+        const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));
+        asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }"
+                     ::"r"(own), "r"(rank), "f"(value) : "memory");
+    } else {
+        *address = value;
+    }
+}

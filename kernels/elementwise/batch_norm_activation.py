@@ -1,0 +1,61 @@
+"""The plans of batch_norm_activation of channels-last tensors: batch_norm_activation.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.kernels.elementwise.elements import activation_arguments
+from onnxfuse.kernels.tensors import (
+    PDL_ARCH,
+    STORAGE,
+    Defines,
+    all_constant,
+    check_element_count,
+    is_streamed,
+    operand_pointer,
+    required_spec,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+
+LANES: Final = 32  # threads side by side in a pixel, at most
+THREADS: Final = 256  # of a block, at most
+MAX_PIXELS: Final = 8  # of a thread
+BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, a thread has fewer pixels
+WEIGHTS: Final = ("scale", "bias", "mean", "var")
+
+
+def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the one plan for x (n, *spatial, channels) and four vectors of `channels` elements.
+
+    Raises ValueError if one of these has another number of elements.
+    """
+    x, *weights = (required_spec(node, inputs, name) for name in ("x", *WEIGHTS))
+    channels, pixels = x.shape[-1], math.prod(x.shape[:-1])
+    for name, weight in zip(WEIGHTS, weights, strict=True):
+        check_element_count(node, name, weight, channels)
+    y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    if not pixels * channels:
+        return [Plan((y,), ())]
+    width = vector_width([x, y], channels, weights=weights)
+    vectors = channels // width
+    lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
+    lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
+    each = MAX_PIXELS
+    while each > 1 and pixels * vectors < each * BUSY_THREADS * device.multiprocessors:
+        each //= 2
+    blocks = blocks_c * math.ceil(pixels / (lanes_p * each))
+    defines: Defines = {
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "STREAMED": is_streamed([x, y]), "WIDTH": width,
+        **{f"{name.upper()}_T": STORAGE[weight.dtype] for name, weight in zip(WEIGHTS, weights, strict=True)},
+        "CHANNELS": channels, "LANES_C": lanes_c, "LANES_P": lanes_p, "PIXELS": each,
+        "WEIGHTS_CONSTANT": all_constant(weights), "RELEASE": int(blocks <= 2 * device.multiprocessors),
+        "ACTIVATION": node.text("activation", "none"), "PRECISE": int(y.dtype == "float32"),
+    }  # fmt: skip
+    pointers = (*(operand_pointer(node, name) for name in ("x", *WEIGHTS)), Pointer("output", 0))
+    numbers = (Scalar(node.number("epsilon", 1e-5), "float32"), *activation_arguments(node), Scalar(pixels, "int64"))
+    kernel = Kernel("batch_norm_activation", "batch_norm_activation", defines)
+    block = (lanes_c * lanes_p, 1, 1)
+    return [Plan((y,), (Launch(kernel, (blocks, 1, 1), block, (*pointers, *numbers), pdl=device.arch >= PDL_ARCH),))]

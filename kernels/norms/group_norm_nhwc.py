@@ -1,0 +1,182 @@
+"""The plans of group_norm of channels-last tensors: group_norm_nhwc.cu, or two launches for large images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    PDL_ARCH,
+    STORAGE,
+    Defines,
+    all_constant,
+    check_element_count,
+    is_streamed,
+    operand_pointer,
+    required_spec,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+
+CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
+CLUSTERS: Final = (1, 2, 4, 8)
+THREADS: Final = 512  # of a block, at most, where a pixel has no more vectors
+MAX_THREADS: Final = 1024
+SECTOR_BYTES: Final = 32  # what memory moves at once
+STATIC_BYTES: Final = 48 << 10  # of shared memory of a block, without asking
+MAX_CHUNKS: Final = 256  # of an image, in two launches
+CHUNK_PIXELS: Final = 4  # of a thread, at least
+MAX_CANDIDATES: Final = 2  # of one launch
+
+# What one launch is expected to take, in microseconds: the bytes of a multiprocessor's blocks at what it moves alone,
+# or all bytes at what the memory moves, and a barrier over a cluster. Not measured; tuning times the candidates.
+BYTES_PER_MULTIPROCESSOR: Final = 50e3
+BYTES_OF_MEMORY: Final = 4.2e6
+CLUSTER_BARRIER: Final = 0.7
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """Channels of a block, rows of its threads, and blocks that share them."""
+
+    subset: int
+    width: int
+    lanes_p: int
+    cluster: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block, with those that only make warps whole."""
+        return math.ceil(self.subset // self.width * self.lanes_p / 32) * 32
+
+    @property
+    def shares(self) -> int:
+        """Return SHARES of group_norm_nhwc.cuh."""
+        return min(self.lanes_p, max(1, self.threads // self.subset))
+
+    def group_floats(self, group: int) -> int:
+        """Return the floats of GroupMemory of group_norm_nhwc.cuh."""
+        return (self.lanes_p + self.shares) * self.subset + 2 * (self.subset // group)
+
+    def memory_bytes(self, group: int) -> int:
+        """Return the bytes of shared memory besides the pixels, a multiple of 16."""
+        floats = self.group_floats(group) + (2 * self.cluster + 2) * (self.subset // group)
+        return math.ceil(floats / 4) * 16
+
+    def pixel_bytes(self, pixels: int, item_bytes: int) -> int:
+        """Return the bytes of shared memory for a block's part of an image."""
+        slots = math.ceil(math.ceil(pixels / self.cluster) / self.lanes_p)
+        return slots * self.threads * max(4, self.width * item_bytes)
+
+
+def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for x (n, *spatial, channels), the expected fastest first.
+
+    Raises ValueError if shapes do not fit together.
+    """
+    x, scale, bias = (required_spec(node, inputs, name) for name in ("x", "scale", "bias"))
+    images, channels, pixels = x.shape[0], x.shape[-1], math.prod(x.shape[1:-1])
+    groups = node.integer("groups")
+    if channels % groups:
+        raise ValueError(f"group_norm: {channels} channels do not make {groups} groups")
+    check_element_count(node, "scale", scale, channels)
+    check_element_count(node, "bias", bias, channels)
+    y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
+    if not images * channels * pixels:
+        return [Plan((y,), ())]
+    group = channels // groups
+    width = vector_width([x, y], channels, weights=[scale, bias])
+    defines: Defines = {
+        "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
+        "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": group, "STREAMED": is_streamed([x, y]),
+        "WEIGHTS_CONSTANT": all_constant([scale, bias]), "ACTIVATION": node.text("activation", "none"),
+        "PRECISE": int(y.dtype == "float32"),
+    }  # fmt: skip
+    pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias"))]
+    epsilon, target = Scalar(node.number("epsilon", 1e-5), "float32"), Pointer("output", 0)
+    pdl = device.arch >= PDL_ARCH
+    plans = []
+    for tiling in one_launch_tilings(images, pixels, channels, group, width, ITEM_BYTES[x.dtype], device):
+        memory = tiling.memory_bytes(group)
+        kernel = Kernel("group_norm_nhwc", "group_norm_nhwc", {
+            **defines, **_constants(tiling), "CLUSTER": tiling.cluster, "MEMORY_BYTES": memory,
+        })  # fmt: skip
+        grid = (images * (channels // tiling.subset) * tiling.cluster, 1, 1)
+        arguments = (*pointers, target, epsilon, Scalar(pixels, "int32"))
+        shared = memory + tiling.pixel_bytes(pixels, ITEM_BYTES[x.dtype])
+        launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, shared, tiling.cluster, pdl)
+        plans.append(Plan((y,), (launch,)))
+    halved = two_launch_tiling(channels, group, width)
+    if halved is not None:
+        blocks = images * (channels // halved.subset)
+        most = max(1, min(MAX_CHUNKS, pixels // (halved.lanes_p * CHUNK_PIXELS)))
+        chunks = min(most, math.ceil(2 * device.multiprocessors / blocks))
+        if chunks == 1 and plans:
+            return plans
+        constants: Defines = {**defines, **_constants(halved), "CLUSTER": 1}
+        partials, sizes = Pointer("scratch", 0), (Scalar(pixels, "int32"), Scalar(chunks, "int32"))
+        grid, block = (blocks * chunks, 1, 1), (halved.threads, 1, 1)
+        passed = {
+            "group_norm_nhwc_statistics": (pointers[0], partials, *sizes),
+            "group_norm_nhwc_apply": (*pointers, partials, target, epsilon, *sizes),
+        }
+        steps = tuple(Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
+        plans.append(Plan((y,), steps, (images * groups * chunks * 8,)))
+    if not plans:
+        raise ValueError(f"group_norm: a group has {group} channels, which are too many for a block")
+    return plans
+
+
+def one_launch_tilings(
+    images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
+) -> list[GroupTiling]:
+    """Return the tilings whose blocks keep their part of an image in shared memory, the expected fastest first."""
+    found: dict[GroupTiling, float] = {}
+    for subset in _subsets(channels, group, width):
+        vectors = subset // width
+        if vectors > MAX_THREADS:
+            continue
+        for cluster in CLUSTERS if device.arch >= CLUSTER_ARCH else (1,):
+            rows = math.ceil(pixels / cluster)
+            tiling = GroupTiling(subset, width, min(rows, max(1, THREADS // vectors)), cluster)
+            part = tiling.pixel_bytes(pixels, item_bytes)
+            if (cluster > 1 and rows < 2) or tiling.memory_bytes(group) + part > device.shared_per_block:
+                continue
+            bytes_of_pixel = subset * item_bytes
+            sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
+            blocks = images * (channels // subset) * cluster
+            busiest = math.ceil(blocks / device.multiprocessors)
+            time = max(
+                busiest * 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR,
+                blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # the other half of a sector is in L2
+            )
+            found[tiling] = time + (CLUSTER_BARRIER + 0.05 * cluster if cluster > 1 else 0.0)
+    return sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]
+
+
+def two_launch_tiling(channels: int, group: int, width: int) -> GroupTiling | None:
+    """Return the tiling of the two launches: as many channels as a block has threads for; None if a group has more."""
+    for subset in reversed(list(_subsets(channels, group, width))):
+        vectors = subset // width
+        tiling = GroupTiling(subset, width, max(1, THREADS // max(1, vectors)))
+        if vectors <= MAX_THREADS and tiling.group_floats(group) * 4 <= STATIC_BYTES:
+            return tiling
+    return None
+
+
+def _subsets(channels: int, group: int, width: int) -> Iterator[int]:
+    """Yield the numbers of channels that are whole groups and vectors, and divide all channels."""
+    least = math.lcm(group, width)
+    for count in range(1, channels // least + 1):
+        if (channels // least) % count == 0 and channels % least == 0:
+            yield least * count
+
+
+def _constants(tiling: GroupTiling) -> Defines:
+    return {
+        "SUBSET": tiling.subset, "WIDTH": tiling.width, "LANES_P": tiling.lanes_p, "BLOCK": tiling.threads,
+        "SHARES": tiling.shares,
+    }  # fmt: skip

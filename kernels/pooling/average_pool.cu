@@ -1,0 +1,37 @@
+// The mean of each window of channels-last tensors; windows are as pooling.cuh has them.
+//
+// The sum over a window is divided by the number of its elements inside x or, with COUNT_PADDING, inside x and its
+// padding: what a last window of ceil_mode has beyond the padding does not count. A window without an element gives 0.
+#include "pooling.cuh"
+
+// The elements of the window that begins at `start`, of those from `first` to before `end`.
+template <int KERNEL, int DILATION>
+__device__ __forceinline__ int elements_inside(int start, int first, int end) {
+    const int low = start < first ? (first - start + DILATION - 1) / DILATION : 0;
+    const int high = min(KERNEL, max(end - start + DILATION - 1, 0) / DILATION);
+    return max(high - low, 0);
+}
+
+struct Mean {
+    PoolSizes sizes;
+    int end_d, end_h, end_w;  // what is before these counts
+
+    static __device__ __forceinline__ float initial() { return 0.0f; }
+    static __device__ __forceinline__ float merge(float a, float b) { return a + b; }
+
+    __device__ __forceinline__ float finish(float sum, int plane, int row, int column) const {
+        const int d = elements_inside<KERNEL_D, DILATION_D>(plane * STRIDE_D - sizes.pad_d,
+                                                            COUNT_PADDING ? -sizes.pad_d : 0, end_d);
+        const int h = elements_inside<KERNEL_H, DILATION_H>(row * STRIDE_H - sizes.pad_h,
+                                                            COUNT_PADDING ? -sizes.pad_h : 0, end_h);
+        const int w = elements_inside<KERNEL_W, DILATION_W>(column * STRIDE_W - sizes.pad_w,
+                                                            COUNT_PADDING ? -sizes.pad_w : 0, end_w);
+        return sum * __fdiv_rn(1.0f, float(max(d * h * w, 1)));
+    }
+};
+
+POOL_KERNEL average_pool(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width,
+                         int pad_d, int pad_h, int pad_w, int end_d, int end_h, int end_w) {
+    const PoolSizes sizes{depth, height, width, y_depth, y_height, y_width, pad_d, pad_h, pad_w};
+    pool(Mean{sizes, end_d, end_h, end_w}, x, y, sizes);
+}

@@ -1,0 +1,137 @@
+"""The plans of max_pool and average_pool: how results are divided among threads; the host side of pooling.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.pooling.windows import UNIT, Window, windows
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    PDL_ARCH,
+    STORAGE,
+    Defines,
+    is_streamed,
+    operand_pointer,
+    required_spec,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+
+TILES: Final = ((2, 2), (1, 2), (1, 1))  # rows and columns of results of a thread
+THREADS: Final = 128  # of a block, at most
+LINE_BYTES: Final = 128  # of a pixel that neighbouring threads read, where it has so many
+BUSY_THREADS: Final = 256  # per multiprocessor: with fewer, tiles are made smaller
+LANES_W: Final = 8  # threads along a row, at most
+UNROLLED_LOADS: Final = 36  # of a tile's windows; the rows of larger windows are a loop
+MAX_CHUNK: Final = 9  # vectors of a row that a thread has in flight
+MAX_BLOCKS: Final = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Results of a thread, and threads of a block along channels, rows and columns."""
+
+    tile_h: int
+    tile_w: int
+    lanes_c: int
+    lanes_w: int
+    lanes_h: int
+
+    def blocks(self, images: int, vectors: int, planes: Window, rows: Window, columns: Window) -> int:
+        """Return the number of blocks."""
+        across = math.ceil(columns.y_size / (self.lanes_w * self.tile_w))
+        down = math.ceil(rows.y_size / (self.lanes_h * self.tile_h))
+        return images * planes.y_size * down * across * math.ceil(vectors / self.lanes_c)
+
+
+def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for x (n, *spatial, channels), the expected fastest first.
+
+    Raises ValueError if the window does not fit x.
+    """
+    x = required_spec(node, inputs, "x")
+    spatial = windows(node, x.shape)
+    images, channels = x.shape[0], x.shape[-1]
+    y = TensorSpec((images, *(each.y_size for each in spatial), channels), node.output_dtypes[0], x.aligned)
+    if not math.prod(y.shape):
+        return [Plan((y,), ())]
+    planes, rows, columns = (*(UNIT,) * (3 - len(spatial)), *spatial)
+    width = vector_width([x, y], channels)
+    defines: Defines = {
+        "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "STREAMED": is_streamed([x, y]),
+    }  # fmt: skip
+    for axis, window in zip("DHW", (planes, rows, columns), strict=True):
+        defines |= {f"KERNEL_{axis}": window.kernel, f"STRIDE_{axis}": window.stride}
+        defines[f"DILATION_{axis}"] = window.dilation if window.kernel > 1 else 1
+    sizes = [[getattr(each, name) for each in (planes, rows, columns)] for name in ("size", "y_size", "pad_begin")]
+    if node.fusion == "average_pool":
+        counted = bool(node.integer("count_include_pad", 0))
+        defines["COUNT_PADDING"] = int(counted)
+        sizes.append([each.size + each.pad_end * counted for each in (planes, rows, columns)])
+    pointers = (operand_pointer(node, "x"), Pointer("output", 0))
+    arguments = (*pointers, *(Scalar(size, "int32") for each in sizes for size in each))
+    plans = []
+    for tiling in tilings(images, channels // width, width * ITEM_BYTES[x.dtype], planes, rows, columns, device):
+        blocks = tiling.blocks(images, channels // width, planes, rows, columns)
+        if blocks > MAX_BLOCKS:
+            raise ValueError(f"{node.fusion}: y has shape {list(y.shape)}, which is more than one launch can compute")
+        kernel = Kernel(node.fusion, node.fusion, {
+            **defines, **_loops(tiling, rows, columns), "RELEASE": int(blocks <= 2 * device.multiprocessors),
+            "TILE_H": tiling.tile_h, "TILE_W": tiling.tile_w,
+            "LANES_C": tiling.lanes_c, "LANES_W": tiling.lanes_w, "LANES_H": tiling.lanes_h,
+        })  # fmt: skip
+        block = (tiling.lanes_c, tiling.lanes_w, tiling.lanes_h)
+        launch = Launch(kernel, (blocks, 1, 1), block, arguments, pdl=device.arch >= PDL_ARCH)
+        plans.append(Plan((y,), (launch,)))
+    return plans
+
+
+def tilings(
+    images: int, vectors: int, vector_bytes: int, planes: Window, rows: Window, columns: Window, device: Device
+) -> list[Tiling]:
+    """Return the tilings to try.
+
+    Tiles of several results are for windows that overlap.  Those that leave the GPU enough threads come first, from the
+    largest tile to the smallest; the others follow, from the smallest to the largest.
+    """
+    found: dict[Tiling, int] = {}
+    for tile_h, tile_w in TILES:
+        shared_h = tile_h == 1 or (rows.y_size > 1 and _span(rows) > rows.stride)
+        shared_w = tile_w == 1 or (columns.y_size > 1 and _span(columns) > columns.stride)
+        if not (shared_h and shared_w):
+            continue
+        lanes_c = even_lanes(vectors, max(1, LINE_BYTES // vector_bytes), 1 if vectors % 2 else 2)
+        across, down = math.ceil(columns.y_size / tile_w), math.ceil(rows.y_size / tile_h)
+        lanes_w = even_lanes(across, min(LANES_W if down > 1 else THREADS, THREADS // lanes_c))
+        lanes_h = min(64, even_lanes(down, max(1, THREADS // (lanes_c * lanes_w))))
+        threads = images * vectors * planes.y_size * across * down
+        found[Tiling(tile_h, tile_w, lanes_c, lanes_w, lanes_h)] = threads
+    busy = BUSY_THREADS * device.multiprocessors
+    enough = sorted((tiling for tiling in found if found[tiling] >= busy), key=found.__getitem__)
+    return enough + sorted((tiling for tiling in found if found[tiling] < busy), key=found.__getitem__, reverse=True)
+
+
+def even_lanes(extent: int, most: int, step: int = 1) -> int:
+    """Return the threads along an axis: at most `most`, and more than half of that, with the fewest left over.
+
+    `step` divides it: 2 vectors of 16 bytes are a sector of memory.
+    """
+    if extent <= most:
+        return extent
+    return min(range(most, most // 2, -step), key=lambda lanes: math.ceil(extent / lanes) * lanes)
+
+
+def _span(window: Window) -> int:
+    """Return the elements from the first to the last of a window."""
+    return (window.kernel - 1) * window.dilation + 1
+
+
+def _loops(tiling: Tiling, rows: Window, columns: Window) -> Defines:
+    """Return how many rows of a tile's windows are unrolled, and how many vectors of a row are loaded together."""
+    rows_in = (tiling.tile_h - 1) * rows.stride + _span(rows)
+    columns_in = (tiling.tile_w - 1) * columns.stride + _span(columns)
+    unrolled = columns_in <= MAX_CHUNK and rows_in * columns_in <= UNROLLED_LOADS
+    return {"ROW_UNROLL": rows_in if unrolled else 1, "COLUMN_CHUNK": min(columns_in, MAX_CHUNK)}

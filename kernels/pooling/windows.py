@@ -1,0 +1,107 @@
+"""The windows of a pooling node: its attributes, the sizes of y and the padding, as onnxruntime computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.runtime.plan import FusedNode
+
+AXES: Final = (1, 2, 3)  # how many spatial axes a window may have
+AUTO_PADS: Final = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window along one axis: y has `y_size` elements, and element i is of x[i * stride - pad_begin + k * dilation].
+
+    k goes from 0 to `kernel` - 1; what is outside x, which has `size` elements, is padding.
+    """
+
+    size: int
+    y_size: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    pad_begin: int = 0
+    pad_end: int = 0
+
+
+UNIT: Final = Window(1, 1, 1)  # along an axis that a node does not have
+
+
+def unsupported_window(node: FusedNode) -> str | None:
+    """Say which attribute the kernels do not have; None if they have all."""
+    axes = len(_integers(node, "kernel_shape", ()))
+    if axes not in AXES:
+        return f"{node.fusion}: the window has {axes} axes; the kernel takes 1 to {max(AXES)}"
+    if node.text("auto_pad", "NOTSET") not in AUTO_PADS:
+        return f"{node.fusion}: auto_pad is {node.text('auto_pad')}; the kernel has {', '.join(AUTO_PADS)}"
+    for name, count in (("strides", axes), ("dilations", axes), ("pads", 2 * axes)):
+        found = _integers(node, name, ())
+        if found and len(found) != count:
+            return f"{node.fusion}: {name} is {list(found)}; required {count} numbers"
+    return None
+
+
+def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
+    """Return the windows along the spatial axes of x, which is (n, *spatial, channels).
+
+    Raises ValueError if x has other axes than the window, its padded size is below that of the window, or padding is
+    negative, as that of auto_pad may be.
+    """
+    kernel = _integers(node, "kernel_shape", ())
+    axes = len(kernel)
+    if len(shape) != axes + 2:
+        raise ValueError(f"{node.fusion}: x has shape {list(shape)}; required {axes} axes between n and channels")
+    strides, dilations = (_integers(node, name, (1,) * axes) for name in ("strides", "dilations"))
+    pads = _integers(node, "pads", (0,) * 2 * axes)
+    auto_pad, ceil_mode = node.text("auto_pad", "NOTSET"), bool(node.integer("ceil_mode", 0))
+    found = []
+    for i, size in enumerate(shape[1:-1]):
+        padding = _automatic_pads(auto_pad, size, kernel[i], strides[i]) or (pads[i], pads[axes + i])
+        if min(padding) < 0:
+            raise ValueError(f"{node.fusion}: the padding of axis {i + 1} is {list(padding)}; required no less than 0")
+        y_size = _output_size(size, kernel[i], strides[i], dilations[i], padding, ceil_mode)
+        if y_size < 1:
+            raise ValueError(
+                f"{node.fusion}: x has shape {list(shape)}, and padding of {sum(padding)} on axis {i + 1}; "
+                f"required at least the {(kernel[i] - 1) * dilations[i] + 1} elements of the window"
+            )
+        found.append(Window(size, y_size, kernel[i], strides[i], dilations[i], *padding))
+    return tuple(found)
+
+
+def _integers(node: FusedNode, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return an attribute that is a list of integers; `default` if it is absent or empty."""
+    value = node.attributes.get(name) or default
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"attribute {name} is {value!r}; required a list of integers")
+    return tuple(int(each) for each in value)
+
+
+def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple[int, int] | None:
+    """Return the padding before and after x that auto_pad asks for; None if it leaves that to pads.
+
+    Like onnxruntime's, that of SAME_UPPER and SAME_LOWER does not look at dilations.  It is negative where the stride
+    passes the window.
+    """
+    if auto_pad == "NOTSET":
+        return None
+    if auto_pad == "VALID":
+        return 0, 0
+    needed = (-(-size // stride) - 1) * stride + kernel - size
+    begin = (needed + (auto_pad == "SAME_LOWER")) // 2
+    return begin, needed - begin
+
+
+def _output_size(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int], ceil_mode: bool) -> int:
+    """Return the number of windows; with ceil_mode the last one may end outside the padding, but begins before it."""
+    room = size + sum(padding) - dilation * (kernel - 1) - 1
+    if room < 0:
+        return 0
+    if not ceil_mode:
+        return room // stride + 1
+    count = -(-room // stride) + 1
+    return count - 1 if (count - 1) * stride >= size + padding[0] else count

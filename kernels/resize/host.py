@@ -1,0 +1,115 @@
+"""The plan of resize of channels-last tensors: resize.cu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.kernels.tensors import (
+    PDL_ARCH,
+    STORAGE,
+    Defines,
+    is_streamed,
+    operand_pointer,
+    required_spec,
+    unsupported_choice,
+    unsupported_dtype,
+    vector_width,
+)
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+
+MODES: Final = ("nearest", "linear")
+COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
+NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+DEFAULTS: Final = {"antialias": 0, "exclude_outside": 0, "keep_aspect_ratio_policy": "stretch", "axes": []}
+RANKS: Final = {"nearest": (3, 4), "linear": (4,)}  # of x, by mode
+MAX_THREADS: Final = 256  # of a block
+MAX_ROW_BLOCKS: Final = 65535  # blocks along y of a grid
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    refusal = (
+        unsupported_dtype(node, input_dtypes)
+        or unsupported_choice(node, "layout", ("nhwc",), "nchw")
+        or unsupported_choice(node, "mode", MODES, "nearest")
+        or unsupported_choice(node, "coordinate_transformation_mode", COORDINATES, "half_pixel")
+        or unsupported_choice(node, "nearest_mode", NEAREST, "round_prefer_floor")
+    )
+    if refusal is not None:
+        return refusal
+    if len({*input_dtypes, *node.output_dtypes}) > 1:
+        return f"resize: x is {input_dtypes[0]} and y is {node.output_dtypes[0]}; the kernel takes one dtype"
+    for name, default in DEFAULTS.items():
+        if node.attributes.get(name, default) != default:
+            return f"resize: {name} is {node.attributes[name]}; the kernel has {default}"
+    given = node.attributes.get("scales") or node.attributes.get("sizes")
+    if not isinstance(given, list | tuple):
+        return "resize: neither scales nor sizes are known; the kernel needs one of them"
+    ranks = RANKS[node.text("mode", "nearest")]
+    if len(given) not in ranks:
+        return f"resize: x has {len(given)} axes; the kernel takes {' or '.join(map(str, ranks))}"
+    scales = node.attributes.get("scales")
+    if isinstance(scales, list | tuple) and (scales[0] != 1 or scales[-1] != 1):
+        return f"resize: scales are {list(scales)}; the kernel leaves the first and last axis as they are"
+    return None
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the one plan for x (n, *spatial, channels).
+
+    Raises ValueError if scales or sizes are of another rank, or change n or channels.
+    """
+    x = required_spec(node, inputs, "x")
+    scales, y_shape = _resized(node, x.shape)
+    if (y_shape[0], y_shape[-1]) != (x.shape[0], x.shape[-1]):
+        raise ValueError(f"resize: x has shape {list(x.shape)} and y {list(y_shape)}; required the same n and channels")
+    y = TensorSpec(y_shape, node.output_dtypes[0], x.aligned)
+    if not math.prod(y_shape):
+        return [Plan((y,), ())]
+    if not math.prod(x.shape):
+        raise ValueError(f"resize: x has shape {list(x.shape)}; required elements")
+    channels, width = x.shape[-1], vector_width([x, y], x.shape[-1])
+    (height, columns), (y_height, y_columns) = (((1, *shape[1:-1])[-2:]) for shape in (x.shape, y_shape))
+    scale_h, scale_w = (1.0, *scales[1:-1])[-2:]
+    vectors = y_columns * (channels // width)
+    threads = min(MAX_THREADS, math.ceil(vectors / 32) * 32)
+    across, rows = math.ceil(vectors / threads), y_shape[0] * y_height
+    if across > MAX_ROW_BLOCKS or rows > 2**31 - 1:
+        raise ValueError(f"resize: y has shape {list(y_shape)}, which is more than one launch can compute")
+    linear = node.text("mode", "nearest") == "linear"
+    defines: Defines = {
+        "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "THREADS": threads, "LINEAR": int(linear),
+        "COORDINATE": node.text("coordinate_transformation_mode", "half_pixel"),
+        "NEAREST": node.text("nearest_mode", "round_prefer_floor"), "STREAMED": is_streamed([x, y]),
+        "RELEASE": int(across * rows <= 2 * device.multiprocessors),
+    }  # fmt: skip
+    sizes = (height, columns, y_height, y_columns)
+    arguments = (
+        operand_pointer(node, "x"), Pointer("output", 0), *(Scalar(size, "int32") for size in sizes),
+        Scalar(scale_h, "float32"), Scalar(scale_w, "float32"),
+    )  # fmt: skip
+    kernel = Kernel("resize", "resize", defines)
+    launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+    return [Plan((y,), (launch,))]
+
+
+def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return the scale of each axis and the shape of y, computed in float32 as onnxruntime computes them."""
+    scales, sizes = node.attributes.get("scales"), node.attributes.get("sizes")
+    given = scales or sizes
+    if not isinstance(given, list | tuple) or len(given) != len(shape):
+        raise ValueError(
+            f"resize: x has shape {list(shape)}, and the scales or sizes are {given}; required one an axis"
+        )
+    if scales:
+        exact = [np.float32(each) for each in given]
+        return tuple(map(float, exact)), tuple(
+            int(scale * np.float32(size)) for scale, size in zip(exact, shape, strict=True)
+        )
+    y_shape = tuple(int(each) for each in given)
+    ratios = (np.float32(to) / np.float32(size) if size else 1.0 for to, size in zip(y_shape, shape, strict=True))
+    return tuple(map(float, ratios)), y_shape

@@ -1,0 +1,25 @@
+"""A BatchNormalization that no weights beside it could take up, and the activation that follows it."""
+
+from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
+from onnxfuse.patterns._activations import activation
+
+
+@fusion(out="n channels ...", last=True)
+def batch_norm_activation(
+    x: Term = tensor("n channels ..."),
+    scale: Term = weight("channels"),
+    bias: Term = weight("channels"),
+    mean: Term = weight("channels"),
+    var: Term = weight("channels"),
+    epsilon: Term = scalar(if_absent=1e-5),
+    momentum: Term = attribute(),
+    alpha: Term = scalar(optional=True),
+    beta: Term = scalar(optional=True),
+) -> Term:
+    """y = activation((x - mean) * scale / sqrt(var + epsilon) + bias)
+
+    Networks that normalize in front of a convolution, such as DenseNet, have it.  `momentum` changes nothing: it is for
+    training, and here so that a node may have any.
+    """
+    normalized = op.BatchNormalization(x, scale, bias, mean, var, epsilon=epsilon, momentum=momentum)
+    return activation(normalized, alpha, beta)

@@ -1,0 +1,100 @@
+"""Kernels between convolutions on a GPU, every plan of them: all dtypes, misaligned tensors, sizes of models."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from channels_last_cases import LARGE, RESIZES, SMALL, Case
+from kernel_hosts import host_of, require_support
+from kernel_runs import DTYPES, NUMPY, check, launch, result, small_gpu, upload
+from test_resize_emulated import onnxruntime
+
+from onnxfuse.runtime.plan import Device
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    whole: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return whole
+
+
+def run(case: Case, inputs: dict[str, np.ndarray], device: Device, aligned: bool = True) -> list[np.ndarray]:
+    """Return what each plan of a node computes."""
+    dtype = inputs["x"].dtype.name
+    host, node, specs = host_of(case.fusion), case.node(dtype), case.specs(dtype, aligned)
+    require_support(host, node, [spec.dtype for spec in specs], device)
+    found = []
+    for plan in host.candidates(node, specs, device):
+        read = [upload(value, aligned) for value in inputs.values()]
+        written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
+        launch(plan, read, written)
+        found.append(result(written[0], plan.outputs[0], aligned))
+    return found
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) -> None:
+    inputs = case.inputs(dtype)
+    expected = case.expected(inputs) if inputs["x"].size else np.empty(0)
+    for gpu in (device, small_gpu()):  # with few multiprocessors, tiles and parts are larger
+        for y in run(case, inputs, gpu, aligned):
+            if y.size:
+                check(y, expected, slack=2.0)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_sizes_of_models(device: Device, case: Case) -> None:
+    inputs = case.inputs("float16")
+    expected = case.expected(inputs)
+    for y in run(case, inputs, device):
+        check(y, expected, slack=2.0)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize(("shape", "attributes"), RESIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_resize(device: Device, dtype: str, shape: tuple[int, ...], attributes: dict, aligned: bool) -> None:
+    case = Case("resize", shape, attributes)
+    inputs = case.inputs(dtype)
+    sizes = {name: attributes[name] for name in ("scales", "sizes") if name in attributes}
+    others = {name: value for name, value in attributes.items() if name not in sizes}
+    expected = onnxruntime(inputs["x"], sizes, others)
+    for y in run(case, inputs, device, aligned):
+        if attributes.get("mode") == "linear":
+            check(y, expected.astype(np.float64), slack=2.0)
+        else:
+            np.testing.assert_array_equal(y.astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_of_infinities_and_nan(device: Device, dtype: str) -> None:
+    case = Case("max_pool", (1, 6, 6, 8), {"kernel_shape": [3, 3], "strides": [3, 3]})
+    x = np.full(case.shape, -np.inf, np.float32)
+    x[0, 1, 1, 0], x[0, 4, 4, 1], x[0, 0, 5, 2] = np.nan, np.inf, -60000.0
+    expected = np.full((1, 2, 2, 8), -np.inf, np.float32)
+    expected[0, 0, 0, 0], expected[0, 1, 1, 1], expected[0, 0, 1, 2] = np.nan, np.inf, -60000.0
+    for y in run(case, {"x": x.astype(NUMPY[dtype])}, device):
+        np.testing.assert_array_equal(y.astype(np.float32), expected.astype(NUMPY[dtype]).astype(np.float32))
+
+
+def test_sums_beyond_float16(device: Device) -> None:
+    case = Case("global_average_pool", (2, 112, 112, 32), {})
+    x = np.full(case.shape, 60000.0, np.float16)
+    for y in run(case, {"x": x}, device):
+        np.testing.assert_array_equal(y, x[:, :1, :1])
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64, 320), (1, 256, 256, 128)])
+def test_groups_far_from_zero(device: Device, shape: tuple[int, ...]) -> None:
+    """Variances do not cancel where means are large."""
+    case = Case("group_norm", shape, {"groups": 32, "epsilon": 1e-5, "activation": "none"})
+    inputs = case.inputs("float32")
+    inputs["x"] += np.float32(1000.0)
+    for y in run(case, inputs, device):
+        check(y, case.expected(inputs), slack=100.0)  # a mean is rounded to 2^-14, of a deviation of 2

@@ -1,0 +1,163 @@
+"""Pooling on a CPU against onnxruntime: sizes, padding and divisors, and the kernels themselves, emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from architectures import A100, H200
+from emulated_launches import NUMPY, emulate
+from kernel_hosts import host_of
+from onnx import TensorProto, helper
+
+from onnxfuse.kernels.pooling.windows import windows
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+
+OPERATORS = {"max_pool": "MaxPool", "average_pool": "AveragePool", "global_average_pool": "GlobalAveragePool"}
+
+
+def onnxruntime(fusion: str, x: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
+    """Return what onnxruntime computes for x (n, ..., c) in float32."""
+    rank = x.ndim
+    node = helper.make_node(OPERATORS[fusion], ["x"], ["y"], **attributes)
+    declared = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None] * rank)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)
+    graph = helper.make_graph([node], "pool", [declared], [result])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": np.ascontiguousarray(np.moveaxis(x.astype(np.float32), -1, 1))})
+    return np.moveaxis(y, 1, -1)
+
+
+def node_of(fusion: str, dtype: str, attributes: dict[str, Any]) -> FusedNode:
+    return FusedNode(fusion, "n", ("x",), {"layout": "nhwc", **attributes}, (dtype,))
+
+
+def plans(
+    fusion: str, x: np.ndarray, attributes: dict[str, Any], device: Device = H200, aligned: bool = True
+) -> list[Plan]:
+    host, node = host_of(fusion), node_of(fusion, x.dtype.name, attributes)
+    assert host.supports(node, [x.dtype.name], device) is None
+    return host.candidates(node, [TensorSpec(x.shape, x.dtype.name, aligned)], device)
+
+
+def drawn(random: np.random.Generator) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the spatial sizes of x and the attributes of a window that onnxruntime takes."""
+    axes = int(random.integers(1, 4))
+    kernel = random.integers(1, 5, axes)
+    dilations = random.integers(1, 3, axes)
+    attributes: dict[str, Any] = {"kernel_shape": kernel.tolist(), "strides": random.integers(1, 5, axes).tolist()}
+    attributes |= {"dilations": dilations.tolist(), "ceil_mode": int(random.integers(0, 2))}
+    auto_pad = random.choice(["", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"])
+    if auto_pad:
+        attributes["auto_pad"] = str(auto_pad)
+    if auto_pad.startswith("SAME"):
+        attributes["dilations"] = [1] * axes
+        attributes["strides"] = np.minimum(attributes["strides"], kernel).tolist()
+    if auto_pad in ("", "NOTSET"):
+        attributes["pads"] = [int(random.integers(0, k)) for k in (*kernel, *kernel)]
+    smallest = (kernel - 1) * dilations + 1
+    return tuple(int(low + random.integers(0, 9)) for low in smallest), attributes
+
+
+def test_sizes_are_those_of_onnxruntime() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(400):
+        spatial, attributes = drawn(random)
+        shape = (1, *spatial, 1)
+        expected = onnxruntime("max_pool", np.zeros(shape, np.float32), attributes).shape
+        found = windows(node_of("max_pool", "float32", attributes), shape)
+        assert (1, *(each.y_size for each in found), 1) == expected, (shape, attributes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fusion", ["max_pool", "average_pool"])
+def test_windows_at_random(fusion: str, seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(seed)
+    spatial, attributes = drawn(random)
+    if fusion == "average_pool":
+        attributes["count_include_pad"] = int(random.integers(0, 2))
+    aligned, channels = bool(seed % 3), int(random.choice([1, 3, 8, 24, 80, 104]))
+    dtype = ("float32", "float16", "bfloat16")[seed % 3]
+    x = random.standard_normal((2, *spatial, channels)).astype(NUMPY[dtype])
+    expected = onnxruntime(fusion, x, attributes)
+    for plan in plans(fusion, x, attributes, aligned=aligned)[:1]:
+        (y,) = emulate(plan, [x], tmp_path, aligned)
+        np.testing.assert_allclose(y.astype(np.float32), _rounded(expected, dtype), rtol=_tolerance(dtype), atol=1e-6)
+
+
+WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("max_pool", (2, 13, 17, 64), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    ("max_pool", (1, 20, 20, 72), {"kernel_shape": [5, 5], "pads": [2, 2, 2, 2]}),
+    ("max_pool", (1, 15, 9, 8), {"kernel_shape": [13, 13], "pads": [6, 6, 6, 6]}),  # rows in a loop, and columns in two
+    (
+        "max_pool", (1, 9, 30, 8),
+        {"kernel_shape": [2, 11], "dilations": [3, 2], "strides": [2, 1], "pads": [1, 3, 0, 5]},
+    ),
+    ("max_pool", (3, 40, 8), {"kernel_shape": [4], "strides": [2], "pads": [0, 3], "ceil_mode": 1}),
+    ("max_pool", (2, 5, 6, 7, 16), {"kernel_shape": [3, 2, 3], "strides": [2, 1, 1], "pads": [1, 0, 2, 1, 1, 0]}),
+    ("average_pool", (2, 14, 14, 40), {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    ("average_pool", (1, 7, 7, 128), {"kernel_shape": [7, 7]}),
+    ("average_pool", (1, 17, 12, 8), {"kernel_shape": [14, 12]}),
+    ("average_pool", (2, 6, 7, 12), {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1}),
+    ("average_pool", (2, 4, 9, 5, 8), {"kernel_shape": [2, 3, 2], "strides": [1, 2, 3], "ceil_mode": 1}),
+    (
+        "average_pool", (1, 6, 6, 4),
+        {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 0, 1, 0], "ceil_mode": 1, "count_include_pad": 1},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fusion", "shape", "attributes"), WINDOWS)
+def test_windows(fusion: str, shape: tuple[int, ...], attributes: dict[str, Any], tmp_path: Path) -> None:
+    dtype = "float32" if shape[0] == 1 else "float16"
+    x = np.random.default_rng(1).standard_normal(shape).astype(NUMPY[dtype])
+    expected = onnxruntime(fusion, x, attributes)
+    for plan in plans(fusion, x, attributes):
+        (y,) = emulate(plan, [x], tmp_path)
+        np.testing.assert_allclose(y.astype(np.float32), _rounded(expected, dtype), rtol=_tolerance(dtype), atol=1e-6)
+
+
+def test_windows_of_infinities_and_nan(tmp_path: Path) -> None:
+    """A NaN is kept, wherever onnxruntime, whose results depend on the order of the elements, may lose it."""
+    x = np.full((1, 6, 6, 8), -np.inf, np.float32)
+    x[0, 1, 1, 0], x[0, 4, 4, 1], x[0, 0, 5, 2] = np.nan, np.inf, np.finfo(np.float32).min
+    (y,) = emulate(plans("max_pool", x, {"kernel_shape": [3, 3], "strides": [3, 3]})[0], [x], tmp_path)
+    expected = np.full((1, 2, 2, 8), -np.inf, np.float32)
+    expected[0, 0, 0, 0], expected[0, 1, 1, 1], expected[0, 0, 1, 2] = np.nan, np.inf, np.finfo(np.float32).min
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_windows_of_padding_alone(tmp_path: Path) -> None:
+    """Their largest element is -inf, of which onnxruntime makes the smallest finite number, and their mean is 0."""
+    x, attributes = np.ones((1, 1, 4), np.float32), {"kernel_shape": [2], "dilations": [2], "pads": [1, 1]}
+    (largest,), (mean,) = (emulate(plans(f, x, attributes)[0], [x], tmp_path) for f in ("max_pool", "average_pool"))
+    np.testing.assert_array_equal(largest, np.full((1, 1, 4), -np.inf))
+    np.testing.assert_array_equal(mean, onnxruntime("average_pool", x, attributes))
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+@pytest.mark.parametrize("shape", [(2, 7, 7, 80), (1, 60, 60, 24), (3, 5, 20), (2, 3, 5, 7, 12), (1, 33, 37, 3)])
+def test_global_mean(shape: tuple[int, ...], device: Device, tmp_path: Path) -> None:
+    dtype = "float32" if shape[0] == 1 else "float16"
+    x = (np.random.default_rng(1).standard_normal(shape) + 3).astype(NUMPY[dtype])
+    for aligned in (True, False):
+        (plan,) = plans("global_average_pool", x, {}, device, aligned)
+        (y,) = emulate(plan, [x], tmp_path, aligned)
+        expected = x.astype(np.float64).mean(tuple(range(1, x.ndim - 1)), keepdims=True)
+        np.testing.assert_allclose(y.astype(np.float64), expected, rtol=_tolerance(dtype))
+    if shape[1] == 60:
+        assert plan.steps[0].cluster > 1 or len(plan.steps) > 1, "the pixels of a large image are divided among blocks"
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.astype(NUMPY[dtype]).astype(np.float32)
+
+
+def _tolerance(dtype: str) -> float:
+    return {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]

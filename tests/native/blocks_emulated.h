@@ -1,0 +1,279 @@
+// An emulation of a GPU's blocks on one thread of the CPU, under the names of types.cuh and cluster.cuh, so that the
+// source of a kernel compiles with this header in their place.
+//
+// Each thread of a block is a coroutine that runs until it waits. A block runs alone until all its threads wait for
+// the other blocks of its cluster, an extreme that the hardware allows; a wait that never ends aborts the process.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define CLUSTER_DIMS
+
+using std::max;
+using std::min;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+struct uint4 { u32 x, y, z, w; };
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx, gridDim;
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+
+// ---- types.cuh ---------------------------------------------------------------------------------------------------
+
+struct f32 { u32 bits; };
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+constexpr float LARGEST = 3.402823466e38f;
+constexpr float LOG2_E = 1.442695041f;
+
+template <class To, class From>
+static To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "as many bits");
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+static float widened(f32 value) { return bits_as<float>(value.bits); }
+static float widened(f16 value) { return float(bits_as<_Float16>(value.bits)); }
+static float widened(bf16 value) { return bits_as<float>(u32(value.bits) << 16); }
+
+static f32 narrowed(f32, float value) { return {bits_as<u32>(value)}; }
+static f16 narrowed(f16, float value) { return {bits_as<unsigned short>(_Float16(value))}; }
+static bf16 narrowed(bf16, float value) {
+    const u32 bits = bits_as<u32>(value);
+    return {static_cast<unsigned short>(value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+template <class T, int N>
+struct Pack { T values[N]; };
+
+template <class T, int N>
+static void unpack(const Pack<T, N>& packed, float (&to)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = widened(packed.values[i]);
+}
+
+template <class T, int N>
+static Pack<T, N> pack(const float (&from)[N]) {
+    Pack<T, N> packed;
+    for (int i = 0; i < N; ++i) packed.values[i] = narrowed(T(), from[i]);
+    return packed;
+}
+
+template <int N, bool CONSTANT = false, class T>
+static Pack<T, N> load_cached(const T* from) {
+    if (reinterpret_cast<u64>(from) % (min(N * int(sizeof(T)), 16))) abort();  // misaligned
+    Pack<T, N> loaded;
+    memcpy(&loaded, from, sizeof(loaded));
+    return loaded;
+}
+
+template <int N, class T>
+static Pack<T, N> load_once(const T* from) { return load_cached<N>(from); }
+
+template <int N, class T>
+static void copy_to_shared(Pack<T, N>& to, const T* from) { to = load_cached<N>(from); }
+
+template <bool LEAVING, int N, class T>
+static void store(T* to, const float (&values)[N]) {
+    if (reinterpret_cast<u64>(to) % (min(N * int(sizeof(T)), 16))) abort();
+    const Pack<T, N> packed = pack<T, N>(values);
+    memcpy(to, &packed, sizeof(packed));
+}
+
+template <bool LEAVING, int N, class T>
+static void store_pack(T* to, const Pack<T, N>& packed) { memcpy(to, &packed, sizeof(packed)); }
+
+static void wait_for_predecessor() {}
+static void release_successor() {}
+static void wait_for_copies() {}
+static float exp2_fast(float x) { return exp2f(x); }
+static float reciprocal(float x) { return 1 / x; }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsqrt_rn(float a) { return sqrtf(a); }
+static float __fdividef(float a, float b) { return a / b; }
+static float __uint_as_float(u32 bits) { return bits_as<float>(bits); }
+static u32 __float_as_uint(float value) { return bits_as<u32>(value); }
+
+// ---- blocks and their threads ------------------------------------------------------------------------------------
+
+namespace emulated {
+
+enum class Wait { None, Warp, Block, Cluster, Done };
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    Wait wait = Wait::None;
+    Index index;
+    float exchanged;
+};
+
+struct Block {
+    unsigned rank;
+    std::vector<Thread> threads;
+    std::vector<char> memory;
+    Index index;
+};
+
+static constexpr size_t STACK_BYTES = 128 << 10;
+static std::vector<Block> blocks;  // of the cluster that runs
+static Block* here;
+static Thread* running;
+static ucontext_t scheduler;
+static std::function<void()> entry;
+
+static void wait(Wait kind) {
+    running->wait = kind;
+    swapcontext(&running->context, &scheduler);
+}
+
+static void run_thread() {
+    entry();
+    running->wait = Wait::Done;
+    swapcontext(&running->context, &scheduler);
+}
+
+static void resume(Block& block, Thread& thread) {
+    here = &block;
+    running = &thread;
+    thread.wait = Wait::None;
+    threadIdx = thread.index;
+    blockIdx = block.index;
+    swapcontext(&scheduler, &thread.context);
+}
+
+// Whether all threads of [first, end) that have not ended wait for the same.
+static bool all_wait(const Block& block, size_t first, size_t end, Wait kind) {
+    bool some = false;
+    for (size_t i = first; i < min(end, block.threads.size()); ++i) {
+        if (block.threads[i].wait == Wait::Done) continue;
+        if (block.threads[i].wait != kind) return false;
+        some = true;
+    }
+    return some;
+}
+
+// Runs the threads of a block until all have ended or wait for the cluster; returns whether any of them ran.
+static bool run_block(Block& block) {
+    bool ran = false;
+    const size_t count = block.threads.size();
+    for (bool more = true; more;) {
+        more = false;
+        for (size_t i = 0; i < count; ++i)
+            if (block.threads[i].wait == Wait::None) resume(block, block.threads[i]), more = ran = true;
+        for (size_t first = 0; first < count; first += 32)
+            if (all_wait(block, first, first + 32, Wait::Warp)) {
+                for (size_t i = first; i < min(first + 32, count); ++i)
+                    if (block.threads[i].wait == Wait::Warp) block.threads[i].wait = Wait::None;
+                more = true;
+            }
+        if (all_wait(block, 0, count, Wait::Block)) {
+            for (Thread& thread : block.threads)
+                if (thread.wait == Wait::Block) thread.wait = Wait::None;
+            more = true;
+        }
+    }
+    return ran;
+}
+
+static void run_cluster(unsigned first_block, Index threads, int shared) {
+    const unsigned count = threads.x * threads.y * threads.z;
+    blocks = std::vector<Block>(CLUSTER);
+    for (unsigned rank = 0; rank < CLUSTER; ++rank) {
+        Block& block = blocks[rank];
+        block.rank = rank;
+        block.index = {(first_block + rank) % gridDim.x, (first_block + rank) / gridDim.x, 0};
+        block.memory.assign(shared + 16, char(0xff));
+        block.threads = std::vector<Thread>(count);
+        for (unsigned i = 0; i < count; ++i) {
+            Thread& thread = block.threads[i];
+            thread.index = {i % threads.x, i / threads.x % threads.y, i / (threads.x * threads.y)};
+            thread.stack.reset(new char[STACK_BYTES]);
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = STACK_BYTES;
+            makecontext(&thread.context, run_thread, 0);
+        }
+    }
+    while (true) {
+        bool ran = false, waits = false, ended = true;
+        for (Block& block : blocks) ran |= run_block(block);
+        for (Block& block : blocks) {
+            for (Thread& thread : block.threads) {
+                if (thread.wait != Wait::Done) ended = false;
+                if (thread.wait == Wait::Cluster) waits = true;
+            }
+        }
+        if (ended) return;
+        if (!ran && !waits) fprintf(stderr, "a wait that never ends\n"), abort();
+        for (Block& block : blocks) {
+            for (Thread& thread : block.threads) {
+                if (thread.wait != Wait::Cluster) {
+                    fprintf(stderr, "a thread of block %u does not reach the cluster's barrier\n", block.rank);
+                    abort();
+                }
+                thread.wait = Wait::None;
+            }
+        }
+    }
+}
+
+static char* memory() { return reinterpret_cast<char*>((reinterpret_cast<u64>(here->memory.data()) + 15) / 16 * 16); }
+
+// Runs all blocks of a grid.
+static void launch(Index grid, Index threads, int shared, std::function<void()> kernel) {
+    gridDim = grid;
+    entry = kernel;
+    for (unsigned block = 0; block < grid.x * grid.y; block += CLUSTER) run_cluster(block, threads, shared);
+}
+
+}  // namespace emulated
+
+static void __syncthreads() { emulated::wait(emulated::Wait::Block); }
+
+static float __shfl_xor_sync(unsigned, float value, int mask) {
+    using namespace emulated;
+    Thread* self = running;
+    self->exchanged = value;
+    emulated::wait(Wait::Warp);
+    const size_t own = self - here->threads.data();
+    const float other = here->threads[(own / 32 * 32) + ((own % 32) ^ mask)].exchanged;
+    emulated::wait(Wait::Warp);
+    return other;
+}
+
+// ---- cluster.cuh -------------------------------------------------------------------------------------------------
+
+static unsigned cluster_rank() { return emulated::here->rank; }
+static void cluster_arrive() {}
+static void cluster_wait() {
+    if (CLUSTER > 1) emulated::wait(emulated::Wait::Cluster);
+    else __syncthreads();
+}
+static void store_peer(float* address, unsigned rank, float value) {
+    char* own = emulated::memory();
+    emulated::Block* block = emulated::here;
+    emulated::here = &emulated::blocks[rank];
+    char* peer = emulated::memory();
+    emulated::here = block;
+    memcpy(peer + (reinterpret_cast<char*>(address) - own), &value, 4);
+}
