@@ -248,27 +248,33 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     fused, report = optimize(case.model, verify=False)
     sessions = [session_of(case.model), session_of(fused)]
     expected, found = (session.run(None, dict(case.feeds)) for session in sessions)
-    for session in sessions:
-        for _ in range(WARM_UP_RUNS):
-            session.run(None, dict(case.feeds))
-    start = time.thread_time()
-    sessions[0].run(None, dict(case.feeds))
-    runs = max(MIN_RUNS, min(MAX_RUNS, int(seconds / 2 / max(time.thread_time() - start, 1e-6))))
-    times: list[list[float]] = [[], []]
-    for turn in range(runs):
-        for which in (turn % 2, 1 - turn % 2):
-            start = time.thread_time()
-            sessions[which].run(None, dict(case.feeds))
-            times[which].append(1e3 * (time.thread_time() - start))
+    times = times_in_turns(sessions, case.feeds, seconds)
     original, own = map(statistics.median, times)
     return {
         "original_ms": round(original, 5),
         "fused_ms": round(own, 5),
         "ratio": round(own / original, 3),
-        "runs": runs,
+        "runs": len(times[0]),
         "nodes": [report.input["nodes"], report.output["nodes"]],
-        "relative_error": float(f"{max(map(_error, expected, found)):.2g}"),
+        "relative_error": float(f"{max(map(relative_error, expected, found)):.2g}"),
     }
+
+
+def times_in_turns(sessions: Sequence[onnxruntime.InferenceSession], feeds: Feeds, seconds: float) -> list[list[float]]:
+    """Return the milliseconds of processor time of two sessions, which run in turns for about `seconds`."""
+    for session in sessions:
+        for _ in range(WARM_UP_RUNS):
+            session.run(None, dict(feeds))
+    start = time.thread_time()
+    sessions[0].run(None, dict(feeds))
+    runs = max(MIN_RUNS, min(MAX_RUNS, int(seconds / 2 / max(time.thread_time() - start, 1e-6))))
+    times: list[list[float]] = [[], []]
+    for turn in range(runs):
+        for which in (turn % 2, 1 - turn % 2):
+            start = time.thread_time()
+            sessions[which].run(None, dict(feeds))
+            times[which].append(1e3 * (time.thread_time() - start))
+    return times
 
 
 def session_of(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -279,7 +285,8 @@ def session_of(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def _error(expected: Array, found: Array) -> float:
+def relative_error(expected: Array, found: Array) -> float:
+    """Return the largest error of an output, relative to its largest value."""
     difference = np.abs(expected.astype(np.float64) - found)
     return float(difference.max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
 

@@ -115,6 +115,13 @@ def main() -> None:
     help="The operators in the bodies of fused nodes: standard ONNX, or also onnxruntime's own.",
 )
 @click.option(
+    "--layout",
+    type=click.Choice(["auto", "nchw", "nhwc"]),
+    default="auto",
+    show_default=True,
+    help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
+)
+@click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
 )
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
@@ -131,6 +138,7 @@ def optimize_command(
     timeout: float,
     tolerance: float | None,
     fallback: Literal["onnx", "ort"],
+    layout: Literal["auto", "nchw", "nhwc"],
     verify: bool,
     report: Path | None,
     dry_run: bool,
@@ -158,8 +166,8 @@ def optimize_command(
     inputs = load_inputs(npz, load(source)[0]) if npz else None
     with _progress() as progress:
         optimized, result = optimize(
-            source, only=only, skip=skip, patterns=patterns, fallback=fallback, verify=verify, inputs=inputs,
-            shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
+            source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, verify=verify,
+            inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target is not None and not dry_run:
         save(optimized, target, folder=source.parent)

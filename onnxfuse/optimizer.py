@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import onnx
 
@@ -24,6 +24,8 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.load import load
 from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
+from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.report.report import Dropped, Report
 from onnxfuse.report.traffic import Traffic, estimate_traffic
@@ -72,6 +74,7 @@ class FusedModel:
     after: Traffic
     folded: tuple[Folded, ...]
     fusing: FusionResult
+    layout: LayoutResult
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
 
 
@@ -82,6 +85,7 @@ def optimize(
     skip: Iterable[str] = (),
     patterns: Iterable[str | os.PathLike[str]] = (),
     fallback: Literal["onnx", "ort"] = "onnx",
+    layout: Layout = "auto",
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -96,6 +100,8 @@ def optimize(
     skip      names of fusions to leave out
     patterns  folders of Python files with further fusions; a fusion replaces one of the same name
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
+    layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
+              channels-first everywhere ("nchw")
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -111,15 +117,20 @@ def optimize(
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
+    if layout not in get_args(Layout):
+        raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip)
     with own_process(timeout if verify else None):
-        return _optimize(model, fusions, fallback == "ort", verify, inputs, shapes, tolerance, StageTimer(progress))
+        return _optimize(
+            model, fusions, fallback == "ort", layout, verify, inputs, shapes, tolerance, StageTimer(progress)
+        )
 
 
 def _optimize(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     fusions: Sequence[Fusion],
     ort: bool,
+    layout: Layout,
     verify: bool,
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
@@ -138,9 +149,11 @@ def _optimize(
     for round_of_fusing in itertools.count():
         change_weights = WEIGHT_FOLDING not in left_out
         kept = [f for f in fusions if f.name not in left_out]
-        result = fuse_again(
-            kept, change_weights=change_weights, exclude=excluded, keep_names=kept_names, keep_unfused=verify
+        fuse_kept = functools.partial(
+            fuse_again, kept, change_weights=change_weights, exclude=excluded, keep_names=kept_names
         )
+        layout_kept: Layout = "nchw" if LAYOUT in left_out else layout
+        result = fuse_kept(layout=layout_kept, keep_unfused=verify)
         if not verify:
             verified = NOT_VERIFIED
             break
@@ -152,14 +165,19 @@ def _optimize(
         parts = verifier.verify_parts(result)
         if wrong := parts.wrong:
             for one, fused in _fused_nodes(result, wrong):
-                excluded[fused.fusion, fused.output] = round_of_fusing
-                dropped.append(Dropped(fused.fusion, fused.node, one.reason))
+                what = LAYOUT if one.part.is_transposed else fused.fusion
+                excluded[what, fused.output] = round_of_fusing
+                dropped.append(Dropped(what, fused.node, one.reason))
             left_out |= {name for name, _ in excluded if _rounds_of(name, excluded) >= MAX_ROUNDS_OF_PARTS}
             continue
         verified = verifier.verify(result.model)
         if verified.passed is not False:
             verified = _with_parts(verified, result, parts)
             break
+        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").model).passed is not False:
+            dropped.append(Dropped(LAYOUT, result.layout.first, verified.reason))
+            left_out.add(LAYOUT)
+            continue
         unfused = fuse_again([], change_weights=change_weights, keep_names=kept_names)
         dropped.append(verifier.find_fault(result, verified, unfused, change_weights))
         left_out.add(dropped[-1].fusion)
@@ -168,7 +186,7 @@ def _optimize(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
         result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
-        verified, timer.seconds,
+        verified, timer.seconds, result.layout,
     )  # fmt: skip
     return result.model, report
 
@@ -198,6 +216,7 @@ def fuse_model(
     fusions: Sequence[Fusion],
     *,
     ort: bool = False,
+    layout: Layout = "auto",
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
@@ -207,9 +226,10 @@ def fuse_model(
     """Simplify and fuse a model that was loaded, without verifying it.
 
     `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `change_weights` folds BatchNormalization and scales into weights.  `exclude` holds matches that stay unfused,
-    each by the name of its fusion and of its first output.  `keep_names` are tensors that are neither folded
-    nor fused over.  `keep_unfused` remembers the graph as it was before fusing.
+    too.  `layout` is as in `optimize`.  `change_weights` folds BatchNormalization and scales into weights.  `exclude`
+    holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
+    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
+    `keep_unfused` remembers the graph as it was before fusing.
     """
     timer = timer or StageTimer()
     with _no_garbage_collection():
@@ -224,9 +244,14 @@ def fuse_model(
             unfused = unfused_graph(graph, shapes) if keep_unfused else None
             progress = functools.partial(timer.progress, "fuse")
             fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
+            layouts = LayoutResult()
+            if any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
+                recorded = {one.node for one in fusing.fused}
+                layouts = assign_layouts(graph, shapes, layout, recorded, exclude)
+                fusing = replace(fusing, fused=(*fusing.fused, *layouts.fused))
         with timer.stage("write"):
             written = write_model(graph)
-    return FusedModel(graph, written, before, estimate_traffic(graph, shapes), tuple(folded), fusing, unfused)
+    return FusedModel(graph, written, before, estimate_traffic(graph, shapes), tuple(folded), fusing, layouts, unfused)
 
 
 def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
@@ -297,7 +322,7 @@ class Verifier:
         assert result.unfused is not None
         with self.timer.stage("verify"):
             replaced = {one.node: one.replaces for one in result.fusing.fused}
-            parts = distinct_parts(result.unfused, result.model, replaced)
+            parts = distinct_parts(result.unfused, result.model, replaced, result.layout.originals)
             parts = [part for part in parts if part.key not in self.equal_parts]
             feeds: Mapping[str, Array] | None = None
             try:

@@ -1,6 +1,6 @@
-"""A convolution with the bias, residual and activation that follow it."""
+"""A convolution with the bias, activation and residual that follow it."""
 
-from onnxfuse.dsl import Term, attribute, either, fusion, op, require, scalar, tensor, weight
+from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, require, scalar, tensor, weight, when
 from onnxfuse.patterns._activations import activation
 
 
@@ -30,7 +30,10 @@ def conv_bias_activation(
     pads: Term = attribute(),
     strides: Term = attribute(),
 ) -> Term:
-    """y = activation(conv(x, w) + bias + residual)"""
+    """y = activation(conv(x, w) + bias + residual), or activation(conv(x, w) + bias) + residual
+
+    The residual is added before the activation in a ResNet, and after it in the bottlenecks of YOLO.
+    """
     require(
         "an activation or a residual follows the convolution",
         lambda residual, activation: residual is not None or activation != "none",
@@ -46,5 +49,13 @@ def conv_bias_activation(
         pads=pads,
         strides=strides,
     )
-    total = either(product + residual, product)
-    return activation(total, alpha, beta, none=total)
+    total = either(
+        when(
+            product + residual,
+            "the residual is added before the activation",
+            lambda residual_position: residual_position == "before",
+        ),
+        product,
+    )
+    activated = activation(total, alpha, beta, none=total)
+    return choose("residual_position", before=activated, after=activated + residual)

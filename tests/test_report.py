@@ -25,6 +25,7 @@ SCHEMA: dict[str, Any] = {
     "folded": [{"what": str, "node": str, "into": str}],
     "missed": [{"fusion": str, "node": str, "matched": int, "of": int, "reason": str, "source": str}],
     "dropped": [{"fusion": str, "node": str, "reason": str}],
+    "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
     "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
     "verified": {
         "status": str,

@@ -49,7 +49,7 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     """Shorten the longest possible chain that ends in the node."""
     chain = _chain_to(last)
     result = shapes.shape(last.outputs[0])
-    views = [_view(shapes, node) for node in chain]
+    views = [view_of(shapes, node) for node in chain]
     for start in range(len(chain)):
         nodes = chain[start:]
         source, removed = nodes[0].inputs[0], _removable_count(graph, nodes)
@@ -61,17 +61,36 @@ def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
         known = [view for view in views[start:] if view is not None]
         if len(known) < len(nodes):
             continue
-        max_rank = max((len(view.perm) for view in known if view.perm is not None), default=0)
-        for candidate in _equivalent_chains(shape, tuple(known)):
-            # A Transpose of more axes than before may be slower.
-            fits = len(candidate) < removed and all(len(view.perm or ()) <= max_rank for view in candidate)
-            if fits and _replace(graph, shapes, last, source, candidate):
+        for candidate in _shorter_chains(shape, tuple(known), removed):
+            if _replace(graph, shapes, last, source, candidate):
                 _disconnect_unread(graph, nodes)
                 return True
     return False
 
 
-def _view(shapes: ShapeInfo, node: Node) -> View | None:
+def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[View, ...] | None:
+    """Return the chain of fewer views that has the same effect on a tensor of shape `source`; None if there is none."""
+    if any(size == 0 for size in (*source, *chain[-1].shape)):
+        return None
+    for candidate in _shorter_chains(source, chain, len(chain)):
+        before = (source, *(view.shape for view in candidate))
+        if all(_operator(shape, view) is not None for shape, view in zip(before, candidate, strict=False)):
+            return candidate
+    return None
+
+
+def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: int) -> list[tuple[View, ...]]:
+    """Return the chains that may stand in for `chain`, of which `removed` nodes vanish with it, the shortest first."""
+    max_rank = max((len(view.perm) for view in chain if view.perm is not None), default=0)
+    return [
+        candidate
+        for candidate in _equivalent_chains(source, chain)
+        # A Transpose of more axes than before may be slower.
+        if len(candidate) < removed and all(len(view.perm or ()) <= max_rank for view in candidate)
+    ]
+
+
+def view_of(shapes: ShapeInfo, node: Node) -> View | None:
     """Return what a node of a chain does; None if the shape of its result is not known."""
     shape = shapes.shape(node.outputs[0])
     if shape is None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.report.traffic import Traffic
@@ -23,11 +24,12 @@ from onnxfuse.verify.compare import Verification
 
 MAX_MISSES_SHOWN = 10  # in the terminal
 MAX_NOT_COMPARED_SHOWN = 10
+MAX_REGION_ENDS_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A fusion, or the folding into weights, that the verification took back, and why."""
+    """A fusion, the layout, or the folding into weights or constants, that the verification took back, and why."""
 
     fusion: str
     node: str
@@ -48,6 +50,7 @@ class Report:
     after: Traffic
     verified: Verification
     seconds: Mapping[str, float] = field(default_factory=dict)
+    layout: LayoutResult = field(default_factory=LayoutResult)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -55,7 +58,10 @@ class Report:
         return dict(sorted(Counter(one.fusion for one in self.fused).items()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: input, output, counts, fused, folded, missed, dropped, estimate, verified, seconds."""
+        """Return plain data.
+
+        Its keys are input, output, counts, fused, folded, missed, dropped, layout, estimate, verified and seconds.
+        """
         return {
             "input": dict(self.input),
             "output": dict(self.output),
@@ -67,6 +73,11 @@ class Report:
             "folded": [{"what": f.kind, "node": f.node, "into": f.into} for f in self.folded],
             "missed": [miss_json(m) for m in self.missed],
             "dropped": [asdict(d) for d in self.dropped],
+            "layout": {
+                "nodes": self.layout.nodes,
+                "transposes": len(self.layout.ends),
+                "ends": [asdict(end) for end in self.layout.ends],
+            },
             "estimate": {
                 "bytes_before": self.before.bytes,
                 "bytes_after": self.after.bytes,
@@ -144,7 +155,20 @@ def _lines(report: Report) -> list[str]:
         f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
         f"{report.before.launches} -> {report.after.launches} launches"
     )
+    lines += _layout_lines(report.layout)
     return [*lines, *_dropped_lines(report.dropped), *_verification_lines(report.verified)]
+
+
+def _layout_lines(layout: LayoutResult) -> list[str]:
+    """Return how many nodes are channels-last, and why Transposes stand between these and the others."""
+    if not layout.nodes:
+        return []
+    reasons = Counter(end.reason for end in layout.ends).most_common()
+    shown = [f"  {_counted(count, 'Transpose')}: {escape(why)}" for why, count in reasons[:MAX_REGION_ENDS_SHOWN]]
+    rest = sum(count for _, count in reasons[MAX_REGION_ENDS_SHOWN:])
+    more = [f"  {_counted(rest, 'more Transpose')}"] if rest else []
+    total = f"{_counted(layout.nodes, 'node')} channels-last, {_counted(len(layout.ends), 'Transpose')} at borders"
+    return [f"Layout: {total}", *shown, *more]
 
 
 def _dropped_lines(dropped: Sequence[Dropped]) -> list[str]:

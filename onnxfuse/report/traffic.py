@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onnx import helper
-
-from onnxfuse.analysis.dims import Size, evaluate, symbols
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.tensor_bytes import item_bytes, tensor_bytes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
 
 FREE_OPS = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}  # move no data
-ASSUMED_BATCH, ASSUMED_SIZE = 1, 128  # of dynamic dims: of those whose name contains "batch", and of the others
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
     def size_of(tensor: Tensor, first_axis: int = 0) -> int:
         key = shapes.shape(tensor), shapes.dtype(tensor), first_axis
         if key not in sizes:
-            sizes[key] = _bytes(*key)
+            sizes[key] = tensor_bytes(*key)
         return sizes[key]
 
     for node in graph.nodes:
@@ -50,22 +46,7 @@ def estimate_traffic(graph: Graph, shapes: ShapeInfo) -> Traffic:
         for table_index, rows_index in gathered_tables(op, axis, node.inputs, bodies.get(op)).items():
             table, rows = node.inputs[table_index], node.inputs[rows_index]
             if shapes.dtype(rows) and table.name in moved:
-                count = size_of(rows) // _itemsize(shapes.dtype(rows))
+                count = size_of(rows) // item_bytes(shapes.dtype(rows))
                 moved[table.name] = min(moved[table.name], count * size_of(table, 1))
         total += sum(moved.values())
     return Traffic(total, launches)
-
-
-def _bytes(shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) -> int:
-    """Return the bytes of a tensor of this shape, leaving out the axes before `first_axis`."""
-    if shape is None or not dtype:
-        return 0
-    count = 1
-    for size in shape[first_axis:]:
-        assumed = {name: ASSUMED_BATCH if "batch" in name.lower() else ASSUMED_SIZE for name in symbols(size)}
-        count *= max(evaluate(size, assumed), 0)
-    return count * _itemsize(dtype)
-
-
-def _itemsize(dtype: int) -> int:
-    return int(helper.tensor_dtype_to_np_dtype(dtype).itemsize)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 
+import onnx
 from onnx import TensorProto
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -46,18 +47,19 @@ class LocalFunctions:
         """Return the name of the function for a variant, which is added to the model if it is new."""
         key = fusion.name, variant.key(), tuple(sorted(attributes))
         if key not in self.names_by_variant:
-            self.names_by_variant[key] = self._add(fusion, variant, attributes)
+            self.names_by_variant[key] = self.add(function(fusion, variant, fusion.name, sorted(attributes)))
         return self.names_by_variant[key]
 
-    def _add(self, fusion: Fusion, variant: Variant, attributes: list[str]) -> str:
-        body = function(fusion, variant, fusion.name, sorted(attributes))
+    def add(self, body: onnx.FunctionProto) -> str:
+        """Add a body that is named like its fusion, unless an equal one was added; return its name in the model."""
         key = body.SerializeToString(deterministic=True)
         if key not in self.names_by_body:
             taken = {f.name for f in self.graph.functions if f.domain == DOMAIN}
-            count, name = 1, fusion.name
+            stem = body.name
+            count, name = 1, stem
             while name in taken:
                 count += 1
-                name = f"{fusion.name}_{count}"
+                name = f"{stem}_{count}"
             body.name = name
             self.names_by_body[key] = name
             self.graph.functions.append(body)

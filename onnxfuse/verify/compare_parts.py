@@ -225,7 +225,7 @@ def _open_both(
     fused = copy_without(optimized, "graph", "functions")
     fused.functions.extend(f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type)
     fused.graph.name = "part"
-    fused.graph.node.append(part.fused)
+    fused.graph.node.extend(part.nodes)
     fused.graph.input.extend(i for i in inputs if i.name in part.operands)
     fused.graph.output.extend(onnx.ValueInfoProto(name=name) for name in part.outputs)
     half = _half(unfused, part)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import onnx
 import onnx.numpy_helper
@@ -24,6 +25,11 @@ from onnxfuse.ir.serde import node_proto
 # Between an operand and a replaced node: views, Casts and scalings that have other readers.
 MAX_NODES_LOOKED_THROUGH = 12
 MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by its name
+
+
+# The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
+# () where that is the tensor itself under another name.
+Original: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -100,17 +106,43 @@ class Part:
     replaced: tuple[onnx.NodeProto, ...]
     leaves: tuple[str, ...]  # what the replaced nodes read besides operands and constants
     key: str
+    originals: Mapping[str, Original] = field(default_factory=dict)
     equal: list[onnx.NodeProto] = field(default_factory=list)
 
     @property
     def operands(self) -> list[str]:
-        """The tensors that the fused node reads, each of them once."""
-        return list(dict.fromkeys(name for name in self.fused.input if name))
+        """The tensors of the original that the fused node reads, each of them once."""
+        return list(dict.fromkeys(_original(self.originals, name) for name in self.fused.input if name))
 
     @property
     def outputs(self) -> list[str]:
-        """The tensors that the fused node computes."""
-        return [name for name in self.fused.output if name]
+        """The tensors of the original that the fused node computes."""
+        return [_original(self.originals, name) for name in self.fused.output if name]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the fused node computes a Transpose of what the original has."""
+        return any(self.originals[name][1] for name in self.fused.output if name in self.originals)
+
+    @property
+    def nodes(self) -> list[onnx.NodeProto]:
+        """The fused node between nodes that make its inputs of `operands`, and `outputs` of its outputs."""
+        before = [
+            self._transpose(*self.originals[n], n) for n in dict.fromkeys(self.fused.input) if n in self.originals
+        ]
+        after = [
+            self._transpose(name, tuple(perm.index(axis) for axis in range(len(perm))), original)
+            for name in self.fused.output
+            if name in self.originals
+            for original, perm in [self.originals[name]]
+        ]
+        return [*before, self.fused, *after]
+
+    @staticmethod
+    def _transpose(source: str, perm: tuple[int, ...], result: str) -> onnx.NodeProto:
+        if not perm:
+            return onnx.helper.make_node("Identity", [source], [result])
+        return onnx.helper.make_node("Transpose", [source], [result], perm=perm)
 
     def computes_in_half(self, unfused: UnfusedGraph) -> bool:
         """Return whether an operand, an output or a replaced node but a Cast is in half precision."""
@@ -120,25 +152,48 @@ class Part:
 
 
 def distinct_parts(
-    unfused: UnfusedGraph, optimized: onnx.ModelProto, replaced: Mapping[str, Collection[str]]
+    unfused: UnfusedGraph,
+    optimized: onnx.ModelProto,
+    replaced: Mapping[str, Collection[str]],
+    originals: Mapping[str, Original] | None = None,
 ) -> list[Part]:
     """Return one part for all fused nodes that are equal but for the names of their tensors.
 
     `replaced` holds the names of the nodes that a fused node replaced, or of their first outputs, by its own name.
+    `originals` are the tensors of the original that those of the optimized model are Transposes of.
     """
+    originals = originals or {}
     parts: dict[str, Part] = {}
     functions = {f.name: hashlib.sha256(f.SerializeToString(deterministic=True)).hexdigest()
                  for f in optimized.functions if f.domain == DOMAIN}  # fmt: skip
     for node in optimized.graph.node:
         if node.domain != DOMAIN or node.name not in replaced:
             continue
-        nodes, leaves = _between(unfused, node, replaced[node.name])
-        key = _key(unfused, node, nodes, functions.get(node.op_type, ""))
+        own = {name: originals[name] for name in (*node.input, *node.output) if name in originals}
+        as_original = _renamed(node, own)
+        nodes, leaves = _between(unfused, as_original, replaced[node.name])
+        perms = [own[name][1] if name in own else () for name in (*node.input, *node.output)]
+        key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms}")
         if key in parts:
             parts[key].equal.append(node)
         else:
-            parts[key] = Part(node, nodes, leaves, key)
+            parts[key] = Part(node, nodes, leaves, key, own)
     return list(parts.values())
+
+
+def _original(originals: Mapping[str, Original], name: str) -> str:
+    return originals[name][0] if name in originals else name
+
+
+def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original]) -> onnx.NodeProto:
+    """Return a fused node with the names that the original has for its tensors."""
+    if not originals:
+        return node
+    result = onnx.NodeProto()
+    result.CopyFrom(node)
+    result.input[:] = [_original(originals, name) for name in node.input]
+    result.output[:] = [_original(originals, name) for name in node.output]
+    return result
 
 
 def _between(

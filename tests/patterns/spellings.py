@@ -427,6 +427,15 @@ def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
     """Return the dimensions of the output as onnx infers them, for operands whose shapes do not tell them."""
     optional = frozenset(c.name for c in spelling.fusion.operands if c.optional)
     least = replace(spelling, absent=spelling.absent | optional, longest=False)
+    try:
+        return _inferred_dims(least)
+    except Unwritable as unwritable:
+        if unwritable.kind != "operands":
+            raise
+        return _inferred_dims(replace(least, choices={}))  # the label needs an operand that has the output's shape
+
+
+def _inferred_dims(least: Spelling) -> dict[str, Any]:
     axes = {c.name: _axes(least, c) for c in operands(least)}
     shapes = {name: _shape(least, name, found, {"...": ()}) for name, found in axes.items() if found is None}
     variant = _variant(least, {})
@@ -437,8 +446,8 @@ def _dims_by_example(spelling: Spelling) -> dict[str, Any]:
         raise Unwritable("example", f"example= does not tell the size of {error}; {advice}") from error
     model, _ = _model(least, variant, nodes, results[:1], shapes, shapes)
     shape = tuple(d.dim_value for d in model.graph.output[0].type.tensor_type.shape.dim)
-    dims = unify(spelling.fusion.out[0], shape, {})
-    assert dims is not None, f"{spelling.id}: {shape} is not ({spelling.fusion.out[0]})"
+    dims = unify(least.fusion.out[0], shape, {})
+    assert dims is not None, f"{least.id}: {shape} is not ({least.fusion.out[0]})"
     return dict(dims)
 
 

@@ -1,0 +1,143 @@
+"""Assign channels-last layouts to the regions of a fused graph around its convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, consumers, op_of, producer
+from onnxfuse.ir.protos import nodes
+from onnxfuse.layout.axes import Perm
+from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.regions import Regions
+from onnxfuse.layout.wrapped_rules import conversion
+from onnxfuse.layout.writer import Border, Writer
+from onnxfuse.passes.compose_views import compose_views
+from onnxfuse.passes.folded import node_label
+from onnxfuse.rewrite.replace import Fused, LocalFunctions
+
+Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
+LAYOUT: Final = "layout"  # what reports call this step
+# Of convolutions that `auto` makes channels-last: those with kernels for it.
+CHANNELS_LAST_DTYPES: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
+
+
+@dataclass(frozen=True)
+class RegionEnd:
+    """A Transpose that stands where a channels-last region ends, and why it ends there, as a sentence."""
+
+    tensor: str  # the channels-first one, which has the same name in the original
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """What became channels-last: the number of nodes, the records of new fused nodes, and where Transposes stand.
+
+    `originals` gives for each new tensor the name of the tensor that it is a Transpose of, and the perm.
+    """
+
+    nodes: int = 0
+    first: str = ""  # the name of the first of them
+    fused: tuple[Fused, ...] = ()
+    ends: tuple[RegionEnd, ...] = ()
+    originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
+
+
+def assign_layouts(
+    graph: Graph,
+    shapes: ShapeInfo,
+    layout: Layout,
+    recorded: Collection[str] = frozenset(),
+    exclude: Collection[tuple[str, str]] = frozenset(),
+) -> LayoutResult:
+    """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
+
+    `recorded` are the names of fused nodes of which there are records.  `exclude` holds nodes that stay channels-first,
+    each by LAYOUT and the name of its first output.
+    """
+    if layout == "nchw" or graph.opset < MIN_OPSET:
+        return LayoutResult()
+    functions = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    model = Model(graph, shapes, functions)
+    kept = {output for name, output in exclude if name == LAYOUT}
+    answers = {node: _answer(model, node, kept) for node in graph.nodes}
+    conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
+    convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
+    if layout == "auto":
+        convolutions = [node for node in convolutions if shapes.dtype(node.inputs[0]) in CHANNELS_LAST_DTYPES]
+    if not convolutions:
+        return LayoutResult()
+    chosen = Regions(model, conversions).choose(convolutions, only_where_it_pays=layout == "auto")
+    if not chosen:
+        return LayoutResult()
+    first = node_label(chosen[0].node)
+    _drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
+    writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(recorded))
+    for one in chosen:
+        one.write(writer)
+    writer.end_regions()
+    graph.remove_dead()  # the nodes that others took the place of
+    graph.sort()
+    reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
+    ends = {border.node: _region_end(graph, border, reasons) for border in writer.borders}
+    _compose(graph, shapes, writer)
+    present = set(graph.nodes)
+    standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
+    return LayoutResult(writer.nodes, first, tuple(writer.fused), standing, writer.originals)
+
+
+def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:
+    if any(tensor.name in kept for tensor in node.outputs):
+        return "it differed from the nodes that it replaced when it was channels-last"
+    return conversion(model, node)
+
+
+def _drop_functions(graph: Graph, called: Collection[Node]) -> None:
+    """Remove functions that fusing added and that only the nodes in `called` call, which will call others."""
+    present = {(f.domain, f.name) for f in graph.model.functions}
+    used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
+    used |= {node.op_type for node in nodes(*graph.functions) if node.domain == DOMAIN}
+    graph.functions = [
+        f for f in graph.functions if f.domain != DOMAIN or f.name in used or (f.domain, f.name) in present
+    ]
+
+
+def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer) -> None:
+    """Let Transposes at borders vanish with views of the model.
+
+    Where a fused node then reads or computes another tensor, that is the same as the one in its place before.
+    """
+    calls = [node for node in graph.nodes if node.domain == DOMAIN]
+    before = [[t.name for t in (*node.inputs, *node.outputs)] for node in calls]
+    compose_views(graph, shapes)
+    for node, names in zip(calls, before, strict=True):
+        for tensor, name in zip((*node.inputs, *node.outputs), names, strict=False):
+            if tensor.name != name and tensor.name not in writer.originals:
+                identity: Perm = ()
+                writer.originals[tensor.name] = writer.originals.get(name, (name, identity))
+
+
+def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:
+    """Return why a border is where it is: because of the nodes on its channels-first side."""
+    tensor = border.tensor
+    if border.inward:
+        node = producer(tensor)
+        return RegionEnd(tensor.name, _sentence(node, reasons) if node else f"'{tensor.name}' is an input of the graph")
+    if tensor.name in graph.outputs:
+        return RegionEnd(tensor.name, f"'{tensor.name}' is an output of the graph")
+    if tensor.name in graph.fixed_names:
+        return RegionEnd(tensor.name, f"a subgraph reads '{tensor.name}'")
+    return RegionEnd(tensor.name, _sentence(consumers(tensor)[0], reasons))
+
+
+def _sentence(node: Node, reasons: Mapping[Node, str]) -> str:
+    why = reasons.get(node, "more bytes would be transposed if it were channels-last")
+    return f"{node.op} '{node_label(node)}' is channels-first: {why}"

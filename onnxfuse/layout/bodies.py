@@ -1,0 +1,100 @@
+"""The body of a channels-last node: Transposes in front of the operators that it had, and behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import helper
+
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.layout.axes import Perm, inverse
+
+
+@dataclass(frozen=True)
+class Body:
+    """Operators of channels-first tensors, as a function has them."""
+
+    operands: tuple[str, ...]
+    nodes: tuple[onnx.NodeProto, ...]
+    outputs: tuple[str, ...]
+    imports: tuple[onnx.OperatorSetIdProto, ...]
+    doc: str = ""
+
+
+def body_of_function(function: onnx.FunctionProto) -> Body:
+    """Return the body of a fused node's function."""
+    return Body(
+        tuple(function.input), tuple(function.node), tuple(function.output), tuple(function.opset_import),
+        function.doc_string,
+    )  # fmt: skip
+
+
+def body_of_node(
+    node: onnx.NodeProto, operands: Mapping[str, str], constants: Iterable[onnx.TensorProto], opset: int
+) -> Body:
+    """Return the body that is one node with one output.
+
+    `operands` names its inputs, by the names of their tensors; `constants` are other inputs, which the body holds.
+    """
+    inner = onnx.NodeProto()
+    inner.CopyFrom(node)
+    inner.name = ""
+    inner.ClearField("metadata_props")
+    nodes: list[onnx.NodeProto] = []
+    names = dict(operands)
+    for tensor in constants:
+        names[tensor.name] = f"constant_{len(nodes)}"
+        nodes.append(helper.make_node("Constant", [], [names[tensor.name]], value=_unnamed(tensor)))
+    inner.input[:] = [names[name] if name else "" for name in node.input]
+    inner.output[:] = ["y"]
+    return Body(tuple(operands.values()), (*nodes, inner), ("y",), (helper.make_opsetid("", opset),))
+
+
+def channels_last_function(
+    name: str, body: Body, perms: Mapping[str, Perm], output_perms: Mapping[str, Perm], attributes: Sequence[str]
+) -> onnx.FunctionProto:
+    """Return a function whose operands and outputs are transposed versions of those of `body`.
+
+    `perms` and `output_perms` are the perms of the Transposes that made them from those that the body has, by the names
+    in the body; others are as in the body.  `attributes` are the names of the attributes of the node that calls it.
+    """
+    taken = {*body.operands, *(each for node in body.nodes for each in (*node.input, *node.output))}
+    renamed, first, last, outputs = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto](), list[str]()
+    for operand in body.operands:
+        if operand in perms:
+            renamed[operand] = _new_name(f"{operand}_first", taken)
+            first.append(helper.make_node("Transpose", [operand], [renamed[operand]], perm=inverse(perms[operand])))
+    for output in body.outputs:
+        outputs.append(_new_name(f"{output}_last", taken) if output in output_perms else output)
+        if output in output_perms:
+            last.append(helper.make_node("Transpose", [output], [outputs[-1]], perm=output_perms[output]))
+    return helper.make_function(
+        DOMAIN, name, list(body.operands), outputs, [*first, *_renamed(body.nodes, renamed), *last],
+        list(body.imports), sorted(attributes), doc_string=body.doc,
+    )  # fmt: skip
+
+
+def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
+    result = []
+    for node in nodes:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.input[:] = [names.get(name, name) for name in node.input]
+        result.append(copy)
+    return result
+
+
+def _new_name(stem: str, taken: set[str]) -> str:
+    while stem in taken:
+        stem += "_"
+    taken.add(stem)
+    return stem
+
+
+def _unnamed(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = ""
+    return copy

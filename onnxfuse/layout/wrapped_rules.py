@@ -1,0 +1,296 @@
+"""Nodes whose channels-last form is a function that transposes: convolutions, pools, Resize, and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import onnx
+import onnx.numpy_helper
+
+from onnxfuse.analysis.shape_info import Shape
+from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
+from onnxfuse.ir.graph import constant_value
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, op_of, producer
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, WEIGHT_PERMS, Perm, has_one_pixel, permuted
+from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
+from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
+from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction, unary
+from onnxfuse.layout.writer import Writer, is_image_sized
+
+CONVOLUTION: Final = "conv_bias_activation"
+MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
+NEUTRAL_FUSIONS: Final = frozenset({"activation"})  # element by element, so that their functions stay as they are
+# Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
+IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
+    CONVOLUTION: ("x", "residual"),
+    "batch_norm_activation": ("x",),
+    "group_norm": ("x",),
+}
+
+
+# --- convolutions ------------------------------------------------------------------------------------------------
+
+
+def convolution(model: Model, node: Node) -> Conversion | str:
+    """A Conv becomes a conv_bias_activation without an activation."""
+    reason = _not_a_convolution(model, node.inputs[0], node.inputs[1], node.outputs[0])
+    if reason:
+        return reason
+    bias = len(node.inputs) > 2 and bool(node.inputs[2].name)
+    if bias and not is_constant(node.inputs[2]):
+        return f"its bias '{node.inputs[2].name}' is no constant"
+    operands = {"x": node.inputs[0], "w": node.inputs[1]} | ({"bias": node.inputs[2]} if bias else {})
+    names = {tensor.name: name for name, tensor in operands.items()}
+    if len(names) < len(operands):
+        return "it reads one tensor twice"
+    body = body_of_node(node_proto(model.graph, node), names, (), model.graph.opset)
+    own: dict[str, AttributeValue] = {**node.attrs, "activation": "none"}
+    if isinstance(filters := node.inputs[1].shape[0] if is_constant(node.inputs[1]) else None, int):
+        own["m"] = filters
+    return _convolution(node, operands, body, own)
+
+
+def fused_convolution(model: Model, node: Node) -> Conversion | str:
+    """A fused node keeps its attributes."""
+    operands = _operands(node)
+    reason = _not_a_convolution(model, operands["x"], operands["w"], node.outputs[0])
+    if reason:
+        return reason
+    if "residual" in operands and not is_image_sized(model.shapes, operands["residual"]):
+        return f"its residual '{operands['residual'].name}' is no computed tensor of four axes"
+    return _convolution(node, operands, body_of_function(model.functions[node.op]), node.attrs)
+
+
+def _not_a_convolution(model: Model, x: Tensor, w: Tensor, y: Tensor) -> str:
+    """Return why a convolution has no channels-last form; "" where it has one."""
+    if not is_constant(w):
+        return f"its weights '{w.name}' are no constant"
+    if not len(w.shape) == model.shapes.rank(x) == model.shapes.rank(y) == RANK:
+        return f"it has {len(w.shape) - 2} spatial axes, not 2"
+    if is_constant(x):
+        return "its image is a constant"
+    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
+        return f"it computes in {dtype_name(dtype)}"
+    return ""
+
+
+def _convolution(
+    node: Node, operands: Mapping[str, Tensor], body: Body, attributes: Mapping[str, AttributeValue]
+) -> Conversion:
+    w, group = operands["w"], int_attribute(node, "group", 1)
+    assert is_constant(w)
+    filters, depth = w.shape[:2]
+    is_stem = group == 1 and depth <= MAX_STEM_CHANNELS and not _is_transposed(operands["x"])
+    w_layout = "hwio" if depth == 1 and filters == group > 1 else "ohwi"
+    index = {name: i for i, name in enumerate(operands)}
+
+    def write(writer: Writer) -> None:
+        x_first = is_stem and not writer.is_computed_last(operands["x"])
+        own: dict[str, AttributeValue] = {**attributes, "w_layout": w_layout}
+        if x_first:
+            own["x_layout"] = "nchw"
+        perms: dict[str, Perm] = {"w": WEIGHT_PERMS[w_layout]}
+        given = {**operands, "w": writer.weight(w, w_layout)}
+        for name in ("x", "residual"):
+            if name in given and not (name == "x" and x_first):
+                given[name], perms[name] = writer.image(given[name]), TO_LAST
+        writer.call(node, CONVOLUTION, body, given, perms, own)
+
+    reads = tuple(index[name] for name in ("x", "residual") if name in index and not (name == "x" and is_stem))
+    return Conversion(node, Kind.CONVOLUTION, reads, (0,), write, reads_either=(index["x"],) if is_stem else ())
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """Return whether the model computes a tensor channels-last, and a Transpose makes it channels-first."""
+    node = producer(tensor)
+    return node is not None and op_of(node) == "Transpose" and ints_attribute(node, "perm") == list(TO_FIRST)
+
+
+# --- fused nodes -------------------------------------------------------------------------------------------------
+
+
+def fused(model: Model, node: Node) -> Conversion | str:
+    """Return the conversion of a fused node, by the name of its fusion."""
+    fusion = str_attribute(node, "fusion", "")
+    if node.op not in model.functions:
+        return "the model does not have the function that it calls"
+    if node.attrs.get("layout", "nchw") != "nchw":
+        return "it is channels-last already"
+    if fusion in NEUTRAL_FUSIONS:
+        return unary(model, node)
+    if fusion not in IMAGE_OPERANDS or len(node.outputs) != 1:
+        return "its fusion has no channels-last form"
+    if fusion == CONVOLUTION:
+        return fused_convolution(model, node)
+    operands = _operands(node)
+    images = [name for name in IMAGE_OPERANDS[fusion] if name in operands]
+    if not all(is_image_sized(model.shapes, operands[name]) for name in images):
+        return NOT_AN_IMAGE
+    return _wrapped(node, fusion, operands, images, body_of_function(model.functions[node.op]), node.attrs)
+
+
+def _operands(node: Node) -> dict[str, Tensor]:
+    return dict(zip(str_attribute(node, "operands", "").split(), node.inputs, strict=True))
+
+
+def _wrapped(
+    node: Node, fusion: str, operands: Mapping[str, Tensor], images: Sequence[str], body: Body,
+    attributes: Mapping[str, AttributeValue], kind: Kind = Kind.WRAPPED,
+) -> Conversion:  # fmt: skip
+    def write(writer: Writer) -> None:
+        given = {name: writer.image(tensor) if name in images else tensor for name, tensor in operands.items()}
+        writer.call(node, fusion, body, given, dict.fromkeys(images, TO_LAST), attributes)
+
+    images_read = {operands[name].name for name in images}
+    reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
+    return Conversion(node, kind, reads, (0,), write)
+
+
+# --- pools, Resize, scales of channels ---------------------------------------------------------------------------
+
+
+def max_pool(model: Model, node: Node) -> Conversion | str:
+    """Indices, the second output, count channels-first elements."""
+    if any(tensor.name and (tensor.outputs or model.graph.is_kept(tensor)) for tensor in node.outputs[1:]):
+        return "its second output is read"
+    return _pool(model, node, "max_pool")
+
+
+def average_pool(model: Model, node: Node) -> Conversion | str:
+    """Return the conversion of an AveragePool."""
+    return _pool(model, node, "average_pool")
+
+
+def global_average_pool(model: Model, node: Node) -> Conversion | str:
+    """Return the conversion of a GlobalAveragePool."""
+    return _pool(model, node, "global_average_pool")
+
+
+def _pool(model: Model, node: Node, fusion: str) -> Conversion | str:
+    if not is_image_sized(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    return _wrapped_operator(model, node, fusion, node.attrs)
+
+
+def reduce_mean(model: Model, node: Node) -> Conversion | str:
+    """The mean over height and width is a global average pool."""
+    if not is_image_sized(model.shapes, node.inputs[0]):
+        return NOT_AN_IMAGE
+    is_global = {axis % RANK for axis in integers(model, node, "axes") or ()} == {2, 3}
+    is_float = model.shapes.dtype(node.inputs[0]) in FUSIBLE_FLOATS
+    if not (is_global and is_float and int_attribute(node, "keepdims", 1)):
+        return reduction(model, node)
+    return _wrapped_operator(model, node, "global_average_pool", {})
+
+
+def batch_norm(model: Model, node: Node) -> Conversion | str:
+    """A BatchNormalization that could not be folded becomes a batch_norm_activation without an activation."""
+    if not is_image_sized(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    if len(node.outputs) > 1 or int_attribute(node, "training_mode", 0):
+        return "it is in training mode"
+    operands = dict(zip(("x", "scale", "bias", "mean", "var"), node.inputs, strict=True))
+    names = {tensor.name: name for name, tensor in operands.items()}
+    if len(names) < len(operands):
+        return "it reads one tensor twice"
+    epsilon = node.attrs.get("epsilon", 1e-5)
+    body = body_of_node(node_proto(model.graph, node), names, (), model.graph.opset)
+    return _wrapped(node, "batch_norm_activation", operands, ["x"], body, {"activation": "none", "epsilon": epsilon})
+
+
+def resize(model: Model, node: Node) -> Conversion | str:
+    """Scales or sizes are constant, and images and channels stay as many as they are."""
+    x, y = node.inputs[0], node.outputs[0]
+    if not is_image_sized(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
+        return NOT_AN_IMAGE
+    if any(tensor.name and not is_constant(tensor) for tensor in node.inputs[1:]):
+        return "its scales or sizes are not constant"
+    before, after = model.shapes.shape(x), model.shapes.shape(y)
+    if before is None or after is None or before[:2] != after[:2]:
+        return "it may resize other axes than height and width"
+    if str_attribute(node, "mode", "nearest") not in ("nearest", "linear") or int_attribute(node, "antialias", 0):
+        return "its mode is neither nearest nor linear"
+    constants = {
+        name: constant_value(model.graph, tensor)
+        for name, tensor in zip(("roi", "scales", "sizes"), node.inputs[1:], strict=False)
+        if is_constant(tensor)
+    }
+    axes = [axis % RANK for axis in axes] if isinstance(axes := node.attrs.get("axes"), list) else range(RANK)
+    own = {name: value for name, value in node.attrs.items() if name != "axes"}
+    if constants.get("roi") is not None and constants["roi"].size and "tf_crop" in str(own):
+        return "it crops its image"
+    if "scales" in constants and constants["scales"].size:
+        scales = dict(zip(axes, constants["scales"].tolist(), strict=True))
+        own["scales"] = [float(scales.get(axis, 1.0)) for axis in TO_LAST]
+    elif "sizes" in constants and "keep_aspect_ratio_policy" not in own:
+        sizes = dict(zip(axes, constants["sizes"].tolist(), strict=True))
+        if not {2, 3} <= sizes.keys():
+            return "it does not resize both height and width"
+        # An axis that the operator leaves out, or one whose size is not known, has the size that it had: 0 says that.
+        known = [
+            sizes[axis] if axis > 1 else size if isinstance(size := before[axis], int) else 0 for axis in range(RANK)
+        ]
+        own["sizes"] = list(permuted(known, TO_LAST))
+    else:
+        return "it states neither scales nor sizes"
+    return _wrapped_operator(model, node, "resize", own)
+
+
+def _wrapped_operator(model: Model, node: Node, fusion: str, attributes: Mapping[str, AttributeValue]) -> Conversion:
+    """Return the conversion of an operator of one image, whose other inputs are constants that its body holds."""
+    graph, x = model.graph, node.inputs[0]
+    others: dict[str, Constant] = {t.name: t for t in node.inputs[1:] if t.name and is_constant(t)}
+    constants = [onnx.numpy_helper.from_array(constant_value(graph, t), name) for name, t in others.items()]
+    proto = node_proto(graph, node)
+    del proto.output[1:]
+    body = body_of_node(proto, {x.name: "x"}, constants, graph.opset)
+    return _wrapped(node, fusion, {"x": x}, ["x"], body, attributes)
+
+
+def mul(model: Model, node: Node) -> Conversion | str:
+    """An image times one number for each of its channels is a channel_scale; other products are neutral."""
+    a, b = node.inputs
+    shapes = model.shapes
+    if is_image_sized(shapes, a) and is_image_sized(shapes, b) and shapes.dtype(a) in FUSIBLE_FLOATS:
+        for x, gate in ((a, b), (b, a)):
+            if _is_gate_of(shapes.shape(x), shapes.shape(gate)):
+                body = body_of_node(
+                    node_proto(model.graph, node), {x.name: "x", gate.name: "gate"}, (), model.graph.opset
+                )
+                operands = {"x": x, "gate": gate}
+                attributes: dict[str, AttributeValue] = {"activation": "none"}
+                return _wrapped(node, "channel_scale", operands, list(operands), body, attributes, Kind.NEUTRAL)
+    return NEUTRAL_RULES["Mul"](model, node)
+
+
+def _is_gate_of(image: Shape | None, gate: Shape | None) -> bool:
+    if image is None or gate is None or not has_one_pixel(gate) or has_one_pixel(image):
+        return False
+    return gate[:2] == image[:2]
+
+
+WRAPPED_RULES: Final[dict[str, Rule]] = {
+    "AveragePool": average_pool,
+    "BatchNormalization": batch_norm,
+    "Conv": convolution,
+    "GlobalAveragePool": global_average_pool,
+    "MaxPool": max_pool,
+    "Mul": mul,
+    "ReduceMean": reduce_mean,
+    "Resize": resize,
+}
+
+
+def conversion(model: Model, node: Node) -> Conversion | str:
+    """Return how a node becomes channels-last, or why it stays channels-first: the end of a sentence."""
+    if node.domain == DOMAIN:
+        return fused(model, node)
+    op = op_of(node)
+    rule = WRAPPED_RULES.get(op) or NEUTRAL_RULES.get(op)
+    if rule is None or not node.inputs or not node.outputs:
+        return "its operator has no channels-last form"
+    return rule(model, node)

@@ -1,0 +1,180 @@
+"""Write channels-last tensors and the nodes that read and compute them, and Transposes where a region ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
+from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, WEIGHT_PERMS, Perm, has_one_pixel, permuted
+from onnxfuse.layout.bodies import Body, channels_last_function
+from onnxfuse.match.diagnostics import node_name
+from onnxfuse.rewrite.replace import Fused, LocalFunctions
+
+
+@dataclass(frozen=True)
+class Border:
+    """A Transpose between the two layouts of a tensor; a Reshape, which moves nothing, where it has one pixel."""
+
+    tensor: Tensor  # the channels-first one
+    node: Node
+    inward: bool  # from channels-first to channels-last
+
+
+@dataclass
+class Writer:
+    """Writes regions of a graph channels-last, node by node in execution order."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    functions: LocalFunctions
+    recorded: frozenset[str]  # names of fused nodes that have a record already
+    fused: list[Fused] = field(default_factory=list)  # records of the other calls
+    borders: list[Border] = field(default_factory=list)
+    originals: dict[str, tuple[str, Perm]] = field(default_factory=dict)  # what a new tensor is a Transpose of
+    nodes: int = 0  # channels-last ones
+    _images: dict[str, Tensor] = field(default_factory=dict)  # channels-last versions, by channels-first name
+    _computed: dict[str, Tensor] = field(default_factory=dict)  # channels-first tensors that are computed channels-last
+    _constants: dict[tuple[str, Perm], Constant] = field(default_factory=dict)
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def is_computed_last(self, tensor: Tensor) -> bool:
+        """Return whether a node that was written computes the channels-last version of a tensor."""
+        return tensor.name in self._computed
+
+    def image(self, tensor: Tensor) -> Tensor:
+        """Return the channels-last version of a tensor; a Transpose makes it where no node computes it."""
+        if tensor.name not in self._images:
+            self._images[tensor.name] = self._new(tensor, TO_LAST)
+            self._add_border(tensor, inward=True)
+        return self._images[tensor.name]
+
+    def computed(self, tensor: Tensor) -> Tensor:
+        """Return the new channels-last version of a tensor that a node is to compute."""
+        self._computed[tensor.name] = tensor
+        self._images[tensor.name] = self._new(tensor, TO_LAST)
+        return self._images[tensor.name]
+
+    def broadcast(self, constant: Constant) -> Constant:
+        """Return a constant of at most four axes that broadcasts to channels-last images as this one does to others."""
+        if math.prod(constant.shape) == 1:
+            return constant
+        key = constant.name, TO_LAST
+        if key not in self._constants:
+            value = constant_value(self.graph, constant)
+            value = value.reshape((1,) * (RANK - value.ndim) + value.shape).transpose(TO_LAST)
+            self._constants[key] = self.graph.constant(f"{constant.name}/nhwc", np.ascontiguousarray(value))
+        return self._constants[key]
+
+    def weight(self, weight: Constant, layout: str) -> Constant:
+        """Return the weights of a convolution in a layout that WEIGHT_PERMS names; all that share them share that."""
+        perm = WEIGHT_PERMS[layout]
+        if (weight.name, perm) not in self._constants:
+            value = np.ascontiguousarray(constant_value(self.graph, weight).transpose(perm))
+            stored = self.graph.constant(f"{weight.name}/{layout}", value)
+            self._constants[weight.name, perm] = stored
+            self.originals[stored.name] = weight.name, perm
+        return self._constants[weight.name, perm]
+
+    def _new(self, tensor: Tensor, perm: Perm) -> Tensor:
+        new = self.graph.variable(f"{tensor.name}/nhwc")
+        shape, dtype = self.shapes.shape(tensor), self.shapes.dtype(tensor)
+        self.shapes.record(new, None if shape is None else permuted(shape, perm), dtype)
+        self.graph.record_type(new, dtype, self.shapes.shape(new))
+        self.originals[new.name] = tensor.name, perm
+        return new
+
+    # --- borders -------------------------------------------------------------------------------------------------
+
+    def end_regions(self) -> None:
+        """Let a Transpose compute each channels-first tensor that is still read, or must keep its name."""
+        for tensor in self._computed.values():
+            if tensor.outputs or self.graph.is_kept(tensor):
+                self._add_border(tensor, inward=False)
+
+    def _add_border(self, tensor: Tensor, *, inward: bool) -> None:
+        first, last = tensor, self._images[tensor.name]
+        source, result = (first, last) if inward else (last, first)
+        shape = self.shapes.shape(result)
+        target = [0 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(shape or ())]
+        if has_one_pixel(self.shapes.shape(first)) and all(isinstance(size, int) for size in target):
+            stored = self.graph.constant(f"{result.name}/shape", np.array(target, np.int64))
+            node = self.graph.add_node("Reshape", [source, stored], [result])
+        else:
+            node = self.graph.add_node("Transpose", [source], [result], {"perm": list(TO_LAST if inward else TO_FIRST)})
+        self.borders.append(Border(tensor, node, inward))
+
+    # --- nodes ---------------------------------------------------------------------------------------------------
+
+    def rewrite(
+        self,
+        node: Node,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        attributes: Mapping[str, AttributeValue | None] | None = None,
+    ) -> None:
+        """Let a node read and compute other tensors; a new node takes its place where attributes change.
+
+        An attribute of None is removed.
+        """
+        self.nodes += 1
+        attrs = {**node.attrs, **(attributes or {})}
+        kept = {name: value for name, value in attrs.items() if value is not None}
+        node.inputs.clear()
+        node.outputs.clear()
+        if attributes is None:
+            node.inputs.extend(inputs)
+            node.outputs.extend(outputs)
+        else:
+            self.graph.add_node(node.op, inputs, outputs, kept, name=node.name, domain=node.domain or "")
+
+    def call(
+        self,
+        node: Node,
+        fusion: str,
+        body: Body,
+        operands: Mapping[str, Tensor],
+        perms: Mapping[str, Perm],
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """Replace a node with one output by the call of a channels-last function.
+
+        `operands` are what the call reads, by the names that the body has for them.  `perms` are the perms of those
+        that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
+        """
+        self.nodes += 1
+        output = node.outputs[0]
+        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": [RANK]}
+        stated = "fusion", "operands", "output_types", "attributes"
+        own = {name: value for name, value in own.items() if name not in stated}
+        every: dict[str, AttributeValue] = {
+            "fusion": fusion,
+            "operands": " ".join(operands),
+            "output_types": [self.shapes.dtype(output)],
+            "attributes": " ".join(sorted(own)),
+            **own,
+        }
+        inner = dict(zip(operands, body.operands, strict=True))
+        function = channels_last_function(
+            fusion, body, {inner[name]: perm for name, perm in perms.items()},
+            {body.outputs[0]: TO_LAST}, list(every),
+        )  # fmt: skip
+        name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(output)}/{fusion}")
+        if name not in self.recorded:
+            self.fused.append(Fused(fusion, name, (node.name or output.name,), {}, output.name))
+        node.inputs.clear()
+        node.outputs.clear()
+        op = self.functions.add(function)
+        self.graph.add_node(op, operands.values(), [self.computed(output)], every, name=name, domain=DOMAIN)
+
+
+def is_image_sized(shapes: ShapeInfo, tensor: Tensor) -> bool:
+    """Return whether a computed tensor has the four axes of an image."""
+    return bool(tensor.name) and not is_constant(tensor) and shapes.rank(tensor) == RANK

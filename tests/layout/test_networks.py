@@ -1,0 +1,94 @@
+"""Test blocks of well-known networks: their regions hold together, and what they compute stays the same."""
+
+from __future__ import annotations
+
+import pytest
+from layout_models import assert_same, converted, operators, parse
+from onnx import numpy_helper
+from random_images import check
+
+CSP = """(float[n,3,h,w] x) => (float[n,20,r] y)
+<float[16,3,3,3] k0, float[16,16,1,1] k1, float[8,8,3,3] k2, float[8,8,3,3] k3, float[16,24,1,1] k4,
+ float[8,16,1,1] k5, float[16,32,1,1] k6, float[16,16,3,3] k7, float[20,32,1,1] k8, float[20] b8,
+ float[4] scales = {1,1,2,2}, int64[3] rows = {0,20,-1}>
+{
+  a0 = Conv <strides = [2,2], pads = [1,1,1,1]> (x, k0)  s0 = Sigmoid (a0)  a = Mul (a0, s0)
+  b0 = Conv (a, k1)  s1 = Sigmoid (b0)  b = Mul (b0, s1)
+  c, d = Split <axis = 1, num_outputs = 2> (b)
+  e0 = Conv <pads = [1,1,1,1]> (d, k2)  s2 = Sigmoid (e0)  e = Mul (e0, s2)
+  f0 = Conv <pads = [1,1,1,1]> (e, k3)  s3 = Sigmoid (f0)  f1 = Mul (f0, s3)  f = Add (d, f1)
+  g = Concat <axis = 1> (c, d, f)
+  i0 = Conv (g, k4)  s4 = Sigmoid (i0)  i = Mul (i0, s4)
+  j = Conv (i, k5)
+  p1 = MaxPool <kernel_shape = [5,5], pads = [2,2,2,2]> (j)
+  p2 = MaxPool <kernel_shape = [5,5], pads = [2,2,2,2]> (p1)
+  p3 = MaxPool <kernel_shape = [5,5], pads = [2,2,2,2]> (p2)
+  q = Concat <axis = 1> (j, p1, p2, p3)
+  l = Conv (q, k6)
+  m = Conv <strides = [2,2], pads = [1,1,1,1]> (l, k7)
+  u = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"> (m, , scales)
+  v = Concat <axis = 1> (u, l)
+  o = Conv (v, k8, b8)
+  z = Reshape (o, rows)
+  y = Sigmoid (z)
+}"""
+DENSE = """(float[n,3,h,w] x) => (float[n,24,1,1] y)
+<float[8,3,3,3] k0, float[8] s1, float[8] b1, float[8] m1, float[8] v1, float[8,8,1,1] k1, float[8,8,3,3] k2,
+ float[16] s2, float[16] b2, float[16] m2, float[16] v2, float[8,16,3,3] k3>
+{
+  a = Conv <strides = [2,2]> (x, k0)
+  n1 = BatchNormalization (a, s1, b1, m1, v1)  r1 = Relu (n1)
+  c1 = Conv (r1, k1)  c2 = Relu (c1)  d1 = Conv <pads = [1,1,1,1]> (c2, k2)
+  e = Concat <axis = 1> (a, d1)
+  n2 = BatchNormalization (e, s2, b2, m2, v2)  r2 = Relu (n2)
+  d2 = Conv <pads = [1,1,1,1]> (r2, k3)
+  f = Concat <axis = 1> (e, d2)
+  t = AveragePool <kernel_shape = [2,2], strides = [2,2]> (f)
+  y = GlobalAveragePool (t)
+}"""
+UNET = """(float[2,4,8,8] x, float[2,16] step) => (float[2,4,8,8] y)
+<float[16,4,3,3] k0, float[16,16] wt, float[16,16,3,3] k1, float[16] g, float[16] b, int64[3] groups = {0,4,-1},
+ int64[4] image = {2,16,8,8}, float[4] ones = {1,1,1,1}, float[4] zeros = {0,0,0,0}, float[16,1,1] g3, float[16,1,1] b3,
+ int64[2] axes = {2,3}, int64[3] rows = {0,64,16}, int64[4] square = {0,8,8,16}, float[16,16] wq, float[16,16] wo,
+ float[4,16,3,3] k2>
+{
+  a = Conv <pads = [1,1,1,1]> (x, k0)
+  r = Reshape (a, groups)  i = InstanceNormalization (r, ones, zeros)  j = Reshape (i, image)
+  k = Mul (j, g3)  l = Add (k, b3)  ls = Sigmoid (l)  m = Mul (l, ls)
+  c = Conv <pads = [1,1,1,1]> (m, k1)
+  e0 = MatMul (step, wt)  e = Unsqueeze (e0, axes)
+  d = Add (c, e)
+  f = Add (a, d)
+  p = Transpose <perm = [0,2,3,1]> (f)  q = Reshape (p, rows)
+  n = LayerNormalization (q, g, b)
+  s = MatMul (n, wq)  t = Softmax <axis = -1> (s)  o = MatMul (t, wo)
+  u = Add (o, q)
+  v = Reshape (u, square)  w = Transpose <perm = [0,3,1,2]> (v)
+  z = Add (w, a)
+  y = Conv <pads = [1,1,1,1]> (z, k2)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "transposes", "sizes"),
+    [
+        pytest.param(CSP, 1, {"n": 2, "h": 32, "w": 48}, id="csp"),  # in front of the rows
+        pytest.param(DENSE, 0, {"n": 2, "h": 17, "w": 23}, id="dense"),
+        pytest.param(UNET, 1, {}, id="unet"),  # of the output; the stem reads the input as it is
+    ],
+)
+def test_networks(text: str, transposes: int, sizes: dict[str, int]) -> None:
+    model = parse(text)
+    for tensor in model.graph.initializer:  # variances are positive
+        if tensor.name in ("v1", "v2"):
+            tensor.CopyFrom(numpy_helper.from_array(abs(numpy_helper.to_array(tensor)) + 1, tensor.name))
+    result = converted(model)
+    found = operators(result)
+    assert found["Transpose"] == transposes, (found, result.layout.ends)
+    assert found["Conv"] == found["BatchNormalization"] == found["MaxPool"] == found["Resize"] == 0
+    assert_same(model, result.model, **sizes)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_networks(seed: int) -> None:
+    check(seed)

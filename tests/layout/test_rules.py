@@ -1,0 +1,307 @@
+"""Test what each operator becomes in a channels-last region: it computes the same, and no Transpose is left inside."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+from layout_models import assert_same, attribute, converted, nodes, operators, parse
+
+# A region: two convolutions around what is tested, of 8 channels, which begin and end at the graph.
+HEAD = "(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[8,8,3,3] k1, float[8,8,3,3] k2 {weights}>"
+BORDERS = 2  # Transposes: of x and of y
+SIZES = {"n": 2, "h": 6, "w": 10}
+
+
+def between(body: str, weights: str = "", channels: int = 8, opset: int = 20, **values: np.ndarray) -> onnx.ModelProto:
+    """Return a model with `body` between two convolutions: it computes `b` of that many channels from `a`."""
+    head = HEAD.format(weights=weights and f", {weights}").replace("float[8,8,3,3] k2", f"float[8,{channels},3,3] k2")
+    text = f"{head} {{ a = Conv <pads = [1,1,1,1]> (x, k1) {body} y = Conv <pads = [1,1,1,1]> (b, k2) }}"
+    return parse(text, opset, **values)
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "inside"),
+    [
+        ("b = Relu (a)", "", {}),
+        ("c = Abs (a) b = Sqrt (c)", "", {"Abs": 1, "Sqrt": 1}),
+        ("b = Clip (a, low, high)", "float low = {-0.5}, float high = {0.5}", {}),
+        ("b = Min (a, s)", "float s = {3}", {"Min": 1}),
+        ("b = Max (a, s)", "float[8,1,1] s", {"Max": 1}),
+        ("b = Max (s, a)", "float[1,8,1,1] s", {"Max": 1}),
+        ("b = Sub (s, a)", "float[10] s", {"Sub": 1}),
+        ("b = Add (a, s)", "float[6,10] s", {"Add": 1}),
+        ("b = PRelu (a, s)", "float[8,1,1] s", {"PRelu": 1}),
+        ("c = Greater (a, s) b = Where (c, a, s)", "float[8,1,1] s", {"Greater": 1, "Where": 1}),
+        ("c = Exp (a) b = Max (a, c, s)", "float[1] s", {"Exp": 1, "Max": 1}),
+        ("c = Exp (a) b = Div (a, c)", "", {"Exp": 1, "Div": 1}),
+        ("b = Softmax <axis = 1> (a)", "", {"Softmax": 1}),
+        ("b = Softmax <axis = -2> (a)", "", {"Softmax": 1}),
+        ("c = ReduceMax <keepdims = 1> (a, axes) b = Sub (a, c)", "int64[1] axes = {1}", {"ReduceMax": 1, "Sub": 1}),
+        ("c = ReduceMean (a, axes) b = Sub (a, c)", "int64[2] axes = {2,3}", {"global_average_pool": 1, "Sub": 1}),
+        ("c = GlobalAveragePool (a) b = Mul (a, c)", "", {"global_average_pool": 1, "channel_scale": 1}),
+        ("c = GlobalAveragePool (a) d = Sigmoid (c) b = Mul (d, a)", "",
+         {"global_average_pool": 1, "channel_scale": 1, "Sigmoid": 1}),
+        ("b, i = MaxPool <kernel_shape = [3,3], pads = [1,1,1,1]> (a)", "", {"max_pool": 1}),
+        ("b = MaxPool <kernel_shape = [2,3], strides = [2,1], ceil_mode = 1, dilations = [1,2]> (a)", "",
+         {"max_pool": 1}),
+        ("b = AveragePool <kernel_shape = [3,2], auto_pad = \"SAME_UPPER\", count_include_pad = 1> (a)", "",
+         {"average_pool": 1}),
+        ("b = Resize <mode = \"nearest\", coordinate_transformation_mode = \"asymmetric\", nearest_mode = \"floor\">"
+         "(a, , scales)", "float[4] scales = {1,1,2,2}", {"resize": 1}),
+        ("b = Resize <mode = \"linear\", axes = [-2, -1]> (a, , , sizes)", "int64[2] sizes = {9,7}", {"resize": 1}),
+        ("b = Resize <mode = \"linear\", axes = [3, 2]> (a, , scales)", "float[2] scales = {1.5,2}", {"resize": 1}),
+        ("c = Slice (a, starts, ends, axes) b = Concat <axis = 1> (c, c)",
+         "int64[1] starts = {4}, int64[1] ends = {8}, int64[1] axes = {1}", {"Slice": 1, "Concat": 1}),
+        ("b = Slice (a, starts, ends)", "int64[4] starts = {0,0,1,2}, int64[4] ends = {9,9,9,9}", {"Slice": 1}),
+        ("b = Slice (a, starts, ends, axes, steps)",
+         "int64[2] starts = {0,0}, int64[2] ends = {9,9}, int64[2] axes = {-1,2}, int64[2] steps = {2,1}",
+         {"Slice": 1}),
+        ("c, d = Split <axis = 1, num_outputs = 2> (a) e = Exp (d) b = Concat <axis = -3> (e, c)", "",
+         {"Split": 1, "Exp": 1, "Concat": 1}),
+        ("b = Pad (a, pads, value)", "int64[8] pads = {0,0,1,2,0,0,3,4}, float value = {0.5}", {"Pad": 1}),
+        ("b = Pad <mode = \"reflect\"> (a, pads, , axes)", "int64[4] pads = {1,2,3,4}, int64[2] axes = {3,2}",
+         {"Pad": 1}),
+        ("c = Concat <axis = 2> (a, s) b = Exp (c)", "float[2,8,1,10] s", {"Concat": 1, "Exp": 1}),
+        ("b = Dropout (a)", "", {}),
+        ("c = Cast <to = 11> (a) d = Exp (c) b = Cast <to = 1> (d)", "", {"Cast": 2, "Exp": 1}),
+        ("b = Gelu (a)", "", {}),
+        ("c = Mul (a, s) t = Sigmoid (c) b = Mul (c, t)", "float[1,8,1,1] s", {"activation": 1}),
+    ],
+)  # fmt: skip
+def test_operators_inside_a_region(body: str, weights: str, inside: dict[str, int]) -> None:
+    channels = 8
+    model = between(body, weights, channels)
+    result = converted(model)
+    found = operators(result)
+    assert found.pop("conv_bias_activation") == 2
+    assert found.pop("Transpose") == BORDERS
+    if "activation" in inside:  # the scale is folded into the weights in front of it
+        assert sum(found.values()) <= 1
+    else:
+        assert found == Counter(inside)
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize("opset", range(11, 24))
+def test_axes_in_every_opset(opset: int) -> None:
+    """Axes, pads, splits and scales were attributes, and became inputs."""
+    axes_of_mean = "ReduceMean <axes = [1]> (a)" if opset < 18 else "ReduceMean (a, one)"
+    split = "Split <axis = 1> (e)" if opset < 18 else "Split <axis = 1, num_outputs = 2> (e)"
+    body = f"""
+      c = {axes_of_mean} d = Sub (a, c)
+      e = Pad (d, pads)
+      f, g = {split}
+      i = Concat <axis = 1> (g, f)
+      j = Slice (i, begin, end, spatial)
+      b = Resize <mode = "nearest"> (j, none, scales)
+    """
+    weights = """int64[1] one = {1}, int64[8] pads = {0,0,1,1,0,0,1,1}, int64[2] begin = {1,1}, int64[2] end = {6,9},
+      int64[2] spatial = {2,3}, float[4] scales = {1,1,2,2}"""
+    model = between(body, weights, opset=opset, none=np.zeros(0, np.float32))
+    result = converted(model)
+    assert operators(result) == {
+        "conv_bias_activation": 2, "Transpose": BORDERS, "ReduceMean": 1, "Sub": 1, "Pad": 1, "Split": 1, "Concat": 1,
+        "Slice": 1, "resize": 1,
+    }  # fmt: skip
+    assert_same(model, result.model, **SIZES)
+
+
+def test_attributes_of_convolutions() -> None:
+    text = """(float[n,8,h,w] x) => (float[n,6,p,q] y)
+    <float[8,1,3,5] k1, float[12,4,3,3] k2, float[12] b2, float[6,12,1,1] k3>
+    { a = Conv <group = 8, auto_pad = "SAME_UPPER", strides = [2, 1]> (x, k1)
+      b = Conv <group = 2, dilations = [1, 2], pads = [0, 1, 2, 3]> (a, k2, b2)
+      c = Relu (b)
+      y = Conv (c, k3) }"""
+    model = parse(text)
+    result = converted(model)
+    depthwise, grouped, last = nodes(result, "conv_bias_activation")
+    for node in (depthwise, grouped, last):
+        assert attribute(node, "layout") == "nhwc" and attribute(node, "x_layout") is None
+        named = set(attribute(node, "attributes").split())
+        assert named == {a.name for a in node.attribute} - {"fusion", "operands", "output_types", "attributes"}
+    assert [attribute(n, "w_layout") for n in (depthwise, grouped, last)] == ["hwio", "ohwi", "ohwi"]
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in result.model.graph.initializer}
+    assert [shapes[n.input[1]] for n in (depthwise, grouped, last)] == [(3, 5, 1, 8), (12, 3, 3, 4), (6, 1, 1, 12)]
+    assert attribute(depthwise, "auto_pad") == "SAME_UPPER" and attribute(depthwise, "strides") == [2, 1]
+    assert attribute(grouped, "pads") == [0, 1, 2, 3] and attribute(grouped, "activation") == "relu"
+    assert [attribute(n, "activation") for n in (depthwise, last)] == ["none", "none"]
+    assert attribute(depthwise, "operands") == attribute(last, "operands") == "x w"
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_stem_reads_its_image_as_it_is(channels: int) -> None:
+    text = f"""(float[n,{channels},h,w] x) => (float[n,8,p,q] y) <float[8,{channels},3,3] k1, float[8,8,3,3] k2>
+    {{ a = Conv <strides = [2,2]> (x, k1) b = Relu (a) y = Conv (b, k2) }}"""
+    model = parse(text)
+    result = converted(model)
+    stem, _ = nodes(result, "conv_bias_activation")
+    assert attribute(stem, "x_layout") == "nchw" and stem.input[0] == "x"
+    assert operators(result) == {"conv_bias_activation": 2, "Transpose": 1}
+    assert_same(model, result.model, n=2, h=9, w=11)
+
+
+def test_few_channels_inside_a_region_are_read_channels_last() -> None:
+    text = """(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[3,8,3,3] k1, float[8,3,3,3] k2>
+    { a = Conv (x, k1) y = Conv (a, k2) }"""
+    model = parse(text)
+    result = converted(model)
+    assert [attribute(n, "x_layout") for n in nodes(result, "conv_bias_activation")] == [None, None]
+    assert operators(result)["Transpose"] == BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
+def test_normalizing_the_image_stays_in_front_of_the_stem() -> None:
+    """Operators that are neutral leave a region where that saves a Transpose."""
+    text = """(float[n,3,h,w] x) => (float[n,8,p,q] y) <float[3,1,1] mean, float[8,3,3,3] k1, float[8,8,3,3] k2>
+    { d = Sub (x, mean) e = Abs (d) a = Conv (e, k1) b = Relu (a) y = Conv (b, k2) }"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result)["Transpose"] == 1
+    assert_same(model, result.model, **SIZES)
+
+
+def test_equal_weights_are_stored_once() -> None:
+    text = """(float[n,8,h,w] x) => (float[n,8,p,q] y) <float[8,8,3,3] k>
+    { a = Conv (x, k) b = Relu (a) c = Conv (b, k) y = Conv (c, k) }"""
+    result = converted(parse(text))
+    assert len({node.input[1] for node in nodes(result, "conv_bias_activation")}) == 1
+    assert [t.name for t in result.model.graph.initializer] == ["k/ohwi"]
+
+
+def test_a_residual_before_and_after_the_activation() -> None:
+    for body, position in (
+        ("e = Relu (a) c = Conv <pads = [1,1,1,1]> (e, k3) d = Add (c, e) b = Relu (d)", "before"),
+        ("e = Relu (a) c = Conv <pads = [1,1,1,1]> (e, k3) d = Relu (c) b = Add (d, e)", "after"),
+    ):
+        model = between(body, "float[8,8,3,3] k3")
+        result = converted(model)
+        (node,) = (n for n in nodes(result, "conv_bias_activation") if "residual" in attribute(n, "operands"))
+        assert attribute(node, "residual_position") == position
+        assert operators(result) == {"conv_bias_activation": 3, "Transpose": BORDERS}
+        assert_same(model, result.model, **SIZES)
+
+
+def test_a_squeeze_and_excite_block_stays_inside() -> None:
+    """The convolutions of the gate, whose images have one pixel, are in the region."""
+    body = """m = GlobalAveragePool (a) s = Conv (m, k3) t = Relu (s) e = Conv (t, k4) g = HardSigmoid (e)
+    b = Mul (a, g)"""
+    model = between(body, "float[4,8,1,1] k3, float[8,4,1,1] k4")
+    result = converted(model)
+    assert operators(result) == {
+        "conv_bias_activation": 4, "Transpose": BORDERS, "global_average_pool": 1, "channel_scale": 1,
+    }  # fmt: skip
+    (scale,) = nodes(result, "channel_scale")
+    assert attribute(scale, "operands") == "x gate" and attribute(scale, "activation") == "none"
+    assert_same(model, result.model, **SIZES)
+
+
+def test_group_norm_inside_a_region() -> None:
+    body = """r = Reshape (a, groups) i = InstanceNormalization (r, ones, zeros) t = Reshape (i, shape)
+    u = Mul (t, scale) b = Add (u, shift)"""
+    weights = """int64[3] groups = {0,4,-1}, float[4] ones = {1,1,1,1}, float[4] zeros = {0,0,0,0},
+      int64[4] shape = {2,8,6,10}, float[8,1,1] scale, float[8,1,1] shift"""
+    text = between(body, weights)
+    text.graph.input[0].type.tensor_type.shape.CopyFrom(
+        onnx.helper.make_tensor_type_proto(1, [2, 8, 6, 10]).tensor_type.shape
+    )
+    result = converted(text)
+    assert operators(result) == {"conv_bias_activation": 2, "Transpose": BORDERS, "group_norm": 1}
+    assert attribute(nodes(result, "group_norm")[0], "layout") == "nhwc"
+    assert_same(text, result.model)
+
+
+def test_shapes_of_images_are_put_into_order() -> None:
+    """Only the order of four numbers changes, so that no image is transposed for them."""
+    body = "b = Relu (a) s = Shape <start = 2> (b) f = Cast <to = 1> (s) g = ReduceSum <keepdims = 0> (f)"
+    model = between(body)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("s", onnx.TensorProto.INT64, [2]))
+    result = converted(model)
+    assert operators(result)["Transpose"] == BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "g = GlobalAveragePool (a) y = Flatten (g)",
+        "g = GlobalAveragePool (a) y = Reshape (g, flat)",
+        "g = GlobalAveragePool (a) y = Squeeze (g, spatial)",
+        "y = ReduceMean <keepdims = 0> (a, spatial)",
+    ],
+)
+def test_one_pixel_needs_no_transpose(tail: str) -> None:
+    text = f"""(float[n,3,h,w] x) => (float[n,8] y)
+    <float[8,3,3,3] k1, int64[2] flat = {{0,-1}}, int64[2] spatial = {{2,3}}>
+    {{ a = Conv (x, k1) {tail} }}"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result)["Transpose"] == 0, operators(result)
+    assert_same(model, result.model, **SIZES)
+
+
+def test_one_pixel_that_is_computed_elsewhere() -> None:
+    """The embedding of a diffusion step: (N, C, 1, 1) has the elements of (N, 1, 1, C) in the same order."""
+    text = """(float[n,8,h,w] x, float[n,8] step) => (float[n,8,p,q] y) <float[8,8,3,3] k1, float[8,8,3,3] k2,
+      int64[2] axes = {2,3}>
+    { a = Conv (x, k1) e = Unsqueeze (step, axes) b = Add (a, e) y = Conv (b, k2) }"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result)["Transpose"] == BORDERS
+    assert_same(model, result.model, **SIZES)
+
+
+def test_layer_norm_between_transposes() -> None:
+    """The Transposes of a ConvNeXt vanish, those around its norms and those around its products."""
+    text = """(float[n,3,h,w] x) => (float[n,8,p,q] y)
+    <float[8,3,2,2] k1, float[8,1,7,7] k2, float[8] s, float[8] t, float[8,16] w1, float[16,8] w2, float[8,8,2,2] k3>
+    { a = Conv <strides = [2,2]> (x, k1)
+      b = Conv <group = 8, pads = [3,3,3,3]> (a, k2)
+      c = Transpose <perm = [0,2,3,1]> (b)
+      d = LayerNormalization (c, s, t)
+      e = MatMul (d, w1) f = Gelu (e) g = MatMul (f, w2)
+      i = Transpose <perm = [0,3,1,2]> (g)
+      j = Add (a, i)
+      y = Conv <strides = [2,2]> (j, k3) }"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result)["Transpose"] == 1  # of y
+    assert_same(model, result.model, n=2, h=16, w=20)
+
+
+def test_rows_of_pixels() -> None:
+    """Images that become rows of pixels, as vision transformers read them, need no Transpose."""
+    text = """(float[n,3,16,16] x) => (float[n,256,8] y)
+    <float[8,3,3,3] k1, float[8,8,3,3] k2, int64[3] rows = {0,8,-1}>
+    { a = Conv <pads = [1,1,1,1]> (x, k1) b = Conv <pads = [1,1,1,1]> (a, k2)
+      c = Reshape (b, rows) y = Transpose <perm = [0,2,1]> (c) }"""
+    model = parse(text)
+    result = converted(model)
+    assert operators(result) == {"conv_bias_activation": 2, "Reshape": 1}
+    assert_same(model, result.model, n=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "transposes", "reason"),
+    [
+        ("c, i = MaxPool <kernel_shape = [2,2]> (a) d = Cast <to = 1> (i) b = Add (c, d)", "", 4,
+         "its second output is read"),
+        ("b = Softmax <axis = 3> (a)", "", 4, "its fusion has no channels-last form"),
+        ("b = DepthToSpace <blocksize = 2> (a)", "", 3, "its operator has no channels-last form"),
+        ("b = LRN <size = 3> (a)", "", 4, "its operator has no channels-last form"),
+        ("b = Resize <mode = \"cubic\"> (a, , scales)", "float[4] scales = {1,1,2,2}", 4,
+         "its mode is neither nearest nor linear"),
+        ("m = ReduceMean <keepdims = 0> (a) r = Mul (k, m) b = Conv (a, r)", "float[8,8,3,3] k", 4,
+         "its weights 'r' are no constant"),
+    ],
+)  # fmt: skip
+def test_where_regions_end(body: str, weights: str, transposes: int, reason: str) -> None:
+    model = between(body, weights, channels=2 if "Depth" in body else 8)
+    result = converted(model)
+    assert operators(result)["Transpose"] == transposes
+    assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends
+    assert_same(model, result.model, **SIZES)
