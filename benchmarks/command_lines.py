@@ -28,6 +28,17 @@ def attention(description: str | None) -> argparse.Namespace:
     return made.parse_args()
 
 
+def conv(description: str | None) -> argparse.Namespace:
+    """Return what the command line of conv.py asks for."""
+    made = parser(description)
+    made.add_argument("--only", default="", help="parts of shapes' names, such as '64-64 56', separated by commas")
+    made.add_argument("--dtypes", default="float16", help="separated by commas")
+    made.add_argument("--activation", default="relu", choices=("relu", "silu", "none"), help="of the fused nodes")
+    made.add_argument("--quick", action="store_true", help="three replays, and one epilogue a shape")
+    add_earlier(made)
+    return made.parse_args()
+
+
 def gemm(description: str | None) -> argparse.Namespace:
     """Return what the command line of gemm.py asks for."""
     made = parser(description)

@@ -25,6 +25,7 @@ class Case:
     """A model at one size; `tool` is its name in onnxruntime's transformers tool, '' if that has none.
 
     `fixed`: onnxruntime is told the sizes, as it has to be for a CUDA graph of a model that computes with them.
+    `groups`: the sets of models that it belongs to.
     """
 
     name: str
@@ -33,6 +34,12 @@ class Case:
     tool: str = ""
     convolutions: bool = False
     fixed: bool = False
+    dtype: str = "fp16"
+    groups: tuple[str, ...] = ("default",)
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.architecture}.onnx" if self.dtype == "fp16" else f"{self.architecture}_{self.dtype}.onnx"
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,9 @@ def from_models(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def job_of(architecture: str) -> Any:
-    """Return the export job of an architecture in its public size, through dynamo in fp16."""
+def job_of(architecture: str, dtype: str = "fp16") -> Any:
+    """Return the export job of an architecture in its public size, through dynamo."""
     found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
     attention = "" if found.variants and not found.variants[0].attention else "sdpa"
-    variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, "fp16")
+    variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, dtype)
     return from_models("exporters").Job(found, variant, found.full)

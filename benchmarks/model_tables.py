@@ -24,8 +24,8 @@ def table(rows: Sequence[Mapping[str, Any]], order: Sequence[str], title: str) -
     cells = {(row["model"], row["peer"]): cell(row) for row in rows}
     names = [peer.name for peer in PEERS if any(row["peer"] == peer.name for row in rows)]
     wide = [max(9, len(case)) for case in cases]
-    lines = [" ".join([f"{title:22}", *(f"{case:>{w}}" for case, w in zip(cases, wide, strict=True))])]
-    lines += [" ".join([f"{peer:22}", *(f"{cells.get((case, peer), ''):>{w}}" for case, w in
+    lines = [" ".join([f"{title:26}", *(f"{case:>{w}}" for case, w in zip(cases, wide, strict=True))])]
+    lines += [" ".join([f"{peer:26}", *(f"{cells.get((case, peer), ''):>{w}}" for case, w in
                                         zip(cases, wide, strict=True))]) for peer in names]  # fmt: skip
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from model_cases import Case, Work, feeds_of, job_of, model_of
 from torch_peers import in_torch, in_torch_in_place
 
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.layout.assign import Layout
 from onnxfuse.optimizer import optimize
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import bind, start_session
@@ -24,8 +25,12 @@ from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, mod
 
 SAMPLE = 2**20  # values of an output that are compared
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values
+EXACT = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}  # an exhaustive search takes seconds a model
 GRAPH = {"enable_cuda_graph": 1}
 NHWC = {"prefer_nhwc": 1, "fuse_conv_bias": 1}  # onnxruntime 1.31.1: the second without the first fails in fp16
+
+
+MAX_AUTOTUNE = "torch-max-autotune-channels-last"
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Peer:
     """A way to run a model; `prepare` returns something with `run()` and `outputs()`.
 
     What it takes on an H200, estimated: `seconds` each time, and `once` for every architecture.
+    `compiles`: its first run fills caches on disk.
     """
 
     name: str
@@ -42,6 +48,7 @@ class Peer:
     once: float = 0
     by_default: bool = True
     torch: bool = False
+    compiles: bool = False
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
@@ -51,7 +58,7 @@ class Peer:
 def reference(work: Work) -> dict[str, Sampled]:
     """Return the outputs of the model in float32, which onnxruntime computes without TF32."""
     model, feeds = model_of(work), feeds_of(work)
-    options = {"use_tf32": 0} if work.provider == "cuda" else {}
+    options = EXACT if work.provider == "cuda" else {}
     if half_precision_of(model):
         model, feeds = model_to_float32(model), arrays_to_float32(feeds)
     bound = bind(start_session(model, None, work.provider, options=options), feeds, work.provider)
@@ -95,7 +102,7 @@ def _by_the_tool(path: Path, kind: str, heads: int, hidden: int) -> onnx.ModelPr
 
 def by_the_tool(work: Work) -> onnx.ModelProto:
     """Return the model that onnxruntime.transformers.optimizer makes."""
-    config = job_of(work.case.architecture).config
+    config = job_of(work.case.architecture, work.case.dtype).config
     return _by_the_tool(work.path, work.case.tool, config["heads"], config["hidden"])
 
 
@@ -113,18 +120,28 @@ def by_onnxscript(work: Work) -> onnx.ModelProto:
     return _by_onnxscript(work.path)
 
 
-@functools.lru_cache(maxsize=1)
-def _fused(work: Work) -> onnx.ModelProto:
-    return optimize(model_of(work), verify=False)[0]
+@functools.lru_cache(maxsize=2)
+def _fused(work: Work, layout: Layout) -> onnx.ModelProto:
+    return optimize(model_of(work), layout=layout, verify=False)[0]
 
 
 def fused(work: Work) -> onnx.ModelProto:
     """Return the model that onnxfuse makes."""
-    return _fused(work)
+    return _fused(work, "auto")
+
+
+def fused_in_nchw(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes with images as the original has them."""
+    return _fused(work, "nchw")
+
+
+def fused_in_nhwc(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes with all images channels-last that can be, whatever their dtype."""
+    return _fused(work, "nhwc")
 
 
 def in_onnxruntime(
-    make: Callable[[Work], onnx.ModelProto], kernels: bool = False, options: Mapping[str, int] | None = None
+    make: Callable[[Work], onnx.ModelProto], kernels: bool = False, options: Mapping[str, int | str] | None = None
 ) -> Callable[[Work], Any]:
     """Return the `prepare` of a peer that changes the model and runs it in onnxruntime."""
 
@@ -137,10 +154,13 @@ def in_onnxruntime(
 
 
 def release() -> None:
-    """Release the memory of the last peer."""
+    """Release the memory and the compiled code of the last peers."""
     gc.collect()
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        sys.modules["torch"].cuda.empty_cache()
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _has_tool(case: Case) -> bool:
@@ -160,20 +180,29 @@ PEERS = (
     Peer("ort", in_onnxruntime(as_exported), 2),
     Peer("ort-graph", in_onnxruntime(as_exported, options=GRAPH), 2),
     Peer("onnxfuse", in_onnxruntime(fused, kernels=True), 2.5, once=3),
-    Peer("onnxfuse-graph", in_onnxruntime(fused, kernels=True, options=GRAPH), 2),
+    Peer("onnxfuse-graph", in_onnxruntime(fused, kernels=True, options=GRAPH), 2, compiles=True),
     Peer("onnxfuse-bodies", in_onnxruntime(fused), 2),
     Peer("onnxfuse-bodies-graph", in_onnxruntime(fused, options=GRAPH), 2, by_default=False),
     Peer("ort-nhwc", in_onnxruntime(as_exported, options=NHWC), 1.5, _convolutions),
     Peer("ort-nhwc-graph", in_onnxruntime(as_exported, options=NHWC | GRAPH), 1.5, _convolutions),
-    Peer("onnxfuse-nhwc-graph", in_onnxruntime(fused, kernels=True, options=NHWC | GRAPH), 1.5, _convolutions),
+    Peer("onnxfuse-nhwc-graph", in_onnxruntime(fused_in_nchw, kernels=True, options=NHWC | GRAPH), 1.5, _convolutions),
+    Peer("onnxfuse-layout-nchw-graph", in_onnxruntime(fused_in_nchw, kernels=True, options=GRAPH), 3, _convolutions,
+         by_default=False, compiles=True),
+    Peer("onnxfuse-layout-nhwc-graph", in_onnxruntime(fused_in_nhwc, kernels=True, options=GRAPH), 3, _convolutions,
+         by_default=False, compiles=True),
     Peer("onnxscript", in_onnxruntime(by_onnxscript), 2, _has_tool, once=6),
     Peer("onnxscript-graph", in_onnxruntime(by_onnxscript, options=GRAPH), 2, _has_tool, by_default=False),
     Peer("ort-transformers", in_onnxruntime(by_the_tool), 2, _has_tool, once=6),
     Peer("ort-transformers-graph", in_onnxruntime(by_the_tool, options=GRAPH), 2, _has_tool, by_default=False),
-    Peer("torch-reduce-overhead", in_torch("reduce-overhead"), 12, torch=True),
+    Peer("torch-reduce-overhead", in_torch("reduce-overhead"), 12, torch=True, compiles=True),
+    Peer("torch-channels-last", in_torch("reduce-overhead", channels_last=True), 12, _convolutions, by_default=False,
+         torch=True, compiles=True),
     Peer("torch-static-cache", in_torch_in_place("reduce-overhead"), 12, _has_cache, torch=True),
     Peer("torch-eager", in_torch(), 1.5, once=4, torch=True),
     Peer("torch-compile", in_torch("default"), 12, by_default=False, torch=True),
     Peer("torch-max-autotune", in_torch("max-autotune"), 90, by_default=False, torch=True),
-)
+    Peer(MAX_AUTOTUNE, in_torch("max-autotune", channels_last=True), 90, _convolutions, by_default=False, torch=True),
+)  # fmt: skip
 QUICK = ("ort", "ort-graph", "onnxfuse", "onnxfuse-graph")
+CONVOLUTIONS = ("ort-graph", "ort-nhwc-graph", "onnxfuse-layout-nchw-graph", "onnxfuse-graph", "torch-reduce-overhead",
+                "torch-channels-last")  # fmt: skip

@@ -33,18 +33,23 @@ def captured(calls: Calls) -> Captured:
         one = elapsed(calls[-1])
     rounds = max(1, math.ceil(GRAPH_US / (len(calls) * max(one, 1.0))))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):  # torch.cuda.graph() would collect garbage, which takes longer than the measurement
+        graph.capture_begin()
+        try:
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        finally:
+            graph.capture_end()
     graph.replay()
     return Captured(graph, rounds * len(calls), calls)
 
 
-def in_turns(graphs: dict[str, Captured]) -> dict[str, float]:
+def in_turns(graphs: dict[str, Captured], replays: int = REPLAYS) -> dict[str, float]:
     """Return the microseconds of a call in each graph, the median of its replays."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         for name, each in graphs.items():
             times[name].append(elapsed(each.graph.replay) / each.count)
     return {name: statistics.median(found) for name, found in times.items()}

@@ -46,17 +46,37 @@ class Job:
 def build_model(job: Job) -> nn.Module:
     """Return the torch module in eval mode, every parameter and running statistic drawn from the seed.
 
-    In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time; others are the same
-    on every machine.
+    In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time, and the running
+    statistics are those of random inputs, as in a trained model; others are the same on every machine.
     """
-    drawn_on = "cuda" if job.config is job.architecture.full and torch.cuda.is_available() else "cpu"
+    full = job.config is job.architecture.full
+    drawn_on = "cuda" if full and torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
     with torch.device(drawn_on):
         model = job.architecture.build(job.config, job.variant.attention).eval()
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             randomise(name.rsplit(".", 1)[-1], value, job.architecture.gain)
+    if full:
+        calibrate(model, {name: x.to(drawn_on) for name, x in job.arguments(job.architecture.sizes[0], "fp32").items()})
     return model.to("cpu", DTYPES[job.variant.dtype])
+
+
+def calibrate(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Set the running statistics of every BatchNormalization to those of these inputs.
+
+    With others, rounding errors grow from layer to layer: an EfficientNet in float16 was 2 to 5 % off, by every engine.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the average of all batches
+        norm.train()
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()
 
 
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from architecture import Architecture, Config, Input, Variant
+from convolutional import densenet, detector, efficientnet, mobilenet_v3, mobilenet_v3_large, unet, vae_decoder
 from modules import (
     GPT2_NAMES,
     SWIN_NAMES,
     T5_NAMES,
     from_transformers,
     llama_with_cache,
-    mobilenet_v3,
     transformer_encoder,
     whisper_encoder,
 )
@@ -54,6 +54,25 @@ def features(config: Config) -> tuple[Input, ...]:
     return (Input("src", ("batch", "seq", config["hidden"])),)
 
 
+def noise(config: Config) -> tuple[Input, ...]:
+    """Noisy latents, sinusoids of the time step, and the vectors of a prompt."""
+    return (
+        *latents(config),
+        Input("time", ("batch", config["widths"][0])),
+        Input("context", ("batch", config["words"], config["context"])),
+    )
+
+
+def latents(config: Config) -> tuple[Input, ...]:
+    """A batch of square latents of fixed size."""
+    return (Input("sample", ("batch", config["latents"], config["side"], config["side"])),)
+
+
+def plain_latents(config: Config) -> tuple[Input, ...]:
+    """The same for a torch.nn.Sequential."""
+    return tuple(dataclasses.replace(each, arg="input") for each in latents(config))
+
+
 def spectrogram(config: Config) -> tuple[Input, ...]:
     """Log-mel frames, two for every position."""
     return (Input("input_features", ("batch", config["mel_bins"], 2 * config["positions"])),)
@@ -88,7 +107,8 @@ DYNAMO_23 = Variant("dynamo23", "dynamo", 23, "sdpa")
 DYNAMO_PLAIN, TS_PLAIN = Variant("dynamo", "dynamo", None), Variant("ts", "ts", 17, numbered_names=True)
 DYNAMO_BN = Variant("dynamo_bn", "dynamo", None, keep_batch_norm=True)
 TS_BN = Variant("ts13_bn", "ts", 13, keep_batch_norm=True)
-CONVOLUTIONS = (DYNAMO_PLAIN, DYNAMO_BN, TS_BN, dataclasses.replace(DYNAMO_BN, dtype="fp16"))
+HALF, HALF_BN = dataclasses.replace(DYNAMO_PLAIN, dtype="fp16"), dataclasses.replace(DYNAMO_BN, dtype="fp16")
+CONVOLUTIONS = (DYNAMO_PLAIN, DYNAMO_BN, TS_BN, HALF_BN)
 
 BERT = {"layers": 2, "heads": 3, "hidden": 24, "intermediate": 32, "vocab": 64, "positions": 32}
 LLAMA = BERT | {"heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -184,6 +204,85 @@ llama_decode = Architecture(  # for benchmarks: the decoder above with the block
 )
 
 
+convnext = Architecture(
+    "convnext",
+    from_transformers("ConvNextModel", "ConvNextConfig"),
+    image,
+    IMAGE_POOLED,
+    {"depths": [1, 1, 2, 1], "widths": [4, 4, 8, 8], "image": 32},
+    (DYNAMO_PLAIN, TS_PLAIN),
+    IMAGE,
+    full={"depths": [3, 3, 9, 3], "widths": [96, 192, 384, 768], "image": 224},
+)
+CONVOLUTIONAL = (
+    Architecture(
+        "mobilenetv3_large",
+        mobilenet_v3_large,
+        plain_image,
+        CLASSES,
+        {"width_percent": 4, "classes": 10, "image": 64},
+        (HALF_BN, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
+        IMAGE,
+        full={"width_percent": 100, "classes": 1000, "image": 224},
+        gain=1.25,
+    ),
+    Architecture(
+        "efficientnet",
+        efficientnet,
+        plain_image,
+        CLASSES,
+        {"width_percent": 4, "classes": 10, "image": 64},
+        (HALF, Variant("dynamo23", "dynamo", 23)),
+        IMAGE,
+        full={"width_percent": 100, "classes": 1000, "image": 224},
+        gain=1.4,
+    ),
+    Architecture(
+        "densenet",
+        densenet,
+        plain_image,
+        CLASSES,
+        {"depths": [2, 3, 2], "growth": 4, "classes": 10, "image": 32},
+        (HALF_BN, TS_BN),
+        IMAGE,
+        full={"depths": [6, 12, 24, 16], "growth": 32, "classes": 1000, "image": 224},
+        gain=1.4,
+    ),
+    Architecture(
+        "detector",
+        detector,
+        image,
+        (("boxes", ("batch",)), ("scores", ("batch",))),
+        {"widths": [4, 8, 8, 8, 8], "depths": [1, 1, 1, 1], "classes": 4, "bins": 4, "image": 64},
+        (HALF, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
+        IMAGE,
+        full={"widths": [32, 64, 128, 256, 512], "depths": [1, 2, 2, 1], "classes": 80, "bins": 16, "image": 640},
+        gain=1.35,
+    ),
+    Architecture(
+        "unet",
+        unet,
+        noise,
+        (("noise", ("batch",)),),
+        {"latents": 4, "side": 8, "widths": [8, 8], "groups": 2, "head_dim": 4, "words": 5, "context": 6},
+        (HALF, TS_PLAIN),
+        IMAGE,
+        full={"latents": 4, "side": 64, "widths": [320, 640], "groups": 32, "head_dim": 64, "words": 77,
+              "context": 1024},
+    ),
+    Architecture(
+        "vae_decoder",
+        vae_decoder,
+        plain_latents,
+        (("image", ("batch",)),),
+        {"latents": 4, "side": 4, "widths": [8, 8, 4, 4], "groups": 2, "depth": 2},
+        (HALF, Variant("dynamo23", "dynamo", 23)),
+        IMAGE,
+        full={"latents": 4, "side": 64, "widths": [512, 512, 256, 128], "groups": 32, "depth": 3},
+    ),
+)  # fmt: skip
+
+
 def decoder(name: str, model: str, config: str, numbers: Config, *more: Variant, **fixed: object) -> Architecture:
     """A causal language model of transformers, small."""
     build = from_transformers(model, config, **fixed)
@@ -257,14 +356,9 @@ ARCHITECTURES = [
         (dataclasses.replace(DYNAMO, attention="eager"),),
         IMAGE,
     ),
-    Architecture(
-        "convnext",
-        from_transformers("ConvNextModel", "ConvNextConfig"),
-        image,
-        IMAGE_POOLED,
-        {"depths": [1, 1, 2, 1], "widths": [4, 4, 8, 8], "image": 32},
-        (DYNAMO_PLAIN, TS_PLAIN),
-        IMAGE,
+    convnext,
+    dataclasses.replace(  # LayerNormalization over so few channels as above is too sensitive for float16
+        convnext, config={"depths": [1, 1, 2, 1], "widths": [8, 8, 16, 16], "image": 32}, variants=(HALF,), full=None
     ),
     Architecture(
         "efficientnet_b0",
@@ -283,6 +377,7 @@ ARCHITECTURES = [
         IMAGE,
         gain=2.2,
     ),
+    *CONVOLUTIONAL,
     Architecture(
         "whisper_encoder",
         whisper_encoder,

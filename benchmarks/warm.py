@@ -1,0 +1,49 @@
+"""Fill the caches of compiled code before models.py measures, with a process for each peer of each model.
+
+No candidate of a kernel is timed here, because all processes share the GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from model_cases import Work
+from peers import Peer
+
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.plan import Kernel, Launch, Plan
+
+
+def warm(work: Work, peer: Peer) -> None:
+    """Prepare a peer and run it once, which writes compiled code to disk: Inductor's, or that of all candidate plans.
+
+    Whatever the peer raises, models.py records when it measures the peer.
+    """
+    kernels: list[Kernel] = []
+
+    def first_of(plans: Sequence[Plan], *_: Any) -> Plan:
+        kernels.extend(step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch))
+        return plans[0]
+
+    planner.choose_plans_with(first_of)
+    peer.prepare(work).run()
+    if kernels:
+        importlib.import_module("compiling").compile_all(kernels)
+
+
+def in_processes(commands: Sequence[Sequence[str]], at_once: int, seconds: float, log: BinaryIO) -> None:
+    """Run commands, `at_once` at a time, and stop those that are left after so many seconds."""
+    until = time.monotonic() + seconds
+    waiting, running = list(commands), list[subprocess.Popen[bytes]]()
+    while (waiting or running) and time.monotonic() < until:
+        running = [each for each in running if each.poll() is None]
+        while waiting and len(running) < at_once:
+            running.append(subprocess.Popen(waiting.pop(0), stdout=log, stderr=log))
+        time.sleep(0.05)
+    for each in running:
+        each.kill()
+        each.wait()
