@@ -1,0 +1,393 @@
+// Convolutions of images of few channels, x being (n, CHANNELS, height, width), y channels last, by mma.sync from sm_80
+// on: fp16, bf16, and fp32 rounded to TF32.
+//
+//   y = epilogue(conv(x, w))    dilation 1, one group, one or two spatial axes
+//
+// It is a matrix product of pixels x (channels, filter) with (channels, filter) x FILTERS. A block goes through tiles
+// of TP x TQ pixels, and keeps its weights all the time:
+//   1. The part of x that a tile reads, its patch, is copied to shared memory as it is, while the tile before is
+//      computed. What lies outside x is zero there.
+//   2. Along k, an mma reads words of 32 bits: two neighbouring columns of x of a 16-bit type, or one column of fp32.
+//      The words that a pixel reads from a row of the patch lie one after the other, ROW_WORDS of them, so that a
+//      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
+//      16-bit types), they read a second copy of the patch that is shifted by one column.
+//   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
+//   4. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
+//      a lane finishes them in registers and stores whole vectors.
+//
+// Macros:
+//   CHANNELS, FILTERS   channels of x and of y           KH, KW, SH, SW    filter sizes and strides
+//   PAD_W               columns of padding on the left
+//   COPY                elements of x that are copied at a time: they divide its width and TQ SW
+//   TP, TQ              pixels of a tile along height and width; TP TQ is a multiple of 16 WARPS_M
+//   WARPS_M, WARPS_N    warps along pixels and filters   TILES_N           mma tiles of 8 filters of a warp
+//   HELD                1: weights are kept in registers, 0: in shared memory
+//   WIDTH               elements of an access to y: divides FILTERS
+//   W_HWIO              1: w is (KH, KW, CHANNELS, FILTERS); 0: (FILTERS, KH, KW, CHANNELS)
+//   W_COPY              elements of w that are copied at a time; divides FILTERS if W_HWIO
+//   WEIGHTS_CONSTANT    1: no kernel writes w
+//   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
+//   and those of epilogue.cuh
+// CHANNELS height width and the elements of an image of y are less than 2^31.
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "gemm_multiply.cuh"
+
+constexpr int THREADS = 32 * WARPS_M * WARPS_N, PIXELS = TP * TQ;
+constexpr int ITEM = sizeof(T), EACH = 4 / ITEM;  // EACH: elements of a word
+constexpr bool SHIFTED = EACH == 2 && SW % 2;     // there is a shifted copy
+
+// A pixel's columns begin LEAD columns before its first tap, so that they begin at a word; the patch begins EXTRA
+// columns before those of the first pixel, so that copies are aligned.
+constexpr int LEAD = COPY > 1 && EACH == 2 ? PAD_W % 2 : 0;
+constexpr int EXTRA = (COPY - (PAD_W + LEAD) % COPY) % COPY;
+constexpr int ROW_WORDS = (LEAD + KW + EACH - 1) / EACH;  // of a pixel in a row of the patch
+constexpr int WORDS = CHANNELS * KH * ROW_WORDS, STEPS = (WORDS + 7) / 8;
+constexpr int ROWS = (TP - 1) * SH + KH;
+constexpr int COLUMNS = (EXTRA + (TQ - 1) * SW + ROW_WORDS * EACH + (SHIFTED ? 2 : 0) + 7) / 8 * 8;
+
+// Words of a row of the patch. Where the lanes of a load read two rows, they find them in different banks.
+constexpr int pitch_of(int words) {
+    while (ROW_WORDS % 4 && (words % 32 < 12 || words % 32 > 20)) words += 4;
+    return words;
+}
+constexpr int PITCH = pitch_of(COLUMNS / EACH);
+constexpr int PATCH = CHANNELS * ROWS * PITCH;   // words
+constexpr int PATCH_SPAN = SHIFTED ? (PATCH + 15) / 32 * 32 + 16 : PATCH;  // other banks for the copy
+constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
+
+constexpr int BLOCK_N = WARPS_N * TILES_N * 8, TAPS = CHANNELS * KH * KW;
+constexpr int RAW_WORDS = BLOCK_N * TAPS / EACH;  // the block's weights as they lie in w
+constexpr int WEIGHT_WORDS = HELD ? RAW_WORDS : STEPS * BLOCK_N * 8;
+
+static_assert(PIXELS % (16 * WARPS_M) == 0 && TQ * SW % COPY == 0 && FILTERS % WIDTH == 0, "see above");
+static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words and copies are aligned");
+
+// ---- global memory -> shared memory ------------------------------------------------------------------------------
+
+// Copies N elements, or zeroes them unless they exist. Single elements of 16 bits go through registers, at once.
+template <int N>
+__device__ __forceinline__ void copy_elements(T* to, const T* from, bool exist) {
+    if constexpr (N * ITEM >= 4) {
+        copy_async<N * ITEM>(shared_address(to), reinterpret_cast<const char*>(from), exist ? N * ITEM : 0);
+    } else {
+        u32 bits = 0;
+        if (exist) bits = load_cached<1>(from).words[0];
+        to->bits = bits;
+    }
+}
+
+struct Tile { int image, p, q; };  // of its first pixel
+
+struct Image {
+    const T* x;
+    int height, width, pad_h, tiles_h, tiles_w;
+
+    __device__ __forceinline__ Tile tile(int index) const {
+        const u32 row = u32(index) / u32(tiles_w), image = row / u32(tiles_h);
+        return {int(image), int(row - image * tiles_h) * TP, int(index - row * tiles_w) * TQ};
+    }
+
+    // Starts the copies of a tile's patch: each thread copies the same columns of every LINES-th row.
+    __device__ __forceinline__ void begin(u32* to, const Tile& tile) const {
+        constexpr int COPIES = COLUMNS / COPY, LANES = COPIES < THREADS ? COPIES : THREADS, LINES = THREADS / LANES;
+        const int top = tile.p * SH - pad_h, left = tile.q * SW - PAD_W - LEAD - EXTRA;
+        const T* from = x + i64(tile.image) * (CHANNELS * height * width);
+        if (threadIdx.x >= LANES * LINES) return;
+#pragma unroll
+        for (int first = 0; first < COPIES; first += LANES) {
+            const int place = first + int(threadIdx.x) % LANES, column = left + place * COPY;
+            if (COPIES % LANES && place >= COPIES) continue;
+            const bool inside = unsigned(column) < unsigned(width);
+#pragma unroll 4
+            for (int line = int(threadIdx.x) / LANES; line < CHANNELS * ROWS; line += LINES) {
+                const int channel = line / ROWS, row = top + line % ROWS;
+                const bool exist = inside && unsigned(row) < unsigned(height);
+                const int at = exist ? (channel * height + row) * width + column : 0;
+                copy_elements<COPY>(reinterpret_cast<T*>(to + line * PITCH) + place * COPY, from + at, exist);
+            }
+        }
+    }
+};
+
+// Makes the copy of a patch whose columns are shifted by one.
+__device__ __forceinline__ void shift(const u32* from, u32* to) {
+    for (int i = threadIdx.x; i < PATCH - 1; i += THREADS) to[i] = from[i] >> 16 | from[i + 1] << 16;
+}
+
+// Starts the copies of the block's weights: (BLOCK_N, KH, KW, CHANNELS), or (KH, KW, CHANNELS, BLOCK_N) if W_HWIO.
+__device__ __forceinline__ void begin_weights(const T* w, int first_filter, T* to) {
+    const int filters = FILTERS - first_filter < BLOCK_N ? FILTERS - first_filter : BLOCK_N;
+    if constexpr (W_HWIO) {
+#pragma unroll 4
+        for (int i = threadIdx.x * W_COPY; i < TAPS * BLOCK_N; i += THREADS * W_COPY) {
+            const int filter = i % BLOCK_N;
+            if (filter < filters) copy_elements<W_COPY>(to + i, w + i / BLOCK_N * FILTERS + first_filter + filter, true);
+        }
+    } else {
+        const int count = filters * TAPS;
+        w += first_filter * TAPS;
+#pragma unroll 4
+        for (int i = threadIdx.x * W_COPY; i <= count - W_COPY; i += THREADS * W_COPY)
+            copy_elements<W_COPY>(to + i, w + i, true);
+#pragma unroll 1
+        for (int i = count / W_COPY * W_COPY + threadIdx.x; i < count; i += THREADS)
+            copy_elements<1>(to + i, w + i, true);
+    }
+}
+
+// ---- which filter is which column of an mma ----------------------------------------------------------------------
+
+// Of the sums of an mma tile a lane has two neighbouring columns. In a group of mma tiles, each lane gets as many
+// neighbouring filters as it has sums of a pixel there: 16 bytes of y in the groups of the largest size.
+constexpr int LARGEST_GROUP = 8 / ITEM, IN_LARGEST = TILES_N / LARGEST_GROUP * LARGEST_GROUP;
+
+constexpr int group_size(int tile) {
+    if (tile < IN_LARGEST) return LARGEST_GROUP;
+    return (TILES_N - IN_LARGEST) / 2 * 2 > tile - IN_LARGEST ? 2 : 1;
+}
+
+constexpr int group_first(int tile) {
+    if (tile < IN_LARGEST) return tile / LARGEST_GROUP * LARGEST_GROUP;
+    return group_size(tile) == 2 ? IN_LARGEST : TILES_N - 1;
+}
+
+// The filter, counted from the warp's first, of a column of one of the warp's mma tiles.
+__device__ __forceinline__ int filter_of(int tile, int column) {
+    const int first = group_first(tile);
+    return first * 8 + column / 2 * (2 * group_size(tile)) + (tile - first) * 2 + column % 2;
+}
+
+// ---- words along k -----------------------------------------------------------------------------------------------
+
+// The row of the filter and the word in it that a lane of four reads; k is that of the first. line counts
+// (channel, row of the filter).
+struct Word { int line, word; };
+
+__device__ __forceinline__ Word word_of(int k, int lane) {
+    if constexpr (ROW_WORDS % 4 == 0) return {k / ROW_WORDS, k % ROW_WORDS + lane};
+    else return {(k + lane) / ROW_WORDS, (k + lane) % ROW_WORDS};
+}
+
+// Two weights of a 16-bit type or one of fp32, from the block's weights in shared memory; zero where no tap is.
+__device__ __forceinline__ u32 weight_word(const T* raw, Word at, int filter) {
+    const int channel = at.line / KH, r = at.line % KH;
+    const auto bits = [&](int s) -> u32 {
+        if (at.line >= CHANNELS * KH || s < 0 || s >= KW) return 0;
+        const int tap = (r * KW + s) * CHANNELS + channel;
+        return raw[W_HWIO ? tap * BLOCK_N + filter : filter * TAPS + tap].bits;
+    };
+    const int s = at.word * EACH - LEAD;
+    if constexpr (EACH == 2) return bits(s) | bits(s + 1) << 16;
+    else return nearest_tf32(bits(s));
+}
+
+// What an mma reads of the weights: the words of the lane at k and at k + 4.
+__device__ __forceinline__ uint2 weight_words(const T* raw, int k, int lane, int warp_n, int tile) {
+    const int filter = warp_n * (TILES_N * 8) + filter_of(tile, lane / 4);
+    return make_uint2(weight_word(raw, word_of(k, lane % 4), filter), weight_word(raw, word_of(k + 4, lane % 4), filter));
+}
+
+struct Filters {
+    uint2 held[HELD ? STEPS : 1][TILES_N];
+    const uint2* from;  // of the lane, unless they are held
+
+    // Reads the block's weights; unless they are held, they go to `weights`, as the mma reads them.
+    __device__ __forceinline__ void load(const T* raw, u32* weights) {
+        const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N;
+        if constexpr (HELD) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                for (int j = 0; j < TILES_N; ++j) held[step][j] = weight_words(raw, step * 8, lane, warp_n, j);
+        } else {
+            uint2* to = reinterpret_cast<uint2*>(weights);
+            from = to + warp_n * TILES_N * 32 + lane;
+#pragma unroll 2
+            for (int i = threadIdx.x / 32; i < STEPS * WARPS_N * TILES_N; i += THREADS / 32) {
+                const int tile = i % (WARPS_N * TILES_N), step = i / (WARPS_N * TILES_N);
+                to[i * 32 + lane] = weight_words(raw, step * 8, lane, tile / TILES_N, tile % TILES_N);
+            }
+        }
+    }
+
+    __device__ __forceinline__ uint2 at(int step, int j) const {
+        if constexpr (HELD) return held[step][j];
+        else return from[(step * (BLOCK_N / 8) + j) * 32];
+    }
+};
+
+// Which of the columns of word `word` of a row belong to a tap.
+__device__ __forceinline__ u32 mask_of(int word) {
+    if constexpr (EACH == 1) return 0xffffffffu;
+    u32 mask = 0xffffffffu;
+    if (LEAD && word == 0) mask &= 0xffff0000u;
+    if ((LEAD + KW) % 2 && word == ROW_WORDS - 1) mask &= 0x0000ffffu;
+    return mask;
+}
+
+// Where a word lies behind a pixel's first word, and what of it counts.
+struct WordOfPatch { int offset; u32 mask; };
+
+__device__ __forceinline__ WordOfPatch word_of_patch(Word at) {
+    if (at.line >= CHANNELS * KH) return {0, 0};
+    return {(at.line / KH * ROWS + at.line % KH) * PITCH + at.word, mask_of(at.word)};
+}
+
+__device__ __forceinline__ u32 load_word(const u32* from, const WordOfPatch& at) {
+    const u32 word = from[at.offset] & at.mask;
+    return EACH == 1 ? nearest_tf32(word) : word;
+}
+
+// ---- pixels ------------------------------------------------------------------------------------------------------
+
+struct Place { int row, column; };  // in a tile
+
+// Pixel i of 16 that begin at a multiple of 16.
+__device__ __forceinline__ Place place_of(int first, int i) {
+    if constexpr (TQ % 16 == 0) return {first / TQ, first % TQ + i};
+    else return {(first + i) / TQ, (first + i) % TQ};
+}
+
+// The first word of a pixel in the patch.
+__device__ __forceinline__ int first_word(Place pixel) {
+    const int column = EXTRA + pixel.column * SW, row = pixel.row * (SH * PITCH);
+    if constexpr (SHIFTED) return row + column / 2 + (column % 2 ? PATCH_SPAN : 0);
+    else return row + column / EACH;
+}
+
+// The sums of 16 pixels of the tile and of the warp's filters. The lane has those of two pixels.
+__device__ __forceinline__ void multiply_pixels(float (&sums)[TILES_N][4], const u32* patch, const Place (&pixels)[2],
+                                                const Filters& filters) {
+    const int lane = threadIdx.x % 32;
+    const u32* first = patch + first_word(pixels[0]);
+    const u32* second = TQ % 16 == 0 ? first + 8 * SW / EACH : patch + first_word(pixels[1]);
+#pragma unroll(HELD ? STEPS : 2)
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const WordOfPatch at = word_of_patch(word_of(step * 8 + half * 4, lane % 4));
+            a[2 * half] = load_word(first, at);
+            a[2 * half + 1] = load_word(second, at);
+        }
+#pragma unroll
+        for (int j = 0; j < TILES_N; ++j) {
+            const uint2 b = filters.at(step, j);
+            multiply(T(), sums[j], a, b.x, b.y);
+        }
+    }
+}
+
+struct Output {
+    const T* residual;
+    T* y;
+    float alpha, beta;
+    int height, width, first_filter;  // of the warp
+    ColumnValues<2> values[TILES_N];
+
+    __device__ __forceinline__ void load_bias(const T* bias) {
+        if constexpr (HAS_BIAS) {
+#pragma unroll
+            for (int j = 0; j < TILES_N; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int filter = first_filter + filter_of(j, threadIdx.x % 4 * 2 + i);
+                    float one[1] = {0.0f};
+                    if (filter < FILTERS) unpack(load_cached<1>(bias + filter), one);
+                    values[j].bias[i] = one[0];
+                }
+        }
+    }
+
+    // Finishes the sums of a pixel and the lane's filters and stores them, those of one group of mma tiles after the
+    // other; at: the position in y and residual of the pixel and the warp's first filter; half: the pixel of the lane's
+    // two.
+    template <int FIRST = 0>
+    __device__ __forceinline__ void store_pixel(const float (&sums)[TILES_N][4], i64 at, int half) const {
+        constexpr int SIZE = group_size(FIRST), VECTOR = 2 * SIZE < WIDTH ? 2 * SIZE : WIDTH;
+        const int filter = filter_of(FIRST, threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 2 * SIZE; i += VECTOR) {
+            if (FILTERS % BLOCK_N && first_filter + filter + i >= FILTERS) continue;
+            float added[VECTOR] = {}, results[VECTOR];
+            if constexpr (HAS_RESIDUAL) unpack(load_once<VECTOR>(residual + at + filter + i), added);
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e) {
+                const int j = FIRST + (i + e) / 2, column = (i + e) % 2;
+                results[e] = epilogue_columns(sums[j][2 * half + column], 0.0f, values[j], column, added[e], alpha,
+                                              beta);
+            }
+            store<false>(y + at + filter + i, results);
+        }
+        if constexpr (FIRST + SIZE < TILES_N) store_pixel<FIRST + SIZE>(sums, at, half);
+    }
+
+    // The same for the two pixels of the lane.
+    __device__ __forceinline__ void store_pixels(const float (&sums)[TILES_N][4], const Tile& tile,
+                                                 const Place (&pixels)[2]) const {
+        const i64 origin = ((i64(tile.image) * height + tile.p) * width + tile.q) * FILTERS + first_filter;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Place pixel = pixels[half];
+            if (tile.p + pixel.row < height && tile.q + pixel.column < width)
+                store_pixel(sums, origin + (pixel.row * width + pixel.column) * FILTERS, half);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta, int images,
+          int height, int width, int out_height, int out_width, int pad_h) {
+    extern __shared__ __align__(16) char memory[];
+    u32* weights = reinterpret_cast<u32*>(memory);
+    u32* patches = weights + WEIGHT_WORDS;
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);  // before the first patch, if not of their own
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
+
+    const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};
+    const int tiles = images * of.tiles_h * of.tiles_w;
+    Output output{residual, y, alpha, beta, out_height, out_width, first_filter + warp % WARPS_N * (TILES_N * 8), {}};
+    Filters filters;
+    Tile tile = of.tile(blockIdx.x);
+
+    release_successor();
+    if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
+    begin_weights(w, first_filter, raw);
+    commit_copies();
+    if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
+    if constexpr (HELD) of.begin(patches, tile);
+    commit_copies();
+    output.load_bias(bias);
+    wait_for_groups<1>();
+    __syncthreads();
+    filters.load(raw, weights);
+    if constexpr (!HELD) {
+        __syncthreads();
+        of.begin(patches, tile);
+    }
+
+    int current = 0;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < tiles;) {
+        wait_for_copies();
+        __syncthreads();  // the patch has arrived, and nobody reads the one before
+        index += gridDim.x;
+        const Tile next = of.tile(index);
+        if (index < tiles) of.begin(patches + (1 - current) * BUFFER, next);
+        u32* patch = patches + current * BUFFER;
+        current = 1 - current;
+        if constexpr (SHIFTED) {
+            shift(patch, patch + PATCH_SPAN);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int first = warp / WARPS_N * 16; first < PIXELS; first += 16 * WARPS_M) {
+            const Place pixels[2] = {place_of(first, lane / 4), place_of(first, lane / 4 + 8)};
+            float sums[TILES_N][4] = {};
+            multiply_pixels(sums, patch, pixels, filters);
+            output.store_pixels(sums, tile, pixels);
+        }
+        tile = next;
+    }
+}

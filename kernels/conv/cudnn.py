@@ -1,0 +1,94 @@
+"""Convolutions by cuDNN, with the epilogue in its own kernel."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Final, TypeGuard, get_args
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.native_library import NativeError
+from onnxfuse.runtime.plan import Convolution, ConvolutionActivation, Device, Pointer
+
+log: Final = logging.getLogger("onnxfuse")
+
+MAX_ENGINES: Final = 3
+# Of these, engines whose kernel cuDNN compiles when a plan is read, which takes one to three seconds in each process.
+MAX_COMPILED_ENGINES: Final = 1
+MAX_ENGINES_ASKED: Final = 12  # many of them differ in a knob only
+MAX_WORKSPACE_BYTES: Final = 64 << 20
+CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # those that follow a convolution in one kernel
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the engines that cuDNN proposes for a convolution of at least one element, its first choice first.
+
+    There is none if the library is missing, if it lacks the activation, for an x in NCHW, for a w in HWIO, and for
+    misaligned operands, which its engines refuse when they run.
+    """
+    if (
+        conv.x_nchw
+        or conv.w_hwio
+        or not conv.aligned
+        or not _is_cudnn_activation(conv.activation)
+        or not _is_available()
+    ):
+        return []
+    convolution = _convolution(conv, conv.activation)
+    found = run_plan.convolution_engines(convolution, device.ordinal, MAX_ENGINES_ASKED)
+    compiled = [engine for engine in found if engine.compiles][:MAX_COMPILED_ENGINES]
+    kept = [engine for engine in found if not engine.compiles or engine in compiled][:MAX_ENGINES]
+    return [_with_engine(convolution, engine, rank) for rank, engine in enumerate(kept)]
+
+
+@functools.cache
+def _is_available() -> bool:
+    try:
+        run_plan.cudnn()
+    except NativeError as error:
+        log.warning("convolutions run without cuDNN, which some sizes are faster with: %s", error)
+        return False
+    return True
+
+
+def _is_cudnn_activation(activation: str) -> TypeGuard[ConvolutionActivation]:
+    return activation in CUDNN_ACTIVATIONS
+
+
+def _convolution(conv: Conv, activation: ConvolutionActivation) -> Convolution:
+    return Convolution(
+        conv.n,
+        conv.c,
+        conv.m,
+        conv.sizes,
+        conv.y_sizes,
+        conv.kernel,
+        conv.strides,
+        conv.dilations,
+        conv.pads_begin,
+        conv.pads_end,
+        conv.group,
+        conv.dtype,
+        conv.x,
+        conv.w,
+        conv.y,
+        conv.bias,
+        conv.residual,
+        conv.residual_first,
+        activation,
+        conv.alpha,
+        conv.beta,
+        tf32=conv.tf32,
+        aligned=conv.aligned,
+        workspace_bytes=MAX_WORKSPACE_BYTES,
+    )
+
+
+def _with_engine(convolution: Convolution, engine: run_plan.Engine, rank: int) -> Implementation:
+    size = engine.workspace_bytes
+    workspace = Pointer("scratch", 0) if size else None
+    step = replace(convolution, engine=engine.words, workspace=workspace, workspace_bytes=size)
+    return Implementation(f"cudnn {rank}", (step,), (size,) if size else ())

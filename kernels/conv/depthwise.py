@@ -1,0 +1,261 @@
+"""The host side of conv_depthwise.cu: convolutions in which each channel of y reads one channel of x."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MAX_IMPLEMENTATIONS: Final = 6
+MAX_RESEMBLING: Final = 2  # of them that differ in nothing but the size of strips
+MAX_COLUMNS: Final = 32  # of a row of x that a thread holds: the bits of a mask
+MAX_PIECE: Final = 8  # taps of a filter's row that are used at a time, where a loop goes through them
+MAX_UNROLLED: Final = 3200  # multiplications of a thread whose rows are unrolled: 50 KB of code
+MAX_REGISTERS: Final = 168  # of a thread, by `registers`
+THREADS: Final = 256  # of a block, about
+BLOCK_SHARED: Final = 32 << 10  # bytes of weights of a block, where channels can be divided so
+
+# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
+WARP_INSTRUCTIONS: Final = 3.4  # of at most 4
+L1_BYTES: Final = 110.0
+L2_BYTES: Final = 26.0
+MEMORY_BYTES: Final = 17.0
+NARROW_ACCESS: Final = {2: 1.25, 4: 1.05}  # by the bytes of an access: how much longer memory takes
+MIN_WARPS: Final = 12  # of a multiprocessor that hide latencies
+
+
+@dataclass(frozen=True)
+class DepthwiseConfig:
+    """The macros of conv_depthwise.cu that the host chooses."""
+
+    vec: int
+    tw: int
+    th: int
+    rolled: bool
+    ahead: int
+    piece: int
+    bx: int
+    bw: int
+    bh: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        block = f"{self.bx}x{self.bw}x{self.bh}"
+        return f"depthwise_{self.vec}x{self.tw}x{self.th}{'_rolled' if self.rolled else ''}_{block}"
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return self.bx * self.bw * self.bh
+
+    def resembles(self, other: DepthwiseConfig) -> bool:
+        """Return whether both go through the rows in the same way with accesses of the same size."""
+        return (self.vec, self.rolled) == (other.vec, other.rolled)
+
+    def padded_taps(self, conv: Conv) -> int:
+        """Return the taps of the filter whose rows are whole pieces."""
+        _, _, kw = three(conv.kernel)
+        return conv.taps // kw * -(-kw // self.piece) * self.piece
+
+    def shared(self, conv: Conv) -> int:
+        """Return the bytes of dynamic shared memory: the weights of the block's channels in fp32."""
+        return 4 * self.padded_taps(conv) * self.bx * self.vec
+
+    def patches(self, conv: Conv) -> int:
+        """Return the number of blocks for each slice of channels."""
+        depth, height, width = three(conv.y_sizes)
+        return conv.n * depth * -(-height // (self.th * self.bh)) * -(-width // (self.tw * self.bw))
+
+
+def three(values: tuple[int, ...], missing: int = 1) -> tuple[int, int, int]:
+    """Return one entry for each of depth, height and width."""
+    depth, height, width = (*(missing,) * (3 - len(values)), *values)
+    return depth, height, width
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if it is no depthwise convolution.
+
+    There is none either for filters of so many taps that the weights of one channel exceed a block's shared memory.
+    """
+    if not is_supported(conv):
+        return []
+    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
+    fitting.sort(key=lambda config: cost(conv, config, device))
+    chosen = [config for i, config in enumerate(fitting) if sum(map(config.resembles, fitting[:i])) < MAX_RESEMBLING]
+    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def is_supported(conv: Conv) -> bool:
+    """Return whether conv_depthwise.cu computes this convolution: one filter for each channel, channels last."""
+    return conv.depthwise and conv.m == conv.c and len(conv.kernel) <= 3 and not conv.x_nchw and conv.pixels > 0
+
+
+def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Implementation:
+    """Return the launch of one config."""
+    (kd, kh, kw), (sd, sh, sw), (dd, dh, dw) = three(conv.kernel), three(conv.strides), three(conv.dilations)
+    defines = {
+        **conv.epilogue_defines(),
+        "CHANNELS": conv.c, "VEC": config.vec, "TW": config.tw, "TH": config.th, "AHEAD": config.ahead,
+        "PIECE": config.piece, "ROLLED": int(config.rolled), "BX": config.bx, "BW": config.bw, "BH": config.bh,
+        "KD": kd, "KH": kh, "KW": kw, "SD": sd, "SH": sh, "SW": sw, "DD": dd, "DH": dh, "DW": dw,
+        "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": 1,
+    }  # fmt: skip
+    kernel = Kernel("conv_depthwise", "conv_depthwise", defines)
+    grid = (config.patches(conv), -(-conv.c // (config.vec * config.bx)), 1)
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
+    return Implementation(config.name, (launch,))
+
+
+def _arguments(conv: Conv) -> tuple[Argument, ...]:
+    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
+    sizes = (*three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
+    return (
+        *(pointer or ABSENT for pointer in pointers),
+        Scalar(conv.alpha, "float32"),
+        Scalar(conv.beta, "float32"),
+        *(Scalar(size, "int32") for size in sizes),
+    )
+
+
+# ---- configs -----------------------------------------------------------------------------------------------------
+
+
+def configs(conv: Conv) -> list[DepthwiseConfig]:
+    """Return every config that is worth a look for these sizes."""
+    _, height, width = three(conv.y_sizes)
+    found = []
+    for vec in _vectors(conv):
+        for tw in sorted({min(tw, width) for tw in (1, 2, 4, 7, 8, 14, 16)}):
+            for th in sorted({min(th, height) for th in (1, 2, 4)}):
+                found += [config for config in _strips(conv, vec, tw, th) if config.shared(conv) <= 2 * BLOCK_SHARED]
+    return found or list(_strips(conv, 1, 1, 1))
+
+
+def _vectors(conv: Conv) -> Iterator[int]:
+    """Yield the elements of an access that divide the channels: at most 16 bytes, one if misaligned."""
+    vec = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
+    while vec > 1:
+        if conv.aligned and conv.c % vec == 0:
+            yield vec
+        vec //= 2
+    yield 1
+
+
+def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]:
+    """Yield the configs whose threads compute th x tw positions of `vec` channels, at most one for each way."""
+    (kd, kh, kw), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
+    rows = (th - 1) * sh + (kh - 1) * dh + 1
+    ways = []
+    if (
+        kd == 1 and kw <= MAX_PIECE and rows <= 16 and _columns(conv, tw, kw) <= MAX_COLUMNS
+        and th * tw * conv.taps * vec <= MAX_UNROLLED
+    ):  # fmt: skip
+        ways.append((False, min(rows, 3) if conv.taps <= 9 else 1, kw))
+    if th == 1 and (conv.taps > 9 or not ways):
+        piece = -(-kw // -(-kw // MAX_PIECE))
+        while piece > 1 and _columns(conv, tw, piece) > MAX_COLUMNS:
+            piece -= 1
+        ways.append((True, 1, piece))
+    for rolled, ahead, piece in ways:
+        bx, bw, bh = _block(conv, vec, tw, th)
+        config = DepthwiseConfig(vec, tw, th, rolled, ahead, piece, bx, bw, bh)
+        while config.shared(conv) > BLOCK_SHARED and bx > 1:
+            bx = -(-bx // 2)
+            config = DepthwiseConfig(vec, tw, th, rolled, ahead, piece, bx, bw, bh)
+        smallest = vec == tw == th == 1
+        if smallest or (_columns(conv, tw, piece) <= MAX_COLUMNS and registers(conv, config) <= MAX_REGISTERS):
+            yield config
+
+
+def _columns(conv: Conv, tw: int, piece: int) -> int:
+    """Return the columns of x from the first to the last that a piece of a strip reads."""
+    (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
+    return (tw - 1) * sw + (piece - 1) * dw + 1
+
+
+def _used_columns(conv: Conv, tw: int, piece: int) -> int:
+    """Return how many of these columns are read."""
+    (_, _, sw), (_, _, dw) = three(conv.strides), three(conv.dilations)
+    return len({t * sw + s * dw for t in range(tw) for s in range(piece)})
+
+
+def _used_rows(conv: Conv, th: int) -> int:
+    """Return how many rows of x a strip reads, in all depths of the filter."""
+    (kd, kh, _), (_, sh, _), (_, dh, _) = three(conv.kernel), three(conv.strides), three(conv.dilations)
+    return kd * len({t * sh + r * dh for t in range(th) for r in range(kh)})
+
+
+def _block(conv: Conv, vec: int, tw: int, th: int) -> tuple[int, int, int]:
+    """Return the threads of a block along channels, width and height: few lanes idle, and a compact patch."""
+    vectors = conv.c // vec
+    bx = min(range(min(vectors, 8), min(vectors, 32) + 1), key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))
+    _, height, width = three(conv.y_sizes)
+    strips_w, strips_h = -(-width // tw), -(-height // th)
+    best, least = (1, 1), math.inf
+    for bw in range(1, min(strips_w, THREADS // bx) + 1):
+        bh = min(strips_h, THREADS // bx // bw)
+        covered = -(-strips_w // bw) * bw * -(-strips_h // bh) * bh / (strips_w * strips_h)
+        idle = -(-bx * bw * bh // 32) * 32 / (bx * bw * bh)
+        small = max(1.0, 96 / (bx * bw * bh))  # blocks of one warp fill a multiprocessor badly
+        read = _patch_bytes(conv, tw * bw, th * bh) / (tw * bw * th * bh)
+        value = covered * idle * small * (read + conv.taps)
+        if value < least:
+            best, least = (bw, bh), value
+    return bx, *best
+
+
+def _patch_bytes(conv: Conv, wide: int, high: int) -> float:
+    """Return the positions of x that `high` x `wide` positions of y read."""
+    (kd, kh, kw), (_, sh, sw), (_, dh, dw) = three(conv.kernel), three(conv.strides), three(conv.dilations)
+    rows, columns = (high - 1) * sh + (kh - 1) * dh + 1, (wide - 1) * sw + (kw - 1) * dw + 1
+    return float(kd * min(rows, high * kh) * min(columns, wide * kw))
+
+
+def registers(conv: Conv, config: DepthwiseConfig) -> int:
+    """Return about how many registers a thread takes."""
+    words = ITEM_BYTES[conv.dtype] / 4
+    columns = _used_columns(conv, config.tw, config.piece)
+    held = conv.taps * config.vec if not config.rolled and conv.taps * config.vec <= 36 else config.vec
+    rows = columns * config.vec * (1 + config.ahead * words)
+    return int(config.th * config.tw * config.vec + rows + held) + 44
+
+
+def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
+    """Return the expected clock cycles of a launch: the slowest of instructions, caches and memory, and some of all."""
+    item = ITEM_BYTES[conv.dtype]
+    blocks = config.patches(conv) * -(-conv.c // (config.vec * config.bx))
+    warps = blocks * -(-config.threads // 32)
+    rows, columns = _used_rows(conv, config.th), _used_columns(conv, config.tw, config.piece)
+    reads = rows * columns * -(-three(conv.kernel)[2] // config.piece)
+    products = config.th * config.tw * config.padded_taps(conv) * config.vec
+    taps = config.th * config.padded_taps(conv)
+    if not config.rolled and conv.taps * config.vec <= 36:
+        taps = conv.taps
+    widened = reads * config.vec if item == 2 else 0
+    instructions = products + 1.3 * reads + widened + taps * max(1, config.vec // 4) + 100
+    instructions += 3 * config.th * config.tw * config.vec
+    resident = min(2048 // config.threads, 65536 // (registers(conv, config) * config.threads)) * config.threads / 32
+    per_chip = max(1.0, resident) * device.multiprocessors
+    waves = warps / per_chip
+    waves = math.ceil(waves) if waves < 1 else waves + 0.3 * (math.ceil(waves) - waves)
+    busy = min(1.0, max(1.0, resident) / MIN_WARPS)
+    issue = waves * max(1.0, resident) * instructions / WARP_INSTRUCTIONS / busy
+    if warps < per_chip:  # one wave, of which every multiprocessor has a share
+        share = math.ceil(blocks / device.multiprocessors) * -(-config.threads // 32)
+        issue = max(share, MIN_WARPS / 2) * instructions / WARP_INSTRUCTIONS
+    threads = warps * 32 / device.multiprocessors
+    l1 = threads * (reads * max(4, config.vec * item) + taps * config.vec * 4) / L1_BYTES
+    patch = _patch_bytes(conv, config.tw * config.bw, config.th * config.bh)
+    l2 = blocks * config.bx * config.vec * item * patch / L2_BYTES / device.multiprocessors
+    memory: float = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))
+    memory *= NARROW_ACCESS.get(config.vec * item, 1.0) / (MEMORY_BYTES * device.multiprocessors)
+    return float(sum(part**4 for part in (issue, l1, l2, memory)) ** 0.25)

@@ -1,0 +1,253 @@
+"""The host side of conv_depthwise_mma.cu: depthwise convolutions of fp16 and bf16 by the matrix units."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.conv import depthwise
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES, two
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MAX_IMPLEMENTATIONS: Final = 4
+MAX_RESEMBLING: Final = 2  # of them that differ in nothing but the tile and the channels of a block
+MAX_PAIRS: Final = 28  # of taps, whose weights a lane keeps in two registers each
+MAX_REGISTERS: Final = 168  # of a thread, by `registers`
+CHANNELS: Final = 8  # of a warp
+WARPS: Final = (4, 16)  # of a block: the least where there is so much work, and the most
+STRIP_ROWS: Final = (2, 4, 7, 8, 14)
+GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
+TILE_COLUMNS: Final = (8, 16, 32, 56)
+MAX_IDLE: Final = 1.2  # rows, columns and groups that are computed, as a multiple of those that there are
+MAX_BLOCKS: Final = 65535  # on the second axis of a grid
+REGISTERS: Final = 65536  # of a multiprocessor
+THREADS: Final = 2048  # of a multiprocessor
+
+# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
+PRODUCT_CYCLES: Final = 1.65  # of an mma.m16n8k16
+WARP_INSTRUCTIONS: Final = 3.0  # of at most 4
+L2_BYTES: Final = 26.0
+SECTOR_BYTES: Final = 32  # what memory moves at least
+LOAD_CYCLES: Final = 1500  # until a patch has arrived, if nothing else is under way
+LONE_PRODUCT_CYCLES: Final = 9.0  # of an mma in a warp that is alone
+TILE_CYCLES: Final = 600  # two barriers, and the latencies of finishing and storing
+
+
+@dataclass(frozen=True)
+class DepthwiseMmaConfig:
+    """The macros of conv_depthwise_mma.cu that the host chooses."""
+
+    groups: int
+    warps_m: int
+    tp: int
+    tq: int
+    th: int
+    buffers: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"depthwise_mma_{self.tp}x{self.tq}x{8 * self.groups}_{self.th}x{self.warps_m}_{self.buffers}"
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * self.groups * self.warps_m
+
+    @property
+    def jobs(self) -> int:
+        """The pairs of strips of a tile, for each group."""
+        return (self.tp // self.th * -(-self.tq // 8) + 1) // 2
+
+    def resembles(self, other: DepthwiseMmaConfig) -> bool:
+        """Return whether both have strips of one size and as many patches."""
+        return (self.th, self.buffers) == (other.th, other.buffers)
+
+    def slices(self, conv: Conv) -> int:
+        """Return how many blocks share the channels."""
+        return -(-conv.c // (CHANNELS * self.groups))
+
+    def tiles(self, conv: Conv) -> int:
+        """Return the number of tiles of all images."""
+        height, width = two(conv.y_sizes)
+        return conv.n * -(-height // self.tp) * -(-width // self.tq)
+
+    def rows_columns(self, conv: Conv) -> tuple[int, int]:
+        """Return the rows and columns of x that a tile reads."""
+        (kh, kw), (sh, sw), (dh, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+        return (self.tp - 1) * sh + (kh - 1) * dh + 1, (self.tq - 1) * sw + (kw - 1) * dw + 1
+
+    def shared(self, conv: Conv) -> int:
+        """Return the bytes of dynamic shared memory: one or two patches, and what is finished."""
+        rows, columns = self.rows_columns(conv)
+        stride = two(conv.strides)[1]
+        patch = self._plane(rows * -(-columns // stride) * stride)
+        return VECTOR_BYTES * self.groups * (self.buffers * patch + self._plane(self.tp * self.tq))
+
+    def _plane(self, pixels: int) -> int:
+        """Return the chunks of 16 bytes from plane to plane, as the function plane_chunks of conv_depthwise_mma.cu."""
+        step = -(-8 // self.groups)
+        return pixels + (step - pixels) % 8
+
+    def resident(self, conv: Conv, device: Device) -> int:
+        """Return how many blocks run on a multiprocessor at a time."""
+        by_shared = (device.shared_per_block + RESERVED_BYTES) // (self.shared(conv) + RESERVED_BYTES)
+        by_registers = REGISTERS // (self.threads * registers(conv, self.th))
+        return max(1, min(by_shared, by_registers, THREADS // self.threads))
+
+    def blocks(self, conv: Conv, device: Device) -> int:
+        """Return how many blocks go through the tiles of each slice of channels."""
+        tiles = min(self.tiles(conv), MAX_BLOCKS)
+        if self.buffers == 1:
+            return tiles
+        most = max(1, device.multiprocessors * self.resident(conv, device) // self.slices(conv))
+        return -(-tiles // -(-tiles // most))  # blocks have equal shares
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if conv_depthwise_mma.cu does not compute it."""
+    if not is_supported(conv, device):
+        return []
+    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
+    fitting.sort(key=lambda config: cost(conv, config, device))
+    chosen: list[DepthwiseMmaConfig] = []
+    for config in fitting:
+        if sum(map(config.resembles, chosen)) < MAX_RESEMBLING:
+            chosen.append(config)
+        if len(chosen) == MAX_IMPLEMENTATIONS:
+            break
+    return [implementation(conv, config, device) for config in chosen]
+
+
+def is_supported(conv: Conv, device: Device) -> bool:
+    """Return whether conv_depthwise_mma.cu computes this convolution on this device."""
+    return (
+        device.arch >= MMA_ARCH
+        and depthwise.is_supported(conv)
+        and conv.dtype in ("float16", "bfloat16")
+        and conv.aligned
+        and conv.c % CHANNELS == 0
+        and len(conv.kernel) <= 2
+        and pairs(conv) <= MAX_PAIRS
+    )
+
+
+def pairs(conv: Conv) -> int:
+    """Return the pairs of taps: those of each row of the filter, and those of an odd last column."""
+    kh, kw = two(conv.kernel)
+    return kh * (kw // 2) + (kh + 1) // 2 * (kw % 2)
+
+
+def registers(conv: Conv, th: int) -> int:
+    """Return about how many registers a thread takes, which are given out by eights: weights, sums, and x."""
+    return -(-(2 * pairs(conv) + 6 * th + 28) // 8) * 8
+
+
+def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Implementation:
+    """Return the launch of one config."""
+    (kh, kw), (sh, sw), (dh, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    defines = {
+        **conv.epilogue_defines(),
+        "CHANNELS": conv.c, "KH": kh, "KW": kw, "SH": sh, "SW": sw, "DH": dh, "DW": dw,
+        "BLOCK_GROUPS": config.groups, "WARPS_M": config.warps_m, "TP": config.tp, "TQ": config.tq, "TH": config.th,
+        "BUFFERS": config.buffers, "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant),
+        "MIN_BLOCKS": config.resident(conv, device),
+    }  # fmt: skip
+    kernel = Kernel("conv_depthwise_mma", "conv_depthwise_mma", defines)
+    grid = (config.slices(conv), config.blocks(conv, device), 1)
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
+    return Implementation(config.name, (launch,))
+
+
+def _arguments(conv: Conv) -> tuple[Argument, ...]:
+    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
+    sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
+    return (
+        *(pointer or ABSENT for pointer in pointers),
+        Scalar(conv.alpha, "float32"),
+        Scalar(conv.beta, "float32"),
+        *(Scalar(size, "int32") for size in sizes),
+    )
+
+
+# ---- configs -----------------------------------------------------------------------------------------------------
+
+
+def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
+    """Return every config that is worth a look for these sizes."""
+    height, width = two(conv.y_sizes)
+    all_groups = conv.c // CHANNELS
+    groups = [
+        count for count in GROUPS if count == 1 or -(-all_groups // count) * count <= min(2, MAX_IDLE) * all_groups
+    ]
+    found = []
+    for th in (rows for rows in STRIP_ROWS if registers(conv, rows) <= MAX_REGISTERS and _fits(rows, height)):
+        heights = sorted({th * min(count, -(-height // th)) for count in (1, 2, 4, 8)})
+        widths = sorted({min(width, columns) for columns in (*TILE_COLUMNS, *_shares(width))})
+        for tp, tq, count, buffers in itertools.product(heights, widths, groups, (1, 2)):
+            if not _fits(tp, height):
+                continue
+            jobs = (tp // th * -(-tq // 8) + 1) // 2
+            rounds = sorted({-(-jobs // each) for each in (1, 2, 3, 4, 8)})
+            least = min(WARPS[0], jobs * count)
+            found += [
+                DepthwiseMmaConfig(count, warps_m, tp, tq, th, buffers)
+                for warps_m in rounds
+                if least <= warps_m * count <= WARPS[1]
+            ]
+    return found
+
+
+def _fits(rows: int, height: int) -> bool:
+    """Return whether strips or tiles of so many rows waste few of them; the smallest strips always do."""
+    return rows == STRIP_ROWS[0] or -(-height // rows) * rows <= MAX_IDLE * height
+
+
+def _shares(width: int) -> tuple[int, ...]:
+    """Return a half and a third of a width, where they are whole strips."""
+    return tuple(width // count for count in (2, 3) if width % count == 0 and width // count % 8 in (0, 6, 7))
+
+
+def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
+    """Return the expected clock cycles of a launch, of the busiest multiprocessor."""
+    compute, load = _tile_cycles(conv, config)
+    blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
+    resident = config.resident(conv, device)
+    busy = max(1, min(resident, -(-blocks // device.multiprocessors)))  # blocks at a time
+    alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + 200) + TILE_CYCLES
+    if busy == 1:
+        compute *= -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # warps without a job
+    both = (compute**3 + load**3) ** (1 / 3)
+    if config.buffers == 1:  # other blocks compute while one loads, unless all go in step
+        share = -(-tiles // device.multiprocessors)
+        in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + max(alone, busy * compute))
+        return (in_step + LOAD_CYCLES + max(alone, share * both)) / 2
+    rounds = -(-config.tiles(conv) // config.blocks(conv, device))
+    waiting = LOAD_CYCLES + busy * load if rounds > 1 else 0.0
+    return LOAD_CYCLES + busy * load + rounds * max(alone, busy * (both if rounds > 1 else compute), waiting)
+
+
+def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
+    """Return the clock cycles that a tile takes of a multiprocessor that many warps keep busy, and those of its copies.
+
+    Of the first, that is most of the slowest of products, shared memory and instructions, and some of the others.
+    """
+    (kh, kw), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    strips, pixels = config.groups * config.jobs, config.groups * config.tp * config.tq
+    rows, columns = config.rows_columns(conv)
+    fragments = ((config.th - 1) * sh + (kh - 1) * dh + 1) * -(-kw // 2)
+    chunks = config.groups * rows * columns
+    products = strips * config.th * pairs(conv)
+    shared = strips * (4 * fragments + 2 * config.th) + (chunks + pixels) / 8
+    issued = products + strips * (fragments + config.th * 22 + 60) + chunks / 32 * 20 + pixels / 32 * 16
+    height, width = two(conv.sizes)
+    read = config.groups * min(rows, height) * min(columns, width)
+    narrow = max(1.0, SECTOR_BYTES / (config.groups * CHANNELS * ITEM_BYTES[conv.dtype]))
+    moved = (read + pixels * (2 if conv.residual else 1)) * VECTOR_BYTES * narrow
+    parts = (products * PRODUCT_CYCLES, shared, issued / WARP_INSTRUCTIONS)
+    return float(sum(part**3 for part in parts) ** (1 / 3)), moved / L2_BYTES

@@ -1,0 +1,219 @@
+"""The host side of conv_grouped.cu: grouped convolutions of channels-last tensors, of few channels a group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES, two
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MAX_CHANNELS: Final = 64  # and filters of a group; beyond, a group is a matrix product of its own
+MAX_IMPLEMENTATIONS: Final = 4
+MAX_HELD: Final = 80  # registers of a thread that hold weights
+MAX_SUMS: Final = 64  # registers of a thread that hold sums
+WARPS: Final = (4, 8)  # of a block
+M_TILES: Final = 2  # of conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
+TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
+REGISTERS: Final = 65536  # of a multiprocessor
+MAX_RESEMBLING: Final = 2  # implementations that differ in nothing but the tile of pixels
+
+# Of an H200, for one multiprocessor.
+L2_BYTES: Final = 26.0  # in a clock cycle
+SECTOR_BYTES: Final = 32  # what memory moves at least
+MIN_WARPS: Final = 12  # that hide latencies
+FIRST_CYCLES: Final = 2500  # before the first patch has arrived
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """The macros of conv_grouped.cu that the host chooses."""
+
+    merged: int
+    block_groups: int
+    warp_groups: int
+    warps_m: int
+    tp: int
+    tq: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"grouped_{self.tp}x{self.tq}x{self.block_groups}g_{self.warp_groups}x{self.warps_m}"
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * self.warps_m * (self.block_groups // self.warp_groups)
+
+    def resembles(self, other: GroupedConfig) -> bool:
+        """Return whether both divide the groups alike."""
+        return (self.block_groups, self.warp_groups) == (other.block_groups, other.warp_groups)
+
+    def slices(self, conv: Conv) -> int:
+        """Return how many blocks share the groups."""
+        return conv.group // (self.merged * self.block_groups)
+
+    def tiles(self, conv: Conv) -> int:
+        """Return the number of tiles of pixels."""
+        height, width = two(conv.y_sizes)
+        return conv.n * -(-height // self.tp) * -(-width // self.tq)
+
+    def steps(self, conv: Conv) -> int:
+        """Return the mma steps along k."""
+        return -(-conv.taps * self._group_bytes(conv) // (2 * VECTOR_BYTES))
+
+    def filter_tiles(self, conv: Conv) -> int:
+        """Return the mma tiles of 8 filters of a merged group."""
+        return conv.m // conv.group * self.merged // 8
+
+    def held(self, conv: Conv) -> bool:
+        """Return whether the weights of a warp fit into its registers."""
+        return 2 * self.steps(conv) * self.filter_tiles(conv) * self.warp_groups <= MAX_HELD
+
+    def patch(self, conv: Conv) -> int:
+        """Return the bytes of shared memory of the part of x that a tile reads."""
+        (kh, kw), (sh, sw), (dh, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+        rows, columns = (self.tp - 1) * sh + (kh - 1) * dh + 1, (self.tq - 1) * sw + (kw - 1) * dw + 1
+        chunks = self.block_groups * self._group_bytes(conv) // VECTOR_BYTES
+        return rows * columns * (chunks | 1) * VECTOR_BYTES
+
+    def shared(self, conv: Conv) -> int:
+        """Return the bytes of dynamic shared memory: weights, two patches, and the results of each warp."""
+        filter_tiles = self.filter_tiles(conv)
+        weights = 4 * self.block_groups * self.steps(conv) * filter_tiles * 64
+        stage = 16 * (self.warp_groups * filter_tiles * 8 * ITEM_BYTES[conv.dtype] + 16)
+        return weights + 2 * self.patch(conv) + self.threads // 32 * stage
+
+    def resident(self, conv: Conv, device: Device) -> int:
+        """Return how many blocks run on a multiprocessor at a time."""
+        by_shared = (device.shared_per_block + RESERVED_BYTES) // (self.shared(conv) + RESERVED_BYTES)
+        return max(1, min(by_shared, REGISTERS // (self.threads * self.registers(conv))))
+
+    def registers(self, conv: Conv) -> int:
+        """Return about how many registers a thread takes."""
+        filter_tiles = self.warp_groups * self.filter_tiles(conv)
+        held = 2 * self.steps(conv) * filter_tiles if self.held(conv) else 0
+        return held + (4 * M_TILES + 2) * filter_tiles + 84
+
+    def _group_bytes(self, conv: Conv) -> int:
+        """Return the bytes of the channels of a merged group."""
+        return conv.c // conv.group * self.merged * ITEM_BYTES[conv.dtype]
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if conv_grouped.cu does not compute it."""
+    if not is_supported(conv, device):
+        return []
+    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
+    fitting.sort(key=lambda config: cost(conv, config, device))
+    chosen = [config for i, config in enumerate(fitting) if sum(map(config.resembles, fitting[:i])) < MAX_RESEMBLING]
+    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def is_supported(conv: Conv, device: Device) -> bool:
+    """Return whether conv_grouped.cu computes this convolution as precisely as required."""
+    return (
+        device.arch >= MMA_ARCH
+        and conv.group > 1
+        and conv.aligned
+        and not conv.x_nchw
+        and len(conv.kernel) <= 2
+        and (conv.dtype != "float32" or conv.tf32)
+        and conv.pixels > 0
+        and merged_groups(conv) is not None
+    )
+
+
+def merged_groups(conv: Conv) -> int | None:
+    """Return how many groups make whole chunks of 16 bytes of channels and a multiple of 8 filters.
+
+    It is None if they do not divide all groups, or would be too large.
+    """
+    channels, filters = conv.c // conv.group, conv.m // conv.group
+    chunk = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
+    merged = math.lcm(chunk // math.gcd(channels, chunk), 8 // math.gcd(filters, 8))
+    fits = conv.group % merged == 0 and max(channels, filters) * merged <= MAX_CHANNELS
+    return merged if fits else None
+
+
+def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Implementation:
+    """Return the launch of one config."""
+    (kh, kw), (sh, sw), (dh, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    width = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
+    defines = {
+        **conv.epilogue_defines(),
+        "CHANNELS": conv.c, "FILTERS": conv.m, "GROUP_CHANNELS": conv.c // conv.group,
+        "GROUP_FILTERS": conv.m // conv.group, "MERGED": config.merged,
+        "KH": kh, "KW": kw, "SH": sh, "SW": sw, "DH": dh, "DW": dw,
+        "BLOCK_GROUPS": config.block_groups, "WARP_GROUPS": config.warp_groups, "WARPS_M": config.warps_m,
+        "TP": config.tp, "TQ": config.tq, "HELD": int(config.held(conv)), "WIDTH": width,
+        "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant),
+        "MIN_BLOCKS": config.resident(conv, device),
+    }  # fmt: skip
+    kernel = Kernel("conv_grouped", "conv_grouped", defines)
+    blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
+    tiles = config.tiles(conv)
+    grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # blocks have equal shares
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
+    return Implementation(config.name, (launch,))
+
+
+def _arguments(conv: Conv) -> tuple[Argument, ...]:
+    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
+    sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
+    return (
+        *(pointer or ABSENT for pointer in pointers),
+        Scalar(conv.alpha, "float32"),
+        Scalar(conv.beta, "float32"),
+        *(Scalar(size, "int32") for size in sizes),
+    )
+
+
+def configs(conv: Conv) -> list[GroupedConfig]:
+    """Return every config that is worth a look for these sizes."""
+    merged = merged_groups(conv)
+    if merged is None:
+        return []
+    groups, filters = conv.group // merged, conv.m // conv.group * merged
+    height, width = two(conv.y_sizes)
+    found = []
+    for warp_groups in (count for count in (1, 2, 4) if count == 1 or (count * filters <= 32 and groups % count == 0)):
+        if 4 * M_TILES * warp_groups * filters // 8 > MAX_SUMS:
+            continue
+        for warps, warps_g in itertools.product(WARPS, (1, 2, 4)):
+            if groups % (warps_g * warp_groups):
+                continue
+            for tq in sorted({min(width, tq) for tq in (7, 14, 16, 28, 32, 56)}):
+                for tp in sorted({min(height, tp) for tp in TILE_ROWS}):
+                    if tp * tq <= 16 * M_TILES * 16:
+                        shape = (warps_g * warp_groups, warp_groups, warps // warps_g, tp, tq)
+                        found.append(GroupedConfig(merged, *shape))
+    return found
+
+
+def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
+    """Return the expected clock cycles of a multiprocessor, well enough to order configs."""
+    blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
+    rounds = -(-config.tiles(conv) // blocks)
+    busy = min(blocks, config.tiles(conv)) * config.slices(conv) / device.multiprocessors
+    resident = max(1.0, busy)
+    warps_pixels = -(-config.tp * config.tq // (16 * M_TILES * config.warps_m)) * config.warps_m
+    warps_g = config.block_groups // config.warp_groups
+    steps, filter_tiles = config.steps(conv), config.filter_tiles(conv)
+    reads = 4 * M_TILES + (0 if config.held(conv) else 2 * filter_tiles)  # cycles of shared memory for each step
+    products = 1.6 * M_TILES * filter_tiles
+    narrow = max(1.0, SECTOR_BYTES / (config.warp_groups * filter_tiles * 8 * ITEM_BYTES[conv.dtype]))
+    stores = 12 * M_TILES * filter_tiles * narrow
+    work = warps_pixels * warps_g * config.warp_groups * (steps * max(reads, products) + stores)
+    run = config.block_groups * conv.c // conv.group * config.merged * ITEM_BYTES[conv.dtype]
+    moved = config.patch(conv) / L2_BYTES * max(1.0, 2 * SECTOR_BYTES / run)
+    work *= max(1.0, MIN_WARPS / (resident * config.threads / 32))
+    alone = 800 + steps * config.warp_groups * 40 * warps_pixels / config.warps_m
+    return FIRST_CYCLES + resident * moved + rounds * max(resident * work, resident * moved, alone)

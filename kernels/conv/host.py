@@ -1,0 +1,47 @@
+"""The plans of convolutions of channels-last tensors with bias, residual and activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from onnxfuse.kernels.conv import cudnn, depthwise, grouped, hopper, matrix, mma, stem
+from onnxfuse.kernels.conv.operands import conv_of, unsupported
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+
+# Kernels for one kind of convolution, of which at most one kind takes each; then those that take any.
+KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
+    matrix.implementations,
+    depthwise.implementations,
+    stem.implementations,
+    grouped.implementations,
+    hopper.implementations,
+    mma.implementations,
+)
+MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+MAX_LIBRARY: Final = 2  # of them, those by cuDNN
+
+
+def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel runs this node on this device; None if one does."""
+    return unsupported(node, input_dtypes, device)
+
+
+def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    conv, y = conv_of(node, inputs, device)
+    if not conv.pixels * conv.m:
+        return [Plan((y,), ())]
+    found = implementations(conv, device)
+    if not found:
+        raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
+    return [Plan((y,), each.steps, each.scratch) for each in found]
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run a convolution with at least one element of y, the expected fastest first."""
+    own = next((found for kind in KINDS if (found := kind(conv, device))), [])
+    library = cudnn.implementations(conv, device)[:MAX_LIBRARY]
+    return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]

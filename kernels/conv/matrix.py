@@ -1,0 +1,26 @@
+"""A convolution as a matrix product, and by the kernels of the products where it is one."""
+
+from __future__ import annotations
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.gemm.implementations import implementations as gemm_implementations
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device
+
+
+def as_gemm(conv: Conv) -> Gemm:
+    """Return the product of a convolution of one group: its rows are pixels of y, and k counts taps and channels.
+
+    x is that of the convolution, so that only a pointwise convolution can run as this product.
+    """
+    return Gemm(
+        conv.pixels, conv.m, conv.taps * conv.c, conv.dtype, True, conv.aligned, x=conv.x, w=conv.w, y=conv.y,
+        bias=conv.bias, residual=conv.residual, residual_first=conv.residual_first, activation=conv.activation,
+        alpha=conv.alpha, beta=conv.beta, tf32=conv.tf32, weights_constant=conv.weights_constant,
+    )  # fmt: skip
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run a pointwise convolution as a product; none for another one."""
+    return gemm_implementations(as_gemm(conv), device) if conv.pointwise and not conv.w_hwio else []

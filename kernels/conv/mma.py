@@ -1,0 +1,217 @@
+"""The host side of conv_mma.cu: convolutions as matrix products by mma.sync or fma, of every shape and on every GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.conv.matrix import as_gemm
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.gemm.cublaslt import epilogue
+from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+
+MAX_DIMS: Final = 3  # spatial axes
+MAX_CONFIGS: Final = 6
+SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # of k, for blocks along z
+MIN_SLICE_TILES: Final = 3  # of k, in a slice
+MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes a thread, by the bytes of a copy: registers hold no more
+
+# Cycles of a multiprocessor, for the order of configs.
+MULTIPLY_BYTES: Final = 2048  # of k, in the products of rows and columns that mma.sync adds up each cycle
+EXACT_PRODUCTS: Final = 110  # of fma, each cycle
+LOAD_BYTES: Final = 48  # from L2, each cycle
+COPY_CYCLES: Final = 0.09  # of a copy to shared memory, whose address and bounds are computed
+STEP_CYCLES: Final = 220  # of a block that is alone, from one stage to the next
+BLOCK_CYCLES: Final = 1600  # of a block before the first stage arrives and after the last
+EPILOGUE_CYCLES: Final = 0.1  # of an element of y
+SECOND_LAUNCH_CYCLES: Final = 2000
+PARTIAL_BYTES: Final = 24  # of fp32 sums that are written or read, each cycle
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """The tile of a block of conv_mma.cu, and the slices of k, of which blocks along z have one each."""
+
+    tile: MmaConfig
+    slices: int = 1
+
+    def name(self, conv: Conv, device: Device) -> str:
+        """Return the name in reports."""
+        kind = "fma" if is_exact(conv, device) else "mma"
+        split = f" k/{self.slices}" if self.slices > 1 else ""
+        return f"conv_{kind} {self.tile.tile_m}x{self.tile.tile_n}x{self.tile.tile_k_bytes}b{self.tile.stages}{split}"
+
+
+MMA_TILES: Final = (
+    MmaConfig(128, 128, 64, 3, 2, 2, min_blocks=2),
+    MmaConfig(64, 128, 64, 4, 2, 2, min_blocks=2),
+    MmaConfig(128, 64, 64, 4, 2, 2, min_blocks=2),
+    MmaConfig(64, 64, 64, 6, 2, 2, min_blocks=3),
+    MmaConfig(256, 64, 64, 3, 4, 1, min_blocks=2),
+    MmaConfig(128, 32, 64, 5, 4, 1, min_blocks=4),
+    MmaConfig(64, 32, 64, 6, 2, 1, min_blocks=6),
+)
+EXACT_TILES: Final = (  # of 64 x 32 for each warp
+    MmaConfig(128, 64, 64, 3, 2, 2, min_blocks=3),
+    MmaConfig(64, 64, 64, 4, 1, 2, min_blocks=4),
+    MmaConfig(128, 32, 64, 3, 2, 1, min_blocks=4),
+)
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first.
+
+    There are none if x or y has no elements, for more than three spatial axes, and where 32 bits do not count pixels.
+    """
+    if not conv.pixels * conv.m * conv.c * conv.taps or len(conv.kernel) > MAX_DIMS or conv.pixels >= 2**31 - 2**16:
+        return []
+    chosen = sorted(configs(conv, device), key=lambda config: cycles(conv, config, device))
+    return [implementation(conv, config, device) for config in chosen[:MAX_CONFIGS]]
+
+
+def is_exact(conv: Conv, device: Device) -> bool:
+    """Return whether products are by fma: mma.sync lacks the dtype, or would round it to TF32, which is not allowed."""
+    if conv.dtype == "float16":
+        return False
+    return device.arch < MMA_ARCH or (conv.dtype == "float32" and not conv.tf32)
+
+
+def configs(conv: Conv, device: Device) -> list[ConvConfig]:
+    """Return the tiles that fit the device: each without slices of k, and with the number expected to be fastest."""
+    found = []
+    for given in EXACT_TILES if is_exact(conv, device) else MMA_TILES:
+        tile = _with_enough_threads(conv, given, device)
+        if tile.shared(1) > device.shared_per_block:
+            continue
+        counts = [count for count in SLICES if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
+        best = min(counts, key=lambda count: cycles(conv, ConvConfig(tile, count), device))
+        found += [ConvConfig(tile, count) for count in sorted({1, best})]
+    return found
+
+
+def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
+    """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
+    tile, pdl = config.tile, device.arch >= PDL_ARCH
+    kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
+    grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
+    launch = Launch(kernel, grid, threads, arguments(conv, config), tile.shared(1), pdl=pdl)
+    name = config.name(conv, device)
+    if config.slices == 1:
+        return Implementation(name, (launch,))
+    sums = 4 * config.slices * conv.pixels * conv.m
+    return Implementation(name, (launch, epilogue(as_gemm(conv), device, config.slices)), (sums,))
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------
+
+
+def tile_count(conv: Conv, tile: MmaConfig) -> int:
+    """Return the number of tiles of y, of all groups."""
+    return -(-conv.pixels // tile.tile_m) * -(-(conv.m // conv.group) // tile.tile_n) * conv.group
+
+
+def k_tiles(conv: Conv, tile: MmaConfig) -> int:
+    """Return the number of stages along k."""
+    return -(-conv.taps * (conv.c // conv.group) * ITEM_BYTES[conv.dtype] // tile.tile_k_bytes)
+
+
+def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
+    """Estimate the clock cycles of a multiprocessor, well enough to order configs.
+
+    Blocks that share a multiprocessor also share its throughput; a block that is alone waits for its own copies.
+    """
+    tile = config.tile
+    item = ITEM_BYTES[conv.dtype]
+    outputs = tile.tile_m * tile.tile_n
+    if is_exact(conv, device):
+        multiply = outputs * (tile.tile_k_bytes // item) / EXACT_PRODUCTS
+    else:
+        multiply = outputs * tile.tile_k_bytes / MULTIPLY_BYTES
+    load = (tile.tile_m + tile.tile_n) * tile.tile_k_bytes / LOAD_BYTES
+    x_copy, w_copy = copy_bytes(conv)
+    copies = (tile.tile_m / x_copy + tile.tile_n / w_copy) * tile.tile_k_bytes * COPY_CYCLES
+    steps = -(-k_tiles(conv, tile) // config.slices)
+    resident = max(
+        1, min(tile.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (tile.shared(1) + RESERVED_BYTES))
+    )
+    blocks = -(-tile_count(conv, tile) * config.slices // device.multiprocessors)
+    rounds = -(-blocks // resident)
+    busy = blocks * (steps * max(multiply + copies, load) + outputs * EPILOGUE_CYCLES)
+    alone = rounds * (steps * max(STEP_CYCLES, multiply + copies) + BLOCK_CYCLES)
+    found = max(busy + BLOCK_CYCLES, alone)
+    if config.slices > 1:
+        moved = 8 * config.slices * conv.pixels * conv.m / device.multiprocessors
+        found += SECOND_LAUNCH_CYCLES + moved / PARTIAL_BYTES
+    return found
+
+
+def copy_bytes(conv: Conv) -> tuple[int, int]:
+    """Return the bytes of one copy of x and of w to shared memory."""
+    channels, filters = conv.c // conv.group, conv.m // conv.group
+    x = 1 if conv.x_nchw else channels
+    w = filters if conv.w_hwio else conv.taps * channels
+    return _row_bytes(conv, x), _row_bytes(conv, w)
+
+
+def _row_bytes(conv: Conv, row: int) -> int:
+    """Return the bytes of an access to rows of `row` elements: at most 16, one element if misaligned."""
+    item = ITEM_BYTES[conv.dtype]
+    return math.gcd(row * item, VECTOR_BYTES) if conv.aligned else item
+
+
+def _with_enough_threads(conv: Conv, tile: MmaConfig, device: Device) -> MmaConfig:
+    """Return a tile whose threads hold their share of a stage in registers: its addresses, or its elements.
+
+    Without cp.async there are two stages, because the elements of only one are on their way.
+    """
+    if device.arch < MMA_ARCH:
+        tile = replace(tile, stages=2)
+    if is_exact(conv, device):
+        return tile
+    limit = MAX_CHUNKS[min(copy_bytes(conv))]
+    while tile.chunks(1) > limit and tile.tile_n // tile.warps_n > 16:
+        tile = replace(tile, warps_n=2 * tile.warps_n)
+    return tile
+
+
+# ---- the launch ---------------------------------------------------------------------------------------------------
+
+
+def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
+    """Return the macros of conv_mma.cu."""
+    tile = config.tile
+    x_copy, w_copy = copy_bytes(conv)
+    kernel, strides, dilations = _three(conv.kernel, 1), _three(conv.strides, 1), _three(conv.dilations, 1)
+    filters = conv.m // conv.group
+    vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
+    return {
+        **conv.epilogue_defines(), "DIMS": len(conv.kernel),
+        "KERNEL_D": kernel[0], "KERNEL_H": kernel[1], "KERNEL_W": kernel[2],
+        "STRIDE_D": strides[0], "STRIDE_H": strides[1], "STRIDE_W": strides[2],
+        "DILATION_D": dilations[0], "DILATION_H": dilations[1], "DILATION_W": dilations[2],
+        "GROUPS": conv.group, "CHANNELS": conv.c // conv.group, "FILTERS": filters,
+        "X_NCHW": int(conv.x_nchw), "TRANSPOSED": int(not conv.w_hwio), "EXACT": int(is_exact(conv, device)),
+        "SPLIT": int(config.slices > 1), "WIDTH": _row_bytes(conv, filters) // ITEM_BYTES[conv.dtype],
+        "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
+        "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
+        "MIN_BLOCKS": tile.min_blocks if vectors else 1,  # narrow copies take registers
+    }  # fmt: skip
+
+
+def arguments(conv: Conv, config: ConvConfig) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    partial: Argument = Pointer("scratch", 0) if config.slices > 1 else ABSENT
+    pointers = (conv.x, conv.w, conv.bias or ABSENT, conv.residual or ABSENT, conv.y, partial)
+    scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
+    sizes = (*_three(conv.sizes, 1), *_three(conv.y_sizes, 1), *_three(conv.pads_begin, 0))
+    return (*pointers, *scalars, *(Scalar(value, "int32") for value in (conv.pixels, *sizes)))
+
+
+def _three(values: tuple[int, ...], missing: int) -> tuple[int, int, int]:
+    """Return the values of three spatial axes, the innermost last."""
+    d, h, w = (missing, missing, *values)[-3:]
+    return d, h, w

@@ -1,0 +1,146 @@
+"""From a fused node to a Conv: the sizes, the operands' addresses, and the checks that shapes and dtypes fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.elementwise.elements import activation_parameters
+from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
+from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
+
+AUTO_PADS: Final = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
+BF16_ARCH: Final = 80  # the first compute capability whose matrix units have bf16
+
+
+def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel computes this convolution on this device; None if one does."""
+    return (
+        unsupported_dtype(node, input_dtypes)
+        or unsupported_choice(node, "layout", ("nhwc",), "nchw")
+        or unsupported_choice(node, "x_layout", ("nhwc", "nchw"), "nhwc")
+        or unsupported_choice(node, "w_layout", ("ohwi", "hwio"), "ohwi")
+        or unsupported_choice(node, "residual_position", ("before", "after"), "before")
+        or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
+        or unsupported_choice(node, "auto_pad", AUTO_PADS, "NOTSET")
+        or _mixed_dtypes(node, input_dtypes)
+        or _dtype_of_device(node, input_dtypes[0], device)
+    )
+
+
+def _mixed_dtypes(node: FusedNode, input_dtypes: Sequence[str]) -> str | None:
+    for name, dtype in (*zip(node.operands, input_dtypes, strict=True), ("the output", node.output_dtypes[0])):
+        if dtype != input_dtypes[0]:
+            return f"{node.fusion}: {name} is {dtype}; required {input_dtypes[0]}, as {node.operands[0]}"
+    return None
+
+
+def _dtype_of_device(node: FusedNode, dtype: str, device: Device) -> str | None:
+    if dtype != "bfloat16" or device.arch >= BF16_ARCH:
+        return None
+    return f"{node.fusion}: x is bfloat16; convolutions of it need compute capability {BF16_ARCH}, found {device.arch}"
+
+
+def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Conv, TensorSpec]:
+    """Return the convolution that a node computes, and its output.  Raises ValueError if shapes do not fit."""
+    x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
+    rank = len(x.shape) - 2
+    if rank < 1 or len(w.shape) != rank + 2:
+        raise ValueError(
+            f"{_name(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of at least 3"
+        )
+    x_nchw, w_hwio = node.text("x_layout", "nhwc") == "nchw", node.text("w_layout", "ohwi") == "hwio"
+    n, c, sizes = (x.shape[0], x.shape[1], x.shape[2:]) if x_nchw else (x.shape[0], x.shape[-1], x.shape[1:-1])
+    m, c_of_group, kernel = (
+        (w.shape[-1], w.shape[-2], w.shape[:-2]) if w_hwio else (w.shape[0], w.shape[-1], w.shape[1:-1])
+    )
+    group = node.integer("group", 1)
+    if group < 1 or c_of_group * group != c or m % group:
+        raise ValueError(
+            f"{_name(node)}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; required "
+            f"as many channels as all groups have, and as many filters in each group"
+        )
+    _check_kernel_shape(node, kernel)
+    strides, dilations = _per_axis(node, "strides", rank), _per_axis(node, "dilations", rank)
+    begin, end = _pads(node, sizes, kernel, strides, dilations)
+    y_sizes = tuple(
+        max(0, (size + before + after - (taps - 1) * dilation - 1) // stride + 1)
+        for size, before, after, taps, dilation, stride in zip(
+            sizes, begin, end, kernel, dilations, strides, strict=True
+        )
+    )
+    y = TensorSpec((n, *y_sizes, m), node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
+    alpha, beta = activation_parameters(node)
+    index = node.input_index("w")
+    conv = Conv(
+        n, c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group, y.dtype, y.aligned,
+        x=_pointer(node, inputs, "x", x.shape), w=_pointer(node, inputs, "w", w.shape), y=Pointer("output", 0),
+        bias=_optional_pointer(node, inputs, "bias", (m,)),
+        residual=_optional_pointer(node, inputs, "residual", y.shape),
+        residual_first=node.text("residual_position", "before") == "before",
+        activation=node.text("activation", "none"), alpha=alpha, beta=beta, x_nchw=x_nchw, w_hwio=w_hwio,
+        tf32=device.tf32, weights_constant=index is not None and inputs[index].constant,
+    )  # fmt: skip
+    return conv, y
+
+
+def _check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
+    declared = node.attributes.get("kernel_shape", list(kernel))
+    if declared != list(kernel):
+        raise ValueError(f"{_name(node)}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
+
+
+def _per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
+    """Return an attribute with a positive value for each spatial axis; ones if it is absent."""
+    values = node.attributes.get(attribute, [1] * rank)
+    if not isinstance(values, list) or len(values) != rank or any(value < 1 for value in values):
+        raise ValueError(f"{_name(node)}: {attribute} is {values}; required {rank} positive integers")
+    return tuple(map(int, values))
+
+
+def _pads(
+    node: FusedNode,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the padding in front of and behind each spatial axis, as the ONNX operator Conv defines them."""
+    rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
+    if auto_pad == "NOTSET":
+        pads = node.attributes.get("pads", [0] * 2 * rank)
+        if not isinstance(pads, list) or len(pads) != 2 * rank or any(pad < 0 for pad in pads):
+            raise ValueError(f"{_name(node)}: pads are {pads}; required {2 * rank} integers of at least 0")
+        return tuple(map(int, pads[:rank])), tuple(map(int, pads[rank:]))
+    if auto_pad == "VALID":
+        return (0,) * rank, (0,) * rank
+    totals = [
+        max(0, (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1 - size)
+        for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    less, more = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+    return (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+
+
+def _pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer:
+    pointer = _optional_pointer(node, inputs, name, shape)
+    assert pointer is not None  # required_spec has found the operand
+    return pointer
+
+
+def _optional_pointer(
+    node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]
+) -> Pointer | None:
+    """Return the address of an operand of that shape; None if it is absent.  Raises ValueError for another shape."""
+    found, index = operand_spec(node, inputs, name), node.input_index(name)
+    if found is None or index is None:
+        return None
+    if found.shape != shape:
+        raise ValueError(f"{_name(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
+    return Pointer("input", index)
+
+
+def _name(node: FusedNode) -> str:
+    return f"{node.fusion} '{node.name}'"

@@ -1,0 +1,241 @@
+"""The host side of conv_stem.cu: convolutions of images of few channels that are not channels last."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+
+MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
+MAX_CHANNELS: Final = 4
+MAX_IMPLEMENTATIONS: Final = 4
+MAX_HELD: Final = 96  # registers of a thread that hold weights
+REGISTERS: Final = 65536  # of a multiprocessor
+MAX_TILES_N: Final = 6  # mma tiles of 8 filters of a warp
+WARPS: Final = 4
+MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
+TILE_PIXELS: Final = (64, 512)  # of a block: the least and the most
+RESERVED_BYTES: Final = 1024  # of shared memory, for each block
+
+
+@dataclass(frozen=True)
+class StemConfig:
+    """The macros of conv_stem.cu that the host chooses."""
+
+    tp: int
+    tq: int
+    warps_m: int
+    warps_n: int
+    tiles_n: int
+    min_blocks: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"stem_{self.tp}x{self.tq}x{8 * self.warps_n * self.tiles_n}_{self.min_blocks}"
+
+    @property
+    def block_n(self) -> int:
+        """The filters of a block."""
+        return 8 * self.warps_n * self.tiles_n
+
+    def tiles(self, conv: Conv) -> int:
+        """Return the number of tiles of pixels."""
+        height, width = two(conv.y_sizes)
+        return conv.n * -(-height // self.tp) * -(-width // self.tq)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """The constants of conv_stem.cu that sizes of shared memory depend on; words have 32 bits."""
+
+    row_words: int
+    steps: int
+    patch: int  # words of a tile's patch, with its shifted copy
+
+
+def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:
+    """Return one entry for each of height and width."""
+    height, width = (*(missing,) * (2 - len(values)), *values)
+    return height, width
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if conv_stem.cu does not compute it."""
+    if not is_supported(conv, device):
+        return []
+    fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
+    fitting.sort(key=lambda config: cost(conv, config, device))
+    chosen: list[StemConfig] = []
+    for config in fitting:  # of each bound on registers the best half
+        alike = sum(other.min_blocks == config.min_blocks for other in chosen)
+        if alike < MAX_IMPLEMENTATIONS // 2:
+            chosen.append(config)
+    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def is_supported(conv: Conv, device: Device) -> bool:
+    """Return whether conv_stem.cu computes this convolution as precisely as required."""
+    return (
+        device.arch >= MMA_ARCH
+        and (conv.x_nchw or conv.c == 1)
+        and conv.c <= MAX_CHANNELS
+        and conv.group == 1
+        and len(conv.kernel) <= 2
+        and set(conv.dilations) <= {1}
+        and (conv.dtype != "float32" or conv.tf32)
+        and conv.pixels > 0
+        and max(conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
+    )
+
+
+def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementation:
+    """Return the launch of one config."""
+    (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
+    defines = {
+        **conv.epilogue_defines(),
+        "CHANNELS": conv.c, "FILTERS": conv.m, "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PAD_W": _pad_w(conv),
+        "COPY": _copy(conv), "TP": config.tp, "TQ": config.tq, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
+        "TILES_N": config.tiles_n, "HELD": int(_held(conv, config)), "WIDTH": _width(conv),
+        "W_HWIO": int(conv.w_hwio), "W_COPY": _width(conv) if conv.w_hwio else _vector(conv),
+        "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": config.min_blocks,
+    }  # fmt: skip
+    kernel = Kernel("conv_stem", "conv_stem", defines)
+    bytes_shared = shared(conv, config)
+    resident = min(config.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (bytes_shared + RESERVED_BYTES))
+    slices = -(-conv.m // config.block_n)
+    blocks = max(1, device.multiprocessors * max(1, resident) // slices)
+    tiles = config.tiles(conv)
+    grid = (-(-tiles // -(-tiles // blocks)), slices, 1)  # blocks have equal shares
+    threads = 32 * config.warps_m * config.warps_n
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (threads, 1, 1), _arguments(conv), bytes_shared, pdl=pdl)
+    return Implementation(config.name, (launch,))
+
+
+def _arguments(conv: Conv) -> tuple[Argument, ...]:
+    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
+    pad_h = two(conv.pads_begin, missing=0)[0]
+    return (
+        *(pointer or ABSENT for pointer in pointers),
+        Scalar(conv.alpha, "float32"),
+        Scalar(conv.beta, "float32"),
+        *(Scalar(size, "int32") for size in (conv.n, *two(conv.sizes), *two(conv.y_sizes), pad_h)),
+    )
+
+
+# ---- what the kernel derives from its macros ---------------------------------------------------------------------
+
+
+def _pad_w(conv: Conv) -> int:
+    return two(conv.pads_begin, missing=0)[1]
+
+
+def _vector(conv: Conv) -> int:
+    """Return the elements of the widest access that the pointers are aligned for."""
+    return VECTOR_BYTES // ITEM_BYTES[conv.dtype] if conv.aligned else 1
+
+
+def _copy(conv: Conv) -> int:
+    """Return the elements of x that are copied at a time: a divisor of its width, 16 bytes at most."""
+    copy = _vector(conv)
+    while two(conv.sizes)[1] % copy:
+        copy //= 2
+    return copy
+
+
+def _width(conv: Conv) -> int:
+    """Return the elements of an access to y."""
+    width = _vector(conv)
+    while conv.m % width:
+        width //= 2
+    return width
+
+
+def _held(conv: Conv, config: StemConfig) -> bool:
+    """Return whether the weights of a warp fit into its registers."""
+    return _held_registers(conv, config) <= MAX_HELD
+
+
+def _held_registers(conv: Conv, config: StemConfig) -> int:
+    """Return the registers of a thread that hold the weights of its warp."""
+    return 2 * _geometry(conv, config).steps * config.tiles_n
+
+
+def _registers(conv: Conv, config: StemConfig) -> int:
+    """Return about how many registers a thread takes."""
+    geometry = _geometry(conv, config)
+    held = _held_registers(conv, config) if _held(conv, config) else 0
+    # Where a row of the filter is no multiple of four words, lanes hold the offset of each word, and its mask.
+    words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
+    return held + words + 6 * config.tiles_n + (72 if conv.residual else 56)
+
+
+def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
+    (kh, kw), (sh, sw), copy = two(conv.kernel), two(conv.strides), _copy(conv)
+    each = 4 // ITEM_BYTES[conv.dtype]
+    lead = _pad_w(conv) % 2 if copy > 1 and each == 2 else 0
+    extra = -(_pad_w(conv) + lead) % copy
+    row_words = -(-(lead + kw) // each)
+    shifted = each == 2 and sw % 2 == 1
+    rows = (config.tp - 1) * sh + kh
+    columns = -(-(extra + (config.tq - 1) * sw + row_words * each + 2 * shifted) // 8) * 8
+    pitch = columns // each
+    while row_words % 4 and not 12 <= pitch % 32 <= 20:
+        pitch += 4
+    patch = conv.c * rows * pitch
+    span = 2 * ((patch + 15) // 32 * 32 + 16) if shifted else patch
+    return _Geometry(row_words, -(-conv.c * kh * row_words // 8), span)
+
+
+def shared(conv: Conv, config: StemConfig) -> int:
+    """Return the bytes of dynamic shared memory: weights and two patches."""
+    geometry = _geometry(conv, config)
+    raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # the weights as they lie in w
+    patches = 4 * 2 * geometry.patch
+    if _held(conv, config):
+        return raw + patches
+    return 4 * geometry.steps * config.block_n * 8 + max(patches, raw)
+
+
+# ---- configs -----------------------------------------------------------------------------------------------------
+
+
+def configs(conv: Conv) -> list[StemConfig]:
+    """Return every config that is worth a look for these sizes."""
+    height, width = two(conv.y_sizes)
+    n_tiles = -(-conv.m // 8)
+    warps_n = 1 if n_tiles <= 4 else 2
+    slices = -(-n_tiles // (warps_n * MAX_TILES_N))
+    tiles_n = -(-n_tiles // (warps_n * slices))
+    if n_tiles == 8 * (n_tiles // 8):
+        tiles_n = 4
+    warps_m, found = WARPS // warps_n, []
+    step = _copy(conv)  # the kernel wants tq * sw to be a multiple of it
+    widths = {math.lcm(8, step), *(tq for tq in (16, 32, 56, 64, 80, 96, 112, 128) if tq < width + 8)}
+    for tp, tq in itertools.product((1, 2, 4, 7, 8, 14, 16, 32, 64), sorted(widths)):
+        least, most = TILE_PIXELS
+        if tp * tq % (16 * warps_m) or not least <= tp * tq <= most or (tp > height and tp * tq > least):
+            continue
+        for min_blocks in (2, 3, 4):
+            config = StemConfig(tp, tq, warps_m, warps_n, tiles_n, min_blocks)
+            if min_blocks == 2 or _registers(conv, config) * 32 * WARPS * min_blocks <= REGISTERS:
+                found.append(config)
+    return found
+
+
+def cost(conv: Conv, config: StemConfig, device: Device) -> float:
+    """Return a number that orders configs: the pixels of the busiest block, with what their patches cost."""
+    (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
+    blocks = max(1, device.multiprocessors * config.min_blocks // -(-conv.m // config.block_n))
+    shares = -(-config.tiles(conv) // blocks) / config.min_blocks
+    patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
+    too_large = 1.3 if shared(conv, config) * config.min_blocks > device.shared_per_block else 1.0
+    weight = config.tp * config.tq * (conv.m + 24) + 2 * patch + 1500
+    return shares * weight * too_large

@@ -1,0 +1,224 @@
+"""Convolutions for the tests of kernels, and what they compute."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from kernel_references import PARAMETERS
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.runtime.plan import Pointer
+
+NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A convolution with its epilogue; `extra` names the operands beside x and w.
+
+    `strides`, `dilations` and `pads` are those of ONNX Conv; empty means its defaults.
+    """
+
+    n: int
+    c: int
+    m: int
+    sizes: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    pads: tuple[int, ...] = ()
+    dilations: tuple[int, ...] = ()
+    group: int = 1
+    dtype: str = "float16"
+    extra: tuple[str, ...] = ("bias",)
+    activation: str = "relu"
+    residual_first: bool = True
+    x_nchw: bool = False
+    w_hwio: bool = False
+    tf32: bool = False
+    aligned: bool = True
+    scale: float = 1.0  # of x
+    constant: bool = field(default=True)  # the weights
+
+    def __str__(self) -> str:
+        def x(values: tuple[int, ...]) -> str:
+            return "x".join(map(str, values))
+
+        geometry = zip("spd", (self.strides, self.pads, self.dilations), strict=True)
+
+        marks = [f"{self.n}x{x(self.sizes)}", f"{self.c}-{self.m}", f"k{x(self.kernel)}"]
+        marks += [f"{name}{x(values)}" for name, values in geometry if values]
+        marks += [f"g{self.group}", "tf32" if self.tf32 else self.dtype, *self.extra, self.activation]
+        marks += ["" if self.residual_first else "after", "nchw" * self.x_nchw, "hwio" * self.w_hwio]
+        marks += ["" if self.aligned else "misaligned", "" if self.constant else "computed"]
+        marks += ["" if self.scale == 1 else f"x{self.scale:g}"]
+        return " ".join(mark for mark in marks if mark)
+
+    @property
+    def axes(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def y_sizes(self) -> tuple[int, ...]:
+        stride, pads, dilation = self._geometry()
+        found = []
+        for i, size in enumerate(self.sizes):
+            padded = size + pads[i] + pads[i + self.axes]
+            found.append((padded - (self.kernel[i] - 1) * dilation[i] - 1) // stride[i] + 1)
+        return tuple(found)
+
+    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        ones = (1,) * self.axes
+        return self.strides or ones, self.pads or (0,) * (2 * self.axes), self.dilations or ones
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the operands in the layouts that the kernel gets."""
+        taps, width = math.prod(self.kernel), self.c // self.group
+        shapes = {
+            "x": (self.n, self.c, *self.sizes) if self.x_nchw else (self.n, *self.sizes, self.c),
+            "w": (*self.kernel, width, self.m) if self.w_hwio else (self.m, *self.kernel, width),
+            "bias": (self.m,),
+            "residual": (self.n, *self.y_sizes, self.m),
+        }
+        made = {}
+        for i, name in enumerate(("x", "w", *self.extra)):
+            values = np.random.default_rng(i).standard_normal(shapes[name], dtype=np.float32)
+            factor = {"x": self.scale, "w": 1 / math.sqrt(taps * width)}.get(name, 1.0)
+            made[name] = (values * factor).astype(NUMPY[self.dtype])
+        return made
+
+    def problem(self) -> Conv:
+        """Return the convolution; its inputs come in the order of `arrays`."""
+        strides, pads, dilations = self._geometry()
+        pointers = {name: Pointer("input", i) for i, name in enumerate(("x", "w", *self.extra))}
+        alpha, beta = PARAMETERS.get(self.activation, (0.0, 0.0))
+        return Conv(
+            self.n, self.c, self.m, self.sizes, self.y_sizes, self.kernel, strides, dilations,
+            pads[: self.axes], pads[self.axes :], self.group, self.dtype, self.aligned, y=Pointer("output", 0),
+            residual_first=self.residual_first, activation=self.activation, alpha=alpha, beta=beta,
+            x_nchw=self.x_nchw, w_hwio=self.w_hwio, tf32=self.tf32, weights_constant=self.constant, **pointers,
+        )  # fmt: skip
+
+    def expect(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return y in float64, and the sums of the magnitudes of the terms of each element."""
+        wide = {name: value.astype(np.float64) for name, value in arrays.items()}
+        x = np.moveaxis(wide["x"], 1, -1) if self.x_nchw else wide["x"]
+        w = np.moveaxis(wide["w"], -1, 0) if self.w_hwio else wide["w"]
+        y, magnitude = self._convolve(x, w), self._convolve(np.abs(x), np.abs(w))
+        y = y + wide.get("bias", 0.0)
+        residual = wide.get("residual", 0.0)
+        formula = ACTIVATIONS[self.activation].formula
+        parameters = PARAMETERS.get(self.activation, (0.0, 0.0))
+        if self.residual_first:
+            return formula(y + residual, *parameters), magnitude
+        return formula(y, *parameters) + residual, magnitude
+
+    def _convolve(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        strides, pads, dilations = self._geometry()
+        x = np.pad(x, ((0, 0), *zip(pads[: self.axes], pads[self.axes :], strict=True), (0, 0)))
+        y = np.zeros((self.n, *self.y_sizes, self.group, self.m // self.group))
+        w = w.reshape(self.group, self.m // self.group, *w.shape[1:])
+        for tap in itertools.product(*map(range, self.kernel)):
+            cut = tuple(
+                slice(tap[i] * dilations[i], tap[i] * dilations[i] + (self.y_sizes[i] - 1) * strides[i] + 1, strides[i])
+                for i in range(self.axes)
+            )
+            part = x[(slice(None), *cut)].reshape(self.n, *self.y_sizes, self.group, -1)
+            y += np.einsum("...gc,gmc->...gm", part, w[(slice(None), slice(None), *tap)])
+        return y.reshape(self.n, *self.y_sizes, self.m)
+
+
+def depthwise(
+    n: int, c: int, sizes: tuple[int, ...], kernel: tuple[int, ...], *more: tuple[int, ...], **named: Any
+) -> ConvCase:
+    """Return a depthwise convolution; `more` are strides, pads and dilations."""
+    return ConvCase(n, c, c, sizes, kernel, *more, **{"group": c, "w_hwio": True, **named})
+
+
+def image(
+    n: int, c: int, m: int, sizes: tuple[int, ...], kernel: tuple[int, ...], *more: tuple[int, ...], **named: Any
+) -> ConvCase:
+    """Return a convolution of an image that is channels first; `more` are strides, pads and dilations."""
+    return ConvCase(n, c, m, sizes, kernel, *more, **{"x_nchw": True, **named})
+
+
+BOTH: Final = ("bias", "residual")
+
+# Filters that are unrolled and looped over; strides; dilations; asymmetric padding; widths that are no multiple of a
+# strip; channels that are no multiple of a vector; one and three axes; long rows of the filter, which are cut.
+DEPTHWISE: Final = [
+    depthwise(1, 24, (9, 11), (3, 3), (2, 2), (1, 1, 1, 1), extra=BOTH),
+    depthwise(2, 40, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), dtype="bfloat16", extra=BOTH, residual_first=False),
+    depthwise(1, 16, (10, 17), (5, 5), (1, 1), (2, 2, 2, 2), dtype="float32"),
+    depthwise(1, 20, (15, 15), (7, 7), (1, 1), (3, 3, 3, 3), activation="silu"),
+    depthwise(1, 7, (9, 8), (7, 7), (1, 1), (3, 3, 3, 3), w_hwio=False, constant=False),
+    depthwise(1, 16, (9, 30), (3, 3), (1, 2), (0, 4, 2, 1), (2, 3)),
+    depthwise(2, 12, (9, 8), (3, 3), (1, 1), (1, 1, 1, 1), aligned=False, extra=BOTH),
+    depthwise(1, 8, (50,), (31,), (1,), (15, 15), dtype="float32", extra=()),
+    depthwise(2, 8, (5, 6, 7), (3, 3, 3), (2, 1, 1), (1, 1, 1, 1, 1, 1), extra=()),
+    depthwise(1, 8, (40, 20), (11, 17), (3, 5), (5, 8, 5, 8), (2, 1)),
+    depthwise(1, 16, (4, 4), (4, 4), (4, 4)),
+    depthwise(1, 8, (3, 40), (1, 3), (1, 1), (0, 20, 0, 20), (1, 20)),
+]
+
+# Weights in registers and in shared memory; odd and even strides and padding; widths that are whole vectors, even and
+# odd; filters that are no multiple of 8; k that ends inside an mma; several slices of filters; one axis.
+STEMS: Final = [
+    image(2, 3, 64, (30, 32), (7, 7), (2, 2), (3, 3, 3, 3)),
+    image(1, 3, 32, (20, 40), (3, 3), (2, 2), (1, 1, 1, 1), activation="silu", extra=BOTH),
+    image(1, 3, 24, (15, 17), (3, 3), (2, 2), (1, 0, 1, 2), dtype="bfloat16", extra=BOTH, residual_first=False),
+    image(1, 4, 136, (10, 24), (3, 3), (1, 1), (1, 1, 1, 1), w_hwio=True),
+    image(1, 3, 96, (16, 32), (4, 4), (4, 4), extra=()),
+    image(1, 1, 10, (12, 22), (5, 5), (1, 3), (2, 2, 2, 2)),
+    image(1, 2, 7, (9, 16), (6, 6), (3, 2), (0, 1, 4, 2), aligned=False, constant=False, extra=BOTH),
+    image(1, 3, 16, (20, 24), (7, 7), (2, 2), (3, 3, 3, 3), dtype="float32", tf32=True, extra=BOTH),
+    image(1, 3, 65, (9, 14), (3, 3), (1, 1), (1, 1, 1, 1), dtype="float32", tf32=True),
+    image(2, 2, 16, (70,), (9,), (2,), (4, 4), dtype="bfloat16"),
+    image(1, 3, 64, (34, 40), (11, 11), (4, 4), (2, 2, 2, 2)),
+    image(1, 4, 64, (40, 40), (8, 8), (8, 8), (4, 0, 0, 4)),
+]
+
+# Groups that are one or several mma tiles of filters; groups that are merged; weights in registers and in shared
+# memory; k that ends inside an mma; strides, dilations and asymmetric padding; one axis.
+GROUPED: Final = [
+    ConvCase(2, 64, 64, (9, 14), (3, 3), (1, 1), (1, 1, 1, 1), group=8),
+    ConvCase(1, 32, 64, (9, 10), (3, 3), (2, 2), (1, 1, 1, 1), group=4, extra=BOTH, dtype="bfloat16"),
+    ConvCase(1, 64, 64, (12, 12), (3, 3), (1, 1), (0, 2, 1, 1), group=4, activation="silu", extra=BOTH),
+    ConvCase(1, 128, 128, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), group=4, residual_first=False, extra=BOTH),
+    ConvCase(1, 128, 128, (6, 7), (3, 3), (1, 1), (1, 1, 1, 1), group=2),
+    ConvCase(1, 32, 32, (9, 9), (3, 3), (1, 1), (1, 1, 1, 1), group=8),
+    ConvCase(1, 24, 48, (9, 9), (3, 3), (1, 1), (2, 2, 2, 2), (2, 2), group=12, w_hwio=True, constant=False),
+    ConvCase(1, 48, 48, (5, 9), (5, 5), (1, 1), (2, 2, 2, 2), group=2, extra=()),
+    ConvCase(1, 16, 32, (9, 9), (2, 2), (1, 1), (0, 0, 1, 1), group=16),
+    ConvCase(1, 32, 32, (9, 10), (3, 3), (1, 1), (1, 1, 1, 1), group=4, dtype="float32", tf32=True),
+    ConvCase(2, 32, 32, (40,), (9,), (1,), (4, 4), group=2),
+]
+
+
+def large_shapes() -> dict[str, list[ConvCase]]:
+    """Return the convolutions of well-known networks whose times count, by the kind of kernel that runs them."""
+    same = {3: (1, 1, 1, 1), 5: (2, 2, 2, 2), 7: (3, 3, 3, 3)}
+
+    def square(k: int, stride: int = 1) -> tuple[tuple[int, ...], ...]:
+        return (k, k), (stride, stride), same[k]
+
+    return {
+        "depthwise": [
+            depthwise(32, 96, (112, 112), *square(3, 2)),
+            depthwise(32, 240, (28, 28), *square(5)),
+            depthwise(32, 480, (14, 14), *square(3)),
+            depthwise(16, 96, (56, 56), *square(7)),
+            depthwise(16, 384, (14, 14), *square(7)),
+        ],
+        "grouped": [ConvCase(32, 256, 256, (28, 28), *square(3), group=32)],
+        "stem": [
+            image(32, 3, 64, (224, 224), *square(7, 2)),
+            image(8, 3, 32, (640, 640), *square(3, 2)),
+        ],
+    }

@@ -1,0 +1,89 @@
+"""Run a convolution kernel on the CPU: its own source and launch, with the stand-ins of cuda_emulated.h."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conv_cases import NUMPY, ConvCase
+
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT
+from onnxfuse.runtime.build_native import compiler
+from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar
+
+NATIVE = Path(__file__).parents[1] / "native"
+# A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
+ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+STOOD_IN = ("types.cuh", "gemm_multiply.cuh")  # headers that cuda_emulated.h replaces
+C_TYPES = {"int32": "int", "int64": "long long", "float32": "float"}
+CTYPES = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
+
+
+def library(step: Launch, folder: Path) -> ctypes.CDLL:
+    found = compiler()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    scalars = [each if isinstance(each, Scalar) and each != ABSENT else None for each in step.arguments]
+    arguments = [C_TYPES[each.type] if each else "T*" for each in scalars]
+    parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(arguments))
+    passed = ", ".join(f"a{i}" for i in range(len(arguments)))
+    source = folder / "kernel.cc"
+    source.write_text(
+        f'#include "cuda_emulated.h"\n{text_of(step.kernel)}\n'
+        'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
+        f'extern "C" void run(int grid_x, int grid_y, int threads, int shared, {parameters}) {{\n'
+        f"    emulated::launch(grid_x, grid_y, threads, shared, [=] {{ {step.kernel.entry}({passed}); }});\n}}\n"
+    )
+    defines = [f"-D{name}={value}" for name, value in step.kernel.defines.items()]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *ALIGNMENT, f"-I{NATIVE}", *defines]
+    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def text_of(kernel: Kernel) -> str:
+    """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
+    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
+    text = parts[0] + "".join(part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name not in STOOD_IN)
+    text, count = re.subn(
+        r"extern __shared__ __align__\(\d+\) char memory\[\];", "char* memory = emulated::memory;", text
+    )
+    assert count == 1, "one declaration of dynamic shared memory"
+    return text
+
+
+def placed(values: np.ndarray, aligned: bool) -> np.ndarray:
+    """Return a copy that begins at a multiple of 16 bytes, or one element behind it."""
+    buffer = np.zeros(values.size + 16, values.dtype)
+    skip = -buffer.ctypes.data % 16 // values.itemsize + (0 if aligned else 1)
+    copy = buffer[skip : skip + values.size].reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+def run_emulated(case: ConvCase, way: Implementation, arrays: dict[str, np.ndarray], folder: Path) -> np.ndarray:
+    """Run the one launch of an implementation, and return y."""
+    (step,) = way.steps
+    assert isinstance(step, Launch)
+    inputs = [placed(value, case.aligned) for value in arrays.values()]
+    y = placed(np.full((case.n, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype]), case.aligned)
+    loaded = library(step, folder)
+    for each in (*inputs, y):
+        loaded.allow(ctypes.c_void_p(each.ctypes.data), ctypes.c_longlong(each.nbytes))
+    arguments = []
+    for argument in step.arguments:
+        if isinstance(argument, Pointer):
+            array = y if argument.kind == "output" else inputs[argument.index]
+            arguments.append(ctypes.c_void_p(array.ctypes.data))
+        elif argument == ABSENT:
+            arguments.append(ctypes.c_void_p(None))
+        else:
+            assert isinstance(argument, Scalar)
+            arguments.append(CTYPES[argument.type](argument.value))
+    loaded.run(*step.grid[:2], step.block[0], step.shared, *arguments)
+    return y

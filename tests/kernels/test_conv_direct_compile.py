@@ -1,0 +1,100 @@
+"""Depthwise, grouped and stem convolutions compile for every architecture, and stay in registers; no GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator
+
+import pytest
+from architectures import A100, DEVICES, H200, T4, to_compile
+from conv_cases import DEPTHWISE, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+
+from onnxfuse.kernels.conv import depthwise as depthwise_host
+from onnxfuse.kernels.conv import grouped, stem
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device, Kernel, Launch
+
+HOSTS = {"depthwise": depthwise_host, "grouped": grouped, "stem": stem}
+SMALL = {"depthwise": DEPTHWISE, "grouped": GROUPED, "stem": STEMS}
+
+
+def ways(device: Device) -> Iterator[Implementation]:
+    """Yield all implementations of well-known convolutions in fp16, and the first of others and of small ones."""
+    for kind, cases in large_shapes().items():
+        for case in cases:
+            yield from HOSTS[kind].implementations(case.problem(), device)
+        for dtype in ("float32", "bfloat16"):
+            other = dataclasses.replace(cases[0], dtype=dtype, tf32=True, extra=("bias", "residual"))
+            yield from HOSTS[kind].implementations(other.problem(), device)[:1]
+    for kind, cases in SMALL.items():
+        for case in cases:
+            yield from HOSTS[kind].implementations(case.problem(), device)[:1]
+
+
+def launches(device: Device) -> Iterator[Launch]:
+    for way in ways(device):
+        for step in way.steps:
+            assert isinstance(step, Launch)
+            yield step
+
+
+@functools.cache
+def kernels(device: Device) -> list[Kernel]:
+    """Return the kernels of these implementations, each once."""
+    return list({repr(step.kernel): step.kernel for step in launches(device)}.values())
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
+    for kernel in to_compile(device, kernels):
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads + compiled.stack
+        assert not spilled, f"{kernel} has {spilled} bytes outside registers on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_launches_fit_the_device(device: Device) -> None:
+    for step in launches(device):
+        assert 0 < step.grid[0] < 2**31 and 0 < step.grid[1] <= 65535 and step.grid[2] == 1
+        assert 0 < step.block[0] <= 1024
+        assert step.shared <= device.shared_per_block
+        assert step.pdl == (device.arch >= 90)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_implementations_are_few_and_differ(kind: str) -> None:
+    for case in (*large_shapes()[kind], *SMALL[kind]):
+        found = HOSTS[kind].implementations(case.problem(), H200)
+        assert 0 < len(found) <= 6
+        assert len({way.name for way in found}) == len(found)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_an_empty_batch_has_no_implementation(kind: str) -> None:
+    for case in SMALL[kind]:
+        assert HOSTS[kind].implementations(dataclasses.replace(case, n=0).problem(), H200) == []
+
+
+def test_what_other_kernels_run() -> None:
+    """A channel multiplier, exact fp32, old GPUs, many channels: conv_mma.cu takes what these kernels leave."""
+    multiplier = ConvCase(1, 8, 24, (9, 9), (3, 3), group=8, w_hwio=True)
+    assert depthwise_host.implementations(multiplier.problem(), H200) == []
+    exact = image(1, 3, 16, (20, 24), (7, 7), dtype="float32")
+    assert stem.implementations(exact.problem(), H200) == []
+    assert stem.implementations(image(1, 3, 16, (20, 24), (7, 7)).problem(), T4) == []
+    assert stem.implementations(image(1, 5, 16, (20, 24), (7, 7)).problem(), A100) == []
+    assert stem.implementations(image(1, 3, 16, (20, 24), (3, 3), (), (), (2, 2)).problem(), A100) == []
+    assert grouped.implementations(ConvCase(1, 256, 256, (9, 9), (3, 3), group=2).problem(), H200) == []
+    assert grouped.implementations(ConvCase(1, 12, 12, (9, 9), (3, 3), group=3).problem(), H200) == []
+    assert grouped.implementations(ConvCase(1, 64, 64, (9, 9), (3, 3), group=8, aligned=False).problem(), H200) == []
+
+
+def test_a_filter_of_very_many_taps_is_left_to_others() -> None:
+    """The weights of one channel do not fit shared memory."""
+    long = depthwise(1, 8, (70000,), (60000,))
+    assert depthwise_host.implementations(long.problem(), H200) == []

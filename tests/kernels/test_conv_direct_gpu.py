@@ -1,0 +1,127 @@
+"""Depthwise, grouped and stem convolutions on a GPU, against float64: every implementation that a problem has."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from conv_cases import BOTH, DEPTHWISE, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+from kernel_runs import NUMPY, RELATIVE, compile_all, launch, result, upload
+
+from onnxfuse.kernels.conv import depthwise as depthwise_host
+from onnxfuse.kernels.conv import grouped, stem
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
+
+pytestmark = pytest.mark.gpu
+
+HOSTS: dict[str, Callable[[Conv, Device], list[Implementation]]] = {
+    "depthwise": depthwise_host.implementations,
+    "grouped": grouped.implementations,
+    "stem": stem.implementations,
+}
+MATRIX_ARCH = 80  # the first compute capability that grouped and stem run on
+MOST_SHARED = 200000  # bytes of a block: with as many, every case fits
+SUMS = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "tf32": 2.0**-10}  # of the terms' magnitudes
+ACTIVATION_16 = 2.5e-5  # relative, of an activation for 16-bit results
+LARGE = 2000.0  # times x: sums near the largest fp16 numbers
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Device:
+    device: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return device
+
+
+def variants(case: ConvCase) -> list[ConvCase]:
+    """Return a small case in every dtype, misaligned, with large values, and with weights in the other layout."""
+    dtypes = [dataclasses.replace(case, dtype=dtype, tf32=dtype == "float32") for dtype in NUMPY]
+    others = [dataclasses.replace(case, aligned=False), dataclasses.replace(case, w_hwio=not case.w_hwio)]
+    return [*dtypes, *others, dataclasses.replace(case, scale=LARGE, activation="none")]
+
+
+# Larger than a block in every direction, with sizes that no tile divides.
+ODD = {
+    "depthwise": [
+        depthwise(3, 72, (37, 45), (k, k), (s, s), (k // 2,) * 4, extra=BOTH) for k in (3, 5, 7) for s in (1, 2)
+    ],
+    "grouped": [
+        ConvCase(3, 96, 96, (37, 45), (3, 3), (s, s), (1, 1, 1, 1), group=g, extra=BOTH)
+        for g in (3, 6, 12, 24)
+        for s in (1, 2)
+    ],
+    "stem": [image(3, 3, 72, (75, 93), (k, k), (s, s), (k // 2,) * 4, extra=BOTH) for k in (3, 7) for s in (1, 2)],
+}
+SMALL = {"depthwise": DEPTHWISE, "grouped": GROUPED, "stem": STEMS}
+CASES = [
+    (kind, case)
+    for kind in HOSTS
+    for case in dict.fromkeys(
+        [*(each for small in SMALL[kind] for each in variants(small)), *ODD[kind], *large_shapes()[kind]]
+    )
+]
+
+
+def implementations(kind: str, case: ConvCase, gpu: Device) -> list[Implementation]:
+    """Return all implementations, or two where the case is a variant of a small one, of which there are many."""
+    found = HOSTS[kind](case.problem(), gpu)
+    return found if case in ODD[kind] or case in large_shapes()[kind] else found[:2]
+
+
+def ways_of(kind: str, case: ConvCase, gpu: Device) -> Sequence[Implementation]:
+    """Return the implementations; a skip where the kind does not run the case on this GPU."""
+    found = implementations(kind, case, gpu)
+    if not found:
+        needs_matrix_units = kind != "depthwise" and gpu.arch < MATRIX_ARCH
+        misaligned = kind == "grouped" and not case.aligned
+        too_large = kind != "depthwise" and gpu.shared_per_block < MOST_SHARED  # weights lie in shared memory
+        assert needs_matrix_units or misaligned or too_large, f"no {kind} kernel runs {case}"
+        pytest.skip(f"{kind} kernels do not run {case} on {gpu.name}")
+    return found
+
+
+def run(case: ConvCase, way: Implementation, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    y = TensorSpec((case.n, *case.y_sizes, case.m), case.dtype, case.aligned)
+    read = [upload(value, case.aligned) for value in arrays.values()]
+    written = upload(np.full(y.shape, np.nan, NUMPY[y.dtype]), case.aligned)
+    launch(Plan((y,), way.steps, way.scratch), read, [written])
+    return result(written, y, case.aligned)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest, gpu: Device) -> None:
+    """Fill CuPy's disk cache by many compilers at once."""
+    for item in request.session.items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if isinstance(parameters.get("case"), ConvCase):
+            ways = implementations(parameters["kind"], parameters["case"], gpu)
+            compile_all((step.kernel for way in ways for step in way.steps if isinstance(step, Launch)), gpu)
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES, ids=str)
+def test_matches_float64(kind: str, case: ConvCase, gpu: Device) -> None:
+    ways = ways_of(kind, case, gpu)
+    arrays = case.arrays()
+    with np.errstate(over="ignore"):
+        expected, magnitude = case.expect(arrays)
+        finite = np.abs(expected) < (65000 if case.dtype == "float16" else np.inf)
+    slack = SUMS["tf32" if case.tf32 and case.dtype == "float32" else case.dtype] * 1.7 * magnitude
+    slack = slack + (RELATIVE["float32"] if case.dtype == "float32" else ACTIVATION_16) * np.abs(expected)
+    allowed = slack + RELATIVE[case.dtype] * np.abs(expected) + 1e-7
+    for way in ways:
+        values = run(case, way, arrays).astype(np.float64)
+        error = np.where(finite, np.abs(np.where(finite, values, 0) - np.where(finite, expected, 0)), 0)
+        excess = error - allowed
+        place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
+        told = f"{way.name} at {place}: {values[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
+        assert (excess <= 0).all(), told
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_no_images_are_no_launch(kind: str, gpu: Device) -> None:
+    for case in SMALL[kind]:
+        assert HOSTS[kind](dataclasses.replace(case, n=0).problem(), gpu) == []

@@ -1,0 +1,93 @@
+"""Every config of the Hopper convolutions against float64: taps, strides, padding, channels, dtypes, epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conv_cases import BOTH, NUMPY, ConvCase
+from kernel_runs import RELATIVE, compile_all, launch, result, upload
+from test_gemm_gpu import ACTIVATION_16
+
+from onnxfuse.kernels.conv import hopper
+from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+
+pytestmark = pytest.mark.gpu
+
+LARGEST = float(np.finfo(np.float16).max)
+
+
+def cases() -> Iterator[ConvCase]:
+    """Yield asymmetric padding, strides, dilations, tiles that cross images, few channels, and every epilogue."""
+    same = (1, 1, 1, 1)
+    for dtype in ("float16", "bfloat16"):
+        yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, dtype=dtype, extra=BOTH)
+        yield ConvCase(3, 128, 72, (7, 7), (3, 3), (), same, dtype=dtype, extra=BOTH, residual_first=False)
+    yield ConvCase(2, 64, 136, (10, 13), (3, 5), (), (0, 1, 2, 3))
+    yield ConvCase(2, 64, 64, (15, 14), (3, 3), (2, 2), same)
+    yield ConvCase(2, 64, 64, (15, 14), (3, 3), (2, 1), (0, 0, 1, 1), dtype="bfloat16", constant=False)
+    yield ConvCase(2, 64, 64, (16, 17), (3, 3), (), (2, 3, 2, 3), (2, 3))
+    yield ConvCase(2, 72, 64, (16, 17), (1, 1), (2, 2))
+    yield ConvCase(1, 64, 64, (20, 20), (7, 7), (), (3,) * 4, activation="silu", extra=BOTH, residual_first=False)
+    for channels in (8, 16, 24, 32, 40, 48, 96, 200):
+        yield ConvCase(2, channels, 64, (12, 9), (3, 3), (), same, extra=BOTH)
+    for filters in (8, 32, 40, 96, 160, 264):
+        yield ConvCase(2, 64, filters, (12, 9), (3, 3), (), same, extra=BOTH)
+    yield ConvCase(1, 256, 64, (1, 1), (1, 3), (), (0, 1, 0, 1))
+    yield ConvCase(5, 64, 64, (40,), (5,), (2,), (2, 1))
+    yield ConvCase(9, 64, 128, (33, 35), (3, 3), (), same, extra=BOTH)  # more tiles than multiprocessors
+    yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, scale=300.0)
+    yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, extra=())
+    yield ConvCase(2, 64, 64, (6, 5), (3, 3), (), (4, 5, 3, 4))  # pixels that read padding alone
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_every_config_matches_float64(case: ConvCase) -> None:
+    device = gpu(0)
+    if device.arch != 90:
+        pytest.skip("needs a Hopper GPU")
+    arrays, conv = case.arrays(), case.problem()
+    assert hopper.why_not(conv, device) is None
+    y = TensorSpec((case.n, *case.y_sizes, case.m), case.dtype)
+    fitting = hopper.fitting(conv, device)
+    plans = {config.name: Plan((y,), hopper.implementation(conv, config, device).steps) for config in fitting}
+    compile_all((step.kernel for plan in plans.values() for step in plan.steps if isinstance(step, Launch)), device)
+    expected, magnitude = case.expect(arrays)
+    reference = np.clip(expected, -LARGEST, LARGEST) if case.dtype == "float16" else expected
+    allowed = 1.02 * RELATIVE[case.dtype] * np.abs(reference) + 1e-6 * (magnitude + 1)
+    if case.activation != "relu":
+        allowed += ACTIVATION_16 * np.abs(expected - arrays["residual"].astype(np.float64))
+    read = [upload(value) for value in arrays.values()]
+    wrong = {}
+    for name, plan in plans.items():
+        written = upload(np.full(y.shape, np.nan, NUMPY[case.dtype]))
+        launch(plan, read, [written])
+        found = result(written, y, True).astype(np.float64)
+        error = np.abs(np.where(np.isinf(found), np.sign(found) * LARGEST, found) - reference)
+        if not (error <= allowed).all():
+            at = np.argwhere(~(error <= allowed))
+            wrong[name] = (
+                f"{len(at)} of {error.size}, first at {at[0]}: {found[tuple(at[0])]}, {reference[tuple(at[0])]}"
+            )
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase(1, 12, 64, (9, 9), (3, 3)),
+        ConvCase(1, 64, 60, (9, 9), (3, 3)),
+        ConvCase(1, 64, 64, (300, 300), (3, 3), (), (), (128, 128)),
+        ConvCase(1, 64, 64, (99, 99), (3, 3), (9, 9)),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), group=2),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), dtype="float32"),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), aligned=False),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), (), (200, 200, 0, 0)),
+    ],
+    ids=str,
+)
+def test_what_tma_cannot_walk_over_is_refused(case: ConvCase) -> None:
+    assert hopper.why_not(case.problem(), gpu(0))
+    assert not hopper.implementations(case.problem(), gpu(0))

@@ -1,0 +1,369 @@
+// An emulation of CUDA for kernels that use mma.sync and shared memory, under the names of types.cuh and
+// gemm_multiply.cuh, so that the source of a kernel compiles with this header in their place.
+//
+// The threads of a block take turns on one thread of the CPU: each runs until it waits for others. What is read or
+// written in global memory must lie in one of the arrays that `allow` has named. Shared memory is NaN at the beginning
+// of each block. Asynchronous copies happen when something waits for them, at the latest possible time.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+using u32 = unsigned;
+using u64 = unsigned long long;
+using i64 = long long;
+
+template <class A, class B>
+inline auto min(A a, B b) { return a < b ? a : b; }
+template <class A, class B>
+inline auto max(A a, B b) { return a > b ? a : b; }
+
+// Aligned as on a GPU, so that -fsanitize=alignment stops at accesses through misaligned pointers to them.
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+struct Index { int x, y, z; };
+static Index threadIdx, blockIdx, gridDim;
+
+inline u32 __float_as_uint(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float __uint_as_float(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+namespace emulated {
+
+struct Range { const char* start; const char* end; };
+struct Copy { char* to; const char* from; int bytes; };
+struct Thread {
+    ucontext_t state;
+    std::vector<char> stack;
+    bool ended = false;
+    std::vector<std::vector<Copy>> copies;  // groups, the last of which is not committed yet
+};
+struct Barrier { int arrived = 0; u32 generation = 0; };
+struct Warp {
+    Barrier barrier;
+    u32 words[32][8];
+};
+
+static std::vector<Range> ranges;
+static std::vector<char> storage;
+static char* memory;
+static size_t shared_size;
+static std::vector<Thread> threads;
+static ucontext_t scheduler;
+static std::vector<Warp> warps;
+static Barrier block;
+static int alive;
+static std::function<void()> body;
+
+static void fail(const char* what) {
+    fprintf(stderr, "%s: block %d, %d, thread %d\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
+    abort();
+}
+
+static void check(const void* at, size_t bytes) {
+    const char* start = static_cast<const char*>(at);
+    if (start >= memory && start + bytes <= memory + shared_size) fail("shared memory as global memory");
+    if (reinterpret_cast<u64>(at) % bytes) fail("a misaligned access");
+    for (const Range& range : ranges)
+        if (start >= range.start && start + bytes <= range.end) return;
+    fail("an access outside the operands");
+}
+
+static void check_shared(const void* at, size_t bytes) {
+    const char* start = static_cast<const char*>(at);
+    if (start < memory || start + bytes > memory + shared_size) fail("an access outside shared memory");
+    if (reinterpret_cast<u64>(at) % bytes) fail("a misaligned access to shared memory");
+}
+
+static void pause() { swapcontext(&threads[threadIdx.x].state, &scheduler); }
+
+static void arrive(Barrier& barrier, int count) {
+    const u32 generation = barrier.generation;
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+    } else {
+        while (barrier.generation == generation) pause();
+    }
+}
+
+static Warp& warp() { return warps[threadIdx.x / 32]; }
+
+// Shares up to eight words of each lane of the warp; all lanes take part. Ends with finish_exchange.
+static u32 (&exchange(const u32* words, int count))[32][8] {
+    memcpy(warp().words[threadIdx.x % 32], words, 4 * count);
+    arrive(warp().barrier, 32);
+    return warp().words;
+}
+static void finish_exchange() { arrive(warp().barrier, 32); }
+
+static void run_thread() {
+    body();
+    threads[threadIdx.x].ended = true;
+    for (;;) pause();
+}
+
+template <class Kernel>
+void launch(int grid_x, int grid_y, int count, int shared_bytes, Kernel kernel) {
+    body = kernel;
+    gridDim = {grid_x, grid_y, 1};
+    shared_size = shared_bytes;
+    storage.assign(shared_bytes + 1024, char(0xff));
+    memory = reinterpret_cast<char*>((reinterpret_cast<u64>(storage.data()) + 1023) / 1024 * 1024);
+    threads = std::vector<Thread>(count);
+    for (Thread& thread : threads) thread.stack.resize(1 << 17);
+    for (int y = 0; y < grid_y; ++y)
+        for (int x = 0; x < grid_x; ++x) {
+            blockIdx = {x, y, 0};
+            storage.assign(storage.size(), char(0xff));
+            warps.assign((count + 31) / 32, Warp());
+            block = Barrier();
+            for (Thread& thread : threads) {
+                getcontext(&thread.state);
+                thread.state.uc_stack.ss_sp = thread.stack.data();
+                thread.state.uc_stack.ss_size = thread.stack.size();
+                thread.ended = false;
+                thread.copies.assign(1, {});
+                makecontext(&thread.state, run_thread, 0);
+            }
+            alive = count;
+            while (alive) {
+                alive = 0;
+                for (int i = 0; i < count; ++i) {
+                    if (threads[i].ended) continue;
+                    threadIdx = {i, 0, 0};
+                    swapcontext(&scheduler, &threads[i].state);
+                    alive += !threads[i].ended;
+                }
+            }
+        }
+}
+
+}  // namespace emulated
+
+inline void __syncthreads() { emulated::arrive(emulated::block, int(emulated::threads.size())); }
+inline void __syncwarp() { emulated::arrive(emulated::warp().barrier, 32); }
+inline bool __any_sync(u32, bool value) {
+    const u32 own = value;
+    auto& words = emulated::exchange(&own, 1);
+    bool any = false;
+    for (int i = 0; i < 32; ++i) any |= words[i][0] != 0;
+    emulated::finish_exchange();
+    return any;
+}
+inline void wait_for_predecessor() {}
+inline void release_successor() {}
+
+// ---- types.cuh ---------------------------------------------------------------------------------------------------
+
+struct f32 { unsigned bits; };
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+
+constexpr float LOG2_E = 1.442695041f;
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1 / x; }
+
+inline float widened(f32 value) { return __uint_as_float(value.bits); }
+inline float widened(f16 value) {
+    _Float16 half;
+    memcpy(&half, &value, 2);
+    return float(half);
+}
+inline float widened(bf16 value) { return __uint_as_float(u32(value.bits) << 16); }
+
+inline void narrowed(f32& to, float value) { to.bits = __float_as_uint(value); }
+inline void narrowed(f16& to, float value) {
+    const _Float16 half = _Float16(value);
+    memcpy(&to, &half, 2);
+}
+inline void narrowed(bf16& to, float value) {
+    const u32 bits = __float_as_uint(value);
+    to.bits = value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+template <class T>
+void widen(T, u32 word, float* to) {
+    for (int i = 0; i < int(4 / sizeof(T)); ++i) {
+        T value;
+        memcpy(&value, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
+        to[i] = widened(value);
+    }
+}
+
+template <class T>
+u32 narrow(T, const float* from) {
+    u32 word = 0;
+    for (int i = 0; i < int(4 / sizeof(T)); ++i) {
+        T value;
+        narrowed(value, from[i]);
+        memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &value, sizeof(T));
+    }
+    return word;
+}
+
+template <class T, int N>
+struct Pack {
+    static constexpr int BYTES = N * sizeof(T);
+    u32 words[(BYTES + 3) / 4];
+};
+
+template <class T, int N>
+void unpack(const Pack<T, N>& packed, float (&to)[N]) {
+    for (int i = 0; i < N; ++i) {
+        T value;
+        memcpy(&value, reinterpret_cast<const char*>(packed.words) + i * sizeof(T), sizeof(T));
+        to[i] = widened(value);
+    }
+}
+
+template <class T, int N>
+Pack<T, N> pack(const float (&from)[N]) {
+    Pack<T, N> packed{};
+    for (int i = 0; i < N; ++i) {
+        T value;
+        narrowed(value, from[i]);
+        memcpy(reinterpret_cast<char*>(packed.words) + i * sizeof(T), &value, sizeof(T));
+    }
+    return packed;
+}
+
+template <int N, bool CONSTANT = false, class T>
+Pack<T, N> load_cached(const T* from) {
+    emulated::check(from, min(int(N * sizeof(T)), 16));
+    Pack<T, N> loaded{};
+    memcpy(&loaded, from, N * sizeof(T));
+    return loaded;
+}
+
+template <int N, class T>
+Pack<T, N> load_once(const T* from) {
+    return load_cached<N>(from);
+}
+
+template <bool LEAVING, int N, class T>
+void store(T* to, const float (&values)[N]) {
+    emulated::check(to, min(int(N * sizeof(T)), 16));
+    const Pack<T, N> packed = pack<T>(values);
+    memcpy(to, &packed, N * sizeof(T));
+}
+
+template <bool LEAVING, int BYTES>
+void store_bytes(char* to, const u32* from) {
+    emulated::check(to, BYTES);
+    memcpy(to, from, BYTES);
+}
+
+// A copy of less than 4 bytes goes through registers, so that it happens at once, and stores a whole word.
+template <int BYTES>
+void copy_bytes(char* to, const char* from) {
+    emulated::check(from, BYTES);
+    emulated::check_shared(to, max(BYTES, 4));
+    if (BYTES < 4) {
+        u32 word = 0;
+        memcpy(&word, from, BYTES);
+        memcpy(to, &word, 4);
+    } else {
+        emulated::threads[threadIdx.x].copies.back().push_back({to, from, BYTES});
+    }
+}
+
+#ifndef COPIES_AT_ONCE  // conv_mma_emulated.h has its own
+// Copies `read` bytes, all or none of BYTES, and zeroes the rest.
+template <int BYTES>
+void copy_async(unsigned to, const char* from, int read) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "the sizes that cp.async has");
+    static const char zeros[16] = {};
+    char* target = emulated::memory + to;
+    emulated::check_shared(target, BYTES);
+    if (read != 0 && read != BYTES) emulated::fail("a copy of a part");
+    if (read) emulated::check(from, BYTES);
+    emulated::threads[threadIdx.x].copies.back().push_back({target, read ? from : zeros, BYTES});
+}
+#endif
+
+inline void commit_copies() { emulated::threads[threadIdx.x].copies.emplace_back(); }
+
+template <int GROUPS>
+void wait_for_copy_groups() {
+    auto& copies = emulated::threads[threadIdx.x].copies;
+    while (int(copies.size()) > GROUPS + 1) {
+        for (const auto& copy : copies.front()) memcpy(copy.to, copy.from, copy.bytes);
+        copies.erase(copies.begin());
+    }
+}
+
+#ifndef COPIES_AT_ONCE
+template <int PENDING>
+void wait_for_groups() {
+    wait_for_copy_groups<PENDING>();
+}
+#endif
+
+inline void wait_for_copies() {
+    commit_copies();
+    wait_for_copy_groups<0>();
+}
+
+// ---- gemm_multiply.cuh -------------------------------------------------------------------------------------------
+
+inline u32 shared_address(const void* pointer) { return u32(static_cast<const char*>(pointer) - emulated::memory); }
+
+template <bool TRANSPOSE>
+void load_matrices(unsigned (&to)[4], unsigned from) {
+    static_assert(!TRANSPOSE, "not emulated");
+    auto& addresses = emulated::exchange(&from, 1);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const char* row = emulated::memory + addresses[i * 8 + lane / 4][0];
+        emulated::check_shared(row, 16);
+        memcpy(&to[i], row + lane % 4 * 4, 4);
+    }
+    emulated::finish_exchange();
+}
+
+inline float rounded_to_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
+
+// a and b as the lanes hold them: words along k, of one or two elements.
+template <class T>
+void multiply(T type, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    constexpr int EACH = 4 / sizeof(T);
+    const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    auto& words = emulated::exchange(own, 6);
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int word = 0; word < 8; ++word) {
+            float left[2], right[2];
+            widen(type, words[row % 8 * 4 + word % 4][row / 8 + word / 4 * 2], left);
+            widen(type, words[column * 4 + word % 4][4 + word / 4], right);
+            for (int j = 0; j < EACH; ++j)
+                sum[i] += EACH == 1 ? rounded_to_tf32(left[j]) * rounded_to_tf32(right[j]) : left[j] * right[j];
+        }
+    }
+    emulated::finish_exchange();
+}
+
+inline unsigned nearest_tf32(unsigned bits) { return (bits + 0x1000u) & 0xffffe000u; }
