@@ -201,9 +201,13 @@ __device__ __forceinline__ Pack<T, N> load_cached(const T* from) {
 }
 
 template <bool LEAVING, int N, class T>
-__device__ __forceinline__ void store(T* to, const float (&values)[N]) {
-    const Pack<T, N> packed = pack<T, N>(values);
+__device__ __forceinline__ void store_pack(T* to, const Pack<T, N>& packed) {
     store_bytes<LEAVING, N * sizeof(T)>(reinterpret_cast<char*>(to), packed.words);
+}
+
+template <bool LEAVING, int N, class T>
+__device__ __forceinline__ void store(T* to, const float (&values)[N]) {
+    store_pack<LEAVING>(to, pack<T, N>(values));
 }
 
 // ---- copies to shared memory -------------------------------------------------------------------------------------
@@ -220,8 +224,12 @@ __device__ __forceinline__ void copy_bytes(char* to, const char* from) {
     if constexpr (!DIRECT) {
         unsigned words[(BYTES + 3) / 4];
         load_bytes<Use::ONCE, BYTES>(from, words);
+        if constexpr (BYTES == 2) {
+            *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(words[0]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < (BYTES + 3) / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
+            for (int i = 0; i < BYTES / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
+        }
     } else if constexpr (BYTES > 16) {
         copy_bytes<16>(to, from);
         copy_bytes<BYTES - 16>(to + 16, from + 16);

@@ -69,5 +69,6 @@ class Architecture:
     variants: tuple[Variant, ...]
     sizes: tuple[Mapping[str, int], Mapping[str, int]] = ({"batch": 2, "seq": 7}, {"batch": 3, "seq": 12})
     full: Config | None = None
+    calibrated: bool = False  # in public sizes, running statistics are those of random inputs
     gain: float = 1.0  # factor of random weights; outputs of deep gated networks hardly depend on inputs without it
     metadata: Mapping[str, str] | None = None

@@ -46,8 +46,8 @@ class Job:
 def build_model(job: Job) -> nn.Module:
     """Return the torch module in eval mode, every parameter and running statistic drawn from the seed.
 
-    In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time, and the running
-    statistics are those of random inputs, as in a trained model; others are the same on every machine.
+    In public sizes they are drawn on the GPU where there is one, which takes a tenth of the time; others are the same
+    on every machine.
     """
     full = job.config is job.architecture.full
     drawn_on = "cuda" if full and torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def build_model(job: Job) -> nn.Module:
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             randomise(name.rsplit(".", 1)[-1], value, job.architecture.gain)
-    if full:
+    if full and job.architecture.calibrated:
         calibrate(model, {name: x.to(drawn_on) for name, x in job.arguments(job.architecture.sizes[0], "fp32").items()})
     return model.to("cpu", DTYPES[job.variant.dtype])
 

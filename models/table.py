@@ -224,6 +224,7 @@ CONVOLUTIONAL = (
         (HALF_BN, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
         IMAGE,
         full={"width_percent": 100, "classes": 1000, "image": 224},
+        calibrated=True,
         gain=1.25,
     ),
     Architecture(
@@ -235,6 +236,7 @@ CONVOLUTIONAL = (
         (HALF, Variant("dynamo23", "dynamo", 23)),
         IMAGE,
         full={"width_percent": 100, "classes": 1000, "image": 224},
+        calibrated=True,
         gain=1.4,
     ),
     Architecture(
@@ -246,6 +248,7 @@ CONVOLUTIONAL = (
         (HALF_BN, TS_BN),
         IMAGE,
         full={"depths": [6, 12, 24, 16], "growth": 32, "classes": 1000, "image": 224},
+        calibrated=True,
         gain=1.4,
     ),
     Architecture(
@@ -257,6 +260,7 @@ CONVOLUTIONAL = (
         (HALF, Variant("ts11_bn", "ts", 11, keep_batch_norm=True, numbered_names=True)),
         IMAGE,
         full={"widths": [32, 64, 128, 256, 512], "depths": [1, 2, 2, 1], "classes": 80, "bins": 16, "image": 640},
+        calibrated=True,
         gain=1.35,
     ),
     Architecture(

@@ -246,9 +246,9 @@ def fuse_model(
             fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
             layouts = LayoutResult()
             if any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
-                recorded = {one.node for one in fusing.fused}
-                layouts = assign_layouts(graph, shapes, layout, recorded, exclude)
-                fusing = replace(fusing, fused=(*fusing.fused, *layouts.fused))
+                layouts = assign_layouts(graph, shapes, layout, fusing.fused, exclude)
+                records = {one.node: one for one in (*fusing.fused, *layouts.fused)}
+                fusing = replace(fusing, fused=tuple(records.values()))
         with timer.stage("write"):
             written = write_model(graph)
     return FusedModel(graph, written, before, estimate_traffic(graph, shapes), tuple(folded), fusing, layouts, unfused)

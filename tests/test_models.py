@@ -229,9 +229,18 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
         "max_pool": lambda c: 1,
         "average_pool": lambda c: len(c["depths"]) - 1,
         "global_average_pool": lambda c: 1,
+        "concat": lambda c: sum(c["depths"]),  # behind each layer
     },
-    "detector": {"max_pool": lambda c: 3, "resize": lambda c: 2},
-    "unet": {"resize": lambda c: len(c["widths"]) - 1},
+    "detector": {
+        "max_pool": lambda c: 3,
+        "resize": lambda c: 2,
+        "split": lambda c: len(c["depths"]) + 4,  # of a block
+        "concat": lambda c: len(c["depths"]) + 4 + 1 + 4,  # of a block, of the pooling, in front of four blocks
+    },
+    "unet": {
+        "resize": lambda c: len(c["widths"]) - 1,
+        "concat": lambda c: 2 * len(c["widths"]),  # in front of the two blocks of a level up
+    },
     "vae_decoder": {"resize": lambda c: len(c["widths"]) - 1},
 }
 

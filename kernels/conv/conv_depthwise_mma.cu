@@ -96,7 +96,8 @@ struct Image {
     __device__ __forceinline__ void begin(u32 to, Place place) const {
         const int top = place.row * SH - pad_h, left = place.column * SW - pad_w;
         const T* from = x + i64(place.image) * height * width * CHANNELS + first_group * 8;
-#pragma unroll 4
+        // Unrolled, the offsets of its copies stay in registers from tile to tile, of which there are too few.
+#pragma unroll 1
         for (int i = threadIdx.x; i < ROWS * COLUMNS * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;
             const int row = pixel / COLUMNS, column = pixel % COLUMNS;
@@ -249,7 +250,7 @@ struct Output {
     // Stores the finished positions of a tile.
     __device__ __forceinline__ void store(const char* stage, Place place) const {
         T* to = y + i64(place.image) * height * width * CHANNELS + first_group * 8;
-#pragma unroll 2
+#pragma unroll 1
         for (int i = threadIdx.x; i < TP * TQ * BLOCK_GROUPS; i += THREADS) {
             const int pixel = i / BLOCK_GROUPS, group = i % BLOCK_GROUPS;
             const int row = place.row + pixel / TQ, column = place.column + pixel % TQ;
@@ -310,22 +311,22 @@ conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* residual, T* 
     release_successor();
     if constexpr (WEIGHTS_CONSTANT) weights.load(w, group);
     wait_for_predecessor();
-    of.begin(shared_address(memory), tiles.place(blockIdx.y));
+    Place place = tiles.place(blockIdx.y);
+    of.begin(shared_address(memory), place);
     if constexpr (!WEIGHTS_CONSTANT) weights.load(w, group);
     output.load_bias(group * 8 + threadIdx.x % 4 * 2);
 
     int current = 0;
 #pragma unroll 1
     for (int tile = blockIdx.y; tile < tiles.count(); tile += gridDim.y) {
-        const Place place = tiles.place(tile);
         const char* patch = memory + current * PATCH;
-        const int next = tile + gridDim.y;
-        const bool more = next < tiles.count();
+        const bool more = tile + int(gridDim.y) < tiles.count();
+        const Place next = tiles.place(tile + gridDim.y);
         wait_for_copies();
         __syncthreads();  // the patch has arrived, and nobody reads the one before, nor what was finished
         if (BUFFERS == 2 && more) {
             current = 1 - current;
-            of.begin(shared_address(memory + current * PATCH), tiles.place(next));
+            of.begin(shared_address(memory + current * PATCH), next);
         }
         if (group < ALL_GROUPS) {
 #pragma unroll 1
@@ -334,7 +335,8 @@ conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* residual, T* 
                                group, w, weights, output);
         }
         __syncthreads();
-        if (BUFFERS == 1 && more) of.begin(shared_address(memory), tiles.place(next));
+        if (BUFFERS == 1 && more) of.begin(shared_address(memory), next);
         output.store(stage, place);
+        place = next;
     }
 }

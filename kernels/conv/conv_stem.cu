@@ -12,7 +12,8 @@
 //      fragment is four loads of words and the patch is never rearranged. Where pixels begin at odd columns (SW is odd,
 //      16-bit types), they read a second copy of the patch that is shifted by one column.
 //   3. Words may hold columns that belong to no tap: they are masked, so that infinities there do no harm.
-//   4. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
+//   4. Where k ends inside an mma, the bias is the weight of a word behind the last tap that is one.
+//   5. Filters are assigned to the columns of the mma tiles so that the sums of a lane belong to neighbouring filters:
 //      a lane finishes them in registers and stores whole vectors.
 //
 // Macros:
@@ -22,6 +23,7 @@
 //   TP, TQ              pixels of a tile along height and width; TP TQ is a multiple of 16 WARPS_M
 //   WARPS_M, WARPS_N    warps along pixels and filters   TILES_N           mma tiles of 8 filters of a warp
 //   HELD                1: weights are kept in registers, 0: in shared memory
+//   BIAS_IN_PRODUCT     1: the bias is such a weight, and HAS_BIAS is 0; not for fp32, which an mma rounds
 //   WIDTH               elements of an access to y: divides FILTERS
 //   W_HWIO              1: w is (KH, KW, CHANNELS, FILTERS); 0: (FILTERS, KH, KW, CHANNELS)
 //   W_COPY              elements of w that are copied at a time; divides FILTERS if W_HWIO
@@ -59,8 +61,10 @@ constexpr int BUFFER = SHIFTED ? 2 * PATCH_SPAN : PATCH_SPAN;
 constexpr int BLOCK_N = WARPS_N * TILES_N * 8, TAPS = CHANNELS * KH * KW;
 constexpr int RAW_WORDS = BLOCK_N * TAPS / EACH;  // the block's weights as they lie in w
 constexpr int WEIGHT_WORDS = HELD ? RAW_WORDS : STEPS * BLOCK_N * 8;
+constexpr int PATCH_WORDS = HELD || 2 * BUFFER > RAW_WORDS ? 2 * BUFFER : RAW_WORDS;
 
 static_assert(PIXELS % (16 * WARPS_M) == 0 && TQ * SW % COPY == 0 && FILTERS % WIDTH == 0, "see above");
+static_assert(!BIAS_IN_PRODUCT || (EACH == 2 && WORDS % 8 && !HAS_BIAS), "there is a word for the bias");
 static_assert(EXTRA % EACH == 0 && PATCH % 4 == 0 && PATCH_SPAN % 4 == 0, "words and copies are aligned");
 
 // ---- global memory -> shared memory ------------------------------------------------------------------------------
@@ -88,19 +92,22 @@ struct Image {
         return {int(image), int(row - image * tiles_h) * TP, int(index - row * tiles_w) * TQ};
     }
 
-    // Starts the copies of a tile's patch: each thread copies the same columns of every LINES-th row.
+    // Starts the copies of a tile's patch: each thread copies the same columns of every AT_ONCE-th line.
     __device__ __forceinline__ void begin(u32* to, const Tile& tile) const {
-        constexpr int COPIES = COLUMNS / COPY, LANES = COPIES < THREADS ? COPIES : THREADS, LINES = THREADS / LANES;
+        constexpr int COPIES = COLUMNS / COPY, LANES = COPIES < THREADS ? COPIES : THREADS;
+        constexpr int LINES = CHANNELS * ROWS, AT_ONCE = THREADS / LANES, TIMES = (LINES + AT_ONCE - 1) / AT_ONCE;
         const int top = tile.p * SH - pad_h, left = tile.q * SW - PAD_W - LEAD - EXTRA;
         const T* from = x + i64(tile.image) * (CHANNELS * height * width);
-        if (threadIdx.x >= LANES * LINES) return;
+        if (threadIdx.x >= LANES * AT_ONCE) return;
 #pragma unroll
         for (int first = 0; first < COPIES; first += LANES) {
             const int place = first + int(threadIdx.x) % LANES, column = left + place * COPY;
             if (COPIES % LANES && place >= COPIES) continue;
             const bool inside = unsigned(column) < unsigned(width);
-#pragma unroll 4
-            for (int line = int(threadIdx.x) / LANES; line < CHANNELS * ROWS; line += LINES) {
+#pragma unroll(TIMES <= 8 ? TIMES : 4)
+            for (int i = 0; i < TIMES; ++i) {
+                const int line = int(threadIdx.x) / LANES + i * AT_ONCE;
+                if (i == TIMES - 1 && LINES % AT_ONCE && line >= LINES) continue;
                 const int channel = line / ROWS, row = top + line % ROWS;
                 const bool exist = inside && unsigned(row) < unsigned(height);
                 const int at = exist ? (channel * height + row) * width + column : 0;
@@ -122,7 +129,8 @@ __device__ __forceinline__ void begin_weights(const T* w, int first_filter, T* t
 #pragma unroll 4
         for (int i = threadIdx.x * W_COPY; i < TAPS * BLOCK_N; i += THREADS * W_COPY) {
             const int filter = i % BLOCK_N;
-            if (filter < filters) copy_elements<W_COPY>(to + i, w + i / BLOCK_N * FILTERS + first_filter + filter, true);
+            const T* from = w + i / BLOCK_N * FILTERS + first_filter + filter;
+            if (filter < filters) copy_elements<W_COPY>(to + i, from, true);
         }
     } else {
         const int count = filters * TAPS;
@@ -162,51 +170,66 @@ __device__ __forceinline__ int filter_of(int tile, int column) {
 
 // The row of the filter and the word in it that a lane of four reads; k is that of the first. line counts
 // (channel, row of the filter).
-struct Word { int line, word; };
+struct Word {
+    int line, word;
+
+    __device__ __forceinline__ bool exists() const { return line < CHANNELS * KH; }
+    __device__ __forceinline__ bool is_bias() const { return BIAS_IN_PRODUCT && line == CHANNELS * KH && word == 0; }
+};
 
 __device__ __forceinline__ Word word_of(int k, int lane) {
     if constexpr (ROW_WORDS % 4 == 0) return {k / ROW_WORDS, k % ROW_WORDS + lane};
     else return {(k + lane) / ROW_WORDS, (k + lane) % ROW_WORDS};
 }
 
-// Two weights of a 16-bit type or one of fp32, from the block's weights in shared memory; zero where no tap is.
-__device__ __forceinline__ u32 weight_word(const T* raw, Word at, int filter) {
-    const int channel = at.line / KH, r = at.line % KH;
-    const auto bits = [&](int s) -> u32 {
-        if (at.line >= CHANNELS * KH || s < 0 || s >= KW) return 0;
-        const int tap = (r * KW + s) * CHANNELS + channel;
-        return raw[W_HWIO ? tap * BLOCK_N + filter : filter * TAPS + tap].bits;
-    };
-    const int s = at.word * EACH - LEAD;
-    if constexpr (EACH == 2) return bits(s) | bits(s + 1) << 16;
-    else return nearest_tf32(bits(s));
-}
+// The block's weights in shared memory, and the bias.
+struct Weights {
+    const T *raw, *bias;
+    int first_filter;  // of the block
 
-// What an mma reads of the weights: the words of the lane at k and at k + 4.
-__device__ __forceinline__ uint2 weight_words(const T* raw, int k, int lane, int warp_n, int tile) {
-    const int filter = warp_n * (TILES_N * 8) + filter_of(tile, lane / 4);
-    return make_uint2(weight_word(raw, word_of(k, lane % 4), filter), weight_word(raw, word_of(k + 4, lane % 4), filter));
-}
+    // Two weights of a 16-bit type or one of fp32; zero where no tap is. Filters count from the block's first.
+    __device__ __forceinline__ u32 word(Word at, int filter) const {
+        if (at.is_bias()) {
+            const int each = first_filter + filter;
+            return each < FILTERS ? load_cached<1>(bias + each).words[0] : 0;
+        }
+        const int channel = at.line / KH, r = at.line % KH;
+        const auto bits = [&](int s) -> u32 {
+            if (!at.exists() || s < 0 || s >= KW) return 0;
+            const int tap = (r * KW + s) * CHANNELS + channel;
+            return raw[W_HWIO ? tap * BLOCK_N + filter : filter * TAPS + tap].bits;
+        };
+        const int s = at.word * EACH - LEAD;
+        if constexpr (EACH == 2) return bits(s) | bits(s + 1) << 16;
+        else return nearest_tf32(bits(s));
+    }
+
+    // What an mma reads of them: the words of the lane at k and at k + 4.
+    __device__ __forceinline__ uint2 words(int k, int lane, int warp_n, int tile) const {
+        const int filter = warp_n * (TILES_N * 8) + filter_of(tile, lane / 4);
+        return make_uint2(word(word_of(k, lane % 4), filter), word(word_of(k + 4, lane % 4), filter));
+    }
+};
 
 struct Filters {
     uint2 held[HELD ? STEPS : 1][TILES_N];
     const uint2* from;  // of the lane, unless they are held
 
-    // Reads the block's weights; unless they are held, they go to `weights`, as the mma reads them.
-    __device__ __forceinline__ void load(const T* raw, u32* weights) {
+    // Unless the weights are held, they go to `memory`, as the mma reads them.
+    __device__ __forceinline__ void load(const Weights& weights, u32* memory) {
         const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N;
         if constexpr (HELD) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-                for (int j = 0; j < TILES_N; ++j) held[step][j] = weight_words(raw, step * 8, lane, warp_n, j);
+                for (int j = 0; j < TILES_N; ++j) held[step][j] = weights.words(step * 8, lane, warp_n, j);
         } else {
-            uint2* to = reinterpret_cast<uint2*>(weights);
+            uint2* to = reinterpret_cast<uint2*>(memory);
             from = to + warp_n * TILES_N * 32 + lane;
 #pragma unroll 2
             for (int i = threadIdx.x / 32; i < STEPS * WARPS_N * TILES_N; i += THREADS / 32) {
                 const int tile = i % (WARPS_N * TILES_N), step = i / (WARPS_N * TILES_N);
-                to[i * 32 + lane] = weight_words(raw, step * 8, lane, tile / TILES_N, tile % TILES_N);
+                to[i * 32 + lane] = weights.words(step * 8, lane, tile / TILES_N, tile % TILES_N);
             }
         }
     }
@@ -226,16 +249,17 @@ __device__ __forceinline__ u32 mask_of(int word) {
     return mask;
 }
 
-// Where a word lies behind a pixel's first word, and what of it counts.
-struct WordOfPatch { int offset; u32 mask; };
+// Where a word lies behind a pixel's first word, what of it counts, and what it is besides.
+struct WordOfPatch { int offset; u32 mask, constant; };
 
 __device__ __forceinline__ WordOfPatch word_of_patch(Word at) {
-    if (at.line >= CHANNELS * KH) return {0, 0};
-    return {(at.line / KH * ROWS + at.line % KH) * PITCH + at.word, mask_of(at.word)};
+    const float one[1] = {1.0f};
+    if (!at.exists()) return {0, 0, at.is_bias() ? pack<T>(one).words[0] : 0};
+    return {(at.line / KH * ROWS + at.line % KH) * PITCH + at.word, mask_of(at.word), 0};
 }
 
 __device__ __forceinline__ u32 load_word(const u32* from, const WordOfPatch& at) {
-    const u32 word = from[at.offset] & at.mask;
+    const u32 word = from[at.offset] & at.mask | at.constant;
     return EACH == 1 ? nearest_tf32(word) : word;
 }
 
@@ -342,29 +366,34 @@ conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float 
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
-    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);  // before the first patch, if not of their own
+    Tile* ahead = reinterpret_cast<Tile*>(patches + PATCH_WORDS);  // of each patch; in registers they would be too many
+    T* raw = reinterpret_cast<T*>(HELD ? weights : patches);  // where the patches will be, unless weights are held
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_filter = blockIdx.y * BLOCK_N;
 
     const Image of{x, height, width, pad_h, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};
     const int tiles = images * of.tiles_h * of.tiles_w;
     Output output{residual, y, alpha, beta, out_height, out_width, first_filter + warp % WARPS_N * (TILES_N * 8), {}};
     Filters filters;
-    Tile tile = of.tile(blockIdx.x);
+    const auto begin_patch = [&](int which, int index) {
+        const Tile tile = of.tile(index);
+        of.begin(patches + which * BUFFER, tile);
+        if (threadIdx.x == 0) ahead[which] = tile;
+    };
 
     release_successor();
     if constexpr (!WEIGHTS_CONSTANT) wait_for_predecessor();
     begin_weights(w, first_filter, raw);
     commit_copies();
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
-    if constexpr (HELD) of.begin(patches, tile);
+    if constexpr (HELD) begin_patch(0, blockIdx.x);
     commit_copies();
     output.load_bias(bias);
     wait_for_groups<1>();
     __syncthreads();
-    filters.load(raw, weights);
+    filters.load({raw, bias, first_filter}, weights);
     if constexpr (!HELD) {
         __syncthreads();
-        of.begin(patches, tile);
+        begin_patch(0, blockIdx.x);
     }
 
     int current = 0;
@@ -373,8 +402,8 @@ conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float 
         wait_for_copies();
         __syncthreads();  // the patch has arrived, and nobody reads the one before
         index += gridDim.x;
-        const Tile next = of.tile(index);
-        if (index < tiles) of.begin(patches + (1 - current) * BUFFER, next);
+        if (index < tiles) begin_patch(1 - current, index);
+        const Tile tile = ahead[current];
         u32* patch = patches + current * BUFFER;
         current = 1 - current;
         if constexpr (SHIFTED) {
@@ -388,6 +417,5 @@ conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float 
             multiply_pixels(sums, patch, pixels, filters);
             output.store_pixels(sums, tile, pixels);
         }
-        tile = next;
     }
 }

@@ -16,8 +16,6 @@ from onnxfuse.runtime.plan import Convolution, ConvolutionActivation, Device, Po
 log: Final = logging.getLogger("onnxfuse")
 
 MAX_ENGINES: Final = 3
-# Of these, engines whose kernel cuDNN compiles when a plan is read, which takes one to three seconds in each process.
-MAX_COMPILED_ENGINES: Final = 1
 MAX_ENGINES_ASKED: Final = 12  # many of them differ in a knob only
 MAX_WORKSPACE_BYTES: Final = 64 << 20
 CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # those that follow a convolution in one kernel
@@ -26,8 +24,9 @@ CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # those that follow 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the engines that cuDNN proposes for a convolution of at least one element, its first choice first.
 
-    There is none if the library is missing, if it lacks the activation, for an x in NCHW, for a w in HWIO, and for
-    misaligned operands, which its engines refuse when they run.
+    Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for one to three
+    seconds in each process.  There is none if the library is missing, if it lacks the activation, for an x in NCHW, for
+    a w in HWIO, and for misaligned operands, which its engines refuse when they run.
     """
     if (
         conv.x_nchw
@@ -39,8 +38,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return []
     convolution = _convolution(conv, conv.activation)
     found = run_plan.convolution_engines(convolution, device.ordinal, MAX_ENGINES_ASKED)
-    compiled = [engine for engine in found if engine.compiles][:MAX_COMPILED_ENGINES]
-    kept = [engine for engine in found if not engine.compiles or engine in compiled][:MAX_ENGINES]
+    kept = [engine for engine in found if not engine.compiles][:MAX_ENGINES]
     return [_with_engine(convolution, engine, rank) for rank, engine in enumerate(kept)]
 
 

@@ -14,9 +14,9 @@ from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 
 MAX_IMPLEMENTATIONS: Final = 4
-MAX_RESEMBLING: Final = 2  # of them that differ in nothing but the tile and the channels of a block
+MAX_OF_BUFFERS: Final = 3  # of them that have as many patches
 MAX_PAIRS: Final = 28  # of taps, whose weights a lane keeps in two registers each
-MAX_REGISTERS: Final = 168  # of a thread, by `registers`
+MAX_REGISTERS: Final = 160  # of a thread, by `registers`
 CHANNELS: Final = 8  # of a warp
 WARPS: Final = (4, 16)  # of a block: the least where there is so much work, and the most
 STRIP_ROWS: Final = (2, 4, 7, 8, 14)
@@ -25,15 +25,19 @@ TILE_COLUMNS: Final = (8, 16, 32, 56)
 MAX_IDLE: Final = 1.2  # rows, columns and groups that are computed, as a multiple of those that there are
 MAX_BLOCKS: Final = 65535  # on the second axis of a grid
 REGISTERS: Final = 65536  # of a multiprocessor
-THREADS: Final = 2048  # of a multiprocessor
+RESIDENT: Final = (1536, 16)  # threads and blocks that a multiprocessor of any GPU from sm_80 on runs at a time
 
 # Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
 PRODUCT_CYCLES: Final = 1.65  # of an mma.m16n8k16
 WARP_INSTRUCTIONS: Final = 3.0  # of at most 4
 L2_BYTES: Final = 26.0
+MEMORY_BYTES: Final = 17.0
 SECTOR_BYTES: Final = 32  # what memory moves at least
+MIN_WARPS: Final = 10  # that hide latencies
 LOAD_CYCLES: Final = 1500  # until a patch has arrived, if nothing else is under way
 LONE_PRODUCT_CYCLES: Final = 9.0  # of an mma in a warp that is alone
+LONE_COPY_CYCLES: Final = 50.0  # of a copy of 16 bytes to or from shared memory in such a warp
+JOB_CYCLES: Final = 200  # of the epilogue of two strips
 TILE_CYCLES: Final = 600  # two barriers, and the latencies of finishing and storing
 
 
@@ -64,8 +68,9 @@ class DepthwiseMmaConfig:
         return (self.tp // self.th * -(-self.tq // 8) + 1) // 2
 
     def resembles(self, other: DepthwiseMmaConfig) -> bool:
-        """Return whether both have strips of one size and as many patches."""
-        return (self.th, self.buffers) == (other.th, other.buffers)
+        """Return whether both copy the same patches, or compute strips of one size with as many buffers."""
+        tile = (self.tp, self.tq, self.groups) == (other.tp, other.tq, other.groups)
+        return self.buffers == other.buffers and (tile or self.th == other.th)
 
     def slices(self, conv: Conv) -> int:
         """Return how many blocks share the channels."""
@@ -96,8 +101,9 @@ class DepthwiseMmaConfig:
     def resident(self, conv: Conv, device: Device) -> int:
         """Return how many blocks run on a multiprocessor at a time."""
         by_shared = (device.shared_per_block + RESERVED_BYTES) // (self.shared(conv) + RESERVED_BYTES)
-        by_registers = REGISTERS // (self.threads * registers(conv, self.th))
-        return max(1, min(by_shared, by_registers, THREADS // self.threads))
+        by_registers = most_warps(conv, self.th) // (self.threads // 32)
+        most_threads, most_blocks = RESIDENT
+        return max(1, min(by_shared, by_registers, most_threads // self.threads, most_blocks))
 
     def blocks(self, conv: Conv, device: Device) -> int:
         """Return how many blocks go through the tiles of each slice of channels."""
@@ -116,7 +122,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     fitting.sort(key=lambda config: cost(conv, config, device))
     chosen: list[DepthwiseMmaConfig] = []
     for config in fitting:
-        if sum(map(config.resembles, chosen)) < MAX_RESEMBLING:
+        alike = sum(config.buffers == other.buffers for other in chosen)
+        if alike < MAX_OF_BUFFERS and not any(map(config.resembles, chosen)):
             chosen.append(config)
         if len(chosen) == MAX_IMPLEMENTATIONS:
             break
@@ -144,7 +151,12 @@ def pairs(conv: Conv) -> int:
 
 def registers(conv: Conv, th: int) -> int:
     """Return about how many registers a thread takes, which are given out by eights: weights, sums, and x."""
-    return -(-(2 * pairs(conv) + 6 * th + 28) // 8) * 8
+    return -(-(2 * pairs(conv) + 6 * th + (36 if conv.residual else 30)) // 8) * 8
+
+
+def most_warps(conv: Conv, th: int) -> int:
+    """Return the warps of a multiprocessor that have enough registers; each of its quarters has its own."""
+    return 4 * (REGISTERS // (4 * 32 * registers(conv, th)))
 
 
 def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Implementation:
@@ -198,7 +210,7 @@ def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
             found += [
                 DepthwiseMmaConfig(count, warps_m, tp, tq, th, buffers)
                 for warps_m in rounds
-                if least <= warps_m * count <= WARPS[1]
+                if least <= warps_m * count <= min(WARPS[1], most_warps(conv, th))
             ]
     return found
 
@@ -216,17 +228,21 @@ def _shares(width: int) -> tuple[int, ...]:
 def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     """Return the expected clock cycles of a launch, of the busiest multiprocessor."""
     compute, load = _tile_cycles(conv, config)
+    rows, columns = config.rows_columns(conv)
+    copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # of a thread
     blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
     resident = config.resident(conv, device)
     busy = max(1, min(resident, -(-blocks // device.multiprocessors)))  # blocks at a time
-    alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + 200) + TILE_CYCLES
+    alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + JOB_CYCLES)
+    alone += copies * LONE_COPY_CYCLES + TILE_CYCLES
     if busy == 1:
         compute *= -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # warps without a job
-    both = (compute**3 + load**3) ** (1 / 3)
+    compute *= max(1.0, MIN_WARPS / (busy * config.threads / 32))
+    both = float((compute**3 + load**3) ** (1 / 3))
     if config.buffers == 1:  # other blocks compute while one loads, unless all go in step
         share = -(-tiles // device.multiprocessors)
         in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + max(alone, busy * compute))
-        return (in_step + LOAD_CYCLES + max(alone, share * both)) / 2
+        return (in_step + LOAD_CYCLES + max(alone, share * both)) / 2 if busy > 1 else in_step
     rounds = -(-config.tiles(conv) // config.blocks(conv, device))
     waiting = LOAD_CYCLES + busy * load if rounds > 1 else 0.0
     return LOAD_CYCLES + busy * load + rounds * max(alone, busy * (both if rounds > 1 else compute), waiting)
@@ -250,4 +266,6 @@ def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
     narrow = max(1.0, SECTOR_BYTES / (config.groups * CHANNELS * ITEM_BYTES[conv.dtype]))
     moved = (read + pixels * (2 if conv.residual else 1)) * VECTOR_BYTES * narrow
     parts = (products * PRODUCT_CYCLES, shared, issued / WARP_INSTRUCTIONS)
-    return float(sum(part**3 for part in parts) ** (1 / 3)), moved / L2_BYTES
+    operands = conv.c * ITEM_BYTES[conv.dtype] * (conv.n * height * width + conv.pixels * (2 if conv.residual else 1))
+    from_memory = operands / (config.tiles(conv) * config.slices(conv))
+    return float(sum(part**3 for part in parts) ** (1 / 3)), max(moved / L2_BYTES, from_memory / MEMORY_BYTES)

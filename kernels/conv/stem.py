@@ -19,6 +19,7 @@ MAX_HELD: Final = 96  # registers of a thread that hold weights
 REGISTERS: Final = 65536  # of a multiprocessor
 MAX_TILES_N: Final = 6  # mma tiles of 8 filters of a warp
 WARPS: Final = 4
+TILE_BYTES: Final = 2 * 3 * 4  # of shared memory, for the places of two tiles
 MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
 TILE_PIXELS: Final = (64, 512)  # of a block: the least and the most
 RESERVED_BYTES: Final = 1024  # of shared memory, for each block
@@ -56,6 +57,7 @@ class _Geometry:
     """The constants of conv_stem.cu that sizes of shared memory depend on; words have 32 bits."""
 
     row_words: int
+    words: int  # along k
     steps: int
     patch: int  # words of a tile's patch, with its shifted copy
 
@@ -73,10 +75,13 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
     fitting.sort(key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
+    launched = set()  # tiles and grids: a config that differs in the bound on registers alone is no other way
     for config in fitting:  # of each bound on registers the best half
         alike = sum(other.min_blocks == config.min_blocks for other in chosen)
-        if alike < MAX_IMPLEMENTATIONS // 2:
+        launch = (config.tp, config.tq, grid(conv, config, device))
+        if alike < MAX_IMPLEMENTATIONS // 2 and launch not in launched:
             chosen.append(config)
+            launched.add(launch)
     return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
 
 
@@ -98,8 +103,9 @@ def is_supported(conv: Conv, device: Device) -> bool:
 def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementation:
     """Return the launch of one config."""
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
+    in_product = int(_bias_in_product(conv, config))
     defines = {
-        **conv.epilogue_defines(),
+        **conv.epilogue_defines(), "HAS_BIAS": int(bool(conv.bias) and not in_product), "BIAS_IN_PRODUCT": in_product,
         "CHANNELS": conv.c, "FILTERS": conv.m, "KH": kh, "KW": kw, "SH": sh, "SW": sw, "PAD_W": _pad_w(conv),
         "COPY": _copy(conv), "TP": config.tp, "TQ": config.tq, "WARPS_M": config.warps_m, "WARPS_N": config.warps_n,
         "TILES_N": config.tiles_n, "HELD": int(_held(conv, config)), "WIDTH": _width(conv),
@@ -107,16 +113,25 @@ def implementation(conv: Conv, config: StemConfig, device: Device) -> Implementa
         "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": config.min_blocks,
     }  # fmt: skip
     kernel = Kernel("conv_stem", "conv_stem", defines)
-    bytes_shared = shared(conv, config)
-    resident = min(config.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (bytes_shared + RESERVED_BYTES))
-    slices = -(-conv.m // config.block_n)
-    blocks = max(1, device.multiprocessors * max(1, resident) // slices)
-    tiles = config.tiles(conv)
-    grid = (-(-tiles // -(-tiles // blocks)), slices, 1)  # blocks have equal shares
     threads = 32 * config.warps_m * config.warps_n
     pdl = device.arch >= PDL_ARCH
-    launch = Launch(kernel, grid, (threads, 1, 1), _arguments(conv), bytes_shared, pdl=pdl)
+    launch = Launch(
+        kernel, grid(conv, config, device), (threads, 1, 1), _arguments(conv), shared(conv, config), pdl=pdl
+    )
     return Implementation(config.name, (launch,))
+
+
+def resident(conv: Conv, config: StemConfig, device: Device) -> int:
+    """Return the blocks that a multiprocessor runs at a time."""
+    fitting = (device.shared_per_block + RESERVED_BYTES) // (shared(conv, config) + RESERVED_BYTES)
+    return max(1, min(config.min_blocks, fitting))
+
+
+def grid(conv: Conv, config: StemConfig, device: Device) -> tuple[int, int, int]:
+    """Return the blocks that have equal shares of the tiles, and the slices of filters."""
+    slices, tiles = -(-conv.m // config.block_n), config.tiles(conv)
+    blocks = max(1, device.multiprocessors * resident(conv, config, device) // slices)
+    return -(-tiles // -(-tiles // blocks)), slices, 1
 
 
 def _arguments(conv: Conv) -> tuple[Argument, ...]:
@@ -168,13 +183,20 @@ def _held_registers(conv: Conv, config: StemConfig) -> int:
     return 2 * _geometry(conv, config).steps * config.tiles_n
 
 
+def _bias_in_product(conv: Conv, config: StemConfig) -> bool:
+    """Return whether the bias is a weight: where k ends inside an mma, and the bias is not rounded to TF32."""
+    return conv.bias is not None and conv.dtype != "float32" and _geometry(conv, config).words % 8 > 0
+
+
 def _registers(conv: Conv, config: StemConfig) -> int:
     """Return about how many registers a thread takes."""
     geometry = _geometry(conv, config)
     held = _held_registers(conv, config) if _held(conv, config) else 0
     # Where a row of the filter is no multiple of four words, lanes hold the offset of each word, and its mask.
     words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
-    return held + words + 6 * config.tiles_n + (72 if conv.residual else 56)
+    bias = 2 if conv.bias and not _bias_in_product(conv, config) else 0
+    others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
+    return held + words + (4 + bias) * config.tiles_n + others
 
 
 def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
@@ -191,17 +213,18 @@ def _geometry(conv: Conv, config: StemConfig) -> _Geometry:
         pitch += 4
     patch = conv.c * rows * pitch
     span = 2 * ((patch + 15) // 32 * 32 + 16) if shifted else patch
-    return _Geometry(row_words, -(-conv.c * kh * row_words // 8), span)
+    words = conv.c * kh * row_words
+    return _Geometry(row_words, words, -(-words // 8), span)
 
 
 def shared(conv: Conv, config: StemConfig) -> int:
-    """Return the bytes of dynamic shared memory: weights and two patches."""
+    """Return the bytes of dynamic shared memory: weights, two patches, and where their tiles are."""
     geometry = _geometry(conv, config)
     raw = config.block_n * conv.c * conv.taps * ITEM_BYTES[conv.dtype]  # the weights as they lie in w
     patches = 4 * 2 * geometry.patch
     if _held(conv, config):
-        return raw + patches
-    return 4 * geometry.steps * config.block_n * 8 + max(patches, raw)
+        return raw + patches + TILE_BYTES
+    return 4 * geometry.steps * config.block_n * 8 + max(patches, raw) + TILE_BYTES
 
 
 # ---- configs -----------------------------------------------------------------------------------------------------
@@ -223,19 +246,19 @@ def configs(conv: Conv) -> list[StemConfig]:
         least, most = TILE_PIXELS
         if tp * tq % (16 * warps_m) or not least <= tp * tq <= most or (tp > height and tp * tq > least):
             continue
-        for min_blocks in (2, 3, 4):
+        for min_blocks in (2, 3, 4, 5):
             config = StemConfig(tp, tq, warps_m, warps_n, tiles_n, min_blocks)
-            if min_blocks == 2 or _registers(conv, config) * 32 * WARPS * min_blocks <= REGISTERS:
+            if min_blocks == 2 or _registers(conv, config) <= REGISTERS // (32 * WARPS * min_blocks) // 8 * 8:
                 found.append(config)
     return found
 
 
 def cost(conv: Conv, config: StemConfig, device: Device) -> float:
-    """Return a number that orders configs: the pixels of the busiest block, with what their patches cost."""
+    """Return a number that orders configs: the pixels of the busiest multiprocessor, with what their patches cost."""
     (kh, kw), (sh, sw) = two(conv.kernel), two(conv.strides)
-    blocks = max(1, device.multiprocessors * config.min_blocks // -(-conv.m // config.block_n))
-    shares = -(-config.tiles(conv) // blocks) / config.min_blocks
+    blocks, slices, _ = grid(conv, config, device)
+    shares, busiest = -(-config.tiles(conv) // blocks), -(-blocks * slices // device.multiprocessors)
     patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
-    too_large = 1.3 if shared(conv, config) * config.min_blocks > device.shared_per_block else 1.0
-    weight = config.tp * config.tq * (conv.m + 24) + 2 * patch + 1500
-    return shares * weight * too_large
+    weight = config.tp * config.tq * (conv.m + 24) + patch + 1000
+    # 7 x 7 / 2 of 32 x 3 x 224 x 224 to 64 took 9 % longer with two blocks on a multiprocessor than with three (H200).
+    return shares * busiest * weight * (1 + 1 / min(busiest, resident(conv, config, device)))

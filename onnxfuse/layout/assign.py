@@ -16,6 +16,7 @@ from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.layout.regions import Regions
+from onnxfuse.layout.residuals import add_residuals, additions, find_residuals
 from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Border, Writer
 from onnxfuse.passes.compose_views import compose_views
@@ -39,7 +40,9 @@ class RegionEnd:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What became channels-last: the number of nodes, the records of new fused nodes, and where Transposes stand.
+    """What became channels-last: the number of nodes, the records of fused nodes, and where Transposes stand.
+
+    The records are those of new fused nodes, and of those that add a residual now, which have the name that they had.
 
     `originals` gives for each new tensor the name of the tensor that it is a Transpose of, and the perm.
     """
@@ -55,13 +58,15 @@ def assign_layouts(
     graph: Graph,
     shapes: ShapeInfo,
     layout: Layout,
-    recorded: Collection[str] = frozenset(),
+    recorded: Collection[Fused] = (),
     exclude: Collection[tuple[str, str]] = frozenset(),
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
-    `recorded` are the names of fused nodes of which there are records.  `exclude` holds nodes that stay channels-first,
-    each by LAYOUT and the name of its first output.
+    A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in.
+
+    `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
+    by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
     """
     if layout == "nchw" or graph.opset < MIN_OPSET:
         return LayoutResult()
@@ -80,7 +85,8 @@ def assign_layouts(
         return LayoutResult()
     first = node_label(chosen[0].node)
     _drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
-    writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(recorded))
+    adds, known = additions(graph, {one.node for one in chosen}), frozenset(graph.names)
+    writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(one.node for one in recorded))
     for one in chosen:
         one.write(writer)
     writer.end_regions()
@@ -88,10 +94,17 @@ def assign_layouts(
     graph.sort()
     reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     ends = {border.node: _region_end(graph, border, reasons) for border in writer.borders}
-    _compose(graph, shapes, writer)
+    _compose(graph, shapes, writer, known)
+    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    residuals = find_residuals(graph, shapes, adds, bodies, writer.originals, exclude)
+    _drop_functions(graph, {one.product for one in residuals})
+    records = {one.node: one for one in (*recorded, *writer.fused)}
+    merged = add_residuals(graph, shapes, residuals, bodies, known, writer.originals, records)
+    fused = {one.node: one for one in (*writer.fused, *merged)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    return LayoutResult(writer.nodes, first, tuple(writer.fused), standing, writer.originals)
+    count = writer.nodes - sum(bool(one.perm) for one in residuals)
+    return LayoutResult(count, first, tuple(fused.values()), standing, writer.originals)
 
 
 def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:
@@ -110,19 +123,24 @@ def _drop_functions(graph: Graph, called: Collection[Node]) -> None:
     ]
 
 
-def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer) -> None:
+def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Let Transposes at borders vanish with views of the model.
 
-    Where a fused node then reads or computes another tensor, that is the same as the one in its place before.
+    Where a fused node then reads or computes another tensor, that is the same as the one in its place before.  What it
+    reads may be one of `known`, the tensors that the graph had before nodes became channels-last.
     """
     calls = [node for node in graph.nodes if node.domain == DOMAIN]
-    before = [[t.name for t in (*node.inputs, *node.outputs)] for node in calls]
+    before = [([t.name for t in node.inputs], [t.name for t in node.outputs]) for node in calls]
     compose_views(graph, shapes)
-    for node, names in zip(calls, before, strict=True):
-        for tensor, name in zip((*node.inputs, *node.outputs), names, strict=False):
-            if tensor.name != name and tensor.name not in writer.originals:
+    for node, (inputs, outputs) in zip(calls, before, strict=True):
+        read = [(t.name, old) for t, old in zip(node.inputs, inputs, strict=False) if t.name not in known]
+        computed = [(t.name, old) for t, old in zip(node.outputs, outputs, strict=False)]
+        for name, old in (*read, *computed):
+            if name != old and name not in writer.originals:
                 identity: Perm = ()
-                writer.originals[tensor.name] = writer.originals.get(name, (name, identity))
+                original = writer.originals.get(old, (old, identity))
+                if original[0] != name:  # else it has one pixel and one channel: both layouts are one tensor
+                    writer.originals[name] = original
 
 
 def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:

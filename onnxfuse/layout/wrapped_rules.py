@@ -17,6 +17,7 @@ from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, WEIGHT_PERMS, Perm, has_one_pixel, permuted
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
+from onnxfuse.layout.channel_rules import CHANNEL_RULES
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction, unary
 from onnxfuse.layout.writer import Writer, is_image_sized
@@ -290,7 +291,7 @@ def conversion(model: Model, node: Node) -> Conversion | str:
     if node.domain == DOMAIN:
         return fused(model, node)
     op = op_of(node)
-    rule = WRAPPED_RULES.get(op) or NEUTRAL_RULES.get(op)
+    rule = WRAPPED_RULES.get(op) or CHANNEL_RULES.get(op) or NEUTRAL_RULES.get(op)
     if rule is None or not node.inputs or not node.outputs:
         return "its operator has no channels-last form"
     return rule(model, node)

@@ -143,36 +143,39 @@ class Writer:
         operands: Mapping[str, Tensor],
         perms: Mapping[str, Perm],
         attributes: Mapping[str, AttributeValue],
+        *,
+        is_channels_last: bool = False,
     ) -> None:
-        """Replace a node with one output by the call of a channels-last function.
+        """Replace a node by the call of a channels-last function, which computes as many outputs as the body has.
 
         `operands` are what the call reads, by the names that the body has for them.  `perms` are the perms of those
         that are transposed versions of what the body reads.  `attributes` are those of the fused node, `fusion` aside.
+        The outputs of the body are channels-first images, unless it `is_channels_last`.
         """
         self.nodes += 1
-        output = node.outputs[0]
-        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": [RANK]}
+        outputs = node.outputs[: len(body.outputs)]
+        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": [RANK] * len(outputs)}
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in own.items() if name not in stated}
         every: dict[str, AttributeValue] = {
             "fusion": fusion,
             "operands": " ".join(operands),
-            "output_types": [self.shapes.dtype(output)],
+            "output_types": [self.shapes.dtype(output) for output in outputs],
             "attributes": " ".join(sorted(own)),
             **own,
         }
         inner = dict(zip(operands, body.operands, strict=True))
         function = channels_last_function(
             fusion, body, {inner[name]: perm for name, perm in perms.items()},
-            {body.outputs[0]: TO_LAST}, list(every),
+            {} if is_channels_last else dict.fromkeys(body.outputs, TO_LAST), list(every),
         )  # fmt: skip
-        name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(output)}/{fusion}")
+        name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{fusion}")
         if name not in self.recorded:
-            self.fused.append(Fused(fusion, name, (node.name or output.name,), {}, output.name))
+            self.fused.append(Fused(fusion, name, (node.name or outputs[0].name,), {}, outputs[0].name))
         node.inputs.clear()
         node.outputs.clear()
-        op = self.functions.add(function)
-        self.graph.add_node(op, operands.values(), [self.computed(output)], every, name=name, domain=DOMAIN)
+        op, images = self.functions.add(function), [self.computed(output) for output in outputs]
+        self.graph.add_node(op, operands.values(), images, every, name=name, domain=DOMAIN)
 
 
 def is_image_sized(shapes: ShapeInfo, tensor: Tensor) -> bool:

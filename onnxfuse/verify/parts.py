@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
 import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
@@ -30,6 +31,8 @@ MAX_HASHED_BYTES = 4096  # of a constant; a larger one counts as another one by 
 # The name of a tensor of the original, and the perm of the Transpose of it that stands for it in the optimized model;
 # () where that is the tensor itself under another name.
 Original: TypeAlias = tuple[str, tuple[int, ...]]
+# The name of a tensor of the optimized model, and the target of the Reshape of it that only that model has.
+Reshaped: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,18 @@ class Part:
     leaves: tuple[str, ...]  # what the replaced nodes read besides operands and constants
     key: str
     originals: Mapping[str, Original] = field(default_factory=dict)
+    reshaped: Mapping[str, Reshaped] = field(default_factory=dict)
     equal: list[onnx.NodeProto] = field(default_factory=list)
 
     @property
     def operands(self) -> list[str]:
         """The tensors of the original that the fused node reads, each of them once."""
-        return list(dict.fromkeys(_original(self.originals, name) for name in self.fused.input if name))
+        return list(dict.fromkeys(_original(self.originals, name) for name in self._sources if name))
+
+    @property
+    def _sources(self) -> list[str]:
+        """The tensors of the optimized model that the fused node reads, or Reshapes of them."""
+        return [self.reshaped[name][0] if name in self.reshaped else name for name in self.fused.input]
 
     @property
     def outputs(self) -> list[str]:
@@ -127,9 +136,11 @@ class Part:
     @property
     def nodes(self) -> list[onnx.NodeProto]:
         """The fused node between nodes that make its inputs of `operands`, and `outputs` of its outputs."""
-        before = [
-            self._transpose(*self.originals[n], n) for n in dict.fromkeys(self.fused.input) if n in self.originals
-        ]
+        before = [self._transpose(*self.originals[n], n) for n in dict.fromkeys(self._sources) if n in self.originals]
+        for result, (source, target) in self.reshaped.items():
+            stored = onnx.numpy_helper.from_array(np.array(target, np.int64))
+            before.append(onnx.helper.make_node("Constant", [], [f"{result}/target"], value=stored))
+            before.append(onnx.helper.make_node("Reshape", [source, f"{result}/target"], [result]))
         after = [
             self._transpose(name, tuple(perm.index(axis) for axis in range(len(perm))), original)
             for name in self.fused.output
@@ -166,19 +177,33 @@ def distinct_parts(
     parts: dict[str, Part] = {}
     functions = {f.name: hashlib.sha256(f.SerializeToString(deterministic=True)).hexdigest()
                  for f in optimized.functions if f.domain == DOMAIN}  # fmt: skip
+    reshapes = _reshapes(unfused, optimized)
     for node in optimized.graph.node:
         if node.domain != DOMAIN or node.name not in replaced:
             continue
-        own = {name: originals[name] for name in (*node.input, *node.output) if name in originals}
-        as_original = _renamed(node, own)
+        reshaped = {name: reshapes[name] for name in node.input if name in reshapes and name not in originals}
+        sources = {name: (source, ()) for name, (source, _) in reshaped.items()}
+        read = [reshaped[name][0] if name in reshaped else name for name in node.input]
+        own = {name: originals[name] for name in (*read, *node.output) if name in originals}
+        as_original = _renamed(_renamed(node, sources), own)
         nodes, leaves = _between(unfused, as_original, replaced[node.name])
-        perms = [own[name][1] if name in own else () for name in (*node.input, *node.output)]
-        key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms}")
+        perms = [own[name][1] if name in own else () for name in (*read, *node.output)]
+        targets = [reshaped[name][1] if name in reshaped else () for name in node.input]
+        key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms} {targets}")
         if key in parts:
             parts[key].equal.append(node)
         else:
-            parts[key] = Part(node, nodes, leaves, key, own)
+            parts[key] = Part(node, nodes, leaves, key, own, reshaped)
     return list(parts.values())
+
+
+def _reshapes(unfused: UnfusedGraph, optimized: onnx.ModelProto) -> dict[str, Reshaped]:
+    """Return the results of Reshapes with constant targets that the original does not have, by their names."""
+    reshapes = (n for n in optimized.graph.node if n.op_type == "Reshape" and not n.domain and len(n.input) > 1)
+    nodes = [n for n in reshapes if n.output[0] not in unfused.types]
+    targets = {n.input[1] for n in nodes}
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in optimized.graph.initializer if t.name in targets}
+    return {n.output[0]: (n.input[0], tuple(map(int, values[n.input[1]]))) for n in nodes if n.input[1] in values}
 
 
 def _original(originals: Mapping[str, Original], name: str) -> str:

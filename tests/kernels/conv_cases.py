@@ -167,8 +167,25 @@ DEPTHWISE: Final = [
     depthwise(1, 8, (3, 40), (1, 3), (1, 1), (0, 20, 0, 20), (1, 20)),
 ]
 
+# Taps in pairs along rows and along an odd last column, of even and odd heights; strides 1 to 4; dilations; asymmetric
+# padding; one row, one column, one axis; channels that are no whole blocks; a strip without a partner; large filters.
+DEPTHWISE_MMA: Final = [
+    depthwise(1, 24, (9, 11), (3, 3), (2, 2), (1, 1, 1, 1), extra=BOTH),
+    depthwise(2, 40, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), dtype="bfloat16", extra=BOTH, residual_first=False),
+    depthwise(1, 16, (15, 29), (5, 5), (1, 1), (2, 2, 2, 2), activation="silu"),
+    depthwise(1, 72, (14, 14), (7, 7), (1, 1), (3, 3, 3, 3), w_hwio=False, constant=False),
+    depthwise(1, 16, (9, 30), (3, 3), (1, 2), (0, 4, 2, 1), (2, 3)),
+    depthwise(1, 8, (17, 23), (4, 5), (3, 3), (2, 1, 0, 4), (1, 2), dtype="bfloat16"),
+    depthwise(1, 16, (10, 12), (6, 4), (2, 1), (3, 2, 2, 1), extra=()),
+    depthwise(1, 16, (8, 8), (4, 4), (4, 4)),
+    depthwise(1, 8, (3, 40), (1, 3), (1, 1), (0, 20, 0, 20), (1, 20)),
+    depthwise(1, 8, (21, 5), (9, 1), (1, 1), (4, 0, 4, 0)),
+    depthwise(2, 88, (35,), (31,), (1,), (15, 15)),
+]
+
 # Weights in registers and in shared memory; odd and even strides and padding; widths that are whole vectors, even and
-# odd; filters that are no multiple of 8; k that ends inside an mma; several slices of filters; one axis.
+# odd; filters that are no multiple of 8; k that ends inside an mma, where the bias is a weight, and k that does not;
+# several slices of filters; one axis.
 STEMS: Final = [
     image(2, 3, 64, (30, 32), (7, 7), (2, 2), (3, 3, 3, 3)),
     image(1, 3, 32, (20, 40), (3, 3), (2, 2), (1, 1, 1, 1), activation="silu", extra=BOTH),
@@ -182,6 +199,7 @@ STEMS: Final = [
     image(2, 2, 16, (70,), (9,), (2,), (4, 4), dtype="bfloat16"),
     image(1, 3, 64, (34, 40), (11, 11), (4, 4), (2, 2, 2, 2)),
     image(1, 4, 64, (40, 40), (8, 8), (8, 8), (4, 0, 0, 4)),
+    image(1, 3, 12, (11, 18), (5, 3), (2, 1), (2, 1, 2, 1), w_hwio=True, extra=BOTH),
 ]
 
 # Groups that are one or several mma tiles of filters; groups that are merged; weights in registers and in shared
@@ -199,6 +217,20 @@ GROUPED: Final = [
     ConvCase(1, 32, 32, (9, 10), (3, 3), (1, 1), (1, 1, 1, 1), group=4, dtype="float32", tf32=True),
     ConvCase(2, 32, 32, (40,), (9,), (1,), (4, 4), group=2),
 ]
+
+
+NOT_FINITE: Final = [
+    depthwise(1, 24, (19, 21), (k, k), (s, s), (k // 2,) * 4, activation="none", dtype=dtype, w_hwio=w_hwio)
+    for k, s, dtype, w_hwio in ((3, 1, "float16", True), (5, 2, "bfloat16", False), (4, 1, "float16", True))
+]
+
+
+def not_finite(case: ConvCase) -> dict[str, np.ndarray]:
+    """Return the operands of a depthwise case, with infinities and NaN in one channel of x each."""
+    arrays = case.arrays()
+    for channel, value, at in ((1, np.inf, 0), (2, -np.inf, 3), (8, np.nan, 7), (13, np.inf, 18), (23, np.inf, 11)):
+        arrays["x"][:, at, at, channel] = value
+    return arrays
 
 
 def large_shapes() -> dict[str, list[ConvCase]]:

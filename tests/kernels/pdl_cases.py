@@ -45,6 +45,11 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
             ("batch_norm_activation", dict.fromkeys(("scale", "bias", "mean", "var"), (80,)), {"activation": "relu"}),
         )
     },
+    "channels-last concat": (
+        "concat", {"x_0": (2, 64, 64, 80), "x_1": (2, 64, 64, 16), "x_2": (2, 64, 64, 40)},
+        {"layout": "nhwc", "axis": -1}, 1,
+    ),
+    "channels-last split": ("split", {"x": (2, 64, 64, 80)}, {"layout": "nhwc", "axis": -1, "split": [16, 24, 40]}, 3),
     "rotary_embedding": (
         "rotary_embedding", {"x": (2, 12, 64, 64), "cos": (1, 64, 64), "sin": (1, 64, 64)},
         {"layout": "bhsd", "table": "bsd"}, 1,

@@ -9,20 +9,21 @@ from collections.abc import Iterator
 
 import pytest
 from architectures import A100, DEVICES, H200, T4, to_compile
-from conv_cases import DEPTHWISE, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
-from onnxfuse.kernels.conv import grouped, stem
+from onnxfuse.kernels.conv import depthwise_mma, grouped, host, stem
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 
-HOSTS = {"depthwise": depthwise_host, "grouped": grouped, "stem": stem}
-SMALL = {"depthwise": DEPTHWISE, "grouped": GROUPED, "stem": STEMS}
+HOSTS = {"depthwise": depthwise_host, "depthwise_mma": depthwise_mma, "grouped": grouped, "stem": stem}
+SMALL = {"depthwise": DEPTHWISE, "depthwise_mma": DEPTHWISE_MMA, "grouped": GROUPED, "stem": STEMS}
+LARGE = {**large_shapes(), "depthwise_mma": large_shapes()["depthwise"]}
 
 
 def ways(device: Device) -> Iterator[Implementation]:
     """Yield all implementations of well-known convolutions in fp16, and the first of others and of small ones."""
-    for kind, cases in large_shapes().items():
+    for kind, cases in LARGE.items():
         for case in cases:
             yield from HOSTS[kind].implementations(case.problem(), device)
         for dtype in ("float32", "bfloat16"):
@@ -68,7 +69,7 @@ def test_launches_fit_the_device(device: Device) -> None:
 
 @pytest.mark.parametrize("kind", HOSTS)
 def test_implementations_are_few_and_differ(kind: str) -> None:
-    for case in (*large_shapes()[kind], *SMALL[kind]):
+    for case in (*LARGE[kind], *SMALL[kind]):
         found = HOSTS[kind].implementations(case.problem(), H200)
         assert 0 < len(found) <= 6
         assert len({way.name for way in found}) == len(found)
@@ -92,6 +93,24 @@ def test_what_other_kernels_run() -> None:
     assert grouped.implementations(ConvCase(1, 256, 256, (9, 9), (3, 3), group=2).problem(), H200) == []
     assert grouped.implementations(ConvCase(1, 12, 12, (9, 9), (3, 3), group=3).problem(), H200) == []
     assert grouped.implementations(ConvCase(1, 64, 64, (9, 9), (3, 3), group=8, aligned=False).problem(), H200) == []
+
+
+def test_depthwise_convolutions_have_both_kinds() -> None:
+    """The tuner compares the matrix units with CUDA cores; the latter alone run what the former do not compute."""
+    large = large_shapes()["depthwise"][1]
+    names = [way.name for way in host.implementations(large.problem(), H200) if way.name.startswith("depthwise")]
+    assert [name.startswith("depthwise_mma") for name in names] == [True] * 4 + [False] * 2
+    others = (
+        dataclasses.replace(large, dtype="float32", tf32=True),
+        dataclasses.replace(large, aligned=False),
+        depthwise(1, 20, (28, 28), (5, 5)),
+        depthwise(1, 16, (28, 28), (9, 9)),
+        depthwise(1, 16, (8, 8, 8), (3, 3, 3)),
+    )
+    for case in others:
+        assert depthwise_mma.implementations(case.problem(), H200) == []
+        assert depthwise_host.implementations(case.problem(), H200)
+    assert depthwise_mma.implementations(large.problem(), T4) == []
 
 
 def test_a_filter_of_very_many_taps_is_left_to_others() -> None:

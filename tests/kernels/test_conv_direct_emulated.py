@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from conv_cases import DEPTHWISE, GROUPED, STEMS, ConvCase
+from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
 from conv_emulation import run_emulated
 
-from onnxfuse.kernels.conv import depthwise, grouped, stem
+from onnxfuse.kernels.conv import depthwise, depthwise_mma, grouped, stem
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -40,6 +40,41 @@ def test_depthwise(case: ConvCase, tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         check(case, arrays, run_emulated(case, way, arrays, folder))
+
+
+def mma_configs(case: ConvCase) -> list[depthwise_mma.DepthwiseMmaConfig]:
+    """Return four configs of different kinds, of which half have two buffers."""
+    conv = case.problem()
+    assert depthwise_mma.implementations(conv, H200)
+    found = [config for config in depthwise_mma.configs(conv) if config.shared(conv) <= H200.shared_per_block]
+    single, double = ([config for config in found if config.buffers == count] for count in (1, 2))
+    return [single[0], single[len(single) * 2 // 3], double[len(double) // 3], double[-1]]
+
+
+@pytest.mark.parametrize("case", DEPTHWISE_MMA, ids=str)
+def test_depthwise_mma(case: ConvCase, tmp_path: Path) -> None:
+    arrays = case.arrays()
+    for i, config in enumerate(mma_configs(case)):
+        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        check(case, arrays, run_emulated(case, way, arrays, folder))
+
+
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_depthwise_mma_keeps_channels_apart(case: ConvCase, tmp_path: Path) -> None:
+    """An infinity or NaN of one channel, also in x at a weight of zero, leaves the channels beside it as they are."""
+    arrays = not_finite(case)
+    expected, _ = case.expect(arrays)
+    assert 0 < np.isnan(expected).sum() < expected.size / 2 and np.isinf(expected).any()
+    for i, config in enumerate(mma_configs(case)[1:3]):
+        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        y = run_emulated(case, way, arrays, folder).astype(np.float64)
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(y[~finite], expected[~finite])
+        np.testing.assert_allclose(y[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", STEMS, ids=str)

@@ -8,11 +8,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from conv_cases import BOTH, DEPTHWISE, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+from conv_cases import (
+    BOTH,
+    DEPTHWISE,
+    DEPTHWISE_MMA,
+    GROUPED,
+    NOT_FINITE,
+    STEMS,
+    ConvCase,
+    depthwise,
+    image,
+    large_shapes,
+    not_finite,
+)
 from kernel_runs import NUMPY, RELATIVE, compile_all, launch, result, upload
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
-from onnxfuse.kernels.conv import grouped, stem
+from onnxfuse.kernels.conv import depthwise_mma, grouped, stem
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
@@ -21,10 +33,11 @@ pytestmark = pytest.mark.gpu
 
 HOSTS: dict[str, Callable[[Conv, Device], list[Implementation]]] = {
     "depthwise": depthwise_host.implementations,
+    "depthwise_mma": depthwise_mma.implementations,
     "grouped": grouped.implementations,
     "stem": stem.implementations,
 }
-MATRIX_ARCH = 80  # the first compute capability that grouped and stem run on
+MATRIX_ARCH = 80  # the first compute capability that kinds other than depthwise run on
 MOST_SHARED = 200000  # bytes of a block: with as many, every case fits
 SUMS = {"float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6, "tf32": 2.0**-10}  # of the terms' magnitudes
 ACTIVATION_16 = 2.5e-5  # relative, of an activation for 16-bit results
@@ -56,12 +69,14 @@ ODD = {
     ],
     "stem": [image(3, 3, 72, (75, 93), (k, k), (s, s), (k // 2,) * 4, extra=BOTH) for k in (3, 7) for s in (1, 2)],
 }
-SMALL = {"depthwise": DEPTHWISE, "grouped": GROUPED, "stem": STEMS}
+ODD["depthwise_mma"] = [*ODD["depthwise"], dataclasses.replace(ODD["depthwise"][2], dtype="bfloat16", w_hwio=False)]
+SMALL = {"depthwise": DEPTHWISE, "depthwise_mma": DEPTHWISE_MMA, "grouped": GROUPED, "stem": STEMS}
+LARGE_SHAPES = {**large_shapes(), "depthwise_mma": large_shapes()["depthwise"]}
 CASES = [
     (kind, case)
     for kind in HOSTS
     for case in dict.fromkeys(
-        [*(each for small in SMALL[kind] for each in variants(small)), *ODD[kind], *large_shapes()[kind]]
+        [*(each for small in SMALL[kind] for each in variants(small)), *ODD[kind], *LARGE_SHAPES[kind]]
     )
 ]
 
@@ -69,7 +84,7 @@ CASES = [
 def implementations(kind: str, case: ConvCase, gpu: Device) -> list[Implementation]:
     """Return all implementations, or two where the case is a variant of a small one, of which there are many."""
     found = HOSTS[kind](case.problem(), gpu)
-    return found if case in ODD[kind] or case in large_shapes()[kind] else found[:2]
+    return found if case in ODD[kind] or case in LARGE_SHAPES[kind] else found[:2]
 
 
 def ways_of(kind: str, case: ConvCase, gpu: Device) -> Sequence[Implementation]:
@@ -77,9 +92,10 @@ def ways_of(kind: str, case: ConvCase, gpu: Device) -> Sequence[Implementation]:
     found = implementations(kind, case, gpu)
     if not found:
         needs_matrix_units = kind != "depthwise" and gpu.arch < MATRIX_ARCH
-        misaligned = kind == "grouped" and not case.aligned
+        misaligned = kind in ("depthwise_mma", "grouped") and not case.aligned
+        fp32 = kind == "depthwise_mma" and case.dtype == "float32"
         too_large = kind != "depthwise" and gpu.shared_per_block < MOST_SHARED  # weights lie in shared memory
-        assert needs_matrix_units or misaligned or too_large, f"no {kind} kernel runs {case}"
+        assert needs_matrix_units or misaligned or fp32 or too_large, f"no {kind} kernel runs {case}"
         pytest.skip(f"{kind} kernels do not run {case} on {gpu.name}")
     return found
 
@@ -119,6 +135,19 @@ def test_matches_float64(kind: str, case: ConvCase, gpu: Device) -> None:
         place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
         told = f"{way.name} at {place}: {values[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
         assert (excess <= 0).all(), told
+
+
+@pytest.mark.parametrize("kind", ("depthwise", "depthwise_mma"))
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_channels_stay_apart(kind: str, case: ConvCase, gpu: Device) -> None:
+    """An infinity or NaN of one channel leaves the channels beside it as they are."""
+    arrays = not_finite(case)
+    expected, _ = case.expect(arrays)
+    finite = np.isfinite(expected)
+    for way in ways_of(kind, case, gpu):
+        values = run(case, way, arrays).astype(np.float64)
+        np.testing.assert_array_equal(values[~finite], expected[~finite], way.name)
+        np.testing.assert_allclose(values[finite], expected[finite], 1.1 * RELATIVE[case.dtype], 1e-5, err_msg=way.name)
 
 
 @pytest.mark.parametrize("kind", HOSTS)

@@ -54,13 +54,19 @@ def between(body: str, weights: str = "", channels: int = 8, opset: int = 20, **
         ("b = Resize <mode = \"linear\", axes = [-2, -1]> (a, , , sizes)", "int64[2] sizes = {9,7}", {"resize": 1}),
         ("b = Resize <mode = \"linear\", axes = [3, 2]> (a, , scales)", "float[2] scales = {1.5,2}", {"resize": 1}),
         ("c = Slice (a, starts, ends, axes) b = Concat <axis = 1> (c, c)",
-         "int64[1] starts = {4}, int64[1] ends = {8}, int64[1] axes = {1}", {"Slice": 1, "Concat": 1}),
+         "int64[1] starts = {4}, int64[1] ends = {8}, int64[1] axes = {1}", {"Slice": 1, "concat": 1}),
         ("b = Slice (a, starts, ends)", "int64[4] starts = {0,0,1,2}, int64[4] ends = {9,9,9,9}", {"Slice": 1}),
         ("b = Slice (a, starts, ends, axes, steps)",
          "int64[2] starts = {0,0}, int64[2] ends = {9,9}, int64[2] axes = {-1,2}, int64[2] steps = {2,1}",
          {"Slice": 1}),
         ("c, d = Split <axis = 1, num_outputs = 2> (a) e = Exp (d) b = Concat <axis = -3> (e, c)", "",
-         {"Split": 1, "Exp": 1, "Concat": 1}),
+         {"split": 1, "Exp": 1, "concat": 1}),
+        ("c, d = Split <axis = -1> (a, sizes) b = Concat <axis = 3> (d, c)", "int64[2] sizes = {3,7}",
+         {"Split": 1, "Concat": 1}),
+        ("c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, s)", "float[2,4,6,10] s",
+         {"split": 1, "Concat": 1}),
+        ("c = Cast <to = 11> (a) d, e = Split <axis = 1, num_outputs = 2> (c) f = Concat <axis = 1> (e, d) "
+         "b = Cast <to = 1> (f)", "", {"Cast": 2, "Split": 1, "Concat": 1}),
         ("b = Pad (a, pads, value)", "int64[8] pads = {0,0,1,2,0,0,3,4}, float value = {0.5}", {"Pad": 1}),
         ("b = Pad <mode = \"reflect\"> (a, pads, , axes)", "int64[4] pads = {1,2,3,4}, int64[2] axes = {3,2}",
          {"Pad": 1}),
@@ -103,7 +109,7 @@ def test_axes_in_every_opset(opset: int) -> None:
     model = between(body, weights, opset=opset, none=np.zeros(0, np.float32))
     result = converted(model)
     assert operators(result) == {
-        "conv_bias_activation": 2, "Transpose": BORDERS, "ReduceMean": 1, "Sub": 1, "Pad": 1, "Split": 1, "Concat": 1,
+        "conv_bias_activation": 2, "Transpose": BORDERS, "ReduceMean": 1, "Sub": 1, "Pad": 1, "split": 1, "concat": 1,
         "Slice": 1, "resize": 1,
     }  # fmt: skip
     assert_same(model, result.model, **SIZES)
@@ -171,6 +177,40 @@ def test_equal_weights_are_stored_once() -> None:
     result = converted(parse(text))
     assert len({node.input[1] for node in nodes(result, "conv_bias_activation")}) == 1
     assert [t.name for t in result.model.graph.initializer] == ["k/ohwi"]
+
+
+@pytest.mark.parametrize("opset", [11, 13, 18, 20])
+def test_channels_side_by_side(opset: int) -> None:
+    """Each is one operator of channels-last images in a function; equal ones share it."""
+    sizes = "Split <axis = 1, split = [2, 5, 1]> (a)" if opset < 13 else "Split <axis = 1> (a, sizes)"
+    body = f"""c, d, e = {sizes} f = Exp (c) g = Concat <axis = -3> (e, d, f, d) i = Abs (g)
+    j = Concat <axis = 1> (f, d, c, e) k = Concat <axis = 1> (i, j) b = Tanh (k)"""
+    model = between(body, "int64[3] sizes = {2,5,1}", channels=23, opset=opset)
+    result = converted(model)
+    assert operators(result) == {
+        "conv_bias_activation": 2, "Transpose": BORDERS, "split": 1, "concat": 3, "Exp": 1, "Abs": 1, "Tanh": 1,
+    }  # fmt: skip
+    (split,) = nodes(result, "split")
+    four, other, two = nodes(result, "concat")
+    assert (attribute(split, "axis"), attribute(split, "split")) == (-1, [2, 5, 1])
+    assert (attribute(split, "output_types"), attribute(split, "output_ranks")) == ([1, 1, 1], [4, 4, 4])
+    assert (attribute(four, "operands"), attribute(two, "operands")) == ("x_0 x_1 x_2 x_3", "x_0 x_1")
+    assert four.op_type == other.op_type != two.op_type
+    functions = {f.name: [n.op_type for n in f.node if n.op_type != "Constant"] for f in result.model.functions}
+    assert [functions[node.op_type] for node in (split, four, two)] == [["Split"], ["Concat"], ["Concat"]]
+    for node in (split, four, two):
+        assert attribute(node, "layout") == "nhwc"
+        named = set(attribute(node, "attributes").split())
+        assert named == {a.name for a in node.attribute} - {"fusion", "operands", "output_types", "attributes"}
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize(("parts", "fusion"), [(32, "concat"), (33, "Concat")])
+def test_a_concat_of_more_tensors_than_a_kernel_takes_is_an_operator(parts: int, fusion: str) -> None:
+    model = between(f"b = Concat <axis = 1> ({', '.join(['a'] * parts)})", channels=8 * parts)
+    result = converted(model)
+    assert operators(result) == {"conv_bias_activation": 2, "Transpose": BORDERS, fusion: 1}
+    assert_same(model, result.model, **SIZES)
 
 
 def test_a_residual_before_and_after_the_activation() -> None:

@@ -54,6 +54,23 @@ def test_every_channels_last_node_is_a_part() -> None:
     assert (found.wrong, found.not_compared) == ((), ()) and len(found.equal) == len(parts)
 
 
+def test_several_outputs_are_one_part() -> None:
+    """A Split and a Concat run beside what they replaced, between Transposes of each of their tensors."""
+    text = TEXT.replace("f = MaxPool", "g, i = Split <axis = 1, num_outputs = 2> (e) j = Concat <axis = 1> (i, g)"
+                        " f = MaxPool").replace("(e)\n  y", "(j)\n  y")  # fmt: skip
+    result = converted(parse(text))
+    assert result.unfused is not None
+    replaced = {one.node: one.replaces for one in result.fusing.fused}
+    parts = distinct_parts(result.unfused, result.model, replaced, result.layout.originals)
+    by_fusion = {attribute(part.fused, "fusion"): part for part in parts}
+    assert (by_fusion["split"].operands, by_fusion["split"].outputs) == (["e"], ["g", "i"])
+    assert (by_fusion["concat"].operands, by_fusion["concat"].outputs) == (["i", "g"], ["j"])
+    assert [node.op_type for node in by_fusion["split"].replaced] == ["Split"]
+    _, report = optimize(parse(text), layout="nhwc")
+    assert report.counts == {"concat": 1, "conv_bias_activation": 3, "max_pool": 1, "split": 1}
+    assert report.verified.status == "verified" and report.verified.equal_parts == 6
+
+
 def test_the_report() -> None:
     _, report = optimize(parse(TEXT), layout="nhwc")
     assert report.counts == {"conv_bias_activation": 3, "max_pool": 1}

@@ -90,14 +90,13 @@ template <int N, class T>
 static void copy_to_shared(Pack<T, N>& to, const T* from) { to = load_cached<N>(from); }
 
 template <bool LEAVING, int N, class T>
-static void store(T* to, const float (&values)[N]) {
+static void store_pack(T* to, const Pack<T, N>& packed) {
     if (reinterpret_cast<u64>(to) % (min(N * int(sizeof(T)), 16))) abort();
-    const Pack<T, N> packed = pack<T, N>(values);
     memcpy(to, &packed, sizeof(packed));
 }
 
 template <bool LEAVING, int N, class T>
-static void store_pack(T* to, const Pack<T, N>& packed) { memcpy(to, &packed, sizeof(packed)); }
+static void store(T* to, const float (&values)[N]) { store_pack<LEAVING>(to, pack<T, N>(values)); }
 
 static void wait_for_predecessor() {}
 static void release_successor() {}

@@ -1,0 +1,72 @@
+// Rows of CHANNELS elements, one a pixel, whose parts are tensors of their own: of PARTS tensors, the i-th one has the
+// channels from the i-th of BEGINS up to the next one of every pixel.
+//
+// A thread copies the vector of the same channels of CHUNKS pixels, a CHUNKS-th of all pixels apart, so that it looks
+// for their part once, before its predecessor has ended, and has all loads in flight together. Elements are moved as
+// they are, each of them once. Rows are read and written in whole lines.
+//
+//   T         storage type                          WIDTH    elements of a vector access, which divide all parts
+//   STREAMED  1: what is written leaves L2 first    RELEASE  1: the next kernel may start before this one stores
+//   INDEX     u32, or u64 where u32 cannot count all elements
+#pragma once
+#include "types.cuh"
+
+static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
+
+constexpr int MAX_PARTS = 32;          // pointers that a kernel takes
+constexpr u32 ROW = CHANNELS / WIDTH;  // vectors
+
+// The vector of this thread: the pixel, which is below a CHUNKS-th of all (rounded up), and the channel.
+struct Place {
+    INDEX pixel, pixels_apart;
+    u32 channel;
+
+    __device__ __forceinline__ explicit Place(INDEX pixels) {
+        const INDEX at = INDEX(blockIdx.x) * THREADS + threadIdx.x;
+        pixels_apart = (pixels + CHUNKS - 1) / CHUNKS;
+        pixel = at / ROW;
+        channel = u32(at % ROW) * WIDTH;
+    }
+};
+
+// Where a channel of the first pixel lies in the part that has it, and the channels of that part.
+template <class P>
+struct Part {
+    P* at;
+    u32 channels;
+};
+
+template <class P>
+__device__ __forceinline__ Part<P> part_of(P* const (&parts)[MAX_PARTS], u32 channel) {
+    constexpr u32 begins[PARTS + 1] = {BEGINS, CHANNELS};
+    P* data = parts[0];
+    u32 begin = 0, end = begins[1];
+#pragma unroll
+    for (int i = 1; i < PARTS; ++i)
+        if (channel >= begins[i]) {
+            data = parts[i];
+            begin = begins[i];
+            end = begins[i + 1];
+        }
+    return {data + (channel - begin), end - begin};
+}
+
+// Copies the vectors of a thread from one tensor to another; `from` and `to` are their places in the first pixel, and
+// the pitches are the channels of the tensors.
+__device__ __forceinline__ void copy_pixels(const T* from, INDEX from_pitch, T* to, INDEX to_pitch, const Place& place,
+                                            INDEX pixels) {
+    wait_for_predecessor();
+    if (place.pixel >= place.pixels_apart) return;
+    Pack<T, WIDTH> raw[CHUNKS];
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        const INDEX pixel = place.pixel + k * place.pixels_apart;
+        if (k == 0 || pixel < pixels) raw[k] = load_once<WIDTH>(from + pixel * from_pitch);
+    }
+    if constexpr (RELEASE) release_successor();
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+        const INDEX pixel = place.pixel + k * place.pixels_apart;
+        if (k == 0 || pixel < pixels) store_pack<STREAMED>(to + pixel * to_pitch, raw[k]);
+    }
+}

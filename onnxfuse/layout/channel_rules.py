@@ -1,0 +1,81 @@
+"""Concat and Split along channels: functions of channels-last images, which have kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from onnxfuse.ir.attributes import input_index, int_attribute
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.node import AttributeValue, Node, Tensor
+from onnxfuse.layout.axes import RANK, last_axis
+from onnxfuse.layout.bodies import Body
+from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
+from onnxfuse.layout.neutral_rules import NEUTRAL_RULES
+from onnxfuse.layout.writer import Writer, is_image_sized
+
+MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
+CHANNELS: Final = RANK - 1  # the axis of the channels-last image
+
+
+def concat(model: Model, node: Node) -> Conversion | str:
+    """Images that are joined along known numbers of channels; other Concats are neutral."""
+    axis = int_attribute(node, "axis")
+    if axis is None or not _are_of_channels(model, axis, node.inputs) or not 1 < len(node.inputs) <= MAX_PARTS:
+        return NEUTRAL_RULES["Concat"](model, node)
+    operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
+    inner = helper.make_node("Concat", list(operands), ["y"], axis=CHANNELS)
+    body = Body(tuple(operands), (inner,), ("y",), (helper.make_opsetid("", model.graph.opset),))
+    return _call(node, "concat", operands, body, {})
+
+
+def split(model: Model, node: Node) -> Conversion | str:
+    """Images that are divided into known numbers of channels; other Splits are neutral."""
+    x, opset = node.inputs[0], model.graph.opset
+    is_of_channels = _are_of_channels(model, int_attribute(node, "axis", 0), (x, *node.outputs))
+    if not is_of_channels or not 1 < len(node.outputs) <= MAX_PARTS:
+        return NEUTRAL_RULES["Split"](model, node)
+    sizes = _channels(model, node.outputs)
+    if sum(sizes) != _channels(model, [x])[0]:
+        return "its parts do not make the channels of its image"
+    outputs = tuple(f"y_{i}" for i in range(len(sizes)))
+    if input_index("Split", "split", opset) is None:
+        inner = [helper.make_node("Split", ["x"], outputs, axis=CHANNELS, split=sizes)]
+    else:
+        stored = onnx.numpy_helper.from_array(np.array(sizes, np.int64))
+        inner = [
+            helper.make_node("Constant", [], ["sizes"], value=stored),
+            helper.make_node("Split", ["x", "sizes"], outputs, axis=CHANNELS),
+        ]
+    body = Body(("x",), tuple(inner), outputs, (helper.make_opsetid("", opset),))
+    return _call(node, "split", {"x": x}, body, {"split": sizes})
+
+
+def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:
+    """Return whether an axis is that of channels, and all tensors are images with known numbers of them."""
+    shapes = model.shapes
+    are_images = all(is_image_sized(shapes, tensor) and shapes.dtype(tensor) in FUSIBLE_FLOATS for tensor in tensors)
+    return are_images and last_axis(axis) == CHANNELS and len(_channels(model, tensors)) == len(tensors)
+
+
+def _channels(model: Model, tensors: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of channels that are known of channels-first images."""
+    every = (model.shapes.shape(tensor) for tensor in tensors)
+    return [size for shape in every if shape is not None and isinstance(size := shape[1], int)]
+
+
+def _call(
+    node: Node, fusion: str, operands: Mapping[str, Tensor], body: Body, attributes: Mapping[str, AttributeValue]
+) -> Conversion:
+    def write(writer: Writer) -> None:
+        given = {name: writer.image(tensor) for name, tensor in operands.items()}
+        writer.call(node, fusion, body, given, {}, {**attributes, "axis": -1}, is_channels_last=True)
+
+    return Conversion(node, Kind.NEUTRAL, tuple(range(len(operands))), tuple(range(len(body.outputs))), write)
+
+
+CHANNEL_RULES: Final[dict[str, Rule]] = {"Concat": concat, "Split": split}

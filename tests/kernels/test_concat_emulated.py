@@ -1,0 +1,37 @@
+"""concat and split on a CPU, emulated: every element arrives, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import H200
+from concat_cases import SMALL, Case, bits, whole
+from emulated_launches import emulate
+from kernel_hosts import host_of
+
+DEVICE = dataclasses.replace(H200, multiprocessors=1)  # so that small tensors have threads with several vectors
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_channels_side_by_side(case: Case, tmp_path: Path) -> None:
+    dtype, aligned = ("float32", "float16", "bfloat16")[len(case.channels) % 3], case.channels[0] != 12
+    parts = case.parts(dtype)
+    for fusion, read, expected in (("concat", parts, [whole(parts)]), ("split", [whole(parts)], parts)):
+        node, specs = case.node(fusion, dtype), case.specs(fusion, dtype, aligned)
+        (plan,) = host_of(fusion).candidates(node, specs, DEVICE)
+        assert [each.shape for each in plan.outputs] == [each.shape for each in expected]
+        for found, value in zip(emulate(plan, read, tmp_path, aligned), expected, strict=True):
+            np.testing.assert_array_equal(bits(found), bits(value))
+
+
+def test_the_cases_take_every_way() -> None:
+    ways = set()
+    for case in SMALL:
+        for dtype in ("float32", "float16"):
+            (plan,) = host_of("concat").candidates(case.node("concat", dtype), case.specs("concat", dtype), DEVICE)
+            ways |= {tuple(step.kernel.defines[name] for name in ("WIDTH", "CHUNKS")) for step in plan.steps}
+    assert {width for width, _ in ways} == {1, 2, 4, 8}
+    assert {chunks for _, chunks in ways} == {1, 2, 4}

@@ -1,0 +1,47 @@
+"""concat and split on a GPU: every element arrives, bit by bit."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from concat_cases import LARGE, SMALL, Case, bits, whole
+from kernel_hosts import host_of, require_support
+from kernel_runs import DTYPES, NUMPY, launch, result, small_gpu, upload
+
+from onnxfuse.runtime.plan import Device
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    gpu: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return gpu
+
+
+def check(case: Case, dtype: str, device: Device, aligned: bool = True) -> None:
+    parts = case.parts(dtype)
+    for fusion, read, expected in (("concat", parts, [whole(parts)]), ("split", [whole(parts)], parts)):
+        host, node, specs = host_of(fusion), case.node(fusion, dtype), case.specs(fusion, dtype, aligned)
+        require_support(host, node, [spec.dtype for spec in specs], device)
+        for plan in host.candidates(node, specs, device):
+            given = [upload(each, aligned) for each in read]
+            written = [upload(np.full(spec.shape, np.nan, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
+            launch(plan, given, written)
+            for buffer, spec, value in zip(written, plan.outputs, expected, strict=True):
+                np.testing.assert_array_equal(bits(result(buffer, spec, aligned)), bits(value))
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) -> None:
+    for gpu in (device, small_gpu()):  # with few multiprocessors, threads have several vectors
+        check(case, dtype, gpu, aligned)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_sizes_of_models(device: Device, case: Case) -> None:
+    check(case, "float16", device)
