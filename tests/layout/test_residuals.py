@@ -154,6 +154,17 @@ def test_rows_of_an_image(rows: str, image: str, adds: int) -> None:
     assert again == optimized and second.counts == {}
 
 
+def test_an_operand_that_a_convolution_reads_too() -> None:
+    """Behind its Transpose in the original: the product is compared with what reads the operand in front of that."""
+    body = f"""{START} {BACK} i = Conv (u, k1)
+      m3 = MatMul (p, w3) q = Add (m3, b2) v = Transpose <perm = [0,3,1,2]> (q) s = Add (a, v) j = Conv (s, k1)
+      y = Concat <axis = 2> (i, j)"""
+    before = model(body)
+    assert products(converted(before)) == ["x w bias", "x w bias", "x w bias residual"]
+    _, report = optimize(before, layout="nhwc")
+    assert report.verified.status == "verified" and not report.dropped
+
+
 def test_a_wrong_residual_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum then stays channels-first, so that Transposes stay between it and the product."""
     right = residuals._with_residual
