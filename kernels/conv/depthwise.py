@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
@@ -72,12 +72,6 @@ class DepthwiseConfig:
         """Return the number of blocks for each slice of channels."""
         depth, height, width = three(conv.y_sizes)
         return conv.n * depth * -(-height // (self.th * self.bh)) * -(-width // (self.tw * self.bw))
-
-
-def three(values: tuple[int, ...], missing: int = 1) -> tuple[int, int, int]:
-    """Return one entry for each of depth, height and width."""
-    depth, height, width = (*(missing,) * (3 - len(values)), *values)
-    return depth, height, width
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:

@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES, two
+from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 
 MAX_CHANNELS: Final = 64  # and filters of a group; beyond, a group is a matrix product of its own
 MAX_IMPLEMENTATIONS: Final = 4
@@ -161,19 +161,8 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     tiles = config.tiles(conv)
     grid = (-(-tiles // -(-tiles // blocks)), config.slices(conv), 1)  # blocks have equal shares
     pdl = device.arch >= PDL_ARCH
-    launch = Launch(kernel, grid, (config.threads, 1, 1), _arguments(conv), config.shared(conv), pdl=pdl)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments_of_image(conv), config.shared(conv), pdl=pdl)
     return Implementation(config.name, (launch,))
-
-
-def _arguments(conv: Conv) -> tuple[Argument, ...]:
-    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
-    sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
-    return (
-        *(pointer or ABSENT for pointer in pointers),
-        Scalar(conv.alpha, "float32"),
-        Scalar(conv.beta, "float32"),
-        *(Scalar(size, "int32") for size in sizes),
-    )
 
 
 def configs(conv: Conv) -> list[GroupedConfig]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
@@ -93,7 +93,7 @@ def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implemen
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh and conv_operands.cuh."""
     kernel, strides, pads, dilations = map(
-        _two, (conv.kernel, conv.strides, conv.pads_begin, conv.dilations), (1, 1, 0, 1)
+        two, (conv.kernel, conv.strides, conv.pads_begin, conv.dilations), (1, 1, 0, 1)
     )
     return {
         **hopper.defines(gemm_of_blocks(conv), config, device), "K_BLOCK": k_block(conv), "CHANNELS": conv.c,
@@ -104,7 +104,7 @@ def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    gemm, y_sizes = gemm_of_blocks(conv), _two(conv.y_sizes, 1)
+    gemm, y_sizes = gemm_of_blocks(conv), two(conv.y_sizes, 1)
     maps = [pixel_map(conv, config), weight_map(conv, config)]
     if config.split_k > 1:
         results: list[Argument] = [conv.y, conv.residual or ABSENT]
@@ -118,9 +118,9 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the map of x, whose loads take the pixels that one tap of the filter reads for a tile's rows."""
-    (h, w), block = _two(conv.sizes, 1), k_block(conv)
-    kernel, dilations = _two(conv.kernel, 1), _two(conv.dilations, 1)
-    begin, end, strides = _two(conv.pads_begin, 0), _two(conv.pads_end, 0), _two(conv.strides, 1)
+    (h, w), block = two(conv.sizes, 1), k_block(conv)
+    kernel, dilations = two(conv.kernel, 1), two(conv.dilations, 1)
+    begin, end, strides = two(conv.pads_begin, 0), two(conv.pads_end, 0), two(conv.strides, 1)
     walk = Im2col(
         (-begin[1], -begin[0]),
         (end[1] - (kernel[1] - 1) * dilations[1], end[0] - (kernel[0] - 1) * dilations[0]),
@@ -144,9 +144,3 @@ def _dtype(conv: Conv) -> Literal["float16", "bfloat16"]:
 
 def _swizzle(block: int) -> Literal[32, 64, 128]:
     return 128 if block == 64 else 64 if block == 32 else 32
-
-
-def _two(values: tuple[int, ...], missing: int) -> tuple[int, int]:
-    """Return the values of two spatial axes; a convolution over one axis has images of one row."""
-    h, w = (missing, *values)[-2:]
-    return h, w

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
@@ -185,7 +185,7 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
     """Return the macros of conv_mma.cu."""
     tile = config.tile
     x_copy, w_copy = copy_bytes(conv)
-    kernel, strides, dilations = _three(conv.kernel, 1), _three(conv.strides, 1), _three(conv.dilations, 1)
+    kernel, strides, dilations = three(conv.kernel, 1), three(conv.strides, 1), three(conv.dilations, 1)
     filters = conv.m // conv.group
     vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
     return {
@@ -207,11 +207,5 @@ def arguments(conv: Conv, config: ConvConfig) -> tuple[Argument, ...]:
     partial: Argument = Pointer("scratch", 0) if config.slices > 1 else ABSENT
     pointers = (conv.x, conv.w, conv.bias or ABSENT, conv.residual or ABSENT, conv.y, partial)
     scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
-    sizes = (*_three(conv.sizes, 1), *_three(conv.y_sizes, 1), *_three(conv.pads_begin, 0))
+    sizes = (*three(conv.sizes, 1), *three(conv.y_sizes, 1), *three(conv.pads_begin, 0))
     return (*pointers, *scalars, *(Scalar(value, "int32") for value in (conv.pixels, *sizes)))
-
-
-def _three(values: tuple[int, ...], missing: int) -> tuple[int, int, int]:
-    """Return the values of three spatial axes, the innermost last."""
-    d, h, w = (missing, missing, *values)[-3:]
-    return d, h, w

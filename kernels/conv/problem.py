@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from onnxfuse.kernels.epilogue import epilogue_defines
-from onnxfuse.kernels.tensors import Defines
-from onnxfuse.runtime.plan import Pointer
+from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.runtime.plan import Argument, Pointer, Scalar
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,27 @@ class Conv:
             residual=self.residual is not None,
             residual_first=self.residual_first,
         )
+
+
+def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
+    """Return the arguments of kernels of images: operands, alpha and beta, then n, and two each of sizes and pads."""
+    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
+    sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
+    return (
+        *(pointer or ABSENT for pointer in pointers),
+        Scalar(conv.alpha, "float32"),
+        Scalar(conv.beta, "float32"),
+        *(Scalar(size, "int32") for size in sizes),
+    )
+
+
+def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:
+    """Return the entries of height and width; `missing` is that of the height of a convolution over one axis."""
+    height, width = (missing, *values)[-2:]
+    return height, width
+
+
+def three(values: tuple[int, ...], missing: int = 1) -> tuple[int, int, int]:
+    """Return the entries of depth, height and width; `missing` is that of axes that the convolution lacks."""
+    depth, height, width = (missing, missing, *values)[-3:]
+    return depth, height, width

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
@@ -60,12 +60,6 @@ class _Geometry:
     words: int  # along k
     steps: int
     patch: int  # words of a tile's patch, with its shifted copy
-
-
-def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:
-    """Return one entry for each of height and width."""
-    height, width = (*(missing,) * (2 - len(values)), *values)
-    return height, width
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:

@@ -31,6 +31,7 @@
 //   void store_result(row, k, pack, values)     computes and stores; values are as reduce_thread left them if
 //                                               IN_REGISTERS
 #pragma once
+#include "cluster.cuh"
 
 constexpr int LANES = THREADS < 32 ? THREADS : 32;
 constexpr int WARPS = THREADS / LANES;
@@ -45,35 +46,8 @@ static_assert(ROW % WIDTH == 0, "a vector would cross the end of a row");
 static_assert((THREADS & (THREADS - 1)) == 0 && (CLUSTER & (CLUSTER - 1)) == 0, "powers of two");
 static_assert(THREADS <= 32 || ROWS_PER_BLOCK == 1, "rows side by side are rows of one warp");
 
-#if CLUSTER > 1
 #define ROW_KERNEL \
-    extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define ROW_KERNEL extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS)
-#endif
-
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank = 0;
-    if constexpr (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// The two halves of a barrier over the row's blocks; for one block row_wait is the whole barrier.
-__device__ __forceinline__ void row_arrive() {
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void row_wait() {
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    else __syncthreads();
-}
-
-// Writes to the same address in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ void store_peer(float* address, unsigned rank, float value) {
-    const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(address));
-    asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; st.shared::cluster.f32 [peer], %2; }"
-                 ::"r"(own), "r"(rank), "f"(value) : "memory");
-}
+    extern "C" __global__ void __launch_bounds__(THREADS* ROWS_PER_BLOCK, MIN_BLOCKS) CLUSTER_DIMS
 
 template <class Partial>
 __device__ __forceinline__ Partial merge_across(Partial partial, int lanes, bool same_warp) {
@@ -105,8 +79,8 @@ __device__ __forceinline__ Partial merge_row(Partial partial, float (&partials)[
                 else partials[warp][i] = values[i];
             }
         }
-        row_arrive();
-        row_wait();
+        cluster_arrive();
+        cluster_wait();
         constexpr int READERS = PARTIALS < 32 ? PARTIALS : 32;
         constexpr int EACH = PARTIALS / READERS;  // merged as a tree, so that both sides have counted as many elements
         Partial read[EACH];
@@ -234,7 +208,7 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
     if constexpr (PREFETCH_WEIGHTS) rows.load_weights(row, 0);
-    if constexpr (CLUSTER > 1) row_wait();  // the peers have started, so that their shared memory exists
+    if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
     int parity = 0;
     while (true) {
         rows.convert(raw, row, 0, true, values);
@@ -254,7 +228,7 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
 template <class Op>
 __device__ __forceinline__ void each_row(Op op, long long count) {
     __shared__ float partials[2][PARTIALS][Op::Partial::VALUES];
-    row_arrive();
+    cluster_arrive();
     const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count};
     const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
     const long long step = (long long)(gridDim.x / CLUSTER) * ROWS_PER_BLOCK;
@@ -262,7 +236,7 @@ __device__ __forceinline__ void each_row(Op op, long long count) {
         rows_in_registers(rows, first, step, partials);
     } else {
         wait_for_predecessor();
-        if constexpr (CLUSTER > 1) row_wait();
+        if constexpr (CLUSTER > 1) cluster_wait();
         int parity = 0;
         for (long long row = first; row < count; row += step, parity ^= 1) long_row(rows, row, partials[parity]);
     }
