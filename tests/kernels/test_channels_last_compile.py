@@ -43,9 +43,9 @@ def launches(device: Device) -> list[Launch]:
 
 
 def kernels(device: Device) -> list[Kernel]:
-    """Return the kernels of the cases: every third of those with vectors, and every eighth of all."""
+    """Return the kernels of the cases: every sixth of those with vectors, and every 16th of all."""
     found = list({repr(step.kernel): step.kernel for step in launches(device)}.values())
-    return [each for i, each in enumerate(found) if (int(each.defines["WIDTH"]) > 1 and i % 3 == 0) or i % 8 == 0]
+    return [each for i, each in enumerate(found) if (int(each.defines["WIDTH"]) > 1 and i % 6 == 0) or i % 16 == 0]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")

@@ -19,6 +19,8 @@ from onnxfuse.kernels.conv import depthwise, depthwise_mma, grouped, stem
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
+EVERY = 2  # of the convolutions, to save time; a GPU runs all
+
 
 def check(case: ConvCase, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
     expected, magnitude = case.expect(arrays)
@@ -29,13 +31,13 @@ def check(case: ConvCase, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
     assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
 
 
-@pytest.mark.parametrize("case", DEPTHWISE, ids=str)
+@pytest.mark.parametrize("case", DEPTHWISE[::EVERY], ids=str)
 def test_depthwise(case: ConvCase, tmp_path: Path) -> None:
     arrays = case.arrays()
     conv = case.problem()
     found = depthwise.configs(conv)
     assert depthwise.implementations(conv, H200)
-    for i, config in enumerate(found[:: max(1, len(found) // 3)][:4]):
+    for i, config in enumerate(found[:: max(1, len(found) // 2)][:2]):
         way = depthwise.implementation(conv, config, H200)
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -43,15 +45,15 @@ def test_depthwise(case: ConvCase, tmp_path: Path) -> None:
 
 
 def mma_configs(case: ConvCase) -> list[depthwise_mma.DepthwiseMmaConfig]:
-    """Return four configs of different kinds, of which half have two buffers."""
+    """Return a config with one buffer and one with two."""
     conv = case.problem()
     assert depthwise_mma.implementations(conv, H200)
     found = [config for config in depthwise_mma.configs(conv) if config.shared(conv) <= H200.shared_per_block]
     single, double = ([config for config in found if config.buffers == count] for count in (1, 2))
-    return [single[0], single[len(single) * 2 // 3], double[len(double) // 3], double[-1]]
+    return [single[len(single) * 2 // 3], double[len(double) // 3]]
 
 
-@pytest.mark.parametrize("case", DEPTHWISE_MMA, ids=str)
+@pytest.mark.parametrize("case", DEPTHWISE_MMA[::EVERY], ids=str)
 def test_depthwise_mma(case: ConvCase, tmp_path: Path) -> None:
     arrays = case.arrays()
     for i, config in enumerate(mma_configs(case)):
@@ -77,7 +79,7 @@ def test_depthwise_mma_keeps_channels_apart(case: ConvCase, tmp_path: Path) -> N
         np.testing.assert_allclose(y[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
 
 
-@pytest.mark.parametrize("case", STEMS, ids=str)
+@pytest.mark.parametrize("case", STEMS[::EVERY], ids=str)
 def test_stem(case: ConvCase, tmp_path: Path) -> None:
     arrays = case.arrays()
     conv = case.problem()
@@ -90,7 +92,7 @@ def test_stem(case: ConvCase, tmp_path: Path) -> None:
         check(case, arrays, run_emulated(case, way, arrays, folder))
 
 
-@pytest.mark.parametrize("case", GROUPED, ids=str)
+@pytest.mark.parametrize("case", GROUPED[::EVERY], ids=str)
 def test_grouped(case: ConvCase, tmp_path: Path) -> None:
     arrays = case.arrays()
     conv = case.problem()

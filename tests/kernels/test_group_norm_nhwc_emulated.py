@@ -25,7 +25,7 @@ SHAPES: list[tuple[tuple[int, ...], int, str]] = [
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
-@pytest.mark.parametrize(("shape", "groups", "dtype"), SHAPES)
+@pytest.mark.parametrize(("shape", "groups", "dtype"), SHAPES[::2])
 def test_matches_float64(shape: tuple[int, ...], groups: int, dtype: str, device: Device, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     x = (random.standard_normal(shape) * 2 + 5 + np.arange(shape[-1]) / 8).astype(NUMPY[dtype])

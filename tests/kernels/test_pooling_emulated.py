@@ -75,7 +75,7 @@ def test_sizes_are_those_of_onnxruntime() -> None:
         assert (1, *(each.y_size for each in found), 1) == expected, (shape, attributes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("fusion", ["max_pool", "average_pool"])
 def test_windows_at_random(fusion: str, seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)

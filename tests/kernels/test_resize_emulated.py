@@ -57,8 +57,8 @@ def run(
 @pytest.mark.parametrize("coordinate", COORDINATES)
 def test_the_nearest_elements_are_those_of_onnxruntime(coordinate: str, nearest: str, tmp_path: Path) -> None:
     attributes = {"mode": "nearest", "coordinate_transformation_mode": coordinate, "nearest_mode": nearest}
-    index = (COORDINATES.index(coordinate) + NEAREST.index(nearest)) % 2
-    for shape, sizes in SIZES[index::2]:
+    index = (COORDINATES.index(coordinate) + NEAREST.index(nearest)) % 6
+    for shape, sizes in SIZES[index::6]:
         x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         expected = onnxruntime(x, sizes, attributes)
         np.testing.assert_array_equal(run(x, sizes, attributes, tmp_path), expected)
@@ -67,7 +67,7 @@ def test_the_nearest_elements_are_those_of_onnxruntime(coordinate: str, nearest:
 @pytest.mark.parametrize("coordinate", COORDINATES)
 def test_linear_interpolation(coordinate: str, tmp_path: Path) -> None:
     attributes = {"mode": "linear", "coordinate_transformation_mode": coordinate}
-    for i, (shape, sizes) in enumerate(SIZES[:5]):
+    for i, (shape, sizes) in enumerate(SIZES[:2]):
         dtype = ("float32", "float16", "bfloat16")[i % 3]
         x = np.random.default_rng(1).standard_normal(shape).astype(NUMPY[dtype])
         expected = onnxruntime(x, sizes, attributes)

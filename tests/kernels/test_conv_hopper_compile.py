@@ -1,0 +1,55 @@
+"""The Hopper convolutions without a GPU: what the host plans, and that kernels compile without spills."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from architectures import A100, H200
+from conv_cases import BOTH, ConvCase
+
+from onnxfuse.kernels.conv import hopper
+from onnxfuse.runtime.plan import Launch, TensorMap
+
+SAME = (1, 1, 1, 1)
+CASES = (
+    ConvCase(32, 64, 64, (56, 56), (3, 3), (), SAME, extra=BOTH),
+    ConvCase(8, 24, 160, (80, 80), (3, 3), (2, 2), SAME, dtype="bfloat16", activation="silu"),
+    ConvCase(1, 256, 256, (14, 14), (3, 3), (), SAME, extra=BOTH, residual_first=False),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_without_spills(case: ConvCase) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
+    for way in hopper.implementations(case.problem(), H200)[::2]:
+        (step,) = way.steps
+        assert isinstance(step, Launch)
+        compiled = compile_cubin(step.kernel, H200.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert spilled <= 128, f"{step.kernel} spills {spilled} bytes"  # splits of many blocks spill a few addresses
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_launches_and_maps_fit(case: ConvCase) -> None:
+    conv = case.problem()
+    for config in hopper.fitting(conv, H200):
+        (step,) = hopper.implementation(conv, config, H200).steps
+        assert isinstance(step, Launch)
+        assert step.shared <= H200.shared_per_block and step.grid[0] <= H200.multiprocessors
+        assert step.grid[0] % step.cluster == 0
+        x, w = (argument for argument in step.arguments[:2] if isinstance(argument, TensorMap))
+        assert x.im2col is not None and x.sizes == (case.c, *reversed(case.sizes), case.n)
+        assert x.box == (hopper.k_block(conv), config.tile_m) and w.box == (hopper.k_block(conv), 1, config.tile_n)
+        assert w.sizes == (case.c, 9, case.m)
+
+
+def test_blocks_of_k_leave_few_zeros() -> None:
+    found = {c: hopper.k_block(ConvCase(1, c, 64, (9, 9), (3, 3)).problem()) for c in (8, 16, 24, 32, 40, 64, 96, 320)}
+    assert found == {8: 16, 16: 16, 24: 32, 32: 32, 40: 16, 64: 64, 96: 32, 320: 64}
+
+
+def test_only_hopper_gpus_have_it() -> None:
+    assert hopper.implementations(CASES[0].problem(), A100) == []
