@@ -17,6 +17,7 @@ MAX_CHANNELS: Final = 4
 MAX_IMPLEMENTATIONS: Final = 4
 MAX_HELD: Final = 96  # registers of a thread that hold weights
 REGISTERS: Final = 65536  # of a multiprocessor
+MAX_BLOCKS_BEFORE_HOPPER: Final = 3
 MAX_TILES_N: Final = 6  # mma tiles of 8 filters of a warp
 WARPS: Final = 4
 TILE_BYTES: Final = 2 * 3 * 4  # of shared memory, for the places of two tiles
@@ -67,6 +68,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     if not is_supported(conv, device):
         return []
     fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
+    if device.arch < PDL_ARCH:  # the compiler takes more registers there, and would spill
+        fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
     fitting.sort(key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
     launched = set()  # tiles and grids: a config that differs in the bound on registers alone is no other way
