@@ -114,11 +114,11 @@ def candidates(case: tuple[FusedNode, list[TensorSpec]], device: Device) -> list
 
 @functools.cache
 def kernels(device: Device) -> list[Kernel]:
-    """Return the kernels of all cases, each once: fp16 in full, rows in fp32, which needs more registers, some bf16."""
+    """Return every second kernel of the cases: fp16 in full, rows in fp32, which needs more registers, some bf16."""
     cases = [*row_cases("float16"), *element_cases("float16"), *row_cases("float32")]
     cases += [*list(row_cases("bfloat16"))[:4], *list(element_cases("bfloat16"))[:4]]
     found = [step.kernel for case in cases for each in candidates(case, device) for step in each.steps]
-    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
+    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())[::2]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
