@@ -235,15 +235,29 @@ def _open_both(
         raise
     except Exception as error:
         if half != "bfloat16":
-            raise VerificationError(f"onnxruntime cannot run it on the CPU ({first_line(error)})") from error
+            raise _cannot_run(error) from error
         replaced, fused = model_to_float32(replaced), model_to_float32(fused)
-        return _Sessions(_open(replaced, folder), _open(fused, folder), None, half, True)
-    exact = _open(model_to_float32(replaced), folder) if half else None
+        return _Sessions(_open_or_refuse(replaced, folder), _open_or_refuse(fused, folder), None, half, True)
+    exact = _open_or_refuse(model_to_float32(replaced), folder) if half else None
     return _Sessions(old, new, exact, half, False)
 
 
 def _open(model: onnx.ModelProto, folder: Path | None) -> Session:
     return open_session(model, folder, optimize=False)
+
+
+def _open_or_refuse(model: onnx.ModelProto, folder: Path | None) -> Session:
+    """Open a model.  Raises VerificationError if onnxruntime does not, as where two nodes have one name."""
+    try:
+        return _open(model, folder)
+    except VerificationError:
+        raise
+    except Exception as error:
+        raise _cannot_run(error) from error
+
+
+def _cannot_run(error: Exception) -> VerificationError:
+    return VerificationError(f"onnxruntime cannot run it on the CPU ({first_line(error)})")
 
 
 def _input(name: str, value: Array) -> onnx.ValueInfoProto:
