@@ -20,7 +20,7 @@ class Trained:
     file: str
     task: str
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
-    not_compared: tuple[str, ...] = ()  # outputs that are constant, or may be lost in the original's own noise
+    not_compared: tuple[str, ...] = ()  # outputs that are constant, or lost in the original's own noise
 
     @property
     def name(self) -> str:
