@@ -26,43 +26,24 @@
 //   and those of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
-
-using i64 = long long;
+#include "conv_columns.cuh"
 
 constexpr int THREADS = BX * BW * BH, SLICE = BX * VEC;  // channels of a block
 constexpr int PIECES = (KW + PIECE - 1) / PIECE, ROW_TAPS = PIECES * PIECE;  // of a row of the filter, and padded
 constexpr int TAPS = KD * KH * ROW_TAPS;
-constexpr int COLUMNS = (TW - 1) * SW + (PIECE - 1) * DW + 1;  // of x that a piece reads
 constexpr int ROWS = (TH - 1) * SH + (KH - 1) * DH + 1;        // of x that a strip reads, unless ROLLED
 constexpr int PLANE = VEC < 4 ? VEC : 4;                       // channels of a load from shared memory
 constexpr bool HELD = !ROLLED && TAPS * VEC <= 36;             // weights are kept in registers
-constexpr u32 ALL_COLUMNS = 0xffffffffu >> (32 - COLUMNS);
 
-static_assert(CHANNELS % VEC == 0, "a position is whole vectors");
-static_assert(COLUMNS <= 32, "a bit for each column");
 static_assert(ROLLED ? TH == 1 && AHEAD == 1 : KD == 1 && PIECE == KW, "see above");
 
-// Whether a position reads column `column` of a piece, and whether one reads row `row` of a strip.
-__device__ constexpr bool reads_column(int column) {
-    for (int s = 0; s < PIECE; ++s) {
-        const int from = column - s * DW;
-        if (from >= 0 && from % SW == 0 && from / SW < TW) return true;
-    }
-    return false;
-}
-
+// Whether a position reads row `row` of a strip.
 __device__ constexpr bool reads_row(int row) {
     for (int r = 0; r < KH; ++r) {
         const int from = row - r * DH;
         if (from >= 0 && from % SH == 0 && from / SH < TH) return true;
     }
     return false;
-}
-
-// The bits of the columns that lie inside a row of x, of those from `first` on.
-__device__ __forceinline__ u32 columns_inside(int first, int width) {
-    const int low = max(0, -first), high = min(COLUMNS, width - first);
-    return low < high ? ALL_COLUMNS >> (COLUMNS - (high - low)) << low : 0;
 }
 
 // ---- weights -----------------------------------------------------------------------------------------------------
@@ -139,33 +120,7 @@ __device__ __forceinline__ void read_weights(const float* from, float (&to)[VEC]
     }
 }
 
-// ---- rows of x ---------------------------------------------------------------------------------------------------
-
-struct Row {
-    Pack<T, VEC> columns[COLUMNS];
-
-    // Loads the columns whose bit is set; the others become zero.
-    __device__ __forceinline__ void load(const T* from, u32 inside) {
-        if (inside == ALL_COLUMNS) {
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                if (reads_column(j)) columns[j] = load_cached<VEC>(from + j * CHANNELS);
-        } else {
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                if (!reads_column(j)) continue;
-                columns[j] = {};
-                if (inside >> j & 1) columns[j] = load_cached<VEC>(from + j * CHANNELS);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void widen_to(float (&values)[COLUMNS][VEC]) const {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-            if (reads_column(j)) unpack(columns[j], values[j]);
-    }
-};
+// ---- sums --------------------------------------------------------------------------------------------------------
 
 // Adds a row of x, multiplied with the weights of tap `s` of a row of the filter, to a row of y.
 __device__ __forceinline__ void multiply_tap(float (&sums)[TW][VEC], const float (&values)[COLUMNS][VEC],

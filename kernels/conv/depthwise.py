@@ -127,14 +127,14 @@ def configs(conv: Conv) -> list[DepthwiseConfig]:
     """Return every config that is worth a look for these sizes."""
     _, height, width = three(conv.y_sizes)
     found = []
-    for vec in _vectors(conv):
+    for vec in access_sizes(conv):
         for tw in sorted({min(tw, width) for tw in (1, 2, 4, 7, 8, 14, 16)}):
             for th in sorted({min(th, height) for th in (1, 2, 4)}):
                 found += [config for config in _strips(conv, vec, tw, th) if config.shared(conv) <= 2 * BLOCK_SHARED]
     return found or list(_strips(conv, 1, 1, 1))
 
 
-def _vectors(conv: Conv) -> Iterator[int]:
+def access_sizes(conv: Conv) -> Iterator[int]:
     """Yield the elements of an access that divide the channels: at most 16 bytes, one if misaligned."""
     vec = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
     while vec > 1:
@@ -160,7 +160,7 @@ def _strips(conv: Conv, vec: int, tw: int, th: int) -> Iterator[DepthwiseConfig]
             piece -= 1
         ways.append((True, 1, piece))
     for rolled, ahead, piece in ways:
-        bx, bw, bh = _block(conv, vec, tw, th)
+        bx, bw, bh = block(conv, vec, tw, th)
         config = DepthwiseConfig(vec, tw, th, rolled, ahead, piece, bx, bw, bh)
         while config.shared(conv) > BLOCK_SHARED and bx > 1:
             bx = -(-bx // 2)
@@ -188,15 +188,15 @@ def _used_rows(conv: Conv, th: int) -> int:
     return kd * len({t * sh + r * dh for t in range(th) for r in range(kh)})
 
 
-def _block(conv: Conv, vec: int, tw: int, th: int) -> tuple[int, int, int]:
+def block(conv: Conv, vec: int, tw: int, th: int, threads: int = THREADS) -> tuple[int, int, int]:
     """Return the threads of a block along channels, width and height: few lanes idle, and a compact patch."""
     vectors = conv.c // vec
     bx = min(range(min(vectors, 8), min(vectors, 32) + 1), key=lambda lanes: (-(-vectors // lanes) * lanes, -lanes))
     _, height, width = three(conv.y_sizes)
     strips_w, strips_h = -(-width // tw), -(-height // th)
     best, least = (1, 1), math.inf
-    for bw in range(1, min(strips_w, THREADS // bx) + 1):
-        bh = min(strips_h, THREADS // bx // bw)
+    for bw in range(1, min(strips_w, threads // bx) + 1):
+        bh = min(strips_h, threads // bx // bw)
         covered = -(-strips_w // bw) * bw * -(-strips_h // bh) * bh / (strips_w * strips_h)
         idle = -(-bx * bw * bh // 32) * 32 / (bx * bw * bh)
         small = max(1.0, 96 / (bx * bw * bh))  # blocks of one warp fill a multiprocessor badly

@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from onnxfuse.kernels.conv import cudnn, depthwise, depthwise_mma, grouped, hopper, matrix, mma, stem
+from onnxfuse.kernels.conv import (
+    cudnn,
+    depthwise,
+    depthwise_mma,
+    depthwise_sliding,
+    grouped,
+    hopper,
+    matrix,
+    mma,
+    stem,
+)
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
-MAX_DEPTHWISE: Final = 2  # implementations by CUDA cores of a depthwise convolution that the matrix units compute too
+# Of the implementations of a depthwise convolution that have several kernels.
+MAX_MMA: Final = 3
+MAX_DEPTHWISE: Final = 2
 
 
 def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
-    by_matrix_units = depthwise_mma.implementations(conv, device)
+    found = [*depthwise_sliding.implementations(conv, device), *depthwise_mma.implementations(conv, device)[:MAX_MMA]]
     others = depthwise.implementations(conv, device)
-    return [*by_matrix_units, *(others[:MAX_DEPTHWISE] if by_matrix_units else others)]
+    return [*found, *(others[:MAX_DEPTHWISE] if found else others)]
 
 
 # Kernels for one kind of convolution, of which at most one kind takes each; then those that take any.

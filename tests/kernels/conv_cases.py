@@ -183,6 +183,19 @@ DEPTHWISE_MMA: Final = [
     depthwise(2, 88, (35,), (31,), (1,), (15, 15)),
 ]
 
+# Filters of odd and even sizes, of one column, with strides and dilations along the width; rows of padding alone.
+DEPTHWISE_SLIDING: Final = [
+    depthwise(2, 40, (7, 7), (3, 3), (1, 1), (1, 1, 1, 1), dtype="bfloat16", extra=BOTH, residual_first=False),
+    depthwise(1, 16, (10, 17), (5, 5), (1, 1), (2, 2, 2, 2), dtype="float32"),
+    depthwise(1, 20, (15, 15), (7, 7), (1, 1), (3, 3, 3, 3), activation="silu"),
+    depthwise(1, 7, (9, 8), (7, 7), (1, 1), (3, 3, 3, 3), w_hwio=False, constant=False),
+    depthwise(1, 12, (9, 30), (3, 3), (1, 2), (5, 4, 2, 1), (1, 3)),
+    depthwise(2, 12, (9, 8), (3, 3), (1, 1), (1, 1, 1, 1), aligned=False, extra=BOTH),
+    depthwise(1, 8, (21, 5), (9, 1), (1, 1), (4, 0, 4, 0)),
+    depthwise(1, 8, (17, 23), (4, 5), (1, 3), (2, 1, 0, 4), (1, 2), dtype="bfloat16"),
+    depthwise(3, 264, (6, 5), (2, 2), extra=()),
+]
+
 # Weights in registers and in shared memory; odd and even strides and padding; widths that are whole vectors, even and
 # odd; filters that are no multiple of 8; k that ends inside an mma, where the bias is a weight, and k that does not;
 # several slices of filters; one axis.

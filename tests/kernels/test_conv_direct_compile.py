@@ -9,16 +9,42 @@ from collections.abc import Iterator
 
 import pytest
 from architectures import A100, DEVICES, H200, T4, to_compile
-from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+from conv_cases import (
+    DEPTHWISE,
+    DEPTHWISE_MMA,
+    DEPTHWISE_SLIDING,
+    GROUPED,
+    STEMS,
+    ConvCase,
+    depthwise,
+    image,
+    large_shapes,
+)
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
-from onnxfuse.kernels.conv import depthwise_mma, grouped, host, stem
+from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, host, stem
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 
-HOSTS = {"depthwise": depthwise_host, "depthwise_mma": depthwise_mma, "grouped": grouped, "stem": stem}
-SMALL = {"depthwise": DEPTHWISE, "depthwise_mma": DEPTHWISE_MMA, "grouped": GROUPED, "stem": STEMS}
-LARGE = {**large_shapes(), "depthwise_mma": large_shapes()["depthwise"]}
+HOSTS = {
+    "depthwise": depthwise_host,
+    "depthwise_mma": depthwise_mma,
+    "depthwise_sliding": depthwise_sliding,
+    "grouped": grouped,
+    "stem": stem,
+}
+SMALL = {
+    "depthwise": DEPTHWISE,
+    "depthwise_mma": DEPTHWISE_MMA,
+    "depthwise_sliding": DEPTHWISE_SLIDING,
+    "grouped": GROUPED,
+    "stem": STEMS,
+}
+LARGE = {
+    **large_shapes(),
+    "depthwise_mma": large_shapes()["depthwise"],
+    "depthwise_sliding": large_shapes()["depthwise"][1:],
+}
 
 
 def ways(device: Device) -> Iterator[Implementation]:
@@ -99,7 +125,7 @@ def test_depthwise_convolutions_have_both_kinds() -> None:
     """The tuner compares the matrix units with CUDA cores; the latter alone run what the former do not compute."""
     large = large_shapes()["depthwise"][1]
     names = [way.name for way in host.implementations(large.problem(), H200) if way.name.startswith("depthwise")]
-    assert [name.startswith("depthwise_mma") for name in names] == [True] * 4 + [False] * 2
+    assert [sum(f"depthwise_{kind}" in name for name in names) for kind in ("sliding", "mma", "")] == [3, 3, 8]
     others = (
         dataclasses.replace(large, dtype="float32", tf32=True),
         dataclasses.replace(large, aligned=False),

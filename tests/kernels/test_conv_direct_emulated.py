@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
+from conv_cases import DEPTHWISE, DEPTHWISE_MMA, DEPTHWISE_SLIDING, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
 from conv_emulation import run_emulated
 
-from onnxfuse.kernels.conv import depthwise, depthwise_mma, grouped, stem
+from onnxfuse.kernels.conv import depthwise, depthwise_mma, depthwise_sliding, grouped, stem
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -77,6 +77,18 @@ def test_depthwise_mma_keeps_channels_apart(case: ConvCase, tmp_path: Path) -> N
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(y[~finite], expected[~finite])
         np.testing.assert_allclose(y[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("case", DEPTHWISE_SLIDING, ids=str)
+def test_depthwise_sliding(case: ConvCase, tmp_path: Path) -> None:
+    arrays = case.arrays()
+    conv = case.problem()
+    assert depthwise_sliding.implementations(conv, H200)
+    found = depthwise_sliding.configs(conv)
+    for i, config in enumerate((found[0], found[-1])):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        check(case, arrays, run_emulated(case, depthwise_sliding.implementation(conv, config, H200), arrays, folder))
 
 
 @pytest.mark.parametrize("case", STEMS[::EVERY], ids=str)

@@ -12,6 +12,7 @@ from conv_cases import (
     BOTH,
     DEPTHWISE,
     DEPTHWISE_MMA,
+    DEPTHWISE_SLIDING,
     GROUPED,
     NOT_FINITE,
     STEMS,
@@ -24,7 +25,7 @@ from conv_cases import (
 from kernel_runs import NUMPY, RELATIVE, compile_all, launch, result, upload
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
-from onnxfuse.kernels.conv import depthwise_mma, grouped, stem
+from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, stem
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.gpu
 HOSTS: dict[str, Callable[[Conv, Device], list[Implementation]]] = {
     "depthwise": depthwise_host.implementations,
     "depthwise_mma": depthwise_mma.implementations,
+    "depthwise_sliding": depthwise_sliding.implementations,
     "grouped": grouped.implementations,
     "stem": stem.implementations,
 }
@@ -70,8 +72,19 @@ ODD = {
     "stem": [image(3, 3, 72, (75, 93), (k, k), (s, s), (k // 2,) * 4, extra=BOTH) for k in (3, 7) for s in (1, 2)],
 }
 ODD["depthwise_mma"] = [*ODD["depthwise"], dataclasses.replace(ODD["depthwise"][2], dtype="bfloat16", w_hwio=False)]
-SMALL = {"depthwise": DEPTHWISE, "depthwise_mma": DEPTHWISE_MMA, "grouped": GROUPED, "stem": STEMS}
-LARGE_SHAPES = {**large_shapes(), "depthwise_mma": large_shapes()["depthwise"]}
+ODD["depthwise_sliding"] = [case for case in ODD["depthwise"] if case.strides == (1, 1)]
+SMALL = {
+    "depthwise": DEPTHWISE,
+    "depthwise_mma": DEPTHWISE_MMA,
+    "depthwise_sliding": DEPTHWISE_SLIDING,
+    "grouped": GROUPED,
+    "stem": STEMS,
+}
+LARGE_SHAPES = {
+    **large_shapes(),
+    "depthwise_mma": large_shapes()["depthwise"],
+    "depthwise_sliding": large_shapes()["depthwise"][1:],
+}
 CASES = [
     (kind, case)
     for kind in HOSTS
@@ -113,7 +126,7 @@ def compiled(request: pytest.FixtureRequest, gpu: Device) -> None:
     """Fill CuPy's disk cache by many compilers at once."""
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if isinstance(parameters.get("case"), ConvCase):
+        if isinstance(parameters.get("case"), ConvCase) and item.path == request.path:
             ways = implementations(parameters["kind"], parameters["case"], gpu)
             compile_all((step.kernel for way in ways for step in way.steps if isinstance(step, Launch)), gpu)
 

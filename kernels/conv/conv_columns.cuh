@@ -1,0 +1,59 @@
+// A row of x as a thread of a depthwise kernel reads it: the columns of a strip of TW positions of y.
+//
+// Macros:
+//   CHANNELS, VEC       channels of x, and elements of an access, which divide them
+//   TW, SW, DW          positions of y along the width, and the filter's stride and dilation there
+//   PIECE               taps of a row of the filter that are used at a time
+#pragma once
+#include "types.cuh"
+
+using i64 = long long;
+
+constexpr int COLUMNS = (TW - 1) * SW + (PIECE - 1) * DW + 1;  // of x that a strip reads
+constexpr u32 ALL_COLUMNS = 0xffffffffu >> (32 - COLUMNS);
+
+static_assert(CHANNELS % VEC == 0, "a position is whole vectors");
+static_assert(COLUMNS <= 32, "a bit for each column");
+
+// Whether a position reads column `column` of a strip.
+__device__ constexpr bool reads_column(int column) {
+    for (int s = 0; s < PIECE; ++s) {
+        const int from = column - s * DW;
+        if (from >= 0 && from % SW == 0 && from / SW < TW) return true;
+    }
+    return false;
+}
+
+// The bits of the columns that lie inside a row of x, of those from `first` on.
+__device__ __forceinline__ u32 columns_inside(int first, int width) {
+    const int low = max(0, -first), high = min(COLUMNS, width - first);
+    return low < high ? ALL_COLUMNS >> (COLUMNS - (high - low)) << low : 0;
+}
+
+struct Row {
+    Pack<T, VEC> columns[COLUMNS];
+
+    // Loads the columns whose bit is set; the others become zero.
+    __device__ __forceinline__ void load_some(const T* from, u32 inside) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            if (!reads_column(j)) continue;
+            columns[j] = {};
+            if (inside >> j & 1) columns[j] = load_cached<VEC>(from + j * CHANNELS);
+        }
+    }
+
+    // The same, with code of its own for rows that are all inside.
+    __device__ __forceinline__ void load(const T* from, u32 inside) {
+        if (inside != ALL_COLUMNS) return load_some(from, inside);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+            if (reads_column(j)) columns[j] = load_cached<VEC>(from + j * CHANNELS);
+    }
+
+    __device__ __forceinline__ void widen_to(float (&values)[COLUMNS][VEC]) const {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+            if (reads_column(j)) unpack(columns[j], values[j]);
+    }
+};

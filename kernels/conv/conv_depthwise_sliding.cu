@@ -1,0 +1,171 @@
+// Depthwise convolutions of channels-last tensors by CUDA cores, in fp32, for filters of stride and dilation 1 along the
+// height; one or two spatial axes.
+//
+//   y = epilogue(conv(x, w))    each channel of y reads the same channel of x
+//
+// A thread computes a strip of `strip_rows` x TW positions of y of VEC neighbouring channels, and keeps the weights of
+// these channels in registers. It slides down the rows of x: a row is loaded while those before are used, widened to
+// fp32 once, and added to the KH rows of y that it belongs to, the oldest of which it completes. The sums of row r of
+// the filter move to row r + 1 with their first product, which reads one register and writes another, so that the loop
+// over rows neither copies nor is unrolled. The first and the last KH - 1 rows, which belong to fewer rows of the strip,
+// have code of their own: a branch for each row of the filter would make the compiler copy all sums. Loads overlap with
+// those of neighbouring threads of the block, which is a patch of BH x BW such strips, and are served by L1 there.
+//
+// A strip has at least KH - 1 rows, and y is no smaller than a strip.
+//
+// Macros:
+//   CHANNELS            channels of x and y
+//   VEC                 elements of an access: divides CHANNELS
+//   BX, BW, BH          threads of a block: vectors of channels, strips along the width and along the height
+//   TW                  positions of y of a thread along the width
+//   AHEAD               rows of x that are loaded ahead: 1 or 2
+//   KH, KW, SW, DW      filter sizes, and stride and dilation along the width
+//   W_HWIO              1: w is (KH, KW, CHANNELS); 0: (CHANNELS, KH, KW)
+//   WEIGHTS_CONSTANT    1: no kernel writes w
+//   MIN_BLOCKS          blocks that must fit on a multiprocessor: a bound on registers
+//   and those of epilogue.cuh
+#include "types.cuh"
+#include "epilogue.cuh"
+
+#define PIECE KW
+#include "conv_columns.cuh"
+
+constexpr int THREADS = BX * BW * BH;
+
+static_assert(AHEAD == 1 || AHEAD == 2, "rows ahead move to the front");
+
+// ---- weights -----------------------------------------------------------------------------------------------------
+
+struct Weights {
+    float taps[KH][KW][VEC];
+
+    __device__ __forceinline__ void load(const T* w, int channel) {
+#pragma unroll
+        for (int r = 0; r < KH; ++r)
+#pragma unroll
+            for (int s = 0; s < KW; ++s) load_tap(w, r * KW + s, channel, taps[r][s]);
+    }
+
+    __device__ __forceinline__ static void load_tap(const T* w, int tap, int channel, float (&to)[VEC]) {
+        if constexpr (W_HWIO) {
+            unpack(load_cached<VEC, WEIGHTS_CONSTANT>(w + tap * CHANNELS + channel), to);
+        } else {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                float one[1];
+                unpack(load_cached<1, WEIGHTS_CONSTANT>(w + i64(channel + v) * (KH * KW) + tap), one);
+                to[v] = one[0];
+            }
+        }
+    }
+};
+
+// ---- sums --------------------------------------------------------------------------------------------------------
+
+// The rows of y that a row of x belongs to: sums[r] is of the one that reads it by row r of the filter.
+struct Sums {
+    float rows[KH][TW][VEC];
+
+    // Adds a row of x by row `r` of the filter to what the row of x before has left.
+    __device__ __forceinline__ void add(int r, const float (&values)[COLUMNS][VEC], const Weights& weights) {
+#pragma unroll
+        for (int s = 0; s < KW; ++s)
+#pragma unroll
+            for (int t = 0; t < TW; ++t)
+#pragma unroll
+                for (int v = 0; v < VEC; ++v) {
+                    const float before = s ? rows[r][t][v] : r ? rows[r - 1][t][v] : 0.0f;
+                    rows[r][t][v] = fmaf(values[t * SW + s * DW][v], weights.taps[r][s][v], before);
+                }
+    }
+};
+
+// Has the compiler keep a pointer in registers. Otherwise every access computes its address from the kernel's arguments.
+template <class P>
+__device__ __forceinline__ void keep(P*& pointer) {
+    asm volatile("" : "+l"(pointer));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta,
+                       int images, int height, int width, int out_height, int out_width, int pad_h, int pad_w,
+                       int strip_rows) {
+    const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
+    const int channel = (blockIdx.y * BX + vector) * VEC;
+    const int patches_w = (out_width + TW * BW - 1) / (TW * BW);
+    const int patches_h = (out_height + strip_rows * BH - 1) / (strip_rows * BH);
+    const int patch = blockIdx.x % (patches_w * patches_h), image = blockIdx.x / (patches_w * patches_h);
+    const int strip_row = (patch / patches_w * BH + strip / BW) * strip_rows;
+    const int strip_column = (patch % patches_w * BW + strip % BW) * TW;
+    release_successor();
+    if (channel >= CHANNELS || strip_row >= out_height || strip_column >= out_width) return;
+
+    // The last strips are whole, too: they compute some positions of those before once more.
+    const int out_row = min(strip_row, out_height - strip_rows), out_column = min(strip_column, out_width - TW);
+    int row = out_row - pad_h;
+    const int column = out_column * SW - pad_w;
+    const i64 pitch = i64(width) * CHANNELS, out_pitch = i64(out_width) * CHANNELS;
+    const u32 inside = columns_inside(column, width);
+    const T* from = x + (i64(image) * height + row) * pitch + i64(column) * CHANNELS + channel;
+    const i64 first = (i64(image) * out_height + out_row) * out_pitch + i64(out_column) * CHANNELS + channel;
+
+    Weights weights;
+    if constexpr (WEIGHTS_CONSTANT) weights.load(w, channel);
+    wait_for_predecessor();
+    Row ahead[AHEAD];
+    const auto load_next = [&](Row& to) {
+        to.load_some(from, unsigned(row) < unsigned(height) ? inside : 0);
+        from += pitch;
+        keep(from);
+        ++row;
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load_next(ahead[i]);
+    if constexpr (!WEIGHTS_CONSTANT) weights.load(w, channel);
+    Epilogue epilogue{bias, nullptr, nullptr, residual + (HAS_RESIDUAL ? first : 0), y + first, alpha, beta};
+    EpilogueLoads<VEC, false> loads[TW];
+    epilogue.load_columns(loads[0], channel, CHANNELS);
+#pragma unroll
+    for (int t = 1; t < TW; ++t) loads[t].bias = loads[0].bias;
+
+    Sums sums;
+    // Widens a row of x, and starts the loads of one that follows.
+    const auto next_row = [&](float(&values)[COLUMNS][VEC], bool is_more = true) {
+        ahead[0].widen_to(values);
+        if constexpr (AHEAD > 1) ahead[0] = ahead[1];
+        if (is_more) load_next(ahead[AHEAD - 1]);
+    };
+    const auto finish_row = [&] {
+#pragma unroll
+        for (int t = 0; t < TW; ++t) epilogue.load_residual(loads[t], t * CHANNELS);
+#pragma unroll
+        for (int t = 0; t < TW; ++t)
+            epilogue.finish<false>(t * CHANNELS, loads[t], sums.rows[KH - 1][t], sums.rows[KH - 1][t]);
+        epilogue.y += out_pitch;
+        keep(epilogue.y);
+        if constexpr (HAS_RESIDUAL) epilogue.residual += out_pitch;
+    };
+#pragma unroll
+    for (int i = 0; i < KH - 1; ++i) {  // the first rows of y begin
+        float values[COLUMNS][VEC];
+        next_row(values);
+#pragma unroll
+        for (int r = i; r >= 0; --r) sums.add(r, values, weights);
+    }
+#pragma unroll 1
+    for (int i = KH - 1; i < strip_rows; ++i) {
+        float values[COLUMNS][VEC];
+        next_row(values);
+#pragma unroll
+        for (int r = KH - 1; r >= 0; --r) sums.add(r, values, weights);
+        finish_row();
+    }
+#pragma unroll
+    for (int i = 0; i < KH - 1; ++i) {  // the last rows of y end
+        float values[COLUMNS][VEC];
+        next_row(values, i + AHEAD < KH - 1);
+#pragma unroll
+        for (int r = KH - 1; r > i; --r) sums.add(r, values, weights);
+        finish_row();
+    }
+}

@@ -1,0 +1,149 @@
+"""The host side of conv_depthwise_sliding.cu: depthwise convolutions whose threads slide down the rows of x."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.conv import depthwise
+from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
+
+MAX_IMPLEMENTATIONS: Final = 3
+MAX_REGISTERS: Final = 184  # of a thread, by `registers`
+THREADS: Final = 128  # of a block, about: blocks of many registers are small, so that several fit
+STRIP_COLUMNS: Final = (2, 4, 5, 7, 8, 14)
+MAX_VEC: Final = 4
+MAX_STRIPS: Final = 16  # that share the rows of an image
+
+# Of an H200, for one multiprocessor and clock cycle; other GPUs are near enough to order configs.
+WARP_INSTRUCTIONS: Final = 0.8  # of each quarter of a multiprocessor
+START_CYCLES: Final = 3000  # of a launch, and until weights and the first row of x have arrived
+LOAD_CYCLES: Final = 700  # until a row of x has arrived
+ROW_INSTRUCTIONS: Final = 16  # of a row of x besides its products and loads
+RESIDENT_WARPS: Final = 64
+
+
+@dataclass(frozen=True)
+class SlidingConfig:
+    """The macros of conv_depthwise_sliding.cu that the host chooses, and the rows of a strip."""
+
+    vec: int
+    tw: int
+    rows: int
+    ahead: int
+    bx: int
+    bw: int
+    bh: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"depthwise_sliding_{self.vec}x{self.tw}x{self.rows}_{self.ahead}_{self.bx}x{self.bw}x{self.bh}"
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return self.bx * self.bw * self.bh
+
+    def slices(self, conv: Conv) -> int:
+        """Return how many blocks share the channels."""
+        return -(-conv.c // (self.vec * self.bx))
+
+    def patches(self, conv: Conv) -> int:
+        """Return the number of blocks for each slice of channels."""
+        height, width = two(conv.y_sizes)
+        return conv.n * -(-height // (self.rows * self.bh)) * -(-width // (self.tw * self.bw))
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none if conv_depthwise_sliding.cu does not compute it."""
+    if not is_supported(conv):
+        return []
+    found = sorted(configs(conv), key=lambda config: cost(conv, config, device))
+    chosen: list[SlidingConfig] = []
+    for config in found:
+        if not any((config.vec, config.tw) == (other.vec, other.tw) for other in chosen):
+            chosen.append(config)
+    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def is_supported(conv: Conv) -> bool:
+    """Return whether conv_depthwise_sliding.cu computes this convolution, with weights that fit registers."""
+    (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
+    return depthwise.is_supported(conv) and one_step and bool(configs(conv))
+
+
+def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Implementation:
+    """Return the launch of one config."""
+    (kh, kw), (_, sw), (_, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    defines = {
+        **conv.epilogue_defines(),
+        "CHANNELS": conv.c, "VEC": config.vec, "TW": config.tw, "AHEAD": config.ahead,
+        "BX": config.bx, "BW": config.bw, "BH": config.bh, "KH": kh, "KW": kw, "SW": sw, "DW": dw,
+        "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": 1,
+    }  # fmt: skip
+    kernel = Kernel("conv_depthwise_sliding", "conv_depthwise_sliding", defines)
+    arguments = (*arguments_of_image(conv), Scalar(config.rows, "int32"))
+    grid = (config.patches(conv), config.slices(conv), 1)
+    launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
+    return Implementation(config.name, (launch,))
+
+
+def configs(conv: Conv) -> list[SlidingConfig]:
+    """Return every config that is worth a look for these sizes."""
+    height, width = two(conv.y_sizes)
+    least = max(1, two(conv.kernel)[0] - 1)
+    rows = sorted({rows for count in range(1, MAX_STRIPS + 1) if least <= (rows := -(-height // count)) <= height})
+    return [
+        SlidingConfig(vec, tw, each, ahead, *depthwise.block(conv, vec, tw, each, THREADS))
+        for vec in depthwise.access_sizes(conv)
+        for tw in sorted({min(tw, width) for tw in STRIP_COLUMNS})
+        for ahead in (1, 2)
+        if vec <= MAX_VEC and _columns(conv, tw) <= depthwise.MAX_COLUMNS
+        if registers(conv, vec, tw, ahead) <= MAX_REGISTERS
+        for each in rows
+    ]
+
+
+def _columns(conv: Conv, tw: int) -> int:
+    """Return the columns of x from the first to the last that a strip reads."""
+    (_, kw), (_, sw), (_, dw) = two(conv.kernel), two(conv.strides), two(conv.dilations)
+    return (tw - 1) * sw + (kw - 1) * dw + 1
+
+
+def registers(conv: Conv, vec: int, tw: int, ahead: int) -> int:
+    """Return about how many registers a thread takes: weights, sums, a row of x, and those ahead as they are stored."""
+    kh, _ = two(conv.kernel)
+    row = _columns(conv, tw) * (vec + ahead * -(-vec * ITEM_BYTES[conv.dtype] // 4))
+    return (kh * tw + conv.taps) * vec + row + 24
+
+
+def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
+    """Return the expected clock cycles of a launch: for each row of x its instructions, or the wait for its loads.
+
+    Memory is waited for where it is slower than all rows.
+    """
+    kh, _ = two(conv.kernel)
+    item, columns = ITEM_BYTES[conv.dtype], _columns(conv, config.tw)
+    x_rows = config.rows + kh - 1
+    instructions = config.rows * conv.taps * config.tw * config.vec + conv.taps * (config.vec + 1)
+    instructions += x_rows * (columns * (2 + (config.vec if item == 2 else 0)) + ROW_INSTRUCTIONS)
+    instructions += config.rows * config.tw * (2 + 3 * config.vec)
+    warps = -(-config.threads // 32)  # of a block
+    held = -(-registers(conv, config.vec, config.tw, config.ahead) // 8) * 8
+    resident = max(1, min(RESIDENT_WARPS // warps, 65536 // (32 * held * warps)))
+    share = config.patches(conv) * config.slices(conv) / device.multiprocessors  # blocks of each
+    waves = math.ceil(share / resident)
+    at_a_time = min(resident, math.ceil(share))
+    rounds = 1.0 if waves == 1 else (share + 0.5 * (waves * resident - share)) / at_a_time
+    busy = math.ceil(at_a_time * warps / 4)  # warps of a quarter
+    row = max(LOAD_CYCLES / config.ahead, busy * instructions / x_rows / WARP_INSTRUCTIONS)
+    operands = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))
+    narrow = depthwise.NARROW_ACCESS.get(config.vec * item, 1.0)
+    memory = operands * narrow / (depthwise.MEMORY_BYTES * device.multiprocessors)
+    return START_CYCLES + float(((rounds * x_rows * row) ** 4 + memory**4) ** 0.25)
