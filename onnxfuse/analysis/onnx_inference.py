@@ -8,7 +8,7 @@ from onnx import TensorProto
 
 from onnxfuse.analysis.dims import Dim, Size
 from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
-from onnxfuse.analysis.value_infos import ONNX_FAILURES
+from onnxfuse.analysis.value_infos import EXPAND_BOUNDED_SINCE, ONNX_FAILURES
 from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.graphsurgeon import export_node
 from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of
@@ -18,6 +18,8 @@ def infer_by_onnx(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     """Return what onnx infers from what is known of the node's inputs.  Raises CannotInfer where that fails."""
     found = schema(op_of(node), shapes.graph.opset)
     if found is None or has_subgraph(node):
+        raise CannotInfer
+    if op_of(node) == "Expand" and shapes.graph.opset < EXPAND_BOUNDED_SINCE:  # our rule tells as much
         raise CannotInfer
     proto = export_node(node)
     inputs = [tensor for tensor in node.inputs if tensor.name]

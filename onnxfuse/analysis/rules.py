@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 from onnxfuse.analysis.dims import Dim, Size
-from onnxfuse.analysis.shape_info import CannotInfer, PartialShape, Shape, ShapeInfo
+from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, PartialShape, Shape, ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node, is_tensor, op_of
@@ -118,9 +118,12 @@ def normalize_axis(axis: Size, rank: int) -> int:
 
 
 def shape_of_known_rank(shapes: ShapeInfo, node: Node, index: int) -> tuple[Size | None, ...]:
-    """Return a shape of unknown dimensions, as many as the input that gives the shape has elements."""
+    """Return a shape of unknown dimensions, as many as the input that gives the shape has elements.
+
+    Raises CannotInfer where these are more than a shape has: a model may reshape its target to 10^9 elements.
+    """
     (rank,) = input_shape(shapes, node, index)
-    if not isinstance(rank, int):
+    if not isinstance(rank, int) or rank > MAX_VALUE_ELEMENTS:
         raise CannotInfer
     if op_of(node) == "Expand":
         rank = max(rank, len(input_shape(shapes, node)))

@@ -10,9 +10,11 @@ from onnx import TensorProto
 
 from onnxfuse.analysis.dim_parser import is_name, parse_size
 from onnxfuse.analysis.dims import UNKNOWN, Size
-from onnxfuse.ir.protos import overridable_initializers
+from onnxfuse.ir.protos import nodes, overridable_initializers
+from onnxfuse.ir.validate import ONNX_DOMAINS
 
 MAX_COPIED_BYTES = 1024  # of a constant in the copy that onnx infers from; inference reads small ones only
+EXPAND_BOUNDED_SINCE = 13  # the opset; before, onnx makes a dimension of each element of a target, be they 10^9
 ONNX_FAILURES = (onnx.shape_inference.InferenceError, ValueError, RuntimeError, TypeError)
 RecordedSize: TypeAlias = "Size | str | None"  # a str is a symbol that onnx invented; None is a nameless dimension
 
@@ -95,7 +97,18 @@ def _without_weights(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[onnx
     small = {t.name: t for t in source.initializer if t.name not in defaults and t.ByteSize() <= MAX_COPIED_BYTES}
     graph.initializer.extend(small.values())
     graph.input.extend(info for info in weights if info.name not in small)
+    if any(o.domain in ONNX_DOMAINS and o.version < EXPAND_BOUNDED_SINCE for o in model.opset_import):
+        _hide_expand_targets(graph)
     return light, weights
+
+
+def _hide_expand_targets(graph: onnx.GraphProto) -> None:
+    """Let each Expand with a computed target read a name that nothing has, so that onnx infers its dtype alone."""
+    constants = {tensor.name for tensor in graph.initializer}
+    constants.update(name for node in nodes(graph) if node.op_type == "Constant" for name in node.output)
+    for node in nodes(graph):
+        if node.op_type == "Expand" and len(node.input) > 1 and node.input[1] not in constants:
+            node.input[1] = f"{node.input[1]}::hidden"
 
 
 def _without_shape(info: onnx.ValueInfoProto) -> onnx.ValueInfoProto:

@@ -13,6 +13,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
 
@@ -24,6 +25,7 @@ Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
 PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes ask which inputs are constant
     fold_shapes,  # views can be composed when their targets are constant
+    settle_backward_slices,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold

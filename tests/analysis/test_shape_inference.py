@@ -211,6 +211,10 @@ SHAPES = [
              "y = Range(z, d, i)", "seq"),
     (17, X3, "s = Shape(x) o = ConstantOfShape <value = int64[1] {1}> (s) y = NonZero(o)", "3 64*batch*seq"),
     (17, X3, "y = NonZero(x)", "3 ?"),
+    # targets of as many elements as no shape has: an axis for each would fill the memory
+    *[(opset, "float[1] x, int64[1000000000] z", f"y = {op}", "unknown") for opset in (9, 12, 13, 21)
+      for op in ("ConstantOfShape(z)", "Expand(x, z)", "Reshape(x, z)")],
+    *[(opset, "float[1] x, int64[1000000000] z", "y = Tile(x, z)", "?") for opset in (9, 13)],
     (17, "int64[n] x", "d = Constant <value_ints = [10]> () v = Constant <value_floats = [0.0, 1.0]> () "
      "y = OneHot(x, d, v)", "n 10"),
     # images

@@ -183,6 +183,18 @@ def test_operators_that_onnxruntime_accepts_in_the_onnx_domain() -> None:
     assert "the Gelu node of 'y' has the operator 'Gelu', which opset 13 of ONNX does not have" in text
 
 
+@pytest.mark.parametrize("is_input", [True, False])
+def test_initializers_of_ir_version_3_need_not_be_inputs(is_input: bool) -> None:
+    """ONNX wants them among the inputs before IR version 4, and onnxruntime runs models either way."""
+    inputs = "float[n, 8] x, float[8, 8] w" if is_input else "float[n, 8] x"
+    given = model(f'<ir_version: 3, opset_import: ["" : 9]> g ({inputs}) => (float[n, 8] y) {{ y = MatMul(x, w) }}')
+    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    given.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    optimized, report = optimize(given)
+    assert report.verified is not None and report.verified.status == "verified"
+    assert [i.name for i in optimized.graph.input] == ["x"]
+
+
 def test_a_model_without_the_onnx_domain_passes_unchanged() -> None:
     node = onnx.helper.make_node("Normalizer", ["x"], ["y"], domain="ai.onnx.ml", norm="L2")
     given = onnx.ModelProto(ir_version=8, opset_import=[onnx.helper.make_opsetid("ai.onnx.ml", 2)])

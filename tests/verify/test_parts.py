@@ -177,3 +177,13 @@ def test_parts_in_bfloat16_are_compared_in_float32() -> None:
     result, report = optimize(model)
     assert [node.op_type for node in result.graph.node] == ["Exp", "softmax"]
     assert (report.dropped, report.verified.status) == ((), "verified"), report.verified
+
+
+def test_parts_that_onnxruntime_does_not_open_in_float32_either_are_not_compared() -> None:
+    """onnxruntime's CPU provider has no Sigmoid in bfloat16, and no model may have two nodes of one name."""
+    model = parse("g (bfloat16[b, 8] x) => (bfloat16[b, 8] y) { [same] s = Sigmoid(x)  [same] y = Mul(x, s) }")
+    _, report = optimize(model)
+    assert report.counts == {"activation": 1} and report.dropped == ()
+    assert report.verified is not None and report.verified.status == "none"
+    (output,) = report.verified.not_compared
+    assert "two nodes with same node name" in output.reason

@@ -74,7 +74,8 @@ def _slice(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
 def is_ambiguous_end(end: object, step: object) -> bool:
     """Return whether runtimes disagree about a slice: backward with the end INT32_MAX or INT64_MAX.
 
-    That is empty in ONNX, and goes to the first element in onnxruntime.
+    That is empty in ONNX, and goes to the first element in onnxruntime.  The pass `settle_backward_slices` writes
+    constant ends as the latter.
     """
     return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
 
