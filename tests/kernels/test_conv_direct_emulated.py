@@ -7,7 +7,10 @@ addresses, accesses outside the operands, misaligned ones, and what is read befo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, NOT_FINITE, STEMS, Con
 from conv_emulation import run_emulated
 
 from onnxfuse.kernels.conv import depthwise, depthwise_mma, grouped, stem
+from onnxfuse.runtime.plan import Device
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+ONE_MULTIPROCESSOR = dataclasses.replace(H200, multiprocessors=1)
 
 EVERY = 2  # of the convolutions, to save time; a GPU runs all
 
@@ -31,23 +37,36 @@ def check(case: ConvCase, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
     assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
 
 
+Arrays = dict[str, np.ndarray]
+
+
+def outputs(
+    case: ConvCase, kind: ModuleType, configs: Sequence[Any], device: Device, arrays: Arrays, folder: Path
+) -> Iterator[np.ndarray]:
+    """Yield y of each config of a kind of kernel."""
+    conv = case.problem()
+    assert configs and kind.implementations(conv, H200)
+    for i, config in enumerate(configs):
+        built = folder / str(i)
+        built.mkdir()
+        yield run_emulated(case, kind.implementation(conv, config, device), arrays, built)
+
+
+def check_all(case: ConvCase, kind: ModuleType, configs: Sequence[Any], device: Device, folder: Path) -> None:
+    arrays = case.arrays()
+    for y in outputs(case, kind, configs, device, arrays, folder):
+        check(case, arrays, y)
+
+
 @pytest.mark.parametrize("case", DEPTHWISE[::EVERY], ids=str)
 def test_depthwise(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    found = depthwise.configs(conv)
-    assert depthwise.implementations(conv, H200)
-    for i, config in enumerate(found[:: max(1, len(found) // 2)][:2]):
-        way = depthwise.implementation(conv, config, H200)
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    found = depthwise.configs(case.problem())
+    check_all(case, depthwise, found[:: max(1, len(found) // 2)][:2], H200, tmp_path)
 
 
 def mma_configs(case: ConvCase) -> list[depthwise_mma.DepthwiseMmaConfig]:
     """Return a config with one buffer and one with two."""
     conv = case.problem()
-    assert depthwise_mma.implementations(conv, H200)
     found = [config for config in depthwise_mma.configs(conv) if config.shared(conv) <= H200.shared_per_block]
     single, double = ([config for config in found if config.buffers == count] for count in (1, 2))
     return [single[len(single) * 2 // 3], double[len(double) // 3]]
@@ -55,12 +74,7 @@ def mma_configs(case: ConvCase) -> list[depthwise_mma.DepthwiseMmaConfig]:
 
 @pytest.mark.parametrize("case", DEPTHWISE_MMA[::EVERY], ids=str)
 def test_depthwise_mma(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    for i, config in enumerate(mma_configs(case)):
-        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    check_all(case, depthwise_mma, mma_configs(case), ONE_MULTIPROCESSOR, tmp_path)
 
 
 @pytest.mark.parametrize("case", NOT_FINITE, ids=str)
@@ -69,37 +83,21 @@ def test_depthwise_mma_keeps_channels_apart(case: ConvCase, tmp_path: Path) -> N
     arrays = not_finite(case)
     expected, _ = case.expect(arrays)
     assert 0 < np.isnan(expected).sum() < expected.size / 2 and np.isinf(expected).any()
-    for i, config in enumerate(mma_configs(case)[1:3]):
-        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        y = run_emulated(case, way, arrays, folder).astype(np.float64)
-        finite = np.isfinite(expected)
-        np.testing.assert_array_equal(y[~finite], expected[~finite])
-        np.testing.assert_allclose(y[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
+    finite = np.isfinite(expected)
+    for y in outputs(case, depthwise_mma, mma_configs(case), ONE_MULTIPROCESSOR, arrays, tmp_path):
+        values = y.astype(np.float64)
+        np.testing.assert_array_equal(values[~finite], expected[~finite])
+        np.testing.assert_allclose(values[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", STEMS[::EVERY], ids=str)
 def test_stem(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    assert stem.implementations(conv, H200)
-    found = stem.configs(conv)
-    for i, config in enumerate(found[:: max(1, len(found) - 1)]):
-        way = stem.implementation(conv, config, dataclasses.replace(H200, multiprocessors=2))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    found = stem.configs(case.problem())
+    two = dataclasses.replace(H200, multiprocessors=2)
+    check_all(case, stem, found[:: max(1, len(found) - 1)], two, tmp_path)
 
 
 @pytest.mark.parametrize("case", GROUPED[::EVERY], ids=str)
 def test_grouped(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    assert grouped.implementations(conv, H200)
-    found = grouped.configs(conv)
-    for i, config in enumerate(found[:: max(1, len(found) - 1)]):
-        way = grouped.implementation(conv, config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    found = grouped.configs(case.problem())
+    check_all(case, grouped, found[:: max(1, len(found) - 1)], ONE_MULTIPROCESSOR, tmp_path)
