@@ -53,3 +53,22 @@ def test_blocks_of_k_leave_few_zeros() -> None:
 
 def test_only_hopper_gpus_have_it() -> None:
     assert hopper.implementations(CASES[0].problem(), A100) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase(1, 12, 64, (9, 9), (3, 3)),
+        ConvCase(1, 64, 60, (9, 9), (3, 3)),
+        ConvCase(1, 64, 64, (300, 300), (3, 3), (), (), (128, 128)),
+        ConvCase(1, 64, 64, (99, 99), (3, 3), (9, 9)),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), group=2),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), dtype="float32"),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), aligned=False),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), (), (200, 200, 0, 0)),
+    ],
+    ids=str,
+)
+def test_what_tma_cannot_walk_over_is_refused(case: ConvCase) -> None:
+    assert not hopper.is_supported(case.problem(), H200)
+    assert hopper.implementations(case.problem(), H200) == []
