@@ -7,6 +7,7 @@ import importlib
 import pytest
 from architectures import A100, H200
 from conv_cases import BOTH, ConvCase
+from sampling import by_parts
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.runtime.plan import Launch, TensorMap
@@ -19,11 +20,12 @@ CASES = (
 )
 
 
+@by_parts(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiles_without_spills(case: ConvCase) -> None:
+def test_compiles_without_spills(case: ConvCase, part: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
-    for way in hopper.implementations(case.problem(), H200)[::2]:
+    for way in hopper.implementations(case.problem(), H200)[part::2]:
         (step,) = way.steps
         assert isinstance(step, Launch)
         compiled = compile_cubin(step.kernel, H200.arch)
