@@ -291,24 +291,32 @@ def relative_error(expected: Array, found: Array) -> float:
     return float(difference.max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
 
 
-def main() -> None:
-    """Time all models that are asked for, and print and write their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True, help="the folder that cpu.json is written to")
+def compare_files(
+    script: Path,
+    description: str,
+    cases: Callable[[], Iterator[Case]],
+    measure: Callable[[Case, float], dict[str, Any]],
+) -> None:
+    """Time both files of all models that the command line asks for, and print and write their ratios.
+
+    What `measure` returns begins with the milliseconds of both files and holds their `ratio`.
+    """
+    name = f"{script.stem}.json"
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help=f"the folder that {name} is written to")
     parser.add_argument("--only", default="*", help="a pattern of names, such as 'ocr_*'")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed runs for each model")
     arguments = parser.parse_args()
     logging.getLogger("onnxfuse").setLevel(logging.ERROR)
-    cases = [
-        case for case in (*exported(), *(build() for build in BUILT)) if fnmatch.fnmatch(case.name, arguments.only)
-    ]
-    if not cases:
-        sys.exit(f"no model has a name like '{arguments.only}'")
+    chosen = [case for case in cases() if fnmatch.fnmatch(case.name, arguments.only)]
+    if not chosen:
+        sys.exit(f"no model of this benchmark has a name like '{arguments.only}'")
     models = {}
-    for case in cases:
+    for case in chosen:
         models[case.name] = found = measure(case, arguments.seconds)
+        first, second, *_ = found.values()
         slower = "  slower than the limit" if found["ratio"] > LIMIT else ""
-        print(f"{case.name:40} {found['original_ms']:9.3f} {found['fused_ms']:9.3f} ms {found['ratio']:6.3f}{slower}")
+        print(f"{case.name:40} {first:9.3f} {second:9.3f} ms {found['ratio']:6.3f}{slower}", flush=True)
     ratios = [found["ratio"] for found in models.values()]
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
     print(f"{len(ratios)} models: {mean:.3f} in the geometric mean, {max(ratios):.3f} at most")
@@ -322,8 +330,15 @@ def main() -> None:
         "models": models,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def cases() -> Iterator[Case]:
+    """Yield the exported models and the built ones."""
+    yield from exported()
+    for build in BUILT:
+        yield build()
 
 
 if __name__ == "__main__":
-    main()
+    compare_files(Path(__file__), __doc__ or "", cases, measure)

@@ -10,27 +10,19 @@ cpu.py; results come into DIR/layout.json.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import fnmatch
-import json
-import logging
-import math
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cpu import BUILT, LIMIT, SECONDS, Case, exported, relative_error, session_of, times_in_turns
+from cpu import Case, cases, compare_files, relative_error, session_of, times_in_turns
 
 from onnxfuse import optimize
-from onnxfuse.bench.machine import device, versions
 
 
-def cases() -> Iterator[Case]:
+def cases_with_convolutions() -> Iterator[Case]:
     """Yield the models that have convolutions."""
-    for case in (*exported(), *(build() for build in BUILT)):
+    for case in cases():
         if any(node.op_type == "Conv" for node in case.model.graph.node):
             yield case
 
@@ -55,40 +47,5 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Time all models that are asked for, and print and write their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True, help="the folder that layout.json is written to")
-    parser.add_argument("--only", default="*", help="a pattern of names, such as 'resnet*'")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed runs for each model")
-    arguments = parser.parse_args()
-    logging.getLogger("onnxfuse").setLevel(logging.ERROR)
-    chosen = [case for case in cases() if fnmatch.fnmatch(case.name, arguments.only)]
-    if not chosen:
-        sys.exit(f"no model with convolutions has a name like '{arguments.only}'")
-    models = {}
-    for case in chosen:
-        models[case.name] = found = measure(case, arguments.seconds)
-        slower = "  slower than the limit" if found["ratio"] > LIMIT else ""
-        print(
-            f"{case.name:40} {found['nchw_ms']:9.3f} {found['nhwc_ms']:9.3f} ms {found['ratio']:6.3f}{slower}",
-            flush=True,
-        )
-    ratios = [found["ratio"] for found in models.values()]
-    mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    print(f"{len(ratios)} models: {mean:.3f} in the geometric mean, {max(ratios):.3f} at most")
-    result = {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "device": device("cpu"),
-        "versions": versions(),
-        "limit": LIMIT,
-        "geometric_mean": round(mean, 3),
-        "largest": max(ratios),
-        "models": models,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "layout.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    compare_files(Path(__file__), __doc__ or "", cases_with_convolutions, measure)

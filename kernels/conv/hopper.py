@@ -39,7 +39,7 @@ CONFIGS: Final = (
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none for another GPU, dtype or kind of convolution."""
-    if why_not(conv, device):
+    if not is_supported(conv, device):
         return []
     gemm = gemm_of_blocks(conv)
     found = sorted(fitting(conv, device), key=lambda config: hopper.cycles(gemm, config, device))
@@ -51,20 +51,19 @@ def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     return [config for config in CONFIGS if hopper.fits(gemm_of_blocks(conv), config, device)]
 
 
-def why_not(conv: Conv, device: Device) -> str | None:
-    """Return why the kernels do not take a convolution; None if they do."""
+def is_supported(conv: Conv, device: Device) -> bool:
+    """Return whether the kernels take a convolution."""
     if device.arch != 90 or conv.dtype not in ("float16", "bfloat16"):
-        return "wgmma multiplies 16-bit types on compute capability 90"
+        return False  # wgmma of 16-bit types is an instruction of compute capability 90 alone
     if conv.group != 1 or conv.x_nchw or conv.w_hwio or len(conv.kernel) > 2:
-        return "TMA walks over channels-last images of one group"
+        return False
     if not conv.aligned or conv.c % 8 or conv.m % 8:
-        return "TMA reads and writes pixels that begin at multiples of 16 bytes"
+        return False  # TMA reads and writes pixels that begin at multiples of 16 bytes
     if not conv.pixels * conv.m * conv.c * conv.taps or max(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
-        return "coordinates are ints"
-    if max(conv.strides) > MAX_STRIDE or any(offset > MAX_OFFSET for offset in _reach(conv)):
-        return f"a walk has steps of at most {MAX_STRIDE} and offsets of at most {MAX_OFFSET}"
-    corners = (*conv.pads_begin, *(abs(behind - far) for behind, far in zip(conv.pads_end, _reach(conv), strict=True)))
-    return None if max(corners) <= MAX_CORNER else f"a walk begins and ends within {MAX_CORNER} pixels of the image"
+        return False  # coordinates are ints
+    reach = _reach(conv)
+    corners = (*conv.pads_begin, *(abs(behind - far) for behind, far in zip(conv.pads_end, reach, strict=True)))
+    return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET and max(corners) <= MAX_CORNER
 
 
 def _reach(conv: Conv) -> list[int]:

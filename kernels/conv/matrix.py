@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.kernels.gemm.implementations import implementations as gemm_implementations
+from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
@@ -22,5 +22,8 @@ def as_gemm(conv: Conv) -> Gemm:
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
-    """Return the ways to run a pointwise convolution as a product; none for another one."""
-    return gemm_implementations(as_gemm(conv), device) if conv.pointwise and not conv.w_hwio else []
+    """Return the ways to run a pointwise convolution as a product; none for another one.
+
+    There may be none either where cuBLASLt is missing, as for float32 that must not be rounded to TF32.
+    """
+    return implementations_if_any(as_gemm(conv), device) if conv.pointwise and not conv.w_hwio else []

@@ -17,6 +17,14 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
     Raises ValueError if there is none.
     """
+    found = implementations_if_any(gemm, device)
+    if not found:
+        raise ValueError(f"no kernel multiplies {gemm.m}x{gemm.k} with {gemm.k}x{gemm.n} {gemm.dtype} on {device.name}")
+    return found
+
+
+def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
+    """Return the same, or none if there is none."""
     for_few_rows, wgmma = small.implementations(gemm, device), hopper.implementations(gemm, device)
     library, general = cublaslt.implementations(gemm, device), mma.implementations(gemm, device)
     fast = wgmma or mma.implementations_of_copies(gemm, device)
@@ -27,6 +35,4 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
         found = [*for_few_rows[:4], *library[:2], *fast[:2]]
     else:
         found = [*fast[: 4 if wgmma else 2], *library[:3], *general[: 1 if fast else 3]]
-    if not (found or general):
-        raise ValueError(f"no kernel multiplies {gemm.m}x{gemm.k} with {gemm.k}x{gemm.n} {gemm.dtype} on {device.name}")
     return (found or general)[:MAX_IMPLEMENTATIONS]

@@ -19,7 +19,7 @@ from onnxfuse.kernels.tensors import (
     required_spec,
     vector_width,
 )
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (1, 2, 4, 8)
@@ -72,6 +72,22 @@ class GroupTiling:
         return slots * self.threads * max(4, self.width * item_bytes)
 
 
+@dataclass(frozen=True)
+class GroupNorm:
+    """A group_norm of channels-last tensors with at least one element, as every kernel of it sees it."""
+
+    images: int
+    pixels: int
+    channels: int
+    group: int  # channels of one
+    width: int  # elements of a vector
+    y: TensorSpec
+    item_bytes: int  # of an element of x
+    defines: Defines
+    operands: tuple[Argument, ...]
+    epsilon: Scalar
+
+
 def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels), the expected fastest first.
 
@@ -87,47 +103,57 @@ def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device:
     y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
     if not images * channels * pixels:
         return [Plan((y,), ())]
-    group = channels // groups
     width = vector_width([x, y], channels, weights=[scale, bias])
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": group, "STREAMED": is_streamed([x, y]),
+        "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": channels // groups, "STREAMED": is_streamed([x, y]),
         "WEIGHTS_CONSTANT": all_constant([scale, bias]), "ACTIVATION": node.text("activation", "none"),
         "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
-    pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias"))]
-    epsilon, target = Scalar(node.number("epsilon", 1e-5), "float32"), Pointer("output", 0)
-    pdl = device.arch >= PDL_ARCH
-    plans = []
-    for tiling in one_launch_tilings(images, pixels, channels, group, width, ITEM_BYTES[x.dtype], device):
-        memory = tiling.memory_bytes(group)
-        kernel = Kernel("group_norm_nhwc", "group_norm_nhwc", {
-            **defines, **_constants(tiling), "CLUSTER": tiling.cluster, "MEMORY_BYTES": memory,
-        })  # fmt: skip
-        grid = (images * (channels // tiling.subset) * tiling.cluster, 1, 1)
-        arguments = (*pointers, target, epsilon, Scalar(pixels, "int32"))
-        shared = memory + tiling.pixel_bytes(pixels, ITEM_BYTES[x.dtype])
-        launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, shared, tiling.cluster, pdl)
-        plans.append(Plan((y,), (launch,)))
-    halved = two_launch_tiling(channels, group, width)
-    if halved is not None:
-        blocks = images * (channels // halved.subset)
-        most = max(1, min(MAX_CHUNKS, pixels // (halved.lanes_p * CHUNK_PIXELS)))
-        chunks = min(most, math.ceil(2 * device.multiprocessors / blocks))
-        if chunks == 1 and plans:
-            return plans
-        constants: Defines = {**defines, **_constants(halved), "CLUSTER": 1}
-        partials, sizes = Pointer("scratch", 0), (Scalar(pixels, "int32"), Scalar(chunks, "int32"))
-        grid, block = (blocks * chunks, 1, 1), (halved.threads, 1, 1)
-        passed = {
-            "group_norm_nhwc_statistics": (pointers[0], partials, *sizes),
-            "group_norm_nhwc_apply": (*pointers, partials, target, epsilon, *sizes),
-        }
-        steps = tuple(Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
-        plans.append(Plan((y,), steps, (images * groups * chunks * 8,)))
+    norm = GroupNorm(
+        images, pixels, channels, channels // groups, width, y, ITEM_BYTES[x.dtype], defines,
+        tuple(operand_pointer(node, name) for name in ("x", "scale", "bias")),
+        Scalar(node.number("epsilon", 1e-5), "float32"),
+    )  # fmt: skip
+    tilings = one_launch_tilings(images, pixels, channels, norm.group, width, norm.item_bytes, device)
+    plans = [_one_launch_plan(norm, tiling, device) for tiling in tilings]
+    halved = two_launch_tiling(channels, norm.group, width)
+    if halved is not None and ((chunks := _chunks(norm, halved, device)) > 1 or not plans):
+        plans.append(_two_launch_plan(norm, halved, chunks, device))
     if not plans:
-        raise ValueError(f"group_norm: a group has {group} channels, which are too many for a block")
+        raise ValueError(f"group_norm: a group has {norm.group} channels, which are too many for a block")
     return plans
+
+
+def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Plan:
+    memory = tiling.memory_bytes(norm.group)
+    kernel = Kernel("group_norm_nhwc", "group_norm_nhwc", {
+        **norm.defines, **_constants(tiling), "CLUSTER": tiling.cluster, "MEMORY_BYTES": memory,
+    })  # fmt: skip
+    grid = (norm.images * (norm.channels // tiling.subset) * tiling.cluster, 1, 1)
+    arguments = (*norm.operands, Pointer("output", 0), norm.epsilon, Scalar(norm.pixels, "int32"))
+    shared, pdl = memory + tiling.pixel_bytes(norm.pixels, norm.item_bytes), device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, shared, tiling.cluster, pdl)
+    return Plan((norm.y,), (launch,))
+
+
+def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
+    """Return the parts of an image, each of which blocks of their own add up in the first of two launches."""
+    most = max(1, min(MAX_CHUNKS, norm.pixels // (tiling.lanes_p * CHUNK_PIXELS)))
+    return min(most, math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset))))
+
+
+def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: Device) -> Plan:
+    constants: Defines = {**norm.defines, **_constants(tiling), "CLUSTER": 1}
+    partials, sizes = Pointer("scratch", 0), (Scalar(norm.pixels, "int32"), Scalar(chunks, "int32"))
+    grid = (norm.images * (norm.channels // tiling.subset) * chunks, 1, 1)
+    block, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
+    passed = {
+        "group_norm_nhwc_statistics": (norm.operands[0], partials, *sizes),
+        "group_norm_nhwc_apply": (*norm.operands, partials, Pointer("output", 0), norm.epsilon, *sizes),
+    }
+    steps = tuple(Launch(Kernel(k, k, constants), grid, block, each, pdl=pdl) for k, each in passed.items())
+    return Plan((norm.y,), steps, (norm.images * (norm.channels // norm.group) * chunks * 8,))
 
 
 def one_launch_tilings(

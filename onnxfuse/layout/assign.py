@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -70,17 +70,10 @@ def assign_layouts(
     """
     if layout == "nchw" or graph.opset < MIN_OPSET:
         return LayoutResult()
-    functions = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    model = Model(graph, shapes, functions)
+    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN})
     kept = {output for name, output in exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
-    conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
-    convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
-    if layout == "auto":
-        convolutions = [node for node in convolutions if shapes.dtype(node.inputs[0]) in CHANNELS_LAST_DTYPES]
-    if not convolutions:
-        return LayoutResult()
-    chosen = Regions(model, conversions).choose(convolutions, only_where_it_pays=layout == "auto")
+    chosen = _choose(model, answers, only_where_it_pays=layout == "auto")
     if not chosen:
         return LayoutResult()
     first = node_label(chosen[0].node)
@@ -105,6 +98,19 @@ def assign_layouts(
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
     count = writer.nodes - sum(bool(one.perm) for one in residuals)
     return LayoutResult(count, first, tuple(fused.values()), standing, writer.originals)
+
+
+def _choose(
+    model: Model, answers: Mapping[Node, Conversion | str], *, only_where_it_pays: bool
+) -> Sequence[Conversion]:
+    """Return the conversions of the nodes of the regions around convolutions."""
+    conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
+    convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
+    if only_where_it_pays:
+        convolutions = [node for node in convolutions if model.shapes.dtype(node.inputs[0]) in CHANNELS_LAST_DTYPES]
+    if not convolutions:
+        return []
+    return Regions(model, conversions).choose(convolutions, only_where_it_pays=only_where_it_pays)
 
 
 def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:

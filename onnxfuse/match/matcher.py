@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -22,7 +21,6 @@ from onnxfuse.dsl.terms import (
     Sum,
     Term,
     Wrapper,
-    walk,
 )
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
@@ -30,11 +28,12 @@ from onnxfuse.ir.node import Tensor
 from onnxfuse.match.accept import accept, guard_holds
 from onnxfuse.match.context import MatchContext
 from onnxfuse.match.diagnostics import origin
+from onnxfuse.match.fusion_terms import fusion_terms
 from onnxfuse.match.named_dims import unify_first
 from onnxfuse.match.operands import match_absent, match_capture, match_causal, match_constant, match_full
 from onnxfuse.match.operators import match_operator
 from onnxfuse.match.scaling import match_scaled
-from onnxfuse.match.side_outputs import computed_from, side_outputs
+from onnxfuse.match.side_outputs import computed_from
 from onnxfuse.match.state import Match, Miss, State
 from onnxfuse.match.sums_and_products import AssociativeMatcher, Decompositions
 from onnxfuse.match.views import ViewSources, match_rearrange
@@ -48,9 +47,8 @@ class Matcher(MatchContext):
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, fusion: Fusion) -> None:
         super().__init__(graph, shapes, fusion)
-        self._visible = {id(term): _without_remarks(term) for term in walk(*fusion.outputs)}
-        self._repeated = _repeated(fusion)
-        self._side_outputs = side_outputs(fusion)
+        known = fusion_terms(fusion)
+        self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
         self._associative: dict[int, AssociativeMatcher] = {}
         self._decompositions = Decompositions(self)
         self._view_sources = ViewSources(self)
@@ -197,17 +195,3 @@ class Matcher(MatchContext):
                 found = after.with_term(id(output.term.unwrapped), tensor)
                 yield from self._with_side_outputs(root, found, index + 1)
         yield from self._with_side_outputs(root, state, index + 1)
-
-
-def _without_remarks(term: Term) -> Term:
-    """Return the term without the wrappers that matching ignores."""
-    while isinstance(term, Wrapper) and type(term).match is Wrapper.match:
-        term = term.inner
-    return term
-
-
-def _repeated(fusion: Fusion) -> set[int]:
-    """Return the ids of the terms that stand in several positions, or are outputs: each is one value."""
-    terms = [term for term in walk(*fusion.outputs) if not isinstance(term, Wrapper)]
-    times = Counter(id(part.unwrapped) for term in terms for part in term.parts)
-    return {term for term, count in times.items() if count > 1} | {id(term.unwrapped) for term in fusion.outputs}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Alternatives, Apply, Term, walk
-from onnxfuse.dsl.words import Scaled
-from onnxfuse.errors import PatternError
+from onnxfuse.dsl.terms import Alternatives, Term
 from onnxfuse.ir.node import Node, Tensor, op_of
+from onnxfuse.match.fusion_terms import fusion_terms
 
 
 def may_occur(fusion: Fusion, present: Set[str]) -> bool:
@@ -23,16 +22,9 @@ class Prefilter:
     def __init__(self, fusion: Fusion, float_cast: Callable[[Tensor], Node | None] | None) -> None:
         """Prepare for a fusion; `float_cast` finds the Cast above a tensor, where the fusion absorbs Casts."""
         self._float_cast = float_cast
-        terms = list(walk(*fusion.outputs))
-        self._root_ops = {id(term): term.root_ops for term in terms}
-        for term in _factors(terms):
-            ops = self._root_ops[id(term)]
-            self._root_ops[id(term)] = None if ops is None else ops | {"Mul", "Div"}
+        known = fusion_terms(fusion)
+        self._root_ops, self.fusion_root_ops = known.root_ops, known.fusion_root_ops
         self._fitting: dict[tuple[int, str], Sequence[int]] = {}
-        root_ops = self.root_ops(fusion.outputs[0])
-        if root_ops is None:
-            raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
-        self.fusion_root_ops = root_ops | {"Cast"} if fusion.casts else root_ops
 
     def root_ops(self, term: Term) -> frozenset[str] | None:
         """Return the operators that can compute a term of this fusion; None where any can."""
@@ -59,13 +51,3 @@ class Prefilter:
         """Return the operators that can compute a term, in words."""
         ops = sorted(self._root_ops[id(term)] or ["any value"])
         return ops[0] if len(ops) == 1 else f"{', '.join(ops[:-1])} or {ops[-1]}"
-
-
-def _factors(terms: Sequence[Term]) -> Iterator[Term]:
-    """Yield the terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
-    work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
-    while work:
-        term = work.pop()
-        if not isinstance(term, Apply):
-            yield term
-            work.extend(term.parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -366,25 +366,8 @@ def _run_at_sizes(
     def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
         return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
 
-    runs: list[Run] = []
-    failures: list[tuple[dict[str, int], str]] = []
     left = draws(model, shapes, given)
-    for draw in left:
-        tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
-        started = time.monotonic()
-        try:
-            runs.append(run_at(draw.sizes, draw.make()))
-        except VerificationError:  # such as the time limit, which others would exceed as well
-            raise
-        except Exception as error:
-            failures.append((draw.sizes, first_line(error)))
-            is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
-            if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
-                break
-        if len(runs) == RUNS_COMPARED:
-            break
-    if not runs:
-        raise VerificationError(describe_failures(failures, bool(given)))
+    runs = _first_runs(left, run_at, tell, bool(given))
     first, hides = runs[0], bool(_hidden_outputs(runs, random))
     for sizes, feeds in _largest_first(left) if hides else ():
         tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
@@ -402,6 +385,31 @@ def _run_at_sizes(
         tell(f"run the original on {kind} values")
         with suppress(Exception):
             runs.append(run_at(first.sizes, first.feeds | feeds))
+    return runs
+
+
+def _first_runs(
+    left: Iterator[Draw], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress, is_given: bool
+) -> list[Run]:
+    """Return the runs of the first draws that the model takes.  Raises VerificationError if it takes none."""
+    runs: list[Run] = []
+    failures: list[tuple[dict[str, int], str]] = []
+    for draw in left:
+        tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
+        started = time.monotonic()
+        try:
+            runs.append(run_at(draw.sizes, draw.make()))
+        except VerificationError:  # such as the time limit, which others would exceed as well
+            raise
+        except Exception as error:
+            failures.append((draw.sizes, first_line(error)))
+            is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
+            if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
+                break
+        if len(runs) == RUNS_COMPARED:
+            break
+    if not runs:
+        raise VerificationError(describe_failures(failures, is_given))
     return runs
 
 

@@ -24,10 +24,13 @@ OF_ARCH = {device.arch: device for device in DEVICES}
 TOLD_APART = ("__CUDA_ARCH__ >= 800", "__CUDA_ARCH__ >= 900")
 
 
-def to_compile(device: Device, kernels_of: Callable[[Device], Iterable[Kernel]]) -> list[Kernel]:
+def to_compile(
+    device: Device, kernels_of: Callable[[Device], Iterable[Kernel]], part: int = 0, of: int = 1
+) -> list[Kernel]:
     """Return the kernels of a device that no device before it with the same instructions has, and one of each source.
 
-    So every source is compiled for every architecture, and every kernel for sm_75 and one of the later ones.
+    So every source is compiled for every architecture, and every kernel for sm_75 and one of the later ones.  `part`
+    is one of as many parts as `of` says, which a test takes by itself; part 0 has the one kernel of each source.
     """
     earlier = [
         each for each in DEVICES[: DEVICES.index(OF_ARCH[device.arch])] if (each.arch < 80) == (device.arch < 80)
@@ -35,4 +38,8 @@ def to_compile(device: Device, kernels_of: Callable[[Device], Iterable[Kernel]])
     seen = {repr(kernel) for each in earlier for kernel in kernels_of(each)}
     own = list({repr(kernel): kernel for kernel in kernels_of(device)}.values())
     firsts = {kernel.source: repr(kernel) for kernel in reversed(own)}
-    return [kernel for kernel in own if repr(kernel) not in seen or firsts[kernel.source] == repr(kernel)]
+    new = [kernel for kernel in own if repr(kernel) not in seen][part::of]
+    if part:
+        return new
+    taken = {repr(kernel) for kernel in new}
+    return [*new, *(each for each in own if firsts[each.source] == repr(each) and repr(each) not in taken)]

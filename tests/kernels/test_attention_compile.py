@@ -15,6 +15,7 @@ from architectures import DEVICES, H200, to_compile
 from kernel_hosts import first_plan
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from sampling import by_parts
 
 from onnxfuse.dsl.catalogue import builtin
 from onnxfuse.ir.domain import DOMAIN
@@ -23,6 +24,8 @@ from onnxfuse.kernels.attention.operands import attention_of
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.rewrite.function_body import Variant, function
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
+
+PARTS = 2  # of the kernels, of which one is compiled in a plain run
 
 ARGUMENTS = 64  # the most that the native library takes
 HALF, FULL = "float16", "float32"
@@ -86,8 +89,8 @@ def found(case: Case, device: Device) -> list[Implementation]:
 
 @functools.cache
 def launches(device: Device) -> list[Launch]:
-    """Return a launch of each kernel: on A100 and H200 of half the cases in fp16, else of a third; of some dtypes."""
-    chosen = list(cases())[:: 2 if device.arch in (80, 90) else 3]
+    """Return a launch of each kernel: on A100 and H200 of all cases in fp16, else of some; of some in other dtypes."""
+    chosen = [*cases()] if device.arch in (80, 90) else list(cases())[::3]
     chosen += [*list(typed("bfloat16"))[:1], *list(typed(FULL))[::4]]
     steps = [step for each in chosen for candidate in found(each, device) for step in candidate.steps]
     named = {(s.kernel.entry, tuple(sorted(s.kernel.defines.items()))): s for s in steps if isinstance(s, Launch)}
@@ -108,17 +111,19 @@ def check_compiles(kernel: Kernel, device: Device) -> None:
     assert "warning" not in compiled.log, compiled.log
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
-    for kernel in to_compile(device, kernels):
+def test_compiles_without_spills(device: Device, part: int) -> None:
+    for kernel in to_compile(device, kernels, part, PARTS):
         check_compiles(kernel, device)
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("device", [device for device in DEVICES if device.arch in (80, 90)], ids=str)
-def test_compiles_with_tf32(device: Device) -> None:
-    for kernel in kernels(dataclasses.replace(device, tf32=True)):
-        if kernel.defines["MATH_KIND"] == "TF32":
-            check_compiles(kernel, device)
+def test_compiles_with_tf32(device: Device, part: int) -> None:
+    found = kernels(dataclasses.replace(device, tf32=True))
+    for kernel in [each for each in found if each.defines["MATH_KIND"] == "TF32"][part::PARTS]:
+        check_compiles(kernel, device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")

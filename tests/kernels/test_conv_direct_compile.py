@@ -20,11 +20,14 @@ from conv_cases import (
     image,
     large_shapes,
 )
+from sampling import by_parts
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
 from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, host, stem
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch
+
+PARTS = 3  # of the kernels, of which one is compiled in a plain run
 
 HOSTS = {
     "depthwise": depthwise_host,
@@ -69,15 +72,16 @@ def launches(device: Device) -> Iterator[Launch]:
 
 @functools.cache
 def kernels(device: Device) -> list[Kernel]:
-    """Return every third of the kernels of these implementations, to save time."""
-    return list({repr(step.kernel): step.kernel for step in launches(device)}.values())[::3]
+    """Return the kernels of these implementations, each once."""
+    return list({repr(step.kernel): step.kernel for step in launches(device)}.values())
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
+def test_compiles_without_spills(device: Device, part: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
-    for kernel in to_compile(device, kernels):
+    for kernel in to_compile(device, kernels, part, PARTS):
         compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads + compiled.stack
         assert not spilled, f"{kernel} has {spilled} bytes outside registers on sm_{device.arch}"

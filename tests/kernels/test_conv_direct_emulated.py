@@ -7,19 +7,26 @@ addresses, accesses outside the operands, misaligned ones, and what is read befo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from architectures import H200
 from conv_cases import DEPTHWISE, DEPTHWISE_MMA, DEPTHWISE_SLIDING, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
 from conv_emulation import run_emulated
+from sampling import by_parts, sampled
 
 from onnxfuse.kernels.conv import depthwise, depthwise_mma, depthwise_sliding, grouped, stem
+from onnxfuse.runtime.plan import Device
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-EVERY = 2  # of the convolutions, to save time; a GPU runs all
+ONE_MULTIPROCESSOR = dataclasses.replace(H200, multiprocessors=1)
+
+EVERY = 2  # of the convolutions and of the configs, in a plain run of the tests
 
 
 def check(case: ConvCase, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
@@ -31,87 +38,76 @@ def check(case: ConvCase, arrays: dict[str, np.ndarray], y: np.ndarray) -> None:
     assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
 
 
-@pytest.mark.parametrize("case", DEPTHWISE[::EVERY], ids=str)
-def test_depthwise(case: ConvCase, tmp_path: Path) -> None:
+Arrays = dict[str, np.ndarray]
+
+
+def outputs(
+    case: ConvCase, kind: ModuleType, configs: Sequence[Any], device: Device, arrays: Arrays, folder: Path
+) -> Iterator[np.ndarray]:
+    """Yield y of each config of a kind of kernel."""
+    conv = case.problem()
+    assert configs and kind.implementations(conv, H200)
+    for i, config in enumerate(configs):
+        built = folder / str(i)
+        built.mkdir()
+        yield run_emulated(case, kind.implementation(conv, config, device), arrays, built)
+
+
+def check_all(case: ConvCase, kind: ModuleType, configs: Sequence[Any], device: Device, folder: Path) -> None:
     arrays = case.arrays()
-    conv = case.problem()
-    found = depthwise.configs(conv)
-    assert depthwise.implementations(conv, H200)
-    for i, config in enumerate(found[:: max(1, len(found) // 2)][:2]):
-        way = depthwise.implementation(conv, config, H200)
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    for y in outputs(case, kind, configs, device, arrays, folder):
+        check(case, arrays, y)
 
 
-def mma_configs(case: ConvCase) -> list[depthwise_mma.DepthwiseMmaConfig]:
-    """Return a config with one buffer and one with two."""
+@by_parts(EVERY)
+@pytest.mark.parametrize("case", sampled(DEPTHWISE, EVERY), ids=str)
+def test_depthwise(case: ConvCase, part: int, tmp_path: Path) -> None:
+    found = depthwise.configs(case.problem())
+    check_all(case, depthwise, found[:: max(1, len(found) // 3)][:4][part::EVERY], H200, tmp_path)
+
+
+def mma_configs(case: ConvCase, part: int) -> list[depthwise_mma.DepthwiseMmaConfig]:
+    """Return a config with one buffer and one with two, others in each part."""
     conv = case.problem()
-    assert depthwise_mma.implementations(conv, H200)
     found = [config for config in depthwise_mma.configs(conv) if config.shared(conv) <= H200.shared_per_block]
     single, double = ([config for config in found if config.buffers == count] for count in (1, 2))
-    return [single[len(single) * 2 // 3], double[len(double) // 3]]
+    return [single[0], double[-1]] if part else [single[len(single) * 2 // 3], double[len(double) // 3]]
 
 
-@pytest.mark.parametrize("case", DEPTHWISE_MMA[::EVERY], ids=str)
-def test_depthwise_mma(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    for i, config in enumerate(mma_configs(case)):
-        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+@by_parts(2)
+@pytest.mark.parametrize("case", sampled(DEPTHWISE_MMA, EVERY), ids=str)
+def test_depthwise_mma(case: ConvCase, part: int, tmp_path: Path) -> None:
+    check_all(case, depthwise_mma, mma_configs(case, part), ONE_MULTIPROCESSOR, tmp_path)
 
 
+@by_parts(2)
 @pytest.mark.parametrize("case", NOT_FINITE, ids=str)
-def test_depthwise_mma_keeps_channels_apart(case: ConvCase, tmp_path: Path) -> None:
+def test_depthwise_mma_keeps_channels_apart(case: ConvCase, part: int, tmp_path: Path) -> None:
     """An infinity or NaN of one channel, also in x at a weight of zero, leaves the channels beside it as they are."""
     arrays = not_finite(case)
     expected, _ = case.expect(arrays)
     assert 0 < np.isnan(expected).sum() < expected.size / 2 and np.isinf(expected).any()
-    for i, config in enumerate(mma_configs(case)[1:3]):
-        way = depthwise_mma.implementation(case.problem(), config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        y = run_emulated(case, way, arrays, folder).astype(np.float64)
-        finite = np.isfinite(expected)
-        np.testing.assert_array_equal(y[~finite], expected[~finite])
-        np.testing.assert_allclose(y[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
+    finite = np.isfinite(expected)
+    for y in outputs(case, depthwise_mma, mma_configs(case, part), ONE_MULTIPROCESSOR, arrays, tmp_path):
+        values = y.astype(np.float64)
+        np.testing.assert_array_equal(values[~finite], expected[~finite])
+        np.testing.assert_allclose(values[finite], expected[finite], rtol=1.1 * ROUNDING[case.dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("case", DEPTHWISE_SLIDING, ids=str)
 def test_depthwise_sliding(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    assert depthwise_sliding.implementations(conv, H200)
-    found = depthwise_sliding.configs(conv)
-    for i, config in enumerate((found[0], found[-1])):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, depthwise_sliding.implementation(conv, config, H200), arrays, folder))
+    found = depthwise_sliding.configs(case.problem())
+    check_all(case, depthwise_sliding, [found[0], found[-1]], H200, tmp_path)
 
 
-@pytest.mark.parametrize("case", STEMS[::EVERY], ids=str)
+@pytest.mark.parametrize("case", sampled(STEMS, EVERY), ids=str)
 def test_stem(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    assert stem.implementations(conv, H200)
-    found = stem.configs(conv)
-    for i, config in enumerate(found[:: max(1, len(found) - 1)]):
-        way = stem.implementation(conv, config, dataclasses.replace(H200, multiprocessors=2))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    found = stem.configs(case.problem())
+    two = dataclasses.replace(H200, multiprocessors=2)
+    check_all(case, stem, found[:: max(1, len(found) - 1)], two, tmp_path)
 
 
-@pytest.mark.parametrize("case", GROUPED[::EVERY], ids=str)
+@pytest.mark.parametrize("case", sampled(GROUPED, EVERY), ids=str)
 def test_grouped(case: ConvCase, tmp_path: Path) -> None:
-    arrays = case.arrays()
-    conv = case.problem()
-    assert grouped.implementations(conv, H200)
-    found = grouped.configs(conv)
-    for i, config in enumerate(found[:: max(1, len(found) - 1)]):
-        way = grouped.implementation(conv, config, dataclasses.replace(H200, multiprocessors=1))
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        check(case, arrays, run_emulated(case, way, arrays, folder))
+    found = grouped.configs(case.problem())
+    check_all(case, grouped, found[:: max(1, len(found) - 1)], ONE_MULTIPROCESSOR, tmp_path)

@@ -7,6 +7,7 @@ import importlib
 import pytest
 from architectures import A100, H200
 from conv_cases import BOTH, ConvCase
+from sampling import by_parts
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.runtime.plan import Launch, TensorMap
@@ -19,11 +20,12 @@ CASES = (
 )
 
 
+@by_parts(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiles_without_spills(case: ConvCase) -> None:
+def test_compiles_without_spills(case: ConvCase, part: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
-    for way in hopper.implementations(case.problem(), H200)[::2]:
+    for way in hopper.implementations(case.problem(), H200)[part::2]:
         (step,) = way.steps
         assert isinstance(step, Launch)
         compiled = compile_cubin(step.kernel, H200.arch)
@@ -53,3 +55,22 @@ def test_blocks_of_k_leave_few_zeros() -> None:
 
 def test_only_hopper_gpus_have_it() -> None:
     assert hopper.implementations(CASES[0].problem(), A100) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase(1, 12, 64, (9, 9), (3, 3)),
+        ConvCase(1, 64, 60, (9, 9), (3, 3)),
+        ConvCase(1, 64, 64, (300, 300), (3, 3), (), (), (128, 128)),
+        ConvCase(1, 64, 64, (99, 99), (3, 3), (9, 9)),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), group=2),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), dtype="float32"),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), aligned=False),
+        ConvCase(1, 64, 64, (9, 9), (3, 3), (), (200, 200, 0, 0)),
+    ],
+    ids=str,
+)
+def test_what_tma_cannot_walk_over_is_refused(case: ConvCase) -> None:
+    assert not hopper.is_supported(case.problem(), H200)
+    assert hopper.implementations(case.problem(), H200) == []

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from architectures import DEVICES, OF_ARCH, to_compile
 from conv_cases import ConvCase
+from sampling import by_parts
 
 from onnxfuse.kernels.conv import mma
 from onnxfuse.kernels.conv.problem import Conv
@@ -18,7 +19,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer
 
 SAME = (1, 1, 1, 1)  # padding of a filter of 3 x 3
-EVERY = 4
+PARTS = 4  # of the kernels, of which one is compiled in a plain run
 IN_FULL = (75, 80)  # the others differ in shared memory, and are tested with fewer convolutions
 
 
@@ -56,17 +57,18 @@ def problems(device: Device) -> Iterator[Conv]:
 
 @functools.cache
 def kernels(device: Device) -> list[Kernel]:
-    """Return every fourth of the kernels of all tiles for these convolutions, to save time: tiles differ in sizes."""
+    """Return the kernels of all tiles for these convolutions; tiles differ in sizes."""
     ways = (mma.implementation(conv, each, device) for conv in problems(device) for each in mma.configs(conv, device))
     found = [step.kernel for way in ways for step in way.steps if isinstance(step, Launch)]
-    return list({repr(kernel): kernel for kernel in found}.values())[::EVERY]
+    return list({repr(kernel): kernel for kernel in found}.values())
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
+def test_compiles_without_spills(device: Device, part: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
-    for kernel in to_compile(device, kernels):
+    for kernel in to_compile(device, kernels, part, PARTS):
         compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads
         assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from architectures import H200
+from sampling import sampled
 
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
@@ -51,14 +52,16 @@ class Case:
     blocks: int | None
     grouped: tuple[int, ...] = ()  # n of further products of x, of which the first has no bias
     aligned: bool = True
+    residual_first: bool = False
 
     def __str__(self) -> str:
-        layout = f"{'nk' * self.transposed or 'kn'}{'' if self.aligned else ' misaligned'}"
+        marks = f"{' residual first' * self.residual_first}{'' if self.aligned else ' misaligned'}"
+        layout = f"{'nk' * self.transposed or 'kn'}{marks}"
         return f"{self.config.name} {self.m}x{self.n}x{self.k} {self.dtype} {layout}"
 
 
 # Tiles that end outside y, k that ends inside a stage, rings that go around, consumers with unequal suffixes of tiles;
-# then rows that begin anywhere, of y alone, of all but y, of everything.
+# then rows that begin anywhere, of y alone, of all but y, of everything; then residuals in front of the activation.
 CASES = [
     Case(HopperConfig(128, 128, pingpong=True), 200, 264, 456, "float16", False, LINEAR, 2),
     Case(HopperConfig(128, 128, pingpong=True), 200, 264, 264, "bfloat16", True, GATED, 2),
@@ -82,6 +85,9 @@ CASES = [
     Case(HopperConfig(128, 128, pingpong=True), 200, 264, 137, "float16", False, ("bias",), 2, (135, 72)),
     Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", False, LINEAR, 2, aligned=False),
     Case(HopperConfig(128, 64, split_k=2), 100, 72, 136, "bfloat16", True, LINEAR, None, aligned=False),
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", True, LINEAR, 2, residual_first=True),
+    Case(HopperConfig(128, 256), 200, 520, 136, "bfloat16", True, ("bias", "residual"), 2, residual_first=True),
+    Case(HopperConfig(128, 64, split_k=2), 100, 135, 136, "float16", True, ("residual",), None, residual_first=True),
 ]
 
 
@@ -121,10 +127,11 @@ def operands(case: Case) -> dict[str, np.ndarray]:
 def expect(case: Case, arrays: dict[str, np.ndarray], suffix: str) -> np.ndarray:
     wide = {name: value.astype(np.float64) for name, value in arrays.items()}
     x, w = wide["x"], wide["w" + suffix].T if case.transposed else wide["w" + suffix]
-    y = np.maximum(x @ w + wide.get("bias" + suffix, 0), 0)
+    before, behind = (wide.get("residual", 0) if first == case.residual_first else 0 for first in (True, False))
+    y = np.maximum(x @ w + wide.get("bias" + suffix, 0) + before, 0)
     if "up" in wide:
         y = y * (x @ (wide["up"].T if case.transposed else wide["up"]) + wide["up_bias"])
-    return y * wide.get("column_scale", 1) + wide.get("residual", 0)
+    return y * wide.get("column_scale", 1) + behind
 
 
 def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) -> Gemm:
@@ -133,7 +140,7 @@ def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) 
     sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, case.aligned), case.dtype == "float16"
     others = {name: pointers[name] for name in case.extra if name != "bias"} if not suffix else {}
     return Gemm(*sizes, x=pointers["x"], y=Pointer("output", output), activation="relu", weights_constant=constant,
-                **named, **others)  # fmt: skip
+                residual_first=case.residual_first, **named, **others)  # fmt: skip
 
 
 def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | None]) -> Any:
@@ -162,7 +169,7 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)  # half of them, to save time; a GPU runs more
+@pytest.mark.parametrize("case", sampled(CASES, 2), ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
     pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from architectures import DEVICES, H200, TOLD_APART, to_compile
 from kernel_hosts import host_of
+from sampling import by_parts
 
 import onnxfuse.kernels
 from onnxfuse.activations import ACTIVATIONS
@@ -21,6 +22,8 @@ from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Tenso
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
 from onnxfuse.runtime.nvrtc import compile_cubin
+
+PARTS = 2  # of the kernels, of which one is compiled in a plain run
 
 ROW_KERNELS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "softmax", "group_norm")
 
@@ -114,16 +117,17 @@ def candidates(case: tuple[FusedNode, list[TensorSpec]], device: Device) -> list
 
 @functools.cache
 def kernels(device: Device) -> list[Kernel]:
-    """Return every second kernel of the cases: fp16 in full, rows in fp32, which needs more registers, some bf16."""
+    """Return the kernels of the cases: fp16 in full, rows in fp32, which needs more registers, some bf16."""
     cases = [*row_cases("float16"), *element_cases("float16"), *row_cases("float32")]
     cases += [*list(row_cases("bfloat16"))[:4], *list(element_cases("bfloat16"))[:4]]
     found = [step.kernel for case in cases for each in candidates(case, device) for step in each.steps]
-    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())[::2]
+    return list({(kernel.source, tuple(sorted(kernel.defines.items()))): kernel for kernel in found}.values())
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
-    for kernel in to_compile(device, kernels):
+def test_compiles_without_spills(device: Device, part: int) -> None:
+    for kernel in to_compile(device, kernels, part, PARTS):
         compiled = compile_cubin(kernel, device.arch)
         spilled = compiled.spill_stores + compiled.spill_loads
         assert kernel.source not in ROW_KERNELS or not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "fake_values.h"
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -142,25 +144,6 @@ const Proposal* proposal_of(int64_t engine) {
 
 // --- values ----------------------------------------------------------------------------------------------------------
 
-float float_of_half(uint16_t bits) {
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float sign = bits & 0x8000 ? -1.0f : 1.0f;
-  if (exponent == 31) return fraction ? NAN : sign * INFINITY;
-  return sign * (exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
-}
-
-uint16_t half_of_float(float value) {
-  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  const float size = std::fabs(value);
-  if (std::isnan(value)) return 0x7e00;
-  if (size >= 65520.0f) return sign | 0x7c00;
-  if (size < std::ldexp(1.0f, -14)) return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(size, 24)));
-  int exponent = 0;
-  const float fraction = std::frexp(size, &exponent);  // in [0.5, 1)
-  const auto digits = static_cast<uint32_t>(std::nearbyint(std::ldexp(fraction, 11)));
-  return static_cast<uint16_t>(sign | ((static_cast<uint32_t>(exponent + 13) << 10) + digits));
-}
-
 // A tensor of at most five dimensions: N, C, and one to three spatial axes, those in front of them of size 1.
 struct Tensor {
   int64_t dims[5], strides[5];
@@ -188,28 +171,8 @@ struct Tensor {
     for (int i = 0; i < 5; ++i) sum += (dims[i] == 1 ? 0 : at[i]) * strides[i];  // size 1 is broadcast
     return sum;
   }
-  float load(const int64_t* at) const {
-    const int64_t i = offset(at);
-    if (type == 0) return reinterpret_cast<const float*>(data)[i];
-    const uint16_t bits = reinterpret_cast<const uint16_t*>(data)[i];
-    if (type == 2) return float_of_half(bits);
-    const uint32_t wide = uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-  }
-  void store(const int64_t* at, float value) {
-    const int64_t i = offset(at);
-    if (type == 0) {
-      reinterpret_cast<float*>(data)[i] = value;
-    } else if (type == 2) {
-      reinterpret_cast<uint16_t*>(data)[i] = half_of_float(value);
-    } else {
-      uint32_t bits;
-      std::memcpy(&bits, &value, sizeof bits);
-      reinterpret_cast<uint16_t*>(data)[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-  }
+  float load(const int64_t* at) const { return load_value(data, type, offset(at)); }
+  void store(const int64_t* at, float value) { store_value(data, type, offset(at), value); }
 };
 
 template <class Body>

@@ -1,0 +1,65 @@
+"""What matching has to know of a fusion's terms, whatever the graph: it is found once for each fusion."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import Apply, Term, Wrapper, walk
+from onnxfuse.dsl.words import Scaled
+from onnxfuse.errors import PatternError
+from onnxfuse.match.side_outputs import SideOutput, side_outputs
+
+MAX_FUSIONS: Final = 256  # that are remembered; a process that reads folders of patterns again and again declares more
+
+
+@dataclass(frozen=True)
+class FusionTerms:
+    """The terms of a fusion by their ids, which are valid as long as the fusion exists."""
+
+    visible: Mapping[int, Term]  # of each term, what is left of it without the wrappers that matching ignores
+    repeated: Set[int]  # terms that stand in several positions, or are outputs: each is one value
+    root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None where any can
+    fusion_root_ops: frozenset[str]  # those of the first output and, where they are absorbed, of a Cast behind it
+    side_outputs: tuple[SideOutput, ...]
+
+
+@functools.lru_cache(maxsize=MAX_FUSIONS)
+def fusion_terms(fusion: Fusion) -> FusionTerms:
+    """Return what is known of a fusion.  Raises PatternError where it may be just one of its operands."""
+    terms = list(walk(*fusion.outputs))
+    root_ops = {id(term): term.root_ops for term in terms}
+    for term in _factors(terms):
+        ops = root_ops[id(term)]
+        root_ops[id(term)] = None if ops is None else ops | {"Mul", "Div"}
+    ends = root_ops[id(fusion.outputs[0])]
+    if ends is None:
+        raise PatternError(f"{fusion.span}: '{fusion.name}' may be just one of its operands; required an operator")
+    times = Counter(id(part.unwrapped) for term in terms if not isinstance(term, Wrapper) for part in term.parts)
+    return FusionTerms(
+        {id(term): _without_remarks(term) for term in terms},
+        {term for term, count in times.items() if count > 1} | {id(term.unwrapped) for term in fusion.outputs},
+        root_ops,
+        ends | {"Cast"} if fusion.casts else ends,
+        side_outputs(fusion),
+    )
+
+
+def _without_remarks(term: Term) -> Term:
+    while isinstance(term, Wrapper) and type(term).match is Wrapper.match:
+        term = term.inner
+    return term
+
+
+def _factors(terms: Sequence[Term]) -> Iterator[Term]:
+    """Yield the terms inside scaled() that may be multiplied there: the factors of its product, down to operators."""
+    work = [part for term in terms if isinstance(term, Scaled) for part in term.inner.unwrapped.parts]
+    while work:
+        term = work.pop()
+        if not isinstance(term, Apply):
+            yield term
+            work.extend(term.parts)

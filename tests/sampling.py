@@ -1,0 +1,22 @@
+"""Samples of many similar cases: a plain run takes some of them, and `pytest -m slow` takes all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+    """Return the cases for `parametrize`, all but every such one marked as slow; a tuple holds several parameters."""
+    return [_case(each, [pytest.mark.slow] if i % every else []) for i, each in enumerate(cases)]
+
+
+def _case(values: Any, marks: list[pytest.MarkDecorator]) -> Any:
+    return pytest.param(*values, marks=marks) if isinstance(values, tuple) else pytest.param(values, marks=marks)
+
+
+def by_parts(of: int) -> pytest.MarkDecorator:
+    """Return a decorator of tests that take `part` of their cases, from 0 to `of` - 1; only part 0 is not slow."""
+    return pytest.mark.parametrize("part", sampled(range(of), of), ids=lambda part: f"part{part}")
