@@ -10,6 +10,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
+from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
@@ -23,6 +24,7 @@ Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes ask which inputs are constant
+    fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
