@@ -95,3 +95,7 @@ _TABLE: Final = (
 )
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {activation.name: activation for activation in _TABLE}
+
+# ONNX PRelu: leaky_relu with one alpha for each channel, an operand of the fused node.  It is no function of x and
+# numbers, so that it is not in the table; convolutions and matrix products have it beside the activations that are.
+PRELU: Final = "prelu"

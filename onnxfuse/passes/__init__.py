@@ -15,6 +15,7 @@ from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.split_packed_gate import split_packed_gate
+from onnxfuse.passes.spread_affine import spread_affine
 from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
 
 # A pass changes a sorted graph in place, and records the types of the tensors that it adds.  It returns what it
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
+    spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values

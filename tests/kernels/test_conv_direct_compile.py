@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from architectures import A100, DEVICES, H200, T4, to_compile
-from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, STEMS, ConvCase, depthwise, image, large_shapes
+from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, STEMS, WITH_VECTORS, ConvCase, depthwise, image, large_shapes
 
 from onnxfuse.kernels.conv import depthwise as depthwise_host
 from onnxfuse.kernels.conv import depthwise_mma, grouped, host, stem
@@ -30,7 +30,7 @@ def ways(device: Device) -> Iterator[Implementation]:
             other = dataclasses.replace(cases[0], dtype=dtype, tf32=True, extra=("bias", "residual"))
             yield from HOSTS[kind].implementations(other.problem(), device)[:1]
     for kind, cases in SMALL.items():
-        for case in cases:
+        for case in (*cases, *WITH_VECTORS[kind]):
             yield from HOSTS[kind].implementations(case.problem(), device)[:1]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
+from conv_cases import DEPTHWISE, DEPTHWISE_MMA, GROUPED, NOT_FINITE, STEMS, WITH_VECTORS, ConvCase, not_finite
 from conv_emulation import run_emulated
 
 from onnxfuse.kernels.conv import depthwise, depthwise_mma, grouped, stem
@@ -103,3 +103,14 @@ def test_grouped(case: ConvCase, tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         check(case, arrays, run_emulated(case, way, arrays, folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kind, cases in WITH_VECTORS.items() for case in cases[::EVERY]], ids=str
+)
+def test_vectors_of_the_epilogue(kind: str, case: ConvCase, tmp_path: Path) -> None:
+    """The slopes of a PRelu, and what scales and shifts channels behind an activation."""
+    host = {"depthwise": depthwise, "depthwise_mma": depthwise_mma, "grouped": grouped, "stem": stem}[kind]
+    arrays = case.arrays()
+    way = host.implementations(case.problem(), dataclasses.replace(H200, multiprocessors=1))[0]
+    check(case, arrays, run_emulated(case, way, arrays, tmp_path))
