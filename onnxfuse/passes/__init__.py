@@ -14,6 +14,7 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.passes.spread_affine import spread_affine
 from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
@@ -28,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
