@@ -37,7 +37,9 @@ from onnxfuse import optimize
 from onnxfuse.bench.machine import device, versions
 from onnxfuse.ir.dtypes import Array
 
-EXPORTED = Path(__file__).parent.parent / "models" / "exported"
+sys.path.append(str(Path(__file__).parent.parent / "models"))
+from exported_models import load_exported, read_index
+
 LIMIT = 1.05  # what a fused file may take at most, of the original's time
 SECONDS, MIN_RUNS, MAX_RUNS = 2.0, 20, 1000  # of timed runs of each model
 WARM_UP_RUNS = 3
@@ -58,11 +60,10 @@ class Case:
 
 def exported() -> Iterator[Case]:
     """Yield each float32 model of models/exported at the larger of the sizes that it is verified with."""
-    index = json.loads((EXPORTED / "index.json").read_text(encoding="utf-8"))["models"]
-    for name, entry in sorted(index.items()):
+    for name, entry in sorted(read_index().items()):
         if entry["dtype"] == "fp32":
             feeds = {each["name"]: _drawn(each, entry["verified_sizes"][-1]) for each in entry["inputs"]}
-            yield Case(Path(name).stem, onnx.load(EXPORTED / name), feeds)
+            yield Case(Path(name).stem, load_exported(name), feeds)
 
 
 def _drawn(described: Mapping[str, Any], sizes: Mapping[str, int]) -> Array:

@@ -1,12 +1,14 @@
 // The epilogue: what happens to the fp32 accumulators of a matrix product or a convolution before y is stored.
 //
-//   y = activation(acc + bias) [* (up + up_bias)] * column_scale + residual, or, with RESIDUAL_FIRST,
-//   y = activation(acc + bias + residual) [* (up + up_bias)] * column_scale
+//   y = activation(acc + bias) [* (up + up_bias)] * column_scale + column_shift + residual, or, with RESIDUAL_FIRST,
+//   y = activation(acc + bias + residual) [* (up + up_bias)] * column_scale + column_shift
 //
 // All of it is computed in fp32 and rounded once, to ELEMENT. acc is the accumulator of an element of y; up, of a gated
 // product, is that of the second product at the same element. y and residual are row-major. A column is a position on
-// the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias and column_scale have
-// one value per column; residual has the shape of y.
+// the last axis of y: an output feature of a product, a channel of a convolution. bias, up_bias, slope, column_scale
+// and column_shift have one value per column; residual has the shape of y. slope stands in the place of the
+// activation's alpha, which makes a PRelu of leaky_relu. An epilogue has at most one of up_bias, slope and
+// column_shift, which kernels call `extra`.
 //
 // A kernel hands over its accumulators in one of two ways:
 //   by row       It has those of W neighbouring columns of one row, and calls Epilogue::finish, which loads the column
@@ -19,7 +21,8 @@
 //   ELEMENT               storage type of y, residual and the column vectors: f32, f16 or bf16
 //   ACTIVATION, PRECISE   a function of activations.cuh, and the accuracy that ELEMENT can show
 //   GATED                 1: there is a second product
-//   HAS_BIAS HAS_UP_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: there is one
+//   HAS_BIAS HAS_COLUMN_SCALE HAS_RESIDUAL    1: there is one
+//   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: there is one, and it is the extra vector
 //   RESIDUAL_FIRST        1: the residual is added before the activation; 0 where there is none
 //   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
 #pragma once
@@ -28,12 +31,14 @@
 
 using T = ELEMENT;
 
+constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;
 static_assert(GATED || !HAS_UP_BIAS, "up_bias belongs to the second product");
+static_assert(HAS_UP_BIAS + HAS_SLOPE + HAS_COLUMN_SHIFT <= 1, "there is one extra vector");
 
 // The column vectors at W neighbouring columns; what is absent is not set.
 template <int W>
 struct ColumnValues {
-    float bias[W], up_bias[W], scale[W];
+    float bias[W], extra[W], scale[W];
 };
 
 // y of the accumulators of the column of `values` with index i; `residual` is read only if there is one.
@@ -42,11 +47,31 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
                                                   float residual, float alpha, float beta) {
     if constexpr (HAS_BIAS) acc += values.bias[i];
     if constexpr (RESIDUAL_FIRST) acc += residual;
-    float y = activate::ACTIVATION(acc, alpha, beta);
-    if constexpr (GATED) y *= HAS_UP_BIAS ? up + values.up_bias[i] : up;
+    float y = activate::ACTIVATION(acc, HAS_SLOPE ? values.extra[i] : alpha, beta);
+    if constexpr (GATED) y *= HAS_UP_BIAS ? up + values.extra[i] : up;
     if constexpr (HAS_COLUMN_SCALE) y *= values.scale[i];
+    if constexpr (HAS_COLUMN_SHIFT) y += values.extra[i];
     return HAS_RESIDUAL && !RESIDUAL_FIRST ? y + residual : y;
 }
+
+// The column vectors in memory, for kernels by fragment that load each of their columns alone.
+struct ColumnVectors {
+    const T *bias, *extra, *scale;
+
+    // Those at `column` become the values with index i.
+    template <int W>
+    __device__ __forceinline__ void load(ColumnValues<W>& values, int i, int column) const {
+        if constexpr (HAS_BIAS) values.bias[i] = value(bias + column);
+        if constexpr (HAS_EXTRA) values.extra[i] = value(extra + column);
+        if constexpr (HAS_COLUMN_SCALE) values.scale[i] = value(scale + column);
+    }
+
+    __device__ __forceinline__ static float value(const T* at) {
+        float one[1];
+        unpack(load_cached<1>(at), one);
+        return one[0];
+    }
+};
 
 // ---- by row ------------------------------------------------------------------------------------------------------
 
@@ -80,11 +105,11 @@ struct ColumnLoads {
 template <int W, bool WRAPS>
 struct EpilogueLoads {
     Pack<T, W> residual;
-    ColumnLoads<W, WRAPS> bias, up_bias, scale;
+    ColumnLoads<W, WRAPS> bias, extra, scale;
 };
 
 struct Epilogue {
-    const T *bias, *up_bias, *column_scale, *residual;
+    const T *bias, *extra, *column_scale, *residual;
     T* y;
     float alpha, beta;
 
@@ -96,7 +121,7 @@ struct Epilogue {
             if (!OPTIONAL_BIAS || bias) loads.bias.load(bias, column, columns);
             else loads.bias = {};
         }
-        if constexpr (HAS_UP_BIAS) loads.up_bias.load(up_bias, column, columns);
+        if constexpr (HAS_EXTRA) loads.extra.load(extra, column, columns);
         if constexpr (HAS_COLUMN_SCALE) loads.scale.load(column_scale, column, columns);
     }
 
@@ -112,7 +137,7 @@ struct Epilogue {
         ColumnValues<W> values;
         float added[W], results[W];
         if constexpr (HAS_BIAS) loads.bias.unpack_to(values.bias);
-        if constexpr (HAS_UP_BIAS) loads.up_bias.unpack_to(values.up_bias);
+        if constexpr (HAS_EXTRA) loads.extra.unpack_to(values.extra);
         if constexpr (HAS_COLUMN_SCALE) loads.scale.unpack_to(values.scale);
         if constexpr (HAS_RESIDUAL) unpack(loads.residual, added);
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from onnxfuse.activations import PRELU
 from onnxfuse.kernels.tensors import STORAGE, Defines
 
 
@@ -12,24 +13,29 @@ def epilogue_defines(
     gated: bool = False,
     bias: bool = False,
     up_bias: bool = False,
+    slope: bool = False,
     column_scale: bool = False,
+    column_shift: bool = False,
     residual: bool = False,
     residual_first: bool = False,
     optional_bias: bool = False,
 ) -> Defines:
     """Return the macros of epilogue.cuh for y of `dtype`; the flags say which operands there are.
 
+    A `slope` is the alpha of each column of a PRelu.  There is at most one of up_bias, slope and column_shift.
     `residual_first`: the residual is added before the activation.  `optional_bias`: the launch computes several
     products, of which some may have no bias.
     """
     return {
         "ELEMENT": STORAGE[dtype],
-        "ACTIVATION": activation,
+        "ACTIVATION": "leaky_relu" if activation == PRELU else activation,
         "PRECISE": int(dtype == "float32"),
         "GATED": int(gated),
         "HAS_BIAS": int(bias),
         "HAS_UP_BIAS": int(up_bias),
+        "HAS_SLOPE": int(slope),
         "HAS_COLUMN_SCALE": int(column_scale),
+        "HAS_COLUMN_SHIFT": int(column_shift),
         "HAS_RESIDUAL": int(residual),
         "RESIDUAL_FIRST": int(residual and residual_first),
         "OPTIONAL_BIAS": int(optional_bias),

@@ -2,7 +2,7 @@
 
 Needs torch, transformers, onnxscript, onnx and onnxruntime:
 
-    python models/export.py                               # everything, tiny, into models/exported
+    python models/export.py                               # everything, tiny and compressed, into models/exported
     python models/export.py bert 'llama_*_dynamo_fp32'    # some of it
     python models/export.py bert --full --out /data/full  # the public sizes, for benchmarks
 """
@@ -27,6 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
+from exported_models import EXPORTED, SUFFIX, compress
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -188,16 +189,19 @@ def record(job: Job, result: Result, out: Path) -> None:
         if content:
             index[part][job.file_name] = content
         index[part] = {name: entry for name, entry in sorted(index[part].items()) if name in known}
+    tiny = job.config is job.architecture.config
+    path = out / f"{job.file_name}{SUFFIX if tiny else ''}"
     if result.proto:
-        replace(out / job.file_name, result.proto.SerializeToString())
+        content = result.proto.SerializeToString()
+        replace(path, compress(content) if tiny else content)
     else:
-        (out / job.file_name).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     replace(out / "index.json", lay_out(index).encode())
 
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1, metavar="[NAME ...]")
-@click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "exported")
+@click.option("--out", type=click.Path(path_type=Path), default=EXPORTED)
 @click.option("--full", is_flag=True, help="Export the public sizes; needs a folder of its own in --out.")
 def main(names: tuple[str, ...], out: Path, full: bool) -> None:
     """Export the selected models and keep the index beside them up to date."""

@@ -58,6 +58,14 @@ _TABLE: Final = (
         lambda x, alpha, beta: x * np.clip(x / 6 + 0.5, 0, 1),
         "ONNX HardSwish; Howard et al. 2019, arXiv:1905.02244",
     ),
+    Activation(
+        "scaled_hard_swish",
+        lambda x, alpha, beta: x * np.clip(alpha * x + beta, 0, 1),
+        "x * ONNX HardSigmoid(x)",
+        0.2,
+        0.5,
+        ("alpha", "beta"),
+    ),
     Activation("mish", lambda x, alpha, beta: x * np.tanh(np.logaddexp(0, x)), "ONNX Mish"),
     Activation("sigmoid", lambda x, alpha, beta: _sigmoid(x), "ONNX Sigmoid", gated=True),
     Activation("tanh", lambda x, alpha, beta: np.tanh(x), "ONNX Tanh"),
@@ -95,3 +103,7 @@ _TABLE: Final = (
 )
 
 ACTIVATIONS: Final[Mapping[str, Activation]] = {activation.name: activation for activation in _TABLE}
+
+# ONNX PRelu: leaky_relu with one alpha for each channel, an operand of the fused node.  It is no function of x and
+# numbers, so that it is not in the table; convolutions and matrix products have it beside the activations that are.
+PRELU: Final = "prelu"

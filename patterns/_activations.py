@@ -39,6 +39,11 @@ def hard_swish(x: Term) -> Term:
     )
 
 
+def scaled_hard_swish(x: Term, alpha: Term | None, beta: Term | None) -> Term:
+    """Return x * clip(alpha x + beta, 0, 1): a hard swish with other constants."""
+    return x * op.HardSigmoid(x, alpha=alpha, beta=beta)
+
+
 def mish(x: Term) -> Term:
     """Return x * tanh(softplus(x))."""
     return either(op.Mish(x), x * op.Tanh(op.Softplus(x)))
@@ -51,6 +56,7 @@ SPELLINGS: Final[Mapping[str, Callable[[Term, Term | None, Term | None], Term]]]
     "silu": lambda x, alpha, beta: silu(x),
     "quick_gelu": lambda x, alpha, beta: quick_gelu(x),
     "hard_swish": lambda x, alpha, beta: hard_swish(x),
+    "scaled_hard_swish": scaled_hard_swish,
     "mish": lambda x, alpha, beta: mish(x),
     "sigmoid": lambda x, alpha, beta: op.Sigmoid(x),
     "tanh": lambda x, alpha, beta: op.Tanh(x),

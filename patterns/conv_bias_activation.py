@@ -1,7 +1,12 @@
 """A convolution with the bias, activation and residual that follow it."""
 
-from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, require, scalar, tensor, weight, when
+from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, tensor, weight, when
 from onnxfuse.patterns._activations import activation
+
+
+def per_channel(value: Term) -> Term:
+    """Return a weight of one number for each channel of an image, (m, 1, 1)."""
+    return when(rearrange(value, "m 1 1 -> m 1 1"), "the output has two spatial axes", lambda rank: rank == 4)
 
 
 @fusion(
@@ -20,6 +25,9 @@ def conv_bias_activation(
     x: Term = tensor(),
     w: Term = weight(),
     bias: Term = weight("m", optional=True),
+    slope: Term = weight(optional=True),
+    column_scale: Term = weight(optional=True),
+    column_shift: Term = weight(optional=True),
     residual: Term = tensor("n m ...", optional=True),
     alpha: Term = scalar(optional=True),
     beta: Term = scalar(optional=True),
@@ -30,9 +38,10 @@ def conv_bias_activation(
     pads: Term = attribute(),
     strides: Term = attribute(),
 ) -> Term:
-    """y = activation(conv(x, w) + bias + residual), or activation(conv(x, w) + bias) + residual
+    """y = activation(conv(x, w) + bias + residual) * column_scale + column_shift, or with the residual for the shift
 
-    The residual is added before the activation in a ResNet, and after it in the bottlenecks of YOLO.
+    The residual is added before the activation in a ResNet, and in the end in the bottlenecks of YOLO.  column_scale
+    and column_shift are the affine block behind the activations of PaddlePaddle's models, slope is that of a PRelu.
     """
     require(
         "an activation or a residual follows the convolution",
@@ -57,5 +66,14 @@ def conv_bias_activation(
         ),
         product,
     )
-    activated = activation(total, alpha, beta, none=total)
-    return choose("residual_position", before=activated, after=activated + residual)
+    activated = activation(total, alpha, beta, none=total, prelu=op.PRelu(total, per_channel(slope)))
+    scaled = either(activated * per_channel(column_scale), activated)
+    shifted = either(
+        when(
+            scaled + per_channel(column_shift),
+            "kernels have either slopes of a PRelu or a shift of channels",
+            lambda activation: activation != "prelu",
+        ),
+        scaled,
+    )
+    return choose("residual_position", before=shifted, after=scaled + residual)

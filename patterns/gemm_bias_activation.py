@@ -1,6 +1,6 @@
 """A matrix product with the bias, activation, scale of columns and residual that follow it."""
 
-from onnxfuse.dsl import Term, either, fusion, require, scalar, tensor, weight
+from onnxfuse.dsl import Term, either, fusion, op, require, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
 from onnxfuse.patterns._linear import linear
 
@@ -10,12 +10,16 @@ def gemm_bias_activation(
     x: Term = tensor("... k"),
     w: Term = weight(),
     bias: Term = weight("n", optional=True),
+    slope: Term = weight("n", optional=True),
     column_scale: Term = weight("n", optional=True),
     residual: Term = tensor("... n", optional=True),
     alpha: Term = scalar(optional=True),
     beta: Term = scalar(optional=True),
 ) -> Term:
-    """y = activation(x w + bias) * column_scale + residual; w is (k, n), or (n, k) with weight_layout nk"""
+    """y = activation(x w + bias) * column_scale + residual; w is (k, n), or (n, k) with weight_layout nk
+
+    slope is that of a PRelu.
+    """
     require(
         "a bias, an activation, a scale or a residual follows the product",
         lambda bias, column_scale, residual, activation: (
@@ -23,6 +27,6 @@ def gemm_bias_activation(
         ),
     )
     product = linear(x, w, bias)
-    activated = activation(product, alpha, beta, none=product)
+    activated = activation(product, alpha, beta, none=product, prelu=op.PRelu(product, slope))
     scaled = either(activated * column_scale, activated)
     return either(scaled + residual, scaled)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import onnx
 import pytest
+from exported_models import unpack
 from shared_cubins import shared
 
 from onnxfuse.runtime import nvrtc
@@ -32,9 +33,6 @@ class EachCase(Protocol):
     """The type of the fixture `each_case`."""
 
     def __call__(self, cases: Iterable[T]) -> Iterator[tuple[T, AbstractContextManager[None]]]: ...
-
-
-EXPORTED = Path(__file__).parent.parent / "models" / "exported"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,8 +118,15 @@ def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(scope="session")
-def optimized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Optimized]:
-    """Return a function that optimizes models/exported/<name>, once for all processes of the test run."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the path of the exported model of a name, unpacked once for the whole test run."""
+    folder = folder_of_the_run(tmp_path_factory, "exported")
+    return lambda name: unpack(name, folder)
+
+
+@pytest.fixture(scope="session")
+def optimized(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str], Path]) -> Callable[[str], Optimized]:
+    """Return a function that optimizes the exported model of a name, once for all processes of the test run."""
     folder = folder_of_the_run(tmp_path_factory, "optimized")
 
     def optimize_once(name: str) -> Optimized:
@@ -129,11 +134,11 @@ def optimized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Optim
         if not report.exists():
             from onnxfuse import optimize
 
-            model, result = optimize(EXPORTED / name, verify=False)
+            model, result = optimize(exported(name), verify=False)
             onnx.save(model, path)
             draft = folder / f"{name}.{os.getpid()}"
             draft.write_text(json.dumps(result.to_json()), encoding="utf-8")
             draft.replace(report)
-        return Optimized(EXPORTED / name, path, json.loads(report.read_text(encoding="utf-8")))
+        return Optimized(exported(name), path, json.loads(report.read_text(encoding="utf-8")))
 
     return optimize_once

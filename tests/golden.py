@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from test_models import EXPORTED, INDEX, draw
+from test_models import INDEX, draw, load_exported
 
 RECORD = Path(__file__).parent / "golden.json"
 SAMPLES = 4  # elements kept of each output
@@ -79,7 +79,7 @@ def write() -> None:
 
     lines = []
     for name in sorted(INDEX):
-        model, report = optimize(EXPORTED / name, verify=False)
+        model, report = optimize(load_exported(name), verify=False)
         lines.append(f"{json.dumps(name)}: {json.dumps(record(name, model, report.to_json()))}")
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{len(lines)} models, {RECORD.stat().st_size} bytes in {RECORD}")

@@ -23,8 +23,10 @@ import pytest
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-EXPORTED = Path(__file__).parent.parent / "models" / "exported"
-INDEX: dict[str, dict[str, Any]] = json.loads((EXPORTED / "index.json").read_text(encoding="utf-8"))["models"]
+sys.path.append(str(Path(__file__).parent.parent / "models"))  # pytest adds it; this file runs as a program too
+from exported_models import load_exported, read_index
+
+INDEX = read_index()
 
 
 # --- what is in a model, from its config ---------------------------------------------------------------------------
@@ -464,7 +466,7 @@ def compare(path: Path) -> list[dict[str, float]]:
     In half precision it is the smaller of the errors against the original and against the original computed in
     float32: onnxruntime inserts other Casts into another graph, which alone moves outputs by 1.8e-3.
     """
-    entry, original = INDEX[path.name], onnx.load(EXPORTED / path.name)
+    entry, original = INDEX[path.name], load_exported(path.name)
     names = [output.name for output in original.graph.output]
     actual, expected, exact = path.read_bytes(), original.SerializeToString(), None
     sessions = [session(actual), session(expected)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import EXPORTED
+from exported_models import load_exported
 from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
@@ -494,7 +494,7 @@ def test_the_public_names_exist() -> None:
 @pytest.mark.parametrize("name", ["llama_kvcache_sdpa_dynamo_fp16", "llama_kvcache_sdpa_ts_fp32"])
 def test_a_step_of_fixed_sizes_is_fused_as_one_of_any_sizes(name: str) -> None:
     """The tables of rotary embedding of such a model are constants of one position."""
-    model = onnx.load(EXPORTED / f"{name}.onnx")
+    model = load_exported(f"{name}.onnx")
     _, of_any = optimize(model)
     model.graph.ClearField("value_info")
     for value in model.graph.input:

@@ -132,8 +132,9 @@ __device__ __forceinline__ void multiply_tap(float (&sums)[TW][VEC], const float
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta, int depth,
-               int height, int width, int out_depth, int out_height, int out_width, int pad_d, int pad_h, int pad_w) {
+conv_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+               float alpha, float beta, int depth, int height, int width, int out_depth, int out_height, int out_width,
+               int pad_d, int pad_h, int pad_w) {
     extern __shared__ __align__(16) char memory[];
     float* staged = reinterpret_cast<float*>(memory);
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
@@ -241,11 +242,15 @@ conv_depthwise(const T* x, const T* w, const T* bias, const T* residual, T* y, f
         }
     }
 
-    const Epilogue epilogue{bias, nullptr, nullptr, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
     EpilogueLoads<VEC, false> loads[TW];
     epilogue.load_columns(loads[0], channel, CHANNELS);
 #pragma unroll
-    for (int t = 1; t < TW; ++t) loads[t].bias = loads[0].bias;
+    for (int t = 1; t < TW; ++t) {
+        loads[t].bias = loads[0].bias;
+        loads[t].extra = loads[0].extra;
+        loads[t].scale = loads[0].scale;
+    }
     const i64 first = (((i64(image) * out_depth + out_z) * out_height + out_row) * out_width + out_column) * CHANNELS;
 #pragma unroll
     for (int t = 0; t < TH; ++t) {

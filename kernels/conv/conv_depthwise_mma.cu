@@ -220,17 +220,18 @@ __device__ __forceinline__ void sum_apart(float (&sums)[2], const char* from, co
 
 // The positions of y of a lane: one column of each of the two strips of a job, for two neighbouring channels.
 struct Output {
-    const T *bias, *residual;
+    ColumnVectors vectors;
+    const T* residual;
     T* y;
     float alpha, beta;
     int height, width, first_group;  // of the block
     ColumnValues<2> values;
 
     // `channel` is the first of the lane's two.
-    __device__ __forceinline__ void load_bias(int channel) {
-        if constexpr (HAS_BIAS) {
-            if (channel < CHANNELS) unpack(load_cached<2>(bias + channel), values.bias);
-        }
+    __device__ __forceinline__ void load_columns(int channel) {
+        if (channel >= CHANNELS) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) vectors.load(values, i, channel + i);
     }
 
     // Finishes the sums of position (row, column) of the tile and leaves them at `to`.
@@ -297,15 +298,16 @@ __device__ __forceinline__ void compute_strips(const char* patch, char* stage, P
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta, int images,
-                   int height, int width, int out_height, int out_width, int pad_h, int pad_w) {
+conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                   float alpha, float beta, int images, int height, int width, int out_height, int out_width,
+                   int pad_h, int pad_w) {
     extern __shared__ __align__(16) char memory[];
     char* stage = memory + BUFFERS * PATCH;
     const int warp = threadIdx.x / 32, warp_group = warp % BLOCK_GROUPS, first_group = blockIdx.x * BLOCK_GROUPS;
     const int group = first_group + warp_group;
     const Tiles tiles{images, (out_height + TP - 1) / TP, (out_width + TQ - 1) / TQ};
     const Image of{x, height, width, pad_h, pad_w, first_group};
-    Output output{bias, residual, y, alpha, beta, out_height, out_width, first_group, {}};
+    Output output{{bias, extra, scale}, residual, y, alpha, beta, out_height, out_width, first_group, {}};
 
     Weights weights;
     release_successor();
@@ -314,7 +316,7 @@ conv_depthwise_mma(const T* x, const T* w, const T* bias, const T* residual, T* 
     Place place = tiles.place(blockIdx.y);
     of.begin(shared_address(memory), place);
     if constexpr (!WEIGHTS_CONSTANT) weights.load(w, group);
-    output.load_bias(group * 8 + threadIdx.x % 4 * 2);
+    output.load_columns(group * 8 + threadIdx.x % 4 * 2);
 
     int current = 0;
 #pragma unroll 1

@@ -87,9 +87,9 @@ __device__ __forceinline__ void keep(P*& pointer) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta,
-                       int images, int height, int width, int out_height, int out_width, int pad_h, int pad_w,
-                       int strip_rows) {
+conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                       float alpha, float beta, int images, int height, int width, int out_height, int out_width,
+                       int pad_h, int pad_w, int strip_rows) {
     const int vector = threadIdx.x % BX, strip = threadIdx.x / BX;
     const int channel = (blockIdx.y * BX + vector) * VEC;
     const int patches_w = (out_width + TW * BW - 1) / (TW * BW);
@@ -122,11 +122,15 @@ conv_depthwise_sliding(const T* x, const T* w, const T* bias, const T* residual,
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_next(ahead[i]);
     if constexpr (!WEIGHTS_CONSTANT) weights.load(w, channel);
-    Epilogue epilogue{bias, nullptr, nullptr, residual + (HAS_RESIDUAL ? first : 0), y + first, alpha, beta};
+    Epilogue epilogue{bias, extra, scale, residual + (HAS_RESIDUAL ? first : 0), y + first, alpha, beta};
     EpilogueLoads<VEC, false> loads[TW];
     epilogue.load_columns(loads[0], channel, CHANNELS);
 #pragma unroll
-    for (int t = 1; t < TW; ++t) loads[t].bias = loads[0].bias;
+    for (int t = 1; t < TW; ++t) {
+        loads[t].bias = loads[0].bias;
+        loads[t].extra = loads[0].extra;
+        loads[t].scale = loads[0].scale;
+    }
 
     Sums sums;
     // Widens a row of x, and starts the loads of one that follows.

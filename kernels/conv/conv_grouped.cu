@@ -162,8 +162,9 @@ __device__ __forceinline__ void multiply_group(Sums (&sums)[M_TILES], u32 patch,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_grouped(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta, int images,
-             int height, int width, int out_height, int out_width, int pad_h, int pad_w) {
+conv_grouped(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+             float alpha, float beta, int images, int height, int width, int out_height, int out_width, int pad_h,
+             int pad_w) {
     extern __shared__ __align__(16) char memory[];
     using Output = WarpOutput<WARP_GROUPS * TILES_N>;
     u32* weights = reinterpret_cast<u32*>(memory);
@@ -175,14 +176,14 @@ conv_grouped(const T* x, const T* w, const T* bias, const T* residual, T* y, flo
                    (out_width + TQ - 1) / TQ};
     const int tiles = images * of.tiles_h * of.tiles_w;
     const int warp_filter = first_filter + warp_g * (WARP_GROUPS * WIDE);
-    Output output{bias, residual, y, alpha, beta, out_height, out_width, warp_filter, {}};
+    Output output{{bias, extra, scale}, residual, y, alpha, beta, out_height, out_width, warp_filter, {}};
 
     release_successor();
     if constexpr (WEIGHTS_CONSTANT) store_weights(w, first_filter, weights);
     wait_for_predecessor();
     of.begin(patches, blockIdx.x);
     if constexpr (!WEIGHTS_CONSTANT) store_weights(w, first_filter, weights);
-    output.load_bias();
+    output.load_columns();
     __syncthreads();
     Filters filters;
     filters.load(weights);

@@ -1,7 +1,7 @@
 // Convolutions as matrix products by mma.sync, or by fma where they must be exact: for any filter, stride, dilation,
 // padding and number of groups, of one to three spatial axes, at every alignment.
 //
-//   y = activation(conv(x, w) + bias + residual), or activation(conv(x, w) + bias) + residual
+//   y = epilogue(conv(x, w))
 //
 // Rows of the product are the pixels of y, of all images; columns are the filters of one group; k runs over the taps of
 // the filter and, within a tap, over the channels of the group. The tiles, their stages and the main loop are those of
@@ -214,8 +214,9 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_mma(const T* x, const T* w, const T* bias, const T* residual, T* y, f32* partial, float alpha, float beta,
-         int pixels, int d, int h, int width, int y_d, int y_h, int y_w, int pad_d, int pad_h, int pad_w) {
+conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y, f32* partial,
+         float alpha, float beta, int pixels, int d, int h, int width, int y_d, int y_h, int y_w, int pad_d, int pad_h,
+         int pad_w) {
     extern __shared__ __align__(128) char memory[];
     constexpr int ACROSS = GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
     const int tile = blockIdx.x, tiles_m = (pixels + TILE_M - 1) / TILE_M;
@@ -240,7 +241,7 @@ conv_mma(const T* x, const T* w, const T* bias, const T* residual, T* y, f32* pa
     float* staged = reinterpret_cast<float*>(memory);
     sums.store(staged);
     __syncthreads();
-    const Epilogue epilogue{bias, nullptr, nullptr, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
     constexpr int VECTORS = TILE_N / WIDTH;
     const int last = min(pixels - row, TILE_M) * VECTORS;
 #pragma unroll 4

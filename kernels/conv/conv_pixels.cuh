@@ -42,24 +42,21 @@ struct WarpOutput {
     static constexpr int STAGE_PITCH = FILTER_TILES * 8 * ITEM + 16;  // bytes of shared memory for a pixel
     static constexpr int STAGE = 16 * STAGE_PITCH;
 
-    const T *bias, *residual;
+    ColumnVectors vectors;
+    const T* residual;
     T* y;
     float alpha, beta;
     int height, width, first_filter;  // of the warp
     ColumnValues<2> values[FILTER_TILES];
 
-    __device__ __forceinline__ void load_bias() {
-        if constexpr (HAS_BIAS) {
+    __device__ __forceinline__ void load_columns() {
 #pragma unroll
-            for (int j = 0; j < FILTER_TILES; ++j)
+        for (int j = 0; j < FILTER_TILES; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int filter = first_filter + j * 8 + threadIdx.x % 4 * 2 + i;
-                    float one[1] = {0.0f};
-                    if (filter < FILTERS) unpack(load_cached<1>(bias + filter), one);
-                    values[j].bias[i] = one[0];
-                }
-        }
+            for (int i = 0; i < 2; ++i) {
+                const int filter = first_filter + j * 8 + threadIdx.x % 4 * 2 + i;
+                if (filter < FILTERS) vectors.load(values[j], i, filter);
+            }
     }
 
     // The position in y of a pixel of the tile whose first pixel is at (p, q), or -1 if there is no such pixel.

@@ -310,18 +310,14 @@ struct Output {
     int height, width, first_filter;  // of the warp
     ColumnValues<2> values[TILES_N];
 
-    __device__ __forceinline__ void load_bias(const T* bias) {
-        if constexpr (HAS_BIAS) {
+    __device__ __forceinline__ void load_columns(const ColumnVectors& vectors) {
 #pragma unroll
-            for (int j = 0; j < TILES_N; ++j)
+        for (int j = 0; j < TILES_N; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int filter = first_filter + filter_of(j, threadIdx.x % 4 * 2 + i);
-                    float one[1] = {0.0f};
-                    if (filter < FILTERS) unpack(load_cached<1>(bias + filter), one);
-                    values[j].bias[i] = one[0];
-                }
-        }
+            for (int i = 0; i < 2; ++i) {
+                const int filter = first_filter + filter_of(j, threadIdx.x % 4 * 2 + i);
+                if (filter < FILTERS) vectors.load(values[j], i, filter);
+            }
     }
 
     // Finishes the sums of a pixel and the lane's filters and stores them, those of one group of mma tiles after the
@@ -361,8 +357,8 @@ struct Output {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float alpha, float beta, int images,
-          int height, int width, int out_height, int out_width, int pad_h) {
+conv_stem(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y, float alpha,
+          float beta, int images, int height, int width, int out_height, int out_width, int pad_h) {
     extern __shared__ __align__(16) char memory[];
     u32* weights = reinterpret_cast<u32*>(memory);
     u32* patches = weights + WEIGHT_WORDS;
@@ -387,7 +383,7 @@ conv_stem(const T* x, const T* w, const T* bias, const T* residual, T* y, float 
     if constexpr (WEIGHTS_CONSTANT) wait_for_predecessor();
     if constexpr (HELD) begin_patch(0, blockIdx.x);
     commit_copies();
-    output.load_bias(bias);
+    output.load_columns({bias, extra, scale});
     wait_for_groups<1>();
     __syncthreads();
     filters.load({raw, bias, first_filter}, weights);

@@ -24,15 +24,18 @@ CUDNN_ACTIVATIONS: Final = get_args(ConvolutionActivation)  # those that follow 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the engines that cuDNN proposes for a convolution of at least one element, its first choice first.
 
-    Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for one
-    to three seconds in each process.  There is none if the library is missing, if it lacks the activation, for an x in
-    NCHW, for a w in HWIO, and for misaligned operands, which its engines refuse when they run.
+    Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for up
+    to some seconds in each process.  There is none if the library is missing or lacks the activation, for slopes of a
+    PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, and for misaligned operands, which its
+    engines refuse when they run.
     """
     if (
         conv.x_nchw
         or conv.w_hwio
         or not conv.aligned
         or not _is_cudnn_activation(conv.activation)
+        or conv.column_scale
+        or conv.extra
         or not _is_available()
     ):
         return []

@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 
 MAX_IMPLEMENTATIONS: Final = 6
@@ -110,10 +110,9 @@ def implementation(conv: Conv, config: DepthwiseConfig, device: Device) -> Imple
 
 
 def _arguments(conv: Conv) -> tuple[Argument, ...]:
-    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
     sizes = (*three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
     return (
-        *(pointer or ABSENT for pointer in pointers),
+        *conv.operands,
         Scalar(conv.alpha, "float32"),
         Scalar(conv.beta, "float32"),
         *(Scalar(size, "int32") for size in sizes),

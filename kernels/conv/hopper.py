@@ -111,8 +111,8 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
         results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each]
     scalars = [Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32")]
     integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config))
-    bias: Argument = conv.bias or ABSENT
-    return (*maps, *results, bias, *scalars, *(Scalar(value, "int32") for value in integers))
+    vectors = (each or ABSENT for each in (conv.bias, conv.extra, conv.column_scale))
+    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:

@@ -16,7 +16,8 @@ def as_gemm(conv: Conv) -> Gemm:
     """
     return Gemm(
         conv.pixels, conv.m, conv.taps * conv.c, conv.dtype, True, conv.aligned, x=conv.x, w=conv.w, y=conv.y,
-        bias=conv.bias, residual=conv.residual, residual_first=conv.residual_first, activation=conv.activation,
+        bias=conv.bias, slope=conv.slope, column_scale=conv.column_scale, column_shift=conv.column_shift,
+        residual=conv.residual, residual_first=conv.residual_first, activation=conv.activation,
         alpha=conv.alpha, beta=conv.beta, tf32=conv.tf32, weights_constant=conv.weights_constant,
     )  # fmt: skip
 

@@ -205,7 +205,6 @@ def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
 def arguments(conv: Conv, config: ConvConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     partial: Argument = Pointer("scratch", 0) if config.slices > 1 else ABSENT
-    pointers = (conv.x, conv.w, conv.bias or ABSENT, conv.residual or ABSENT, conv.y, partial)
     scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
     sizes = (*three(conv.sizes, 1), *three(conv.y_sizes, 1), *three(conv.pads_begin, 0))
-    return (*pointers, *scalars, *(Scalar(value, "int32") for value in (conv.pixels, *sizes)))
+    return (*conv.operands, partial, *scalars, *(Scalar(value, "int32") for value in (conv.pixels, *sizes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.elements import activation_parameters
 from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
@@ -23,7 +23,7 @@ def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) ->
         or unsupported_choice(node, "x_layout", ("nhwc", "nchw"), "nhwc")
         or unsupported_choice(node, "w_layout", ("ohwi", "hwio"), "ohwi")
         or unsupported_choice(node, "residual_position", ("before", "after"), "before")
-        or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
+        or unsupported_choice(node, "activation", (*ACTIVATIONS, PRELU), "none")
         or unsupported_choice(node, "auto_pad", AUTO_PADS, "NOTSET")
         or _mixed_dtypes(node, input_dtypes)
         or _dtype_of_device(node, input_dtypes[0], device)
@@ -78,12 +78,24 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
         n, c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group, y.dtype, y.aligned,
         x=_pointer(node, inputs, "x", x.shape), w=_pointer(node, inputs, "w", w.shape), y=Pointer("output", 0),
         bias=_optional_pointer(node, inputs, "bias", (m,)),
+        slope=_channels(node, inputs, "slope", m, rank),
+        column_scale=_channels(node, inputs, "column_scale", m, rank),
+        column_shift=_channels(node, inputs, "column_shift", m, rank),
         residual=_optional_pointer(node, inputs, "residual", y.shape),
         residual_first=node.text("residual_position", "before") == "before",
         activation=node.text("activation", "none"), alpha=alpha, beta=beta, x_nchw=x_nchw, w_hwio=w_hwio,
         tf32=device.tf32, weights_constant=index is not None and inputs[index].constant,
     )  # fmt: skip
+    _check_vectors(node, conv)
     return conv, y
+
+
+def _check_vectors(node: FusedNode, conv: Conv) -> None:
+    """Raise ValueError for vectors of channels that no epilogue takes."""
+    if (conv.activation == PRELU) != (conv.slope is not None):
+        raise ValueError(f"{_name(node)}: activation is {conv.activation}; required a slope for prelu alone")
+    if conv.slope and conv.column_shift:
+        raise ValueError(f"{_name(node)}: slope and column_shift are present; required at most one of them")
 
 
 def _check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
@@ -140,6 +152,11 @@ def _optional_pointer(
     if found.shape != shape:
         raise ValueError(f"{_name(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
     return Pointer("input", index)
+
+
+def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, m: int, rank: int) -> Pointer | None:
+    """Return the address of an operand with a number for each channel, whose shape is that of the unfused node."""
+    return _optional_pointer(node, inputs, name, (m, *[1] * rank))
 
 
 def _name(node: FusedNode) -> str:

@@ -12,7 +12,9 @@ from onnxfuse.runtime.plan import Argument, Pointer, Scalar
 
 @dataclass(frozen=True)
 class Conv:
-    """y = activation(conv(x, w) + bias) + residual; the residual comes before the activation where `residual_first`.
+    """y = activation(conv(x, w) + bias) * column_scale + column_shift + residual.
+
+    The residual comes before the activation where `residual_first`.
 
     It is computed in fp32 and rounded once.  Sizes, strides and so on have one entry for each spatial axis, the
     innermost last: (H, W) in two dimensions.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and residual are
@@ -37,6 +39,9 @@ class Conv:
     w: Pointer
     y: Pointer
     bias: Pointer | None = None  # m elements
+    slope: Pointer | None = None  # m elements: those of a PRelu, which is the activation; not with a column_shift
+    column_scale: Pointer | None = None  # m elements
+    column_shift: Pointer | None = None  # m elements
     residual: Pointer | None = None
     residual_first: bool = True
     activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
@@ -46,6 +51,17 @@ class Conv:
     w_hwio: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
     weights_constant: bool = False  # no kernel writes w
+
+    @property
+    def extra(self) -> Pointer | None:
+        """The column vector of which an epilogue has at most one: slope or column_shift."""
+        return self.slope or self.column_shift
+
+    @property
+    def operands(self) -> tuple[Argument, ...]:
+        """The first arguments of kernels: x, w, the vectors of the epilogue, residual and y."""
+        pointers = (self.x, self.w, self.bias, self.extra, self.column_scale, self.residual, self.y)
+        return tuple(pointer or ABSENT for pointer in pointers)
 
     @property
     def pixels(self) -> int:
@@ -74,6 +90,9 @@ class Conv:
             self.dtype,
             self.activation,
             bias=self.bias is not None,
+            slope=self.slope is not None,
+            column_scale=self.column_scale is not None,
+            column_shift=self.column_shift is not None,
             residual=self.residual is not None,
             residual_first=self.residual_first,
         )
@@ -81,10 +100,9 @@ class Conv:
 
 def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
     """Return the arguments of kernels of images: operands, alpha and beta, then n, and two each of sizes and pads."""
-    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
     sizes = (conv.n, *two(conv.sizes), *two(conv.y_sizes), *two(conv.pads_begin, missing=0))
     return (
-        *(pointer or ABSENT for pointer in pointers),
+        *conv.operands,
         Scalar(conv.alpha, "float32"),
         Scalar(conv.beta, "float32"),
         *(Scalar(size, "int32") for size in sizes),

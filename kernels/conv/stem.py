@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, two
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
@@ -132,10 +132,9 @@ def grid(conv: Conv, config: StemConfig, device: Device) -> tuple[int, int, int]
 
 
 def _arguments(conv: Conv) -> tuple[Argument, ...]:
-    pointers = (conv.x, conv.w, conv.bias, conv.residual, conv.y)
     pad_h = two(conv.pads_begin, missing=0)[0]
     return (
-        *(pointer or ABSENT for pointer in pointers),
+        *conv.operands,
         Scalar(conv.alpha, "float32"),
         Scalar(conv.beta, "float32"),
         *(Scalar(size, "int32") for size in (conv.n, *two(conv.sizes), *two(conv.y_sizes), pad_h)),
@@ -191,9 +190,9 @@ def _registers(conv: Conv, config: StemConfig) -> int:
     held = _held_registers(conv, config) if _held(conv, config) else 0
     # Where a row of the filter is no multiple of four words, lanes hold the offset of each word, and its mask.
     words = 0 if geometry.row_words % 4 == 0 or not held else geometry.steps * (2 if conv.dtype == "float32" else 4)
-    bias = 2 if conv.bias and not _bias_in_product(conv, config) else 0
+    vectors = bool(conv.bias and not _bias_in_product(conv, config)) + bool(conv.extra) + bool(conv.column_scale)
     others = 24 + (8 if conv.residual else 0) + (16 if conv.dtype == "float32" else 0)
-    return held + words + (4 + bias) * config.tiles_n + others
+    return held + words + (4 + 2 * vectors) * config.tiles_n + others
 
 
 def _geometry(conv: Conv, config: StemConfig) -> _Geometry:

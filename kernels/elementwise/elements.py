@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.tensors import PDL_ARCH, Defines, element_count, is_streamed, vector_width
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
 
@@ -42,7 +42,8 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
 
 def activation_parameters(node: FusedNode) -> tuple[float, float]:
     """Return alpha and beta of the node's activation, which are its defaults where the node has no such attribute."""
-    activation = ACTIVATIONS[node.text("activation", "none")]
+    name = node.text("activation", "none")
+    activation = ACTIVATIONS["leaky_relu" if name == PRELU else name]
     return node.number("alpha", activation.alpha), node.number("beta", activation.beta)
 
 

@@ -63,7 +63,7 @@ def _has_epilogue(gemm: Gemm) -> bool:
     rounded already (300x257x129 with bias and residual: 13 % of the elements off by more than half a unit in the last
     place; cuBLASLt 13.1 on an H200).  ReLU commutes with rounding, and a residual alone is added by the product.
     """
-    if gemm.up or gemm.column_scale:
+    if gemm.up or gemm.column_scale or gemm.extra:
         return False
     if gemm.residual and not gemm.residual_first and gemm.activation != "none":
         return False
@@ -132,9 +132,9 @@ def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     y = TensorSpec((gemm.m, gemm.n), gemm.dtype, gemm.aligned)
     product = TensorSpec(y.shape, "float32")
     read = [product] * (gemm.weight_count + slices - 1) + [y] * (1 if gemm.residual else 0)
-    node = FusedNode("epilogue", "epilogue", (), {"activation": gemm.activation}, (gemm.dtype,))
     defines: Defines = {**gemm.epilogue_defines(), "COLUMNS": gemm.n, "SLICES": slices}
-    operands = [gemm.bias, gemm.up_bias, gemm.column_scale, gemm.residual, gemm.y]
+    node = FusedNode("epilogue", "epilogue", (), {"activation": defines["ACTIVATION"]}, (gemm.dtype,))
+    operands = [gemm.bias, gemm.extra, gemm.column_scale, gemm.residual, gemm.y]
     arguments: list[Argument] = [Pointer("scratch", 0), Pointer("scratch", 1) if gemm.up else ABSENT]
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]

@@ -53,8 +53,8 @@ struct EpilogueOp {
     }
 };
 
-ELEMENT_KERNEL epilogue(const f32* product, const f32* up, const T* bias, const T* up_bias, const T* scale,
+ELEMENT_KERNEL epilogue(const f32* product, const f32* up, const T* bias, const T* extra, const T* scale,
                         const T* residual, T* y, float alpha, float beta, long long count) {
-    const Epilogue epilogue{bias, up_bias, scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
     each_element(EpilogueOp{product, up, epilogue, INDEX(count)}, INDEX(count));
 }

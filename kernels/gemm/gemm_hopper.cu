@@ -1,6 +1,6 @@
 // Matrix products by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile.
 //
-//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // Macros: those of gemm_hopper.cuh.
 #include "gemm_hopper_tiles.cuh"
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if HAS_RESIDUAL
                 const __grid_constant__ TensorMap residual,
 #endif
-                EACH_PRODUCT(const T*, bias), const T* up_bias, const T* scale, float alpha, float beta, int m,
+                EACH_PRODUCT(const T*, bias), const T* extra, const T* scale, float alpha, float beta, int m,
                 EACH_PRODUCT(int, n), int k, int group_m) {
 #if !GATED
     const TensorMap& up = w;
@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #endif
     const Weights weights{{EACH_PRODUCT(&, w)}, {EACH_PRODUCT(, n)}};
     const Results results{{EACH_PRODUCT(RESULT_REFERENCE, y)}, {EACH_PRODUCT(, bias)}};
-    run_tiles(MatrixOperands{x, weights, up}, weights, results, residual, up_bias, scale, alpha, beta, m,
+    run_tiles(MatrixOperands{x, weights, up}, weights, results, residual, extra, scale, alpha, beta, m,
               (k + TILE_K - 1) / TILE_K, group_m);
 }

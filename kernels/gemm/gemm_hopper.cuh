@@ -48,7 +48,7 @@ constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
 static_assert(K_BLOCK == 64 || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
 static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
-static_assert(PRODUCTS == 1 || !(GATED || HAS_UP_BIAS || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
+static_assert(PRODUCTS == 1 || !(GATED || HAS_EXTRA || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
 
 // The mbarriers: `full` of a stage is complete when TMA has filled it, `empty` when the consumers have read it.
 struct Barriers {

@@ -1,6 +1,6 @@
 // Matrix products by wgmma and TMA on Hopper (sm_90a) for few tiles and long k: blocks of a cluster share a tile.
 //
-//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
 #include "gemm_hopper_split.cuh"
@@ -11,12 +11,12 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if GATED
                       const __grid_constant__ TensorMap up,
 #endif
-                      T* y, const T* residual, const T* bias, const T* up_bias, const T* scale, float alpha,
+                      T* y, const T* residual, const T* bias, const T* extra, const T* scale, float alpha,
                       float beta, int m, int n, int k, int group_m) {
 #if !GATED
     const TensorMap& up = w;
 #endif
     const Weights weights{{&w}, {n}};
-    run_split(MatrixOperands{x, weights, up}, weights, {bias, up_bias, scale, residual, y, alpha, beta, m, n},
+    run_split(MatrixOperands{x, weights, up}, weights, {bias, extra, scale, residual, y, alpha, beta, m, n},
               (k + TILE_K - 1) / TILE_K, group_m);
 }

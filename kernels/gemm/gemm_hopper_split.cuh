@@ -49,7 +49,7 @@ struct Exchange {
 };
 
 struct SplitOutput {
-    const T *bias, *up_bias, *scale, *residual;
+    const T *bias, *extra, *scale, *residual;
     T* y;
     float alpha, beta;
     int m, n;
@@ -58,7 +58,7 @@ struct SplitOutput {
 // A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
 struct Fragment {
     int row, column;
-    u32 bias, up_bias, scale, residual[2];
+    u32 bias, extra, scale, residual[2];
 
     // The columns of row i that are left; 0 beyond the last row.
     __device__ __forceinline__ int left(const SplitOutput& of, int i) const {
@@ -70,7 +70,7 @@ struct Fragment {
 
     __device__ __forceinline__ void fetch(const SplitOutput& of) {
         if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
-        if constexpr (HAS_UP_BIAS) up_bias = load_pair(of.up_bias + column, of.n - column);
+        if constexpr (HAS_EXTRA) extra = load_pair(of.extra + column, of.n - column);
         if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.scale + column, of.n - column);
         if constexpr (HAS_RESIDUAL)
 #pragma unroll
@@ -80,7 +80,7 @@ struct Fragment {
     __device__ __forceinline__ void finish(const float* d, const float* up, const SplitOutput& of) const {
         ColumnValues<2> values;
         if constexpr (HAS_BIAS) widen(T(), bias, values.bias);
-        if constexpr (HAS_UP_BIAS) widen(T(), up_bias, values.up_bias);
+        if constexpr (HAS_EXTRA) widen(T(), extra, values.extra);
         if constexpr (HAS_COLUMN_SCALE) widen(T(), scale, values.scale);
         float results[4] = {};
         if constexpr (HAS_RESIDUAL)

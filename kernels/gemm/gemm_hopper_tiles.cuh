@@ -32,7 +32,7 @@ constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
 constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // of a consumer's rows of a tile
 static_assert(!STORE_BY_THREADS || SUBTILE_N == 64);
-constexpr int VECTORS = HAS_BIAS + HAS_UP_BIAS + HAS_COLUMN_SCALE;
+constexpr int VECTORS = HAS_BIAS + HAS_EXTRA + HAS_COLUMN_SCALE;
 
 constexpr int SUBTILE_BYTES = 64 * SUBTILE_ROW_BYTES;
 constexpr int SUBTILES_AT = STAGES * STAGE_BYTES;
@@ -43,10 +43,10 @@ constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
 struct Vectors {
     u32 words[VECTORS > 0 ? VECTORS : 1];
 
-    __device__ __forceinline__ void fetch(const T* bias, const T* up_bias, const T* scale, int column, int n) {
+    __device__ __forceinline__ void fetch(const T* bias, const T* extra, const T* scale, int column, int n) {
         int i = 0;
         if constexpr (HAS_BIAS) words[i++] = !OPTIONAL_BIAS || bias ? load_pair(bias + column, n - column) : 0;
-        if constexpr (HAS_UP_BIAS) words[i++] = load_pair(up_bias + column, n - column);
+        if constexpr (HAS_EXTRA) words[i++] = load_pair(extra + column, n - column);
         if constexpr (HAS_COLUMN_SCALE) words[i++] = load_pair(scale + column, n - column);
     }
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
 #pragma unroll
     for (int i = 0; i < SUBTILE_N / 8; ++i) {
         if constexpr (HAS_BIAS) copy_pair(at[4 * i], values[i].bias);
-        if constexpr (HAS_UP_BIAS) copy_pair(at[HAS_BIAS * TILE_N / 2 + 4 * i], values[i].up_bias);
-        if constexpr (HAS_COLUMN_SCALE) copy_pair(at[(HAS_BIAS + HAS_UP_BIAS) * TILE_N / 2 + 4 * i], values[i].scale);
+        if constexpr (HAS_EXTRA) copy_pair(at[HAS_BIAS * TILE_N / 2 + 4 * i], values[i].extra);
+        if constexpr (HAS_COLUMN_SCALE) copy_pair(at[(HAS_BIAS + HAS_EXTRA) * TILE_N / 2 + 4 * i], values[i].scale);
     }
 }
 
@@ -193,7 +193,7 @@ struct Output {
 
 __device__ __forceinline__ void consume(const Results& results, const TensorMap& residual, char* memory,
                                         Barriers barriers, const Tiles& tiles, const Weights& weights,
-                                        const T* up_bias, const T* scale, float alpha, float beta, int m, int blocks) {
+                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume(const Results& results, const TensorMap&
         }
         Vectors fetched;
         if (VECTORS > 0 && thread < TILE_N / 2)
-            fetched.fetch(pick(results.bias, product), up_bias, scale, origin.y + 2 * thread, pick(weights.n, product));
+            fetched.fetch(pick(results.bias, product), extra, scale, origin.y + 2 * thread, pick(weights.n, product));
         float d[ATOMS][COLUMNS / 2];
         multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
         if (PINGPONG) ring.skip(steps);
@@ -237,7 +237,7 @@ __device__ __forceinline__ void consume(const Results& results, const TensorMap&
 // The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
-                                          const TensorMap& residual, const T* up_bias, const T* scale, float alpha,
+                                          const TensorMap& residual, const T* extra, const T* scale, float alpha,
                                           float beta, int m, int blocks, int group_m) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(results, residual, memory, barriers, tiles, weights, up_bias, scale, alpha, beta, m, blocks);
+        consume(results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks);
     }
 }
 

@@ -1,6 +1,6 @@
 // Matrix products by mma.sync, for every size and alignment, from sm_80 on: fp16, bf16, and fp32 rounded to TF32.
 //
-//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // The tiles, their stages in shared memory and the main loop are those of gemm_mma.cuh. What lies outside a matrix
 // becomes zero.
@@ -56,7 +56,7 @@ struct Operands {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, const T* column_scale,
+gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
          const T* residual, T* y, float alpha, float beta, int m) {
     extern __shared__ __align__(128) char memory[];
     const int tile = blockIdx.x, tiles_m = (m + TILE_M - 1) / TILE_M, side = GROUP_M * TILES_N;
@@ -77,7 +77,7 @@ gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, c
     float* staged = reinterpret_cast<float*>(memory);
     sums.store(staged);
     __syncthreads();
-    const Epilogue epilogue{bias, up_bias, column_scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, column_scale, residual, y, alpha, beta};
     constexpr int VECTORS = TILE_N / WIDTH;
     const int last = min(m - row, TILE_M) * VECTORS;
 #pragma unroll 4

@@ -1,6 +1,6 @@
 // Matrix products of up to eight rows of x as dot products in fp32, for every dtype and architecture.
 //
-//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // The time is that of reading the weights once, so they go from memory to registers in accesses of 16 bytes, many in
 // flight, and shared memory holds sums only. A block computes ROWS rows and TILE columns of y; WARPS_N warps divide the
@@ -223,7 +223,7 @@ __device__ __forceinline__ void add_warps(float* partial) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* up_bias, const T* column_scale,
+gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
            const T* residual, T* y, float alpha, float beta, int m) {
     __shared__ __align__(16) float partial[WARPS_K][WEIGHTS][ROWS][TILE];
     const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N, warp_k = threadIdx.x / 32 / WARPS_N;
@@ -254,7 +254,7 @@ gemm_small(const T* x, const T* w, const T* up, const T* bias, const T* up_bias,
         add_warps(&partial[0][0][0][0]);
     }
     __syncthreads();
-    const Epilogue epilogue{bias, up_bias, column_scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, column_scale, residual, y, alpha, beta};
     constexpr int VECTORS = TILE / WIDTH;
     const int last = min(m - row, ROWS) * VECTORS;
     for (int at = threadIdx.x; at < last; at += THREADS) {

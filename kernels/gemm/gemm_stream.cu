@@ -1,6 +1,6 @@
 // Matrix products of few rows of x in fp16 or bf16, whose weights stream in by TMA, from sm_90 on.
 //
-//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual
+//   y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual
 //
 // The time is that of reading the weights once, so the kernel keeps nearly all bytes that a multiprocessor can have in
 // flight in flight, and no warp waits for another before its sums are complete:

@@ -135,7 +135,7 @@ def stores_by_threads(gemm: Gemm) -> bool:
 def column_vectors(gemm: Gemm) -> int:
     """Return the number of column vectors that the epilogue reads."""
     has_bias = any(each.bias is not None for each in gemm.products)
-    return has_bias + (gemm.up_bias is not None) + (gemm.column_scale is not None)
+    return has_bias + (gemm.extra is not None) + (gemm.column_scale is not None)
 
 
 def tile_columns(gemm: Gemm, config: HopperConfig) -> int:
@@ -219,7 +219,7 @@ def arguments(gemm: Gemm, config: HopperConfig) -> tuple[Argument, ...]:
         results.append(gemm.residual or ABSENT)
     elif gemm.residual:
         results.append(result_map(gemm, config, gemm.residual, n))
-    vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.up_bias or ABSENT, gemm.column_scale or ABSENT]
+    vectors = [*(each.bias or ABSENT for each in gemm.products), gemm.extra or ABSENT, gemm.column_scale or ABSENT]
     scalars = [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     integers = (gemm.m, *(each.n for each in gemm.products), k, group_m(gemm, config))
     return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))

@@ -165,6 +165,6 @@ def row_bytes(gemm: Gemm, row: int, widest: int) -> int:
 
 def arguments(gemm: Gemm) -> tuple[Argument, ...]:
     """Return the arguments of gemm_mma.cu and gemm_small.cu."""
-    pointers = (gemm.x, gemm.w, gemm.up, gemm.bias, gemm.up_bias, gemm.column_scale, gemm.residual, gemm.y)
+    pointers = (gemm.x, gemm.w, gemm.up, gemm.bias, gemm.extra, gemm.column_scale, gemm.residual, gemm.y)
     scalars = (Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32"), Scalar(gemm.m, "int32"))
     return (*(pointer or ABSENT for pointer in pointers), *scalars)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.elementwise.elements import activation_parameters
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
@@ -32,7 +32,7 @@ def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) ->
     return (
         unsupported_dtype(node, input_dtypes)
         or unsupported_choice(node, "weight_layout", WEIGHT_LAYOUTS, "kn")
-        or unsupported_choice(node, "activation", tuple(ACTIVATIONS), "none")
+        or unsupported_choice(node, "activation", (*ACTIVATIONS, PRELU), "none")
         or _mixed_dtypes(node, input_dtypes)
         or _bf16_without_matrix_units(node, input_dtypes[0], device)
     )
@@ -97,11 +97,14 @@ def gemm_of(
         bias=_optional_pointer(node, inputs, f"bias{suffix}", n),
         up=_required_pointer(node, "up") if node.input_index("up") is not None else None,
         up_bias=_optional_pointer(node, inputs, "up_bias", n),
+        slope=_optional_pointer(node, inputs, "slope", n),
         column_scale=_optional_pointer(node, inputs, "column_scale", n),
         residual=_optional_pointer(node, inputs, "residual", y.shape),
         activation=node.text("activation", "none"), alpha=alpha, beta=beta,
         tf32=device.tf32, weights_constant=_are_constant(node, inputs, f"w{suffix}", "up"),
     )  # fmt: skip
+    if (gemm.activation == PRELU) != (gemm.slope is not None):
+        raise ValueError(f"{_name(node)}: activation is {gemm.activation}; required a slope for prelu alone")
     return gemm, y
 
 

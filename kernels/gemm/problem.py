@@ -12,7 +12,7 @@ from onnxfuse.runtime.plan import Pointer
 
 @dataclass(frozen=True)
 class Gemm:
-    """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + residual, computed in fp32, rounded once.
+    """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual, rounded once from fp32.
 
     All matrices are row-major, contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
     or n x k if `transposed`.  An operand that is None is absent.
@@ -30,7 +30,9 @@ class Gemm:
     bias: Pointer | None = None  # n elements
     up: Pointer | None = None  # the second weight of a gated product
     up_bias: Pointer | None = None  # n elements
+    slope: Pointer | None = None  # n elements: those of a PRelu, which is the activation
     column_scale: Pointer | None = None  # n elements
+    column_shift: Pointer | None = None  # n elements
     residual: Pointer | None = None
     residual_first: bool = False  # it is added before the activation; not of a gated product
     activation: str = "none"  # a name of onnxfuse.activations.ACTIVATIONS
@@ -44,6 +46,11 @@ class Gemm:
     def products(self) -> tuple[Gemm, ...]:
         """The products of one launch."""
         return (self, *self.grouped)
+
+    @property
+    def extra(self) -> Pointer | None:
+        """The column vector of which an epilogue has at most one: up_bias, slope or column_shift."""
+        return self.up_bias or self.slope or self.column_shift
 
     @property
     def weight_count(self) -> int:
@@ -63,7 +70,9 @@ class Gemm:
             gated=self.up is not None,
             bias=any(each.bias is not None for each in self.products),
             up_bias=self.up_bias is not None,
+            slope=self.slope is not None,
             column_scale=self.column_scale is not None,
+            column_shift=self.column_shift is not None,
             residual=self.residual is not None,
             residual_first=self.residual_first,
             optional_bias=bool(self.grouped),

@@ -169,7 +169,7 @@ def _arguments(gemms: Sequence[Gemm], config: StreamConfig) -> tuple[Argument, .
         if gemm.transposed:
             sizes, box = (gemm.k, gemm.n), (TILE_K, config.tile_n)
         maps += [_tensor_map(gemm, weight, sizes, box) for weight in (gemm.w, gemm.up) if weight]
-    biases = [first.bias, first.up_bias] if first.up else [gemm.bias for gemm in gemms]
+    biases = [gemm.bias for gemm in gemms] if first.grouped else [first.bias, first.extra]
     pointers = [*_three(biases), first.column_scale, first.residual, *_three([gemm.y for gemm in gemms])]
     scalars = (Scalar(first.alpha, "float32"), Scalar(first.beta, "float32"), Scalar(first.m, "int32"))
     return (*maps, *(pointer or ABSENT for pointer in pointers), *scalars)

@@ -10,11 +10,14 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
+from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
+from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.split_packed_gate import split_packed_gate
+from onnxfuse.passes.spread_affine import spread_affine
 from onnxfuse.passes.unbroadcast_masks import unbroadcast_masks
 
 # A pass changes a sorted graph in place, and records the types of the tensors that it adds.  It returns what it
@@ -24,12 +27,15 @@ Pass: TypeAlias = Callable[[Graph, ShapeInfo], list[Folded] | int]
 # The passes in the order in which a round applies them.  Rounds follow each other until none of them changes anything.
 PIPELINE: tuple[Pass, ...] = (
     fold_constants,  # first, because the other passes ask which inputs are constant
+    fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     settle_backward_slices,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
     fold_batch_norm,
+    spread_affine,  # of what could not be folded
     split_packed_gate,  # last, because scales and biases of a packed product are folded by then
 )
 WEIGHT_PASSES: frozenset[Pass] = frozenset({fold_batch_norm, split_packed_gate})  # they give weights new values

@@ -44,7 +44,7 @@ class Engine:
 
     words: tuple[int, ...]  # Convolution.engine
     workspace_bytes: int
-    compiles: bool  # reading a plan with it compiles a kernel, which takes one to three seconds; that may fail yet
+    compiles: bool  # reading a plan with it compiles a kernel, which takes up to some seconds; that may fail yet
 
 
 class ReadyPlan:

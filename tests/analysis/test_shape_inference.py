@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+from exported_models import load_exported, read_index
 from onnx import TensorProto
 
 from onnxfuse.analysis.dim_parser import parse_size
@@ -23,9 +22,7 @@ from onnxfuse.ir.node import Tensor
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.passes import PIPELINE
 
-EXPORTED = Path(__file__).parents[2] / "models" / "exported"
-INDEX = json.loads((EXPORTED / "index.json").read_text())["models"] if (EXPORTED / "index.json").exists() else {}
-MODELS = sorted(name for name in INDEX if (EXPORTED / name).exists())
+INDEX = read_index()
 
 
 def inferred(model: onnx.ModelProto) -> tuple[Graph, ShapeInfo]:
@@ -85,10 +82,9 @@ def check(shapes: ShapeInfo, tensor: Tensor, real: np.ndarray, sizes: dict[str, 
         assert found == real.reshape(-1).tolist(), f"{tensor.name}: {value}"
 
 
-@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
-@pytest.mark.parametrize("name", MODELS or ["none"])
+@pytest.mark.parametrize("name", sorted(INDEX))
 def test_exported_model_runs_as_inferred(name: str) -> None:
-    model = onnx.load(EXPORTED / name)
+    model = load_exported(name)
     graph, shapes = inferred(model)
     names = [tensor.name for tensor in computed(graph)]
     for seed, sizes in enumerate(INDEX[name]["verified_sizes"]):
@@ -99,11 +95,10 @@ def test_exported_model_runs_as_inferred(name: str) -> None:
             check(shapes, tensor, real[tensor.name], bound)
 
 
-@pytest.mark.skipif(not MODELS, reason="models/exported is empty: run models/export.py")
-@pytest.mark.parametrize("name", MODELS or ["none"])
+@pytest.mark.parametrize("name", sorted(INDEX))
 def test_exported_model_keeps_no_unknown_tensor(name: str) -> None:
     """Every dimension is a number or follows from the sizes of the graph inputs."""
-    graph, shapes = inferred(onnx.load(EXPORTED / name))
+    graph, shapes = inferred(load_exported(name))
     given = {name for tensor in graph.linked.inputs for size in shapes.shape(tensor) or () for name in symbols(size)}
     for tensor in computed(graph):
         shape = shapes.shape(tensor)

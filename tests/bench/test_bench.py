@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import onnx
 import onnx.numpy_helper
 import pytest
 from click.testing import CliRunner, Result
-from conftest import EXPORTED
+from exported_models import unpack
 
 from onnxfuse import optimize
 from onnxfuse.bench.bench import Bench, Contender, bench, with_speed_ups
@@ -26,7 +26,6 @@ from onnxfuse.cli import main
 from onnxfuse.tuning import memory_rate, timing
 from onnxfuse.tuning.timing import RunTimes
 
-BERT, RESNET = EXPORTED / "bert_sdpa_dynamo_fp16.onnx", EXPORTED / "resnet50_dynamo_fp32.onnx"
 DONE, FAILED, USAGE = 0, 1, 2
 TIMES = {"median_ms", "q1_ms", "q3_ms", "min_ms", "runs"}
 
@@ -49,24 +48,34 @@ def wrong(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.fixture(scope="session")
+def bert(exported: Callable[[str], Path]) -> Path:
+    return exported("bert_sdpa_dynamo_fp16.onnx")
+
+
+@pytest.fixture(scope="session")
+def resnet(exported: Callable[[str], Path]) -> Path:
+    return exported("resnet50_dynamo_fp32.onnx")
+
+
 # --- onnxfuse bench --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Result, dict[str, Any], str]]:
+def measured(tmp_path_factory: pytest.TempPathFactory, bert: Path) -> Iterator[tuple[Result, dict[str, Any], str]]:
     """Time BERT beside a wrong model; yield what is printed, the JSON and the page."""
     folder = tmp_path_factory.mktemp("bench")
-    other, chart, numbers = wrong(BERT, folder / "wrong.onnx"), folder / "out.html", folder / "out.json"
+    other, chart, numbers = wrong(bert, folder / "wrong.onnx"), folder / "out.html", folder / "out.json"
     files = "--json", numbers, "--chart", chart
-    result = run(BERT, "--shape", "input_ids:3x16", "--against", other, "--runs", "5", *files)
+    result = run(bert, "--shape", "input_ids:3x16", "--against", other, "--runs", "5", *files)
     yield result, json.loads(numbers.read_text(encoding="utf-8")), chart.read_text(encoding="utf-8")
 
 
-def test_the_json_says_what_was_measured_and_where(measured: tuple[Result, dict[str, Any], str]) -> None:
+def test_the_json_says_what_was_measured_and_where(measured: tuple[Result, dict[str, Any], str], bert: Path) -> None:
     _, result, _ = measured
     assert set(result) == {"schema", "date", "model", "provider", "device", "versions", "inputs", "fused", "models",
                            "ops", "ops_error", "copy_bytes_per_second"}  # fmt: skip
-    assert (result["schema"], result["provider"], result["model"]) == (1, "cpu", str(BERT))
+    assert (result["schema"], result["provider"], result["model"]) == (1, "cpu", str(bert))
     assert result["inputs"] == {"input_ids": "3x16 int64", "attention_mask": "3x16 int64"}
     assert result["fused"]["layer_norm"] == 4
     assert {"python", "onnxfuse", "numpy"} <= set(result["versions"])
@@ -130,18 +139,18 @@ def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) 
     assert "wrong result" in "".join(root.itertext())
 
 
-def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path) -> None:
-    onnx.save(optimize(RESNET, verify=False)[0], tmp_path / "fused.onnx")
+def test_a_fused_model_is_compared_with_its_own_bodies(tmp_path: Path, resnet: Path) -> None:
+    onnx.save(optimize(resnet, verify=False)[0], tmp_path / "fused.onnx")
     result = bench(tmp_path / "fused.onnx", shapes=["2x3x32x32"], runs=2, ops=False)
     assert [each.name for each in result.contenders] == ["bodies", "fused"]
     assert result.counts["conv_bias_activation"] == 49
     assert result.passed
 
 
-def test_inputs_may_be_given(tmp_path: Path) -> None:
+def test_inputs_may_be_given(tmp_path: Path, bert: Path) -> None:
     given = {name: np.ones((4, 9), np.int64) for name in ("input_ids", "attention_mask")}
     np.savez(tmp_path / "x.npz", **given)
-    result = run(BERT, "--input", tmp_path / "x.npz", "--no-ops", "--runs", "2")
+    result = run(bert, "--input", tmp_path / "x.npz", "--no-ops", "--runs", "2")
     assert (result.exit_code, "input_ids 4x9 int64" in " ".join(result.stdout.split())) == (DONE, True)
 
 
@@ -159,27 +168,27 @@ def test_inputs_may_be_given(tmp_path: Path) -> None:
         (["--chart", "out.pdf"], "charts are .html or .png"),
     ],
 )
-def test_wrong_options(options: list[str], sentence: str) -> None:
-    result = run(BERT, *options)
+def test_wrong_options(options: list[str], sentence: str, bert: Path) -> None:
+    result = run(bert, *options)
     assert result.exit_code == USAGE
     assert sentence in " ".join(result.stderr.split())
     assert result.stdout == ""
 
 
-def test_a_fixed_dim_stays_as_it_is() -> None:
-    result = run(RESNET, "--shape", "pixel_values:2x3x64x64")
+def test_a_fixed_dim_stays_as_it_is(resnet: Path) -> None:
+    result = run(resnet, "--shape", "pixel_values:2x3x64x64")
     assert (result.exit_code, "the model takes batch x 3 x 32 x 32" in result.stderr) == (USAGE, True)
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, bert: Path) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    result = run(BERT, "--chart", "out.png")
+    result = run(bert, "--chart", "out.png")
     assert (result.exit_code, "needs matplotlib, which is not installed" in result.stderr) == (USAGE, True)
 
 
-def test_a_model_that_does_not_run_at_this_size_is_a_sentence() -> None:
-    result = run(BERT, "--shape", "input_ids:2x99")  # the model has 32 positions
+def test_a_model_that_does_not_run_at_this_size_is_a_sentence(bert: Path) -> None:
+    result = run(bert, "--shape", "input_ids:2x99")  # the model has 32 positions
     assert (result.exit_code, "does not run on generated inputs" in result.stderr) == (FAILED, True)
 
 
@@ -228,30 +237,30 @@ def saved(text: str, path: Path) -> Path:
     return path
 
 
-def test_a_model_with_other_inputs_did_not_run() -> None:
-    result = bench(BERT, against=[RESNET], runs=2, ops=False)
+def test_a_model_with_other_inputs_did_not_run(bert: Path, resnet: Path) -> None:
+    result = bench(bert, against=[resnet], runs=2, ops=False)
     other = result.contenders[-1]
     assert (other.agrees, other.times, other.speed_up) == (None, None, None)
     assert other.reason == "does not run: it has an input 'pixel_values', which the model does not have"
     assert not result.passed
 
 
-def test_models_of_one_file_name_are_told_apart(tmp_path: Path) -> None:
+def test_models_of_one_file_name_are_told_apart(tmp_path: Path, resnet: Path) -> None:
     paths = [tmp_path / "a" / "m.onnx", tmp_path / "b" / "m.onnx"]
     for path in paths:
         path.parent.mkdir()
-        shutil.copy(RESNET, path)
-    result = bench(RESNET, against=[*paths, paths[0]], runs=2, ops=False)
+        shutil.copy(resnet, path)
+    result = bench(resnet, against=[*paths, paths[0]], runs=2, ops=False)
     assert [each.name for each in result.contenders] == ["original", "fused", *map(str, paths)]
     assert result.passed
 
 
-def test_without_times_of_operators_the_models_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_times_of_operators_the_models_are_shown(monkeypatch: pytest.MonkeyPatch, bert: Path) -> None:
     def fail(*_: object, **more: object) -> None:
         raise MemoryError("no memory")
 
     monkeypatch.setattr("onnxfuse.bench.bench.op_times", fail)
-    result = run(BERT, "--runs", "2")
+    result = run(bert, "--runs", "2")
     assert (result.exit_code, "Operators were not timed alone: no memory" in result.stdout) == (DONE, True)
 
 
@@ -306,7 +315,7 @@ def test_peers_are_measured_or_recorded_as_missing(
     models: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "onnx").mkdir()
-    shutil.copy(EXPORTED / "vit_sdpa_dynamo_fp16.onnx", tmp_path / "onnx" / "vit.onnx")
+    unpack("vit_sdpa_dynamo_fp16.onnx", tmp_path / "onnx").rename(tmp_path / "onnx" / "vit.onnx")
     missing = [name for name in ("torch", "onnxscript") if importlib.util.find_spec(name) is None]
     peers = "ort,onnxfuse,onnxfuse-bodies" + ",torch-eager" * ("torch" in missing)
     peers += ",onnxscript" * ("onnxscript" in missing)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EXPORTED
+from exported_models import unpack
 from test_bench import DONE, TIMES, run
 
 from onnxfuse.runtime import cupy_backend
@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(bool(cupy_backend.unavailable()), reason="needs CuPy and a GPU"),
 ]
-BERT = EXPORTED / "bert_sdpa_dynamo_fp16.onnx"
 SHAPE = ("--shape", "input_ids:2x24", "--provider", "cuda")
 
 
@@ -27,7 +26,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(tmp_path: Path, tune: str) -> dict[str, Any]:
     numbers, chart = tmp_path / "out.json", tmp_path / "out.html"
-    done = run(BERT, *SHAPE, "--runs", "5", "--tune", tune, "--json", numbers, "--chart", chart)
+    bert = unpack("bert_sdpa_dynamo_fp16.onnx", tmp_path)
+    done = run(bert, *SHAPE, "--runs", "5", "--tune", tune, "--json", numbers, "--chart", chart)
     assert done.exit_code == DONE, done.output
     assert "<svg" in chart.read_text(encoding="utf-8")
     result: dict[str, Any] = json.loads(numbers.read_text(encoding="utf-8"))

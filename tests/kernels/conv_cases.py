@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 from kernel_references import PARAMETERS
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.runtime.plan import Pointer
 
@@ -83,14 +83,14 @@ class ConvCase:
         shapes = {
             "x": (self.n, self.c, *self.sizes) if self.x_nchw else (self.n, *self.sizes, self.c),
             "w": (*self.kernel, width, self.m) if self.w_hwio else (self.m, *self.kernel, width),
-            "bias": (self.m,),
+            **dict.fromkeys(("bias", "slope", "column_scale", "column_shift"), (self.m,)),
             "residual": (self.n, *self.y_sizes, self.m),
         }
+        factors = {"x": self.scale, "w": 1 / math.sqrt(taps * width), "slope": 0.25, "column_scale": 0.5}
         made = {}
         for i, name in enumerate(("x", "w", *self.extra)):
             values = np.random.default_rng(i).standard_normal(shapes[name], dtype=np.float32)
-            factor = {"x": self.scale, "w": 1 / math.sqrt(taps * width)}.get(name, 1.0)
-            made[name] = (values * factor).astype(NUMPY[self.dtype])
+            made[name] = (values * factors.get(name, 1.0)).astype(NUMPY[self.dtype])
         return made
 
     def problem(self) -> Conv:
@@ -113,11 +113,14 @@ class ConvCase:
         y, magnitude = self._convolve(x, w), self._convolve(np.abs(x), np.abs(w))
         y = y + wide.get("bias", 0.0)
         residual = wide.get("residual", 0.0)
-        formula = ACTIVATIONS[self.activation].formula
-        parameters = PARAMETERS.get(self.activation, (0.0, 0.0))
-        if self.residual_first:
-            return formula(y + residual, *parameters), magnitude
-        return formula(y, *parameters) + residual, magnitude
+        y = self._activate(y + residual if self.residual_first else y, wide)
+        y = y * wide.get("column_scale", 1.0) + wide.get("column_shift", 0.0)
+        return y if self.residual_first else y + residual, magnitude
+
+    def _activate(self, y: np.ndarray, wide: Mapping[str, np.ndarray]) -> np.ndarray:
+        if self.activation == PRELU:
+            return np.where(y < 0, wide["slope"] * y, y)
+        return ACTIVATIONS[self.activation].formula(y, *PARAMETERS.get(self.activation, (0.0, 0.0)))
 
     def _convolve(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
         strides, pads, dilations = self._geometry()
@@ -230,6 +233,35 @@ GROUPED: Final = [
     ConvCase(1, 32, 32, (9, 10), (3, 3), (1, 1), (1, 1, 1, 1), group=4, dtype="float32", tf32=True),
     ConvCase(2, 32, 32, (40,), (9,), (1,), (4, 4), group=2),
 ]
+
+
+def with_vectors(*cases: ConvCase) -> list[ConvCase]:
+    """Return each case with the slopes of a PRelu, and with a scale and a shift of channels behind an activation."""
+    slope, affine = ("bias", "slope", "residual"), ("column_scale", "column_shift", "residual")
+    return [
+        made
+        for case in cases
+        for made in (
+            replace(case, extra=slope, activation=PRELU),
+            replace(case, extra=slope[1:], activation=PRELU, residual_first=False),
+            replace(case, extra=affine, activation="hard_swish", residual_first=False),
+            replace(case, extra=("bias", *affine), residual_first=True),
+        )
+    ]
+
+
+WITH_VECTORS: Final = {
+    "depthwise": with_vectors(DEPTHWISE[0], DEPTHWISE[2]),
+    "depthwise_mma": with_vectors(DEPTHWISE_MMA[0]),
+    "depthwise_sliding": with_vectors(DEPTHWISE_SLIDING[1], DEPTHWISE_SLIDING[3]),
+    "grouped": with_vectors(GROUPED[1], GROUPED[6]),
+    "stem": with_vectors(STEMS[1], STEMS[6]),
+}
+WITH_VECTORS_OF_ANY: Final = with_vectors(
+    ConvCase(2, 16, 72, (9, 7), (3, 3), (), (1, 1, 1, 1)),
+    ConvCase(1, 5, 33, (9, 7), (3, 3), (), (1, 1, 1, 1), dtype="bfloat16"),
+    ConvCase(1, 24, 20, (12,), (3,), (2,), (1, 0), dtype="float32", tf32=True),
+)
 
 
 NOT_FINITE: Final = [

@@ -23,7 +23,10 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 # Values of alpha and beta that tests give to those activations that have parameters.
-PARAMETERS = {"clip": (-0.5, 0.75), "leaky_relu": (0.1, 0.0), "elu": (1.3, 0.0), "hard_sigmoid": (0.2, 0.5)}
+PARAMETERS = {
+    "clip": (-0.5, 0.75), "leaky_relu": (0.1, 0.0), "elu": (1.3, 0.0), "hard_sigmoid": (0.2, 0.5),
+    "scaled_hard_swish": (0.25, 0.4),
+}  # fmt: skip
 
 
 def with_parameters(activation: str) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def test_fused_models(name: str, graph: bool) -> None:
         pytest.skip("needs onnxruntime-gpu")
     models = importlib.import_module("test_models_gpu")
     ort.preload_dlls()
-    entry, original = models.INDEX[f"{name}.onnx"], models.onnx.load(models.FOLDER / f"{name}.onnx")
+    entry, original = models.INDEX[f"{name}.onnx"], models.load_exported(f"{name}.onnx")
     fused, _ = models.onnxfuse.optimize(original, verify=False)
     chosen = [(models.CUDA, {"use_tf32": "0", "enable_cuda_graph": str(int(graph))})]
     session = models.InferenceSession(fused.SerializeToString(), providers=chosen, tune="never")

@@ -153,7 +153,7 @@ def test_a_cache_in_one_buffer_grows_step_by_step(name: str) -> None:
         pytest.skip("needs onnxruntime-gpu")
     models = importlib.import_module("test_models_gpu")
     ort.preload_dlls()
-    entry, original = models.INDEX[f"{name}.onnx"], models.onnx.load(models.FOLDER / f"{name}.onnx")
+    entry, original = models.INDEX[f"{name}.onnx"], models.load_exported(f"{name}.onnx")
     fused, _ = models.onnxfuse.optimize(original, verify=False)
     chosen = [(models.CUDA, {"use_tf32": "0"})]
     session = models.InferenceSession(fused.SerializeToString(), providers=chosen, tune="never")

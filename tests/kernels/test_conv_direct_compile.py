@@ -15,6 +15,7 @@ from conv_cases import (
     DEPTHWISE_SLIDING,
     GROUPED,
     STEMS,
+    WITH_VECTORS,
     ConvCase,
     depthwise,
     image,
@@ -59,7 +60,7 @@ def ways(device: Device) -> Iterator[Implementation]:
             other = dataclasses.replace(cases[0], dtype=dtype, tf32=True, extra=("bias", "residual"))
             yield from HOSTS[kind].implementations(other.problem(), device)[:1]
     for kind, cases in SMALL.items():
-        for case in cases:
+        for case in (*cases, *WITH_VECTORS[kind]):
             yield from HOSTS[kind].implementations(case.problem(), device)[:1]
 
 

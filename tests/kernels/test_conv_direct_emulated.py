@@ -15,13 +15,30 @@ from typing import Any
 import numpy as np
 import pytest
 from architectures import H200
-from conv_cases import DEPTHWISE, DEPTHWISE_MMA, DEPTHWISE_SLIDING, GROUPED, NOT_FINITE, STEMS, ConvCase, not_finite
+from conv_cases import (
+    DEPTHWISE,
+    DEPTHWISE_MMA,
+    DEPTHWISE_SLIDING,
+    GROUPED,
+    NOT_FINITE,
+    STEMS,
+    WITH_VECTORS,
+    ConvCase,
+    not_finite,
+)
 from conv_emulation import run_emulated
 from sampling import by_parts, sampled
 
 from onnxfuse.kernels.conv import depthwise, depthwise_mma, depthwise_sliding, grouped, stem
 from onnxfuse.runtime.plan import Device
 
+HOSTS = {
+    "depthwise": depthwise,
+    "depthwise_mma": depthwise_mma,
+    "depthwise_sliding": depthwise_sliding,
+    "grouped": grouped,
+    "stem": stem,
+}
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 ONE_MULTIPROCESSOR = dataclasses.replace(H200, multiprocessors=1)
@@ -111,3 +128,14 @@ def test_stem(case: ConvCase, tmp_path: Path) -> None:
 def test_grouped(case: ConvCase, tmp_path: Path) -> None:
     found = grouped.configs(case.problem())
     check_all(case, grouped, found[:: max(1, len(found) - 1)], ONE_MULTIPROCESSOR, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), sampled([(kind, case) for kind, cases in WITH_VECTORS.items() for case in cases], EVERY), ids=str
+)
+def test_vectors_of_the_epilogue(kind: str, case: ConvCase, tmp_path: Path) -> None:
+    """The slopes of a PRelu, and what scales and shifts channels behind an activation."""
+    host = HOSTS[kind]
+    arrays = case.arrays()
+    way = host.implementations(case.problem(), dataclasses.replace(H200, multiprocessors=1))[0]
+    check(case, arrays, run_emulated(case, way, arrays, tmp_path))

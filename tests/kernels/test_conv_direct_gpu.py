@@ -16,6 +16,7 @@ from conv_cases import (
     GROUPED,
     NOT_FINITE,
     STEMS,
+    WITH_VECTORS,
     ConvCase,
     depthwise,
     image,
@@ -89,7 +90,12 @@ CASES = [
     (kind, case)
     for kind in HOSTS
     for case in dict.fromkeys(
-        [*(each for small in SMALL[kind] for each in variants(small)), *ODD[kind], *LARGE_SHAPES[kind]]
+        [
+            *(each for small in SMALL[kind] for each in variants(small)),
+            *WITH_VECTORS[kind],
+            *ODD[kind],
+            *LARGE_SHAPES[kind],
+        ]
     )
 ]
 

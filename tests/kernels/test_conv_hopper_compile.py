@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 from architectures import A100, H200
-from conv_cases import BOTH, ConvCase
+from conv_cases import BOTH, ConvCase, with_vectors
 from sampling import by_parts
 
 from onnxfuse.kernels.conv import hopper
@@ -17,6 +17,7 @@ CASES = (
     ConvCase(32, 64, 64, (56, 56), (3, 3), (), SAME, extra=BOTH),
     ConvCase(8, 24, 160, (80, 80), (3, 3), (2, 2), SAME, dtype="bfloat16", activation="silu"),
     ConvCase(1, 256, 256, (14, 14), (3, 3), (), SAME, extra=BOTH, residual_first=False),
+    *with_vectors(ConvCase(8, 128, 128, (28, 28), (3, 3), (), SAME)),
 )
 
 

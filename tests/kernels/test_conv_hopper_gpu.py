@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conv_cases import BOTH, NUMPY, ConvCase
+from conv_cases import BOTH, NUMPY, ConvCase, with_vectors
 from kernel_runs import RELATIVE, compile_all, launch, result, upload
 from test_gemm_gpu import ACTIVATION_16
 
@@ -41,6 +41,8 @@ def cases() -> Iterator[ConvCase]:
     yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, scale=300.0)
     yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, extra=())
     yield ConvCase(2, 64, 64, (6, 5), (3, 3), (), (4, 5, 3, 4))  # pixels that read padding alone
+    yield from with_vectors(ConvCase(2, 64, 72, (12, 9), (3, 3), (), same))
+    yield from with_vectors(ConvCase(2, 512, 64, (7, 7), (3, 3), (), same, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
@@ -57,7 +59,7 @@ def test_every_config_matches_float64(case: ConvCase) -> None:
     expected, magnitude = case.expect(arrays)
     reference = np.clip(expected, -LARGEST, LARGEST) if case.dtype == "float16" else expected
     allowed = 1.02 * RELATIVE[case.dtype] * np.abs(reference) + 1e-6 * (magnitude + 1)
-    if case.activation != "relu":
+    if case.activation not in ("relu", "prelu"):
         allowed += ACTIVATION_16 * np.abs(expected - arrays["residual"].astype(np.float64))
     read = [upload(value) for value in arrays.values()]
     wrong = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200, T4
-from conv_cases import NUMPY, ConvCase
+from conv_cases import NUMPY, WITH_VECTORS_OF_ANY, ConvCase
 from sampling import sampled
 
 from onnxfuse.kernels.conv import mma
@@ -110,6 +110,12 @@ def runs() -> Iterator[Run]:
     yield Run(ConvCase(1, 8, 9, (7, 7), (3, 3), w_hwio=True, dtype="bfloat16"), replace(ONE_WARP, stages=2), device=T4)
 
 
+def epilogues() -> Iterator[Run]:
+    """Yield the vectors of channels that an epilogue may read, with one launch and with slices of k."""
+    for i, case in enumerate(WITH_VECTORS_OF_ANY):
+        yield Run(case, SMALL, 1 + 2 * (i % 3 == 1))
+
+
 def text_of(kernel: Kernel) -> str:
     """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
     parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
@@ -161,7 +167,7 @@ def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_o
     loaded.run(addresses, step.grid[0], step.grid[2], step.block[0], step.shared)
 
 
-@pytest.mark.parametrize(("index", "run"), sampled(enumerate(runs()), EVERY), ids=str)
+@pytest.mark.parametrize(("index", "run"), [*sampled(enumerate(runs()), EVERY), *enumerate(epilogues())], ids=str)
 def test_matches_float64(index: int, run: Run, tmp_path: Path) -> None:
     at_once = index % 2 == 1  # copies happen as early or as late as they may
     case, config = run.case, ConvConfig(run.tile, run.slices)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conv_cases import NUMPY, ConvCase
+from conv_cases import NUMPY, WITH_VECTORS_OF_ANY, ConvCase, with_vectors
 from kernel_runs import RELATIVE, compile_all, compile_native, launch, result, upload
 
 from onnxfuse.activations import ACTIVATIONS
-from onnxfuse.kernels.conv import mma
+from onnxfuse.kernels.conv import matrix, mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.cupy_backend import gpu
@@ -75,6 +75,8 @@ def epilogues() -> Iterator[ConvCase]:
                            activation="silu")  # fmt: skip
     for activation in sorted(set(ACTIVATIONS) - {"relu"}):
         yield ConvCase(2, 32, 64, (9, 9), (3, 3), (), SAME, activation=activation)
+    yield from WITH_VECTORS_OF_ANY
+    yield from with_vectors(ConvCase(1, 128, 40, (7, 7), (3, 3), (), SAME), ConvCase(3, 64, 64, (9, 9), (1, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,16 @@ def test_shapes(device: Device, case: ConvCase) -> None:
 @pytest.mark.parametrize("case", list(kinds()), ids=str)
 def test_kinds(device: Device, case: ConvCase) -> None:
     check_all(case, device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    with_vectors(*(ConvCase(3, 64, m, (9, 9), (1, 1), dtype=dtype) for m in (72, 33) for dtype in NUMPY)),
+    ids=str,
+)
+def test_pointwise_ones_by_the_kernels_of_products(device: Device, case: ConvCase) -> None:
+    ways = matrix.implementations(case.problem(), device)
+    check(case, ways, mma.is_exact(case.problem(), device))
 
 
 @pytest.mark.parametrize("case", list(epilogues()), ids=str)

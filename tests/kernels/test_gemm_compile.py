@@ -173,6 +173,7 @@ def test_an_empty_batch_is_no_launch(shape: tuple[int, ...]) -> None:
         ("x w bias", [(4, 8), (8, 6), (8,)], r"'y': bias has shape \[8\]; required \[6\]"),
         ("x w residual", [(2, 4, 8), (8, 6), (4, 6)], r"'y': residual has shape \[4, 6\]; required \[2, 4, 6\]"),
         ("x w column_scale", [(4, 8), (8, 6), (1,)], r"'y': column_scale has shape \[1\]; required \[6\]"),
+        ("x w slope", [(4, 8), (8, 6), (6,)], "'y': activation is none; required a slope for prelu alone"),
     ],
     ids=str,
 )

@@ -30,7 +30,7 @@ from kernel_runs import (
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.gemm import host, mma, small
 from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
@@ -152,7 +152,11 @@ def expect(case: Case, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.nd
         return multiply(arrays["x"], arrays[weight], case.layout) + wide.get(bias, 0.0), share * magnitude
 
     y, slack = linear("w", "bias")
-    y, slack = ACTIVATIONS[case.activation].formula(y, *PARAMETERS.get(case.activation, (0.0, 0.0))), 1.7 * slack
+    if case.activation == PRELU:
+        y = np.where(y < 0, wide["slope"] * y, y)
+        slack = slack * np.maximum(1, np.abs(wide["slope"]))
+    else:
+        y, slack = ACTIVATIONS[case.activation].formula(y, *PARAMETERS.get(case.activation, (0.0, 0.0))), 1.7 * slack
     slack = slack + (RELATIVE["float32"] if case.dtype == "float32" else ACTIVATION_16) * np.abs(y)
     if case.gated:
         up, up_slack = linear("up", "up_bias")
@@ -205,6 +209,8 @@ def epilogues() -> Iterator[Case]:
     for m, extra in itertools.product((4, 200), EPILOGUES):
         for activation in ("none", "gelu"):
             yield Case(m, 192, 128, "float16", "kn", extra, activation)
+    for m, extra in itertools.product((1, 4, 200), (("slope",), ("bias", "slope", "column_scale", "residual"))):
+        yield Case(m, 192, 128, "float16", "kn", extra, PRELU)
     for m, activation in itertools.product((4, 200), ACTIVATIONS):
         yield Case(m, 192, 128, "bfloat16", "nk", ("bias",), activation)
     for extra, activation in itertools.product([(), ("bias",), ("up_bias",)], ("silu", "gelu", "sigmoid", "none")):

@@ -23,7 +23,10 @@ GATED = dataclasses.replace(
 )
 PARALLEL = dataclasses.replace(LINEAR, activation="none", column_scale=None, residual=None)
 PARALLEL = dataclasses.replace(PARALLEL, grouped=(dataclasses.replace(PARALLEL, bias=None, n=520), PARALLEL))
+SLOPES = dataclasses.replace(LINEAR, transposed=True, column_scale=None, slope=SCALE, activation="prelu")
+SHIFTED = dataclasses.replace(LINEAR, transposed=True, bias=None, residual=None, column_shift=BIAS)
 PRODUCTS = {"linear": LINEAR, "gated": GATED, "parallel": PARALLEL}
+OTHERS = {"slopes": SLOPES, "shifted": SHIFTED}
 ODD = {f"odd {name}": dataclasses.replace(gemm, n=gemm.n + 1) for name, gemm in PRODUCTS.items()}
 
 
@@ -34,7 +37,7 @@ def launch(way: Implementation) -> Launch:
     return step
 
 
-@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values()], ids=[*PRODUCTS, *ODD])
+@pytest.mark.parametrize("gemm", [*PRODUCTS.values(), *ODD.values(), *OTHERS.values()], ids=[*PRODUCTS, *ODD, *OTHERS])
 @pytest.mark.parametrize("config", hopper.CONFIGS, ids=lambda config: config.name)
 def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")

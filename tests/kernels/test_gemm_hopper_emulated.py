@@ -30,6 +30,7 @@ NATIVE = Path(__file__).parents[1] / "native"
 KERNELS = Path(__file__).parents[2] / "kernels"
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LINEAR = ("bias", "column_scale", "residual")
+SLOPES, SHIFTED = ("bias", "slope", "residual"), ("bias", "column_scale", "column_shift")
 GATED = ("bias", "up", "up_bias", "column_scale", "residual")
 
 
@@ -90,6 +91,13 @@ CASES = [
     Case(HopperConfig(128, 64, split_k=2), 100, 135, 136, "float16", True, ("residual",), None, residual_first=True),
 ]
 
+EPILOGUES = [
+    Case(HopperConfig(128, 128, pingpong=True), 200, 264, 136, "float16", False, SLOPES, 2),
+    Case(HopperConfig(128, 64, split_k=3), 100, 136, 456, "bfloat16", True, SLOPES, None),
+    Case(HopperConfig(128, 192), 200, 392, 136, "float16", True, SHIFTED, 1),
+    Case(HopperConfig(128, 64, split_k=2), 100, 72, 136, "float16", False, SHIFTED, None),
+]
+
 
 def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
     found = compiler()
@@ -128,10 +136,11 @@ def expect(case: Case, arrays: dict[str, np.ndarray], suffix: str) -> np.ndarray
     wide = {name: value.astype(np.float64) for name, value in arrays.items()}
     x, w = wide["x"], wide["w" + suffix].T if case.transposed else wide["w" + suffix]
     before, behind = (wide.get("residual", 0) if first == case.residual_first else 0 for first in (True, False))
-    y = np.maximum(x @ w + wide.get("bias" + suffix, 0) + before, 0)
+    y = x @ w + wide.get("bias" + suffix, 0) + before
+    y = np.where(y < 0, wide.get("slope", 0) * y, y)
     if "up" in wide:
         y = y * (x @ (wide["up"].T if case.transposed else wide["up"]) + wide["up_bias"])
-    return y * wide.get("column_scale", 1) + behind
+    return y * wide.get("column_scale", 1) + wide.get("column_shift", 0) + behind
 
 
 def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) -> Gemm:
@@ -139,7 +148,8 @@ def product(case: Case, pointers: dict[str, Pointer], suffix: str, output: int) 
     n = (case.n, *case.grouped)[output]
     sizes, constant = (case.m, n, case.k, case.dtype, case.transposed, case.aligned), case.dtype == "float16"
     others = {name: pointers[name] for name in case.extra if name != "bias"} if not suffix else {}
-    return Gemm(*sizes, x=pointers["x"], y=Pointer("output", output), activation="relu", weights_constant=constant,
+    activation = "prelu" if "slope" in others else "relu"
+    return Gemm(*sizes, x=pointers["x"], y=Pointer("output", output), activation=activation, weights_constant=constant,
                 residual_first=case.residual_first, **named, **others)  # fmt: skip
 
 
@@ -169,7 +179,7 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize("case", sampled(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", [*sampled(CASES, 2), *EPILOGUES], ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
     pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}
@@ -196,7 +206,7 @@ def test_matches_float64(case: Case, tmp_path: Path) -> None:
     sizes = (ctypes.c_int * 3)(*(each.n if each else 0 for each in every))
     (group,) = (each.value for each in step.arguments[-1:] if isinstance(each, Scalar))
     library(step.kernel, tmp_path).run(
-        maps, outputs, address(gemm.residual), biases, address(gemm.up_bias), address(gemm.column_scale),
+        maps, outputs, address(gemm.residual), biases, address(gemm.extra), address(gemm.column_scale),
         case.m, sizes, case.k, group, case.blocks or step.grid[0], step.cluster, step.shared,
     )  # fmt: skip
     rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]

@@ -11,7 +11,7 @@ import pytest
 from kernel_runs import NUMPY, RELATIVE, compile_all, compile_native, cupy, launch, result, upload
 from test_gemm_gpu import Case, expect, run
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.problem import group
 from onnxfuse.kernels.implementation import Implementation
@@ -63,6 +63,8 @@ def epilogues() -> Iterator[Case]:
         yield Case(*SMALL, "bfloat16", "kn", extra, "sigmoid", gated=True)
     for activation in ACTIVATIONS:
         yield Case(*SMALL, "float16", "kn", ("bias",), activation)
+    yield Case(*SMALL, "float16", "nk", ("bias", "slope", "residual"), PRELU)
+    yield Case(*SMALL, "bfloat16", "kn", ("slope", "column_scale"), PRELU)
 
 
 def anywhere() -> Iterator[Case]:

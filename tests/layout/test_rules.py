@@ -33,7 +33,7 @@ def between(body: str, weights: str = "", channels: int = 8, opset: int = 20, **
         ("b = Max (s, a)", "float[1,8,1,1] s", {"Max": 1}),
         ("b = Sub (s, a)", "float[10] s", {"Sub": 1}),
         ("b = Add (a, s)", "float[6,10] s", {"Add": 1}),
-        ("b = PRelu (a, s)", "float[8,1,1] s", {"PRelu": 1}),
+        ("c = Exp (a) b = PRelu (c, s)", "float[8,1,1] s", {"Exp": 1, "PRelu": 1}),
         ("c = Greater (a, s) b = Where (c, a, s)", "float[8,1,1] s", {"Greater": 1, "Where": 1}),
         ("c = Exp (a) b = Max (a, c, s)", "float[1] s", {"Exp": 1, "Max": 1}),
         ("c = Exp (a) b = Div (a, c)", "", {"Exp": 1, "Div": 1}),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
-import onnx
 import pytest
+from exported_models import load_exported, read_index
 from onnx_models import apply, ops, run
 
 from onnxfuse.analysis.dim_parser import parse_size
@@ -17,8 +14,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.normalize import normalize
 
-EXPORTED = Path(__file__).parents[2] / "models" / "exported"
-INDEX = json.loads((EXPORTED / "index.json").read_text())["models"]
+INDEX = read_index()
 
 
 def feeds_of(entry: dict, sizes: dict[str, int]) -> dict[str, np.ndarray]:
@@ -39,7 +35,7 @@ def feeds_of(entry: dict, sizes: dict[str, int]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", sorted(INDEX))
 def test_exported_models(name: str) -> None:
     """Each exported model computes the same at two sizes, and no BatchNormalization is left that could be folded."""
-    entry, model = INDEX[name], onnx.load(EXPORTED / name)
+    entry, model = INDEX[name], load_exported(name)
     passes = (fold_constants, normalize, fold_shapes, fold_constants, fold_batch_norm, normalize)
     after, results = apply(model, *passes)
     in_front_of_relu = entry["architecture"] == "densenet"  # after a Concat: no weights are there to fold it into

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from exported_models import load_exported
 from onnx import TensorProto
 from runtimes import assert_close, run
 from spellings import Spelling, build
@@ -17,7 +18,6 @@ from onnxfuse import optimize
 from onnxfuse.patterns.attention import attention
 from onnxfuse.patterns.attention_with_cache import attention_with_cache
 
-EXPORTED = Path(__file__).parents[2] / "models" / "exported"
 CASES = Path(__file__).parents[1] / "cases"
 LAYOUTS = ("packed", "seq_first", "bshd", "bhsd")
 RESULTS = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
@@ -140,7 +140,7 @@ def test_causal_where_queries_and_keys_are_equally_many() -> None:
 )  # fmt: skip
 def test_exported_models(name: str) -> None:
     """Their masks, where they have one, are padding masks; their rotary tables are float32 in float16 models, too."""
-    optimized, report = optimize(str(EXPORTED / f"{name}.onnx"), fallback="ort")
+    optimized, report = optimize(load_exported(f"{name}.onnx"), fallback="ort")
     assert report.verified.passed
     assert operator_of(optimized) == MULTI_HEAD
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
+from exported_models import load_exported, read_index
 
 import onnxfuse
 from onnxfuse.runtime import cupy_backend
@@ -18,13 +15,12 @@ from onnxfuse.verify.difference import TOLERANCES
 from onnxfuse.verify.to_float32 import model_to_float32
 
 CUDA = "CUDAExecutionProvider"
-FOLDER = Path(__file__).parents[2] / "models" / "exported"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
     pytest.mark.skipif(bool(cupy_backend.unavailable()), reason="needs CuPy and a GPU"),
 ]
-INDEX = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))["models"]
+INDEX = read_index()
 WIDE = {"float16": np.float32}
 
 
@@ -52,7 +48,7 @@ def session(model: bytes, providers: list) -> ort.InferenceSession:
 @pytest.mark.parametrize("name", INDEX)
 def test_fused_on_the_gpu(name: str) -> None:
     ort.preload_dlls()
-    entry, original = INDEX[name], onnx.load(FOLDER / name)
+    entry, original = INDEX[name], load_exported(name)
     fused, report = onnxfuse.optimize(original, verify=False)
     exact = [(CUDA, {"use_tf32": "0"})]
     before = session(original.SerializeToString(), exact)

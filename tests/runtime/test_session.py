@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from exported_models import load_exported
 from onnxruntime.capi import onnxruntime_inference_collection as inference
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
@@ -35,7 +36,6 @@ from onnxfuse.tuning.dispatch import Preference
 KERNEL = f"{CPU}, device 0"
 AZURE = "AzureExecutionProvider"  # a provider that a CPU build of onnxruntime has
 NOTHING = Kernel("none", "noop")
-EXPORTED = Path(__file__).parents[2] / "models" / "exported"
 FP16 = (
     "g (float16[n, d] x, float16[d] b) => (float16[n, d] y) { "
     + node("shift", "x, b", "y", operands="x bias", types="10")
@@ -204,7 +204,7 @@ def test_every_kernel_of_an_exported_model_is_planned(gpu: Stage, monkeypatch: p
     """The plans of the real kernels pass the native library's checks; the kernels of the stand-in do nothing."""
     nothing = dataclasses.replace(planner.backends[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
     monkeypatch.setitem(planner.backends, CPU, nothing)
-    source, _ = onnxfuse.optimize(EXPORTED / f"{name}.onnx", verify=False)
+    source, _ = onnxfuse.optimize(load_exported(f"{name}.onnx"), verify=False)
     run = session(source.SerializeToString())
     kernels = [r for r in explain_session(run) if r.how == "kernel"]
     before = gpu.launches()

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from test_models_gpu import FOLDER, INDEX, feeds
+from exported_models import load_exported
+from test_models_gpu import INDEX, feeds
 from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa: F401
 
 import onnxfuse
@@ -140,7 +141,7 @@ def test_a_model_is_tuned_on_the_second_gpu(tmp_path: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["bert_sdpa_dynamo_fp16.onnx", "llama_sdpa_dynamo_fp16.onnx"])
 def test_a_whole_model_computes_the_same_on_both(name: str) -> None:
     """Two sessions on each GPU run matrix products, attention and norms in threads."""
-    fused, _ = onnxfuse.optimize(FOLDER / name, verify=False)
+    fused, _ = onnxfuse.optimize(load_exported(name), verify=False)
     source, entry = fused.SerializeToString(), INDEX[name]
     runs = [InferenceSession(source, providers=[(CUDA, {"device_id": i % 2})], tune="never") for i in range(4)]
     assert {each.how for run in runs for each in explain_session(run)} == {"kernel"}

@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from click.testing import CliRunner, Result
+from exported_models import unpack
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
@@ -464,7 +465,7 @@ def test_the_command_prints_what_it_measured(gpu: Stage, monkeypatch: pytest.Mon
 def test_the_command_fuses_and_times_the_original_beside(
     gpu: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    exported = Path(__file__).parents[2] / "models" / "exported" / "llama_sdpa_dynamo_fp32.onnx"
+    exported = unpack("llama_sdpa_dynamo_fp32.onnx", tmp_path)
     nothing = dataclasses.replace(planner.backends[CPU], load=lambda kernel, ordinal: load(NOTHING, ordinal))
     monkeypatch.setitem(planner.backends, CPU, nothing)
     result = run("tune", exported, "--shape", "input_ids:1x5", "--provider", "cpu")

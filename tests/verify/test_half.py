@@ -12,6 +12,7 @@ import onnx
 import onnx.numpy_helper
 import onnx.parser
 import pytest
+from exported_models import read_index
 from onnx import TensorProto
 
 from onnxfuse.ir.protos import nodes, tensors
@@ -21,7 +22,7 @@ from onnxfuse.verify.difference import OutputDifference, compare_output
 from onnxfuse.verify.to_float32 import half_precision_of, model_to_float32
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
-EXPORTED = sorted((Path(__file__).parents[2] / "models" / "exported").glob("*fp16.onnx"))
+HALF = [name for name in read_index() if name.endswith("fp16.onnx")]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -261,11 +262,7 @@ def test_external_weights_stay_where_they_lie(tmp_path: Path, kind: Any) -> None
 # Exported models
 
 
-@pytest.mark.skipif(not EXPORTED, reason="models/exported is empty")
-@pytest.mark.parametrize(
-    "name",
-    [p.name for p in EXPORTED],
-)
+@pytest.mark.parametrize("name", HALF)
 def test_exported_models_pass_optimized(name: str, optimized: Callable[[str], Any]) -> None:
     found = optimized(name)
     verified = compare(found.original, found.path)

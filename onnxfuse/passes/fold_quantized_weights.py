@@ -1,0 +1,115 @@
+"""Compute the weights of convolutions that a model stores quantized, or rounds as if they were.
+
+Only where weights alone are quantized: a model that quantizes what it computes is run in integers, and onnxruntime
+finds its integer operators by the pairs of QuantizeLinear and DequantizeLinear around the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graphsurgeon import make_constant
+from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
+from onnxfuse.passes.folded import Folded, node_label
+
+QUANTIZING: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
+IN_INTEGERS: Final = ("DynamicQuantize", "QLinear", "ConvInteger", "MatMulInteger", "com.microsoft::")
+INTEGERS: Final = ("int8", "uint8", "int32")
+CONVOLUTIONS: Final = frozenset({"Conv", "ConvTranspose"})
+VIEWS: Final = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # of weights
+
+
+def fold_quantized_weights(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
+    """Turn each DequantizeLinear of constants whose result is weights of convolutions into an initializer."""
+    if any(op_of(node).startswith(IN_INTEGERS) for node in graph.nodes):
+        return []
+    found = [node for node in graph.nodes if op_of(node) in QUANTIZING]
+    if not all(_is_of_constants(node) for node in found):
+        return []
+    folded = []
+    for node in found:
+        tensor = node.outputs[0]
+        if op_of(node) == "DequantizeLinear" and not graph.is_kept(tensor) and _are_weights(graph, tensor):
+            value = _value(graph, node)
+            if value is not None:
+                folded.append(Folded("constant", node_label(node), tensor.name))
+                make_constant(tensor, value)
+    if folded:
+        graph.remove_dead()
+    return folded
+
+
+def _is_of_constants(node: Node) -> bool:
+    """Return whether the node quantizes a constant, or reads one, which may just have been quantized."""
+    source = producer(node.inputs[0])
+    is_stored = is_constant(node.inputs[0]) or (
+        source is not None and op_of(source) == "QuantizeLinear" and all(map(is_constant, source.inputs))
+    )
+    return is_stored and all(is_constant(each) or not each.name for each in node.inputs[1:])
+
+
+def _are_weights(graph: Graph, tensor: Tensor) -> bool:
+    """Return whether all that reads the tensor are convolutions, as their weights or biases, or views for these."""
+    if graph.is_kept(tensor) or not tensor.outputs:
+        return False
+    for node in tensor.outputs:
+        if op_of(node) in VIEWS and node.inputs[0] is tensor:
+            if not _are_weights(graph, node.outputs[0]):
+                return False
+        elif op_of(node) not in CONVOLUTIONS or node.inputs[0] is tensor:
+            return False
+    return True
+
+
+def _value(graph: Graph, node: Node) -> Array | None:
+    """Return what onnxruntime computes for a DequantizeLinear; None for dtypes and blocks that are not known here."""
+    source = producer(node.inputs[0])
+    values = _constant(graph, node, 0) if source is None else _quantized(graph, source)
+    if values is None or values.dtype.name not in INTEGERS:
+        return None
+    scale, zero = _scale_and_zero(graph, node, values)
+    if scale is None:
+        return None
+    wide = (values.astype(np.int64) - zero).astype(np.float32)
+    return (wide * scale.astype(np.float32)).astype(scale.dtype)
+
+
+def _quantized(graph: Graph, node: Node) -> Array | None:
+    """Return what onnxruntime computes for a QuantizeLinear of float32 to 8 bits."""
+    values, zero_point = _constant(graph, node, 0), _constant(graph, node, 2)
+    dtype = np.dtype(np.uint8) if zero_point is None else zero_point.dtype
+    if values is None or values.dtype != np.float32 or dtype.name not in INTEGERS[:2] or set(node.attrs) - {"axis"}:
+        return None
+    scale, zero = _scale_and_zero(graph, node, values)
+    if scale is None or scale.dtype != np.float32 or not np.isfinite(values).all():
+        return None
+    limits = np.iinfo(dtype)
+    return np.clip(np.rint(values / scale).astype(np.float64) + zero, limits.min, limits.max).astype(dtype)
+
+
+def _constant(graph: Graph, node: Node, index: int) -> Array | None:
+    """Return the value of an input; None if it is left out or computed."""
+    found = node.inputs[index] if index < len(node.inputs) else None
+    return constant_value(graph, found) if is_constant(found) else None
+
+
+def _scale_and_zero(graph: Graph, node: Node, values: Array) -> tuple[Array | None, Array]:
+    """Return the scale and the zero point, as they broadcast; None for a scale of blocks, of 0, or not finite."""
+    scale, zero = _constant(graph, node, 1), _constant(graph, node, 2)
+    offset: Array = np.zeros((), np.int64) if zero is None else zero.astype(np.int64)
+    if scale is None or scale.dtype.name not in ("float32", "float16") or int_attribute(node, "block_size", 0):
+        return None, offset
+    axis, shape = int_attribute(node, "axis", 1), [1] * values.ndim
+    if scale.size > 1:
+        if scale.ndim != 1 or not -values.ndim <= axis < values.ndim or values.shape[axis] != scale.size:
+            return None, offset
+        shape[axis] = -1
+    if not (np.isfinite(scale) & (scale != 0)).all() or offset.size not in (1, scale.size):
+        return None, offset
+    return scale.reshape(shape), offset.reshape(shape)

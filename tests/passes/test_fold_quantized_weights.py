@@ -1,0 +1,89 @@
+"""Quantized weights of convolutions: folded to what onnxruntime computes, where weights alone are quantized."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx_models import apply, assert_same, ops, parse, run
+
+from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
+
+HEADER = "(float[N,3,h,w] x) => (y)"
+RANDOM = np.random.default_rng(0)
+# Halfway cases, and values beyond the range of 8 bits.
+FLOATS = np.concatenate([np.arange(-130, 131) * 0.005, RANDOM.standard_normal(27)]).astype(np.float32)[-36:]
+EDGES = (np.arange(36, dtype=np.float32) - 18) * np.float32(0.5)
+INTEGERS = {
+    name: RANDOM.integers(-128 if name != "uint8" else 0, 127, (4, 3, 3, 3)) for name in ("int8", "uint8", "int32")
+}
+SCALES = np.array([0.01, 0.02, 0.003, 1.7], np.float32)
+
+
+def model(nodes: str, **constants: np.ndarray) -> onnx.ModelProto:
+    return parse(f"{HEADER} {{ {nodes} c = Conv(x, w) y = Relu(c) }}", 13, **constants)
+
+
+def folded_exactly(before: onnx.ModelProto) -> np.ndarray:
+    """Return the folded weights, which must be those that onnxruntime computes, bit by bit."""
+    after, (folded,) = apply(before, fold_quantized_weights)
+    assert [one.kind for one in folded] == ["constant"] and "Linear" not in ops(after)
+    found = next(numpy_helper.to_array(t) for t in after.graph.initializer if t.name == "w")
+    computed = onnx.ModelProto()
+    computed.CopyFrom(before)
+    computed.graph.output.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, found.shape))
+    np.testing.assert_array_equal(found, run(computed, {"x": np.zeros((1, 3, 5, 5), np.float32)})[1])
+    assert_same(before, after, (2, 3, 7, 5))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("axis", [None, 0, 1, -3])
+def test_stored_quantized(dtype: str, axis: int | None) -> None:
+    scale = SCALES[0] if axis is None else SCALES[: 4 if axis == 0 else 3]
+    zero = np.full(scale.shape, 7, dtype)
+    place = "" if axis is None else f"<axis = {axis}>"
+    folded_exactly(model(f"w = DequantizeLinear{place}(q, s, z)", q=INTEGERS[dtype].astype(dtype), s=scale, z=zero))
+
+
+def test_stored_without_a_zero_point() -> None:
+    folded_exactly(model("w = DequantizeLinear(q, s)", q=INTEGERS["int32"].astype(np.int32), s=SCALES[1]))
+    folded_exactly(model("w = DequantizeLinear(q, s)", q=INTEGERS["uint8"].astype(np.uint8), s=SCALES[1]))
+
+
+@pytest.mark.parametrize("values", [FLOATS, EDGES], ids=["random", "halfway"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_rounded_as_if_quantized(values: np.ndarray, dtype: str) -> None:
+    kernel = values.reshape(4, 3, 3, 1)
+    constants = {"k": kernel, "s": np.float32(1) if values is EDGES else np.float32(0.0123), "z": np.array(5, dtype)}
+    folded_exactly(model("q = QuantizeLinear(k, s, z) w = DequantizeLinear(q, s, z)", **constants))
+    each = {"k": kernel, "s": SCALES, "z": np.zeros(4, dtype)}
+    folded_exactly(model("q = QuantizeLinear<axis=0>(k, s, z) w = DequantizeLinear<axis=0>(q, s, z)", **each))
+
+
+def test_in_half_precision_the_product_is_rounded_once() -> None:
+    stored, scale = INTEGERS["int8"].astype(np.int8), np.float16(0.0123)
+    text = "(float16[N,3,h,w] x) => (y) { w = DequantizeLinear(q, s) y = Conv(x, w) }"
+    after, _ = apply(parse(text, 19, q=stored, s=scale), fold_quantized_weights)
+    found = next(numpy_helper.to_array(t) for t in after.graph.initializer if t.name == "w")
+    np.testing.assert_array_equal(found, (stored.astype(np.float64) * np.float64(scale)).astype(np.float16))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "w = DequantizeLinear(q, s) v = MatMul(x, x) c = Conv(v, w) d = DequantizeLinear(q, s) y = Mul(c, d)",
+        "w = DequantizeLinear(q, s) i = QuantizeLinear(x, s) j = DequantizeLinear(i, s) y = Conv(j, w)",
+        "w = DequantizeLinear(q, s) i, t, z = DynamicQuantizeLinear(x) j = DequantizeLinear(i, t, z) y = Conv(j, w)",
+        "w = DequantizeLinear(q, s) y = Conv(w, w)",  # the image
+        "w = DequantizeLinear(q, s) y = MatMul(w, x)",  # how a weight is stored is part of a language model
+    ],
+)
+def test_what_stays(nodes: str) -> None:
+    used = {"q": np.ones((3, 3, 1, 1), np.uint8), "s": np.float32(0.5)}
+    before = parse(f"(float[N,3,h,h] x) => (y) {{ {nodes} }}", 13, **used)
+    after, (folded,) = apply(before, fold_quantized_weights)
+    kept = [node.op_type for node in after.graph.node].count("DequantizeLinear")
+    all_of_it = [node.op_type for node in before.graph.node].count("DequantizeLinear")
+    assert (kept, len(folded)) == ((all_of_it, 0) if "Mul(c, d)" not in nodes else (1, 1))

@@ -1,0 +1,60 @@
+"""Numbers that scale and shift the result of a convolution's activation: which become vectors of its channels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx_models import apply, assert_same, ops, parse, random, value
+
+from onnxfuse.passes.spread_affine import spread_affine
+
+CONSTANTS = {
+    "k": random(4, 3, 1, 1) - np.float32(0.8), "s": np.array([1.25], np.float32), "t": np.array(-0.5, np.float32),
+    "slopes": random(4, 1, 1), "each": random(1, 4, 1, 1),
+}  # fmt: skip
+
+
+def spread(nodes: str, header: str = "(float[N,3,h,w] x) => (y)", opset: int = 14) -> tuple[int, list[tuple[int, ...]]]:
+    """Return how many constants the pass spreads, and the shapes of the vectors; the values must stay the same."""
+    used = {name: value for name, value in CONSTANTS.items() if name in nodes.split() or f"{name})" in nodes}
+    before = parse(f"{header} {{ {nodes} }}", opset, **used)
+    after, (count,) = apply(before, spread_affine)
+    assert ops(after) == ops(before)
+    assert_same(before, after, (2, 3, 7, 5)[: 4 if "h,w" in header else 3])
+    return count, [tuple(t.dims) for t in after.graph.initializer if t.name.endswith("_of_channels")]
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["r = Relu(c)", "r = HardSwish(c)", "g = Sigmoid(c) r = Mul( c , g )", "g = HardSigmoid(c) r = Mul(g, c)",
+     "a = Add(c, c) r = Relu(a)"],
+)  # fmt: skip
+def test_behind_an_activation(activation: str) -> None:
+    assert spread(f"c = Conv(x, k ) {activation} m = Mul(r, s) y = Add( t , m)") == (2, [(4, 1, 1)] * 2)
+    assert spread(f"c = Conv(x, k ) {activation} y = Add(r, t)") == (1, [(4, 1, 1)])
+
+
+def test_a_vector_with_an_axis_of_images_loses_it() -> None:
+    assert spread("c = Conv(x, k ) r = Relu(c) y = Mul(r, each)") == (1, [(4, 1, 1)])
+    before = parse("(float[N,3,h,w] x) => (y) { c = Conv(x, k) r = Relu(c) y = Mul(r, each) }", 14,
+                   k=CONSTANTS["k"], each=CONSTANTS["each"])  # fmt: skip
+    after, _ = apply(before, spread_affine)
+    assert value(after, "each_of_channels") == CONSTANTS["each"][0].tolist()
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "c = Conv(x, k ) y = Mul(c, s)",  # it is folded into the convolution
+        "r = Relu(x) y = Mul(r, s)",
+        "c = Conv(x, k ) r = Relu(c) n = Neg(r) m = Mul(r, s) y = Add(m, n)",  # the activation is read twice
+        "c = Conv(x, k ) r = Relu(c) y = Sub(r, s)",
+        "c = Conv(x, k ) n = Neg(c) r = Relu(n) y = Mul(r, s)",
+    ],
+)
+def test_what_stays(nodes: str) -> None:
+    assert spread(nodes) == (0, [])
+
+
+def test_a_shift_behind_slopes_stays() -> None:
+    assert spread("c = Conv(x, k ) r = PRelu(c, slopes ) m = Mul(r, s) y = Add(m, t)") == (1, [(4, 1, 1)])
