@@ -85,7 +85,7 @@ def assign_layouts(
         return LayoutResult()
     first = node_label(chosen[0].node)
     _drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
-    adds, known = additions(graph, {one.node for one in chosen}), frozenset(graph.names)
+    adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
     writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(one.node for one in recorded))
     for one in chosen:
         one.write(writer)

@@ -16,7 +16,8 @@ from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.axes import TO_LAST, Perm
+from onnxfuse.layout.axes import Perm, to_last
+from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
@@ -48,10 +49,13 @@ class Residual:
     original: str  # the name that the original has for the sum, maybe in the other layout
 
 
-def additions(graph: Graph, channels_last: Collection[Node]) -> dict[Node, Addition]:
+def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
     """Return the Adds of a graph of which the nodes in `channels_last` are about to become channels-last."""
     return {
-        node: Addition(tuple(t.name for t in node.inputs), TO_LAST if node in channels_last else ())
+        node: Addition(
+            tuple(t.name for t in node.inputs),
+            to_last(image_rank(shapes, node.outputs[0])) if node in channels_last else (),
+        )
         for node in graph.nodes
         if op_of(node) == "Add"
     }
