@@ -28,13 +28,14 @@ from onnxfuse.layout.axes import (
 )
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
-from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
-from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction, unary
+from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction
 from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
-NEUTRAL_FUSIONS: Final = frozenset({"activation"})  # element by element, so that their functions stay as they are
+# Fusions that compute element by element, unless they read slices: their functions stay as they are.
+NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 # Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
 IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
     CONVOLUTION: ("x", "residual"),
@@ -134,7 +135,7 @@ def fused(model: Model, node: Node) -> Conversion | str:
     if node.attrs.get("layout", "nchw") != "nchw":
         return "it is channels-last already"
     if fusion in NEUTRAL_FUSIONS:
-        return unary(model, node)
+        return _element_by_element(model, node)
     if fusion not in IMAGE_OPERANDS or len(node.outputs) != 1:
         return "its fusion has no channels-last form"
     if fusion == CONVOLUTION:
@@ -144,6 +145,20 @@ def fused(model: Model, node: Node) -> Conversion | str:
     if not all(image_rank(model.shapes, operands[name]) for name in images):
         return NOT_AN_IMAGE
     return _wrapped(node, fusion, operands, images, body_of_function(model.functions[node.op]), node.attrs)
+
+
+def _element_by_element(model: Model, node: Node) -> Conversion | str:
+    """All operands are images of one rank; the attribute d, where there is one, is the size of their last axis."""
+    if any(name.endswith("_offset") for name in node.attrs):
+        return "it reads slices of its last axis"
+    ranks = {image_rank(model.shapes, tensor) for tensor in (*node.inputs, *node.outputs)}
+    if len(ranks) > 1 or 0 in ranks:
+        return NOT_AN_IMAGE
+    shape = model.shapes.shape(node.outputs[0])
+    changed = {"d": shape[1]} if shape is not None and "d" in node.attrs and isinstance(shape[1], int) else {}
+    if "d" in node.attrs and not changed:
+        return "its number of channels is not known"
+    return same_operator(node, tuple(range(len(node.inputs))), attributes=changed or None)
 
 
 def _operands(node: Node) -> dict[str, Tensor]:
@@ -282,11 +297,15 @@ WRAPPED_RULES: Final[dict[str, Rule]] = {
     "AveragePool": partial(_of_image, fusion="average_pool"),
     "BatchNormalization": batch_norm,
     "Conv": convolution,
+    "DepthToSpace": partial(_of_image, fusion="depth_to_space"),
     "GlobalAveragePool": partial(_of_image, fusion="global_average_pool"),
+    "GlobalMaxPool": partial(_of_image, fusion="global_max_pool"),
     "MaxPool": max_pool,
     "Mul": mul,
+    "ReduceMax": partial(_reduced, fusion="global_max_pool"),
     "ReduceMean": partial(_reduced, fusion="global_average_pool"),
     "Resize": resize,
+    "SpaceToDepth": partial(_of_image, fusion="space_to_depth"),
 }
 
 
