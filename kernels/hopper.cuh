@@ -112,14 +112,28 @@ __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, 
 }
 #undef TMA_LOAD
 
-// Loads pixels of a map with an im2col walk: the first one at coordinates c, w, h, n, moved by the offsets of a filter's
-// tap, which are below 256.
-__device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int h, int n,
-                                            int offset_w, int offset_h) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to), "l"(&map), "r"(barrier), "r"(c), "r"(w),
-                 "r"(h), "r"(n), "h"((unsigned short)offset_w), "h"((unsigned short)offset_h) : "memory");
+// Loads pixels of a map with an im2col walk over W, over W and H, or over W, H and D: the first one at coordinates c,
+// w, h, d, n, moved by the offsets of a filter's tap, which have 16, 8 or 5 bits.
+#define TMA_IM2COL(rank, coordinates, offsets, ...)                                                                \
+    asm volatile("cp.async.bulk.tensor." rank ".shared::cluster.global.im2col.mbarrier::complete_tx::bytes "       \
+                 "[%0], [%1, " coordinates "], [%2], " offsets ";" ::"r"(to), "l"(&map), "r"(barrier),             \
+                 __VA_ARGS__ : "memory")
+
+__device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int n,
+                                            unsigned short offset_w) {
+    TMA_IM2COL("3d", "{%3, %4, %5}", "{%6}", "r"(c), "r"(w), "r"(n), "h"(offset_w));
 }
+__device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int h, int n,
+                                            unsigned short offset_w, unsigned short offset_h) {
+    TMA_IM2COL("4d", "{%3, %4, %5, %6}", "{%7, %8}", "r"(c), "r"(w), "r"(h), "r"(n), "h"(offset_w), "h"(offset_h));
+}
+__device__ __forceinline__ void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int h, int d,
+                                            int n, unsigned short offset_w, unsigned short offset_h,
+                                            unsigned short offset_d) {
+    TMA_IM2COL("5d", "{%3, %4, %5, %6, %7}", "{%8, %9, %10}", "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(offset_w),
+               "h"(offset_h), "h"(offset_d));
+}
+#undef TMA_IM2COL
 
 // Stores a box; elements outside the tensor are not written. Ordinary stores to `from` need store_fence before.
 #define TMA_STORE(rank, coordinates, ...)                                                                          \

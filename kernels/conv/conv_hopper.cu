@@ -2,8 +2,8 @@
 //
 //   y = epilogue(conv(x, w))
 //
-// x is (n, h, w, CHANNELS), y and residual are (n, y_h, y_w, m), w is (m, KERNEL_H, KERNEL_W, CHANNELS); `pixels` is
-// n * y_h * y_w.
+// x is (n, d, h, w, CHANNELS), y and residual are (n, y_d, y_h, y_w, m), w is (m, KERNEL_D, KERNEL_H, KERNEL_W,
+// CHANNELS); `pixels` is n * y_d * y_h * y_w. With two spatial axes there is no d, and with one neither d nor h.
 //
 // Macros: those of gemm_hopper.cuh and of conv_operands.cuh; TRANSPOSED, not GATED, one product.
 #include "gemm_hopper_tiles.cuh"
@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
 #if HAS_RESIDUAL
                 const __grid_constant__ TensorMap residual,
 #endif
-                const T* bias, const T* extra, const T* scale, float alpha, float beta, int pixels, int m, int y_h,
-                int y_w, int group_m) {
+                const T* bias, const T* extra, const T* scale, float alpha, float beta, int pixels, int m, int y_d,
+                int y_h, int y_w, int group_m) {
 #if !HAS_RESIDUAL
     const TensorMap& residual = x;
 #endif
     const Weights weights{{&w}, {m}};
     const Results results{{&y}, {bias}};
-    run_tiles(PixelOperands{x, w, y_h, y_w}, weights, results, residual, extra, scale, alpha, beta, pixels,
+    run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights, results, residual, extra, scale, alpha, beta, pixels,
               ALL_BLOCKS, group_m);
 }

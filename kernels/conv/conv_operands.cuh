@@ -1,4 +1,5 @@
-// Where the producer of gemm_hopper.cuh finds the operands of a convolution: x (n, h, w, c) by TMA's im2col mode.
+// Where the producer of gemm_hopper.cuh finds the operands of a convolution of one to three spatial axes:
+// x (n, d, h, w, c) by TMA's im2col mode.
 //
 // The rows of the product are the pixels of y, images first; k counts the filter's taps, and within a tap the channels
 // of x. A block of k belongs to one tap: TILE_M pixels of x from the tile's first one on, moved by the tap's offset, with
@@ -6,27 +7,36 @@
 //
 // Macros, besides those of gemm_hopper.cuh:
 //   CHANNELS            of x
-//   KERNEL_H, KERNEL_W  sizes of the filter
-//   STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W    PAD: rows and columns in front of x
+//   DIMS                spatial axes: 1 (W), 2 (H, W) or 3 (D, H, W)
+//   KERNEL_D, KERNEL_H, KERNEL_W    sizes of the filter, 1 for axes that there are not
+//   STRIDE_*, PAD_*, DILATION_*     by axis; PAD: what is in front of x
 #pragma once
 #include "gemm_hopper.cuh"
 
 namespace {
 
 constexpr int CHANNEL_BLOCKS = (CHANNELS + K_BLOCK - 1) / K_BLOCK;
-constexpr int ALL_BLOCKS = KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
+constexpr int ALL_BLOCKS = KERNEL_D * KERNEL_H * KERNEL_W * CHANNEL_BLOCKS;
 
 // x and w at one tile. w has the dimensions channels, taps, filters.
 struct PixelOperands {
     const TensorMap &x, &w;
-    int y_h, y_w;  // the sizes of y
-    int image, h, w_at, column;
+    int y_d, y_h, y_w;  // the sizes of y
+    int image, d, h, w_at, column;
 
     __device__ __forceinline__ void begin(int2 origin) {
-        const int rows = origin.x / y_w;
-        image = rows / y_h;
-        h = (rows - image * y_h) * STRIDE_H - PAD_H;
-        w_at = (origin.x - rows * y_w) * STRIDE_W - PAD_W;
+        image = origin.x / y_w;
+        w_at = (origin.x - image * y_w) * STRIDE_W - PAD_W;
+        if constexpr (DIMS > 1) {
+            const int rows = image;
+            image = rows / y_h;
+            h = (rows - image * y_h) * STRIDE_H - PAD_H;
+        }
+        if constexpr (DIMS > 2) {
+            const int planes = image;
+            image = planes / y_d;
+            d = (planes - image * y_d) * STRIDE_D - PAD_D;
+        }
         column = origin.y;
     }
     static __device__ __forceinline__ int blocks(int step) { return min(BLOCKS, ALL_BLOCKS - step * BLOCKS); }
@@ -38,8 +48,16 @@ struct PixelOperands {
         for (int i = 0; i < BLOCKS; ++i) {
             const int block = step * BLOCKS + i, tap = block / CHANNEL_BLOCKS;
             if (block >= ALL_BLOCKS) break;
-            hopper::load_im2col(x, stage + i * TILE_M * BLOCK_ROW_BYTES, full, block % CHANNEL_BLOCKS * K_BLOCK, w_at,
-                                h, image, tap % KERNEL_W * DILATION_W, tap / KERNEL_W * DILATION_H);
+            const int channel = block % CHANNEL_BLOCKS * K_BLOCK, right = tap % KERNEL_W * DILATION_W;
+            const u32 to = stage + i * TILE_M * BLOCK_ROW_BYTES;
+            if constexpr (DIMS == 1) {
+                hopper::load_im2col(x, to, full, channel, w_at, image, right);
+            } else if constexpr (DIMS == 2) {
+                hopper::load_im2col(x, to, full, channel, w_at, h, image, right, tap / KERNEL_W * DILATION_H);
+            } else {
+                hopper::load_im2col(x, to, full, channel, w_at, h, d, image, right,
+                                    tap / KERNEL_W % KERNEL_H * DILATION_H, tap / (KERNEL_W * KERNEL_H) * DILATION_D);
+            }
         }
     }
     __device__ __forceinline__ void load_weights(u32 stage, u32 full, int step) const {

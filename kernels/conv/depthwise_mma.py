@@ -19,9 +19,11 @@ MAX_PAIRS: Final = 28  # of taps, whose weights a lane keeps in two registers ea
 MAX_REGISTERS: Final = 160  # of a thread, by `registers`
 CHANNELS: Final = 8  # of a warp
 WARPS: Final = (4, 16)  # of a block: the least where there is so much work, and the most
-STRIP_ROWS: Final = (2, 4, 7, 8, 14)
+STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
+MIN_STRIP_ROWS: Final = 2  # of images of more than one row: a fragment of x serves several
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
+ROW_COLUMNS: Final = (112, 224, 448)  # of images of one row, besides these: their filters are long
 MAX_IDLE: Final = 1.2  # rows, columns and groups that are computed, as a multiple of those that there are
 MAX_BLOCKS: Final = 65535  # on the second axis of a grid
 REGISTERS: Final = 65536  # of a multiprocessor
@@ -189,7 +191,8 @@ def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
     found = []
     for th in (rows for rows in STRIP_ROWS if registers(conv, rows) <= MAX_REGISTERS and _fits(rows, height)):
         heights = sorted({th * min(count, -(-height // th)) for count in (1, 2, 4, 8)})
-        widths = sorted({min(width, columns) for columns in (*TILE_COLUMNS, *_shares(width))})
+        columns = (*TILE_COLUMNS, *(ROW_COLUMNS if height == 1 else ()), *_shares(width))
+        widths = sorted({min(width, each) for each in columns})
         for tp, tq, count, buffers in itertools.product(heights, widths, groups, (1, 2)):
             if not _fits(tp, height):
                 continue
@@ -206,7 +209,8 @@ def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
 
 def _fits(rows: int, height: int) -> bool:
     """Return whether strips or tiles of so many rows waste few of them; the smallest strips always do."""
-    return rows == STRIP_ROWS[0] or -(-height // rows) * rows <= MAX_IDLE * height
+    least = min(height, MIN_STRIP_ROWS)
+    return rows == least or (rows > least and -(-height // rows) * rows <= MAX_IDLE * height)
 
 
 def _shares(width: int) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ MAX_SUMS: Final = 64  # registers of a thread that hold sums
 WARPS: Final = (4, 8)  # of a block
 M_TILES: Final = 2  # of conv_grouped.cu: mma tiles of 16 pixels that a warp computes at a time
 TILE_ROWS: Final = (1, 2, 4, 7, 8, 14, 16)
+TILE_COLUMNS: Final = (7, 14, 16, 28, 32, 56)
+ROW_COLUMNS: Final = (112, 256, 512)  # of images of one row, besides these
 REGISTERS: Final = 65536  # of a multiprocessor
 MAX_RESEMBLING: Final = 2  # implementations that differ in nothing but the tile of pixels
 
@@ -179,7 +181,8 @@ def configs(conv: Conv) -> list[GroupedConfig]:
         for warps, warps_g in itertools.product(WARPS, (1, 2, 4)):
             if groups % (warps_g * warp_groups):
                 continue
-            for tq in sorted({min(width, tq) for tq in (7, 14, 16, 28, 32, 56)}):
+            columns = (*TILE_COLUMNS, *(ROW_COLUMNS if height == 1 else ()))
+            for tq in sorted({min(width, tq) for tq in columns}):
                 for tp in sorted({min(height, tp) for tp in TILE_ROWS}):
                     if tp * tq <= 16 * M_TILES * 16:
                         shape = (warps_g * warp_groups, warp_groups, warps // warps_g, tp, tq)

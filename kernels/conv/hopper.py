@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.problem import Conv, two
+from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
@@ -16,8 +18,8 @@ from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 
 K_BLOCKS: Final = (64, 32, 16)  # channels of a block of k
 MAX_CONFIGS: Final = 6
-MAX_CORNER: Final = 127  # of the walk of TMA over two spatial axes
-MAX_OFFSET: Final = 254  # of a filter's tap
+MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
+MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
 MAX_STRIDE: Final = 8
 CONFIGS: Final = (
     *hopper.CONFIGS,
@@ -55,7 +57,8 @@ def is_supported(conv: Conv, device: Device) -> bool:
     """Return whether the kernels take a convolution."""
     if device.arch != 90 or conv.dtype not in ("float16", "bfloat16"):
         return False  # wgmma of 16-bit types is an instruction of compute capability 90 alone
-    if conv.group != 1 or conv.x_nchw or conv.w_hwio or len(conv.kernel) > 2:
+    axes = len(conv.kernel)
+    if conv.group != 1 or conv.x_nchw or conv.w_hwio or axes not in MAX_CORNER:
         return False
     if not conv.aligned or conv.c % 8 or conv.m % 8:
         return False  # TMA reads and writes pixels that begin at multiples of 16 bytes
@@ -63,7 +66,7 @@ def is_supported(conv: Conv, device: Device) -> bool:
         return False  # coordinates are ints
     reach = _reach(conv)
     corners = (*conv.pads_begin, *(abs(behind - far) for behind, far in zip(conv.pads_end, reach, strict=True)))
-    return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET and max(corners) <= MAX_CORNER
+    return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET[axes] and max(corners) <= MAX_CORNER[axes]
 
 
 def _reach(conv: Conv) -> list[int]:
@@ -91,19 +94,18 @@ def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implemen
 
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh and conv_operands.cuh."""
-    kernel, strides, pads, dilations = map(
-        two, (conv.kernel, conv.strides, conv.pads_begin, conv.dilations), (1, 1, 0, 1)
-    )
-    return {
-        **hopper.defines(gemm_of_blocks(conv), config, device), "K_BLOCK": k_block(conv), "CHANNELS": conv.c,
-        "KERNEL_H": kernel[0], "KERNEL_W": kernel[1], "STRIDE_H": strides[0], "STRIDE_W": strides[1],
-        "PAD_H": pads[0], "PAD_W": pads[1], "DILATION_H": dilations[0], "DILATION_W": dilations[1],
+    by_axis = {
+        "KERNEL": three(conv.kernel), "STRIDE": three(conv.strides), "PAD": three(conv.pads_begin, missing=0),
+        "DILATION": three(conv.dilations),
     }  # fmt: skip
+    named = {f"{name}_{axis}": each for name, of in by_axis.items() for axis, each in zip("DHW", of, strict=True)}
+    own = {"K_BLOCK": k_block(conv), "CHANNELS": conv.c, "DIMS": len(conv.kernel)}
+    return {**hopper.defines(gemm_of_blocks(conv), config, device), **own, **named}
 
 
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
-    gemm, y_sizes = gemm_of_blocks(conv), two(conv.y_sizes, 1)
+    gemm, y_sizes = gemm_of_blocks(conv), three(conv.y_sizes)
     maps = [pixel_map(conv, config), weight_map(conv, config)]
     if config.split_k > 1:
         results: list[Argument] = [conv.y, conv.residual or ABSENT]
@@ -117,17 +119,15 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the map of x, whose loads take the pixels that one tap of the filter reads for a tile's rows."""
-    (h, w), block = two(conv.sizes, 1), k_block(conv)
-    kernel, dilations = two(conv.kernel, 1), two(conv.dilations, 1)
-    begin, end, strides = two(conv.pads_begin, 0), two(conv.pads_end, 0), two(conv.strides, 1)
+    block, inward = k_block(conv), conv.sizes[::-1]  # the innermost axis first
     walk = Im2col(
-        (-begin[1], -begin[0]),
-        (end[1] - (kernel[1] - 1) * dilations[1], end[0] - (kernel[0] - 1) * dilations[0]),
-        (strides[1], strides[0]),
+        tuple(-before for before in reversed(conv.pads_begin)),
+        tuple(behind - far for behind, far in zip(conv.pads_end, _reach(conv), strict=True))[::-1],
+        conv.strides[::-1],
     )
-    pitches = (2 * conv.c, 2 * conv.c * w, 2 * conv.c * w * h)
+    pitches = tuple(itertools.accumulate((2 * conv.c, *inward), operator.mul))
     box = (block, config.tile_m)
-    return TensorMap(conv.x, _dtype(conv), (conv.c, w, h, conv.n), pitches, box, _swizzle(block), walk)
+    return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, _swizzle(block), walk)
 
 
 def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:

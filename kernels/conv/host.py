@@ -17,7 +17,7 @@ from onnxfuse.kernels.conv import (
     stem,
 )
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
-from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
@@ -55,7 +55,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     conv, y = conv_of(node, inputs, device)
     if not conv.pixels * conv.m:
         return [Plan((y,), ())]
-    found = implementations(conv, device)
+    found = implementations(of_fewer_axes(conv), device)
     if not found:
         raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
     return [Plan((y,), each.steps, each.scratch) for each in found]

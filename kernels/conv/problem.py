@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.tensors import ABSENT, Defines
@@ -96,6 +96,26 @@ class Conv:
             residual=self.residual is not None,
             residual_first=self.residual_first,
         )
+
+
+def of_fewer_axes(conv: Conv) -> Conv:
+    """Return a convolution of three spatial axes as one of two, where one tap along axes lets it be one.
+
+    Convolutions over space alone have an image for each depth; to those over depth alone, pixels of a depth are a row.
+    """
+    alone = [
+        taps == stride == 1 and before == behind == 0
+        for taps, stride, before, behind in zip(conv.kernel, conv.strides, conv.pads_begin, conv.pads_end, strict=True)
+    ]
+    fields = ("sizes", "y_sizes", "kernel", "strides", "dilations", "pads_begin", "pads_end")
+    if len(alone) == 3 and alone[0] and (conv.c == 1 or not conv.x_nchw):
+        inner = {name: getattr(conv, name)[1:] for name in fields}
+        return replace(conv, n=conv.n * conv.sizes[0], **inner)
+    if len(alone) == 3 and alone[1] and alone[2]:
+        outer = {name: getattr(conv, name)[:2] for name in fields}
+        rows = {name: (getattr(conv, name)[0], math.prod(getattr(conv, name)[1:])) for name in ("sizes", "y_sizes")}
+        return replace(conv, **{**outer, **rows})
+    return conv
 
 
 def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:

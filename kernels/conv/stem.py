@@ -23,6 +23,8 @@ WARPS: Final = 4
 TILE_BYTES: Final = 2 * 3 * 4  # of shared memory, for the places of two tiles
 MAX_IMAGE: Final = 2**31 - 1  # elements of an image of x, and of y
 TILE_PIXELS: Final = (64, 512)  # of a block: the least and the most
+TILE_COLUMNS: Final = (16, 32, 56, 64, 80, 96, 112, 128)
+ROW_COLUMNS: Final = (256, 512)  # of images of one row, besides these
 RESERVED_BYTES: Final = 1024  # of shared memory, for each block
 
 
@@ -237,7 +239,8 @@ def configs(conv: Conv) -> list[StemConfig]:
         tiles_n = 4
     warps_m, found = WARPS // warps_n, []
     step = _copy(conv)  # the kernel wants tq * sw to be a multiple of it
-    widths = {math.lcm(8, step), *(tq for tq in (16, 32, 56, 64, 80, 96, 112, 128) if tq < width + 8)}
+    columns = (*TILE_COLUMNS, *(ROW_COLUMNS if height == 1 else ()))
+    widths = {math.lcm(8, step), *(tq for tq in columns if tq < width + 8)}
     for tp, tq in itertools.product((1, 2, 4, 7, 8, 14, 16, 32, 64), sorted(widths)):
         least, most = TILE_PIXELS
         if tp * tq % (16 * warps_m) or not least <= tp * tq <= most or (tp > height and tp * tq > least):

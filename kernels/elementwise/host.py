@@ -31,6 +31,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     refusal = unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "activation", known, "none")
     if refusal is None and node.fusion in CHANNELS_LAST:
         refusal = unsupported_choice(node, "layout", ("nhwc",), "nchw")
+    if refusal is None and node.fusion == "channel_scale":
+        refusal = unsupported_choice(node, "residual_position", ("before",), "before")
     return refusal
 
 

@@ -2,4 +2,4 @@
 
 from typing import Final
 
-FUSIONS: Final = ("max_pool", "average_pool", "global_average_pool")
+FUSIONS: Final = ("max_pool", "average_pool", "global_average_pool", "global_max_pool")

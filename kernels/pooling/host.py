@@ -1,14 +1,17 @@
-"""The plans of max_pool, average_pool and global_average_pool of channels-last tensors."""
+"""The plans of pools of channels-last tensors: over windows, and over all pixels of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from onnxfuse.kernels.pooling.global_mean import global_mean_plans
+from onnxfuse.kernels.pooling.global_pools import global_plans
 from onnxfuse.kernels.pooling.tiles import window_plans
 from onnxfuse.kernels.pooling.windows import unsupported_window
 from onnxfuse.kernels.tensors import unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+
+GLOBAL: Final = ("global_average_pool", "global_max_pool")
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -16,13 +19,13 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     refusal = unsupported_dtype(node, input_dtypes) or unsupported_choice(node, "layout", ("nhwc",), "nchw")
     if refusal is None and len({*input_dtypes, *node.output_dtypes}) > 1:
         refusal = f"{node.fusion}: x is {input_dtypes[0]} and y is {node.output_dtypes[0]}; the kernel takes one dtype"
-    if refusal is None and node.fusion != "global_average_pool":
+    if refusal is None and node.fusion not in GLOBAL:
         refusal = unsupported_window(node)
     return refusal
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
-    if node.fusion == "global_average_pool":
-        return global_mean_plans(node, inputs, device)
+    if node.fusion in GLOBAL:
+        return global_plans(node, inputs, device)
     return window_plans(node, inputs, device)

@@ -25,7 +25,7 @@ MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 DEFAULTS: Final = {"antialias": 0, "exclude_outside": 0, "keep_aspect_ratio_policy": "stretch", "axes": []}
-RANKS: Final = {"nearest": (3, 4), "linear": (4,)}  # of x, by mode
+RANKS: Final = (3, 4, 5)  # of x
 MAX_THREADS: Final = 256  # of a block
 MAX_ROW_BLOCKS: Final = 65535  # blocks along y of a grid
 
@@ -49,9 +49,8 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
     given = node.attributes.get("scales") or node.attributes.get("sizes")
     if not isinstance(given, list | tuple):
         return "resize: neither scales nor sizes are known; the kernel needs one of them"
-    ranks = RANKS[node.text("mode", "nearest")]
-    if len(given) not in ranks:
-        return f"resize: x has {len(given)} axes; the kernel takes {' or '.join(map(str, ranks))}"
+    if len(given) not in RANKS:
+        return f"resize: x has {len(given)} axes; the kernel takes {' or '.join(map(str, RANKS))}"
     scales = node.attributes.get("scales")
     if isinstance(scales, list | tuple) and (scales[0] != 1 or scales[-1] != 1):
         return f"resize: scales are {list(scales)}; the kernel leaves the first and last axis as they are"
@@ -73,24 +72,24 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if not math.prod(x.shape):
         raise ValueError(f"resize: x has shape {list(x.shape)}; required elements")
     channels, width = x.shape[-1], vector_width([x, y], x.shape[-1])
-    (height, columns), (y_height, y_columns) = (((1, *shape[1:-1])[-2:]) for shape in (x.shape, y_shape))
-    scale_h, scale_w = (1.0, *scales[1:-1])[-2:]
+    sizes, y_sizes, scaled = ((1, 1, *of[1:-1])[-3:] for of in (x.shape, y_shape, scales))
+    y_depth, y_height, y_columns = y_sizes
     vectors = y_columns * (channels // width)
     threads = min(MAX_THREADS, math.ceil(vectors / 32) * 32)
-    across, rows = math.ceil(vectors / threads), y_shape[0] * y_height
+    across, rows = math.ceil(vectors / threads), y_shape[0] * y_depth * y_height
     if across > MAX_ROW_BLOCKS or rows > 2**31 - 1:
         raise ValueError(f"resize: y has shape {list(y_shape)}, which is more than one launch can compute")
     linear = node.text("mode", "nearest") == "linear"
     defines: Defines = {
         "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "THREADS": threads, "LINEAR": int(linear),
+        "HAS_DEPTH": int(len(x.shape) == 5),
         "COORDINATE": node.text("coordinate_transformation_mode", "half_pixel"),
         "NEAREST": node.text("nearest_mode", "round_prefer_floor"), "STREAMED": is_streamed([x, y]),
         "RELEASE": int(across * rows <= 2 * device.multiprocessors),
     }  # fmt: skip
-    sizes = (height, columns, y_height, y_columns)
     arguments = (
-        operand_pointer(node, "x"), Pointer("output", 0), *(Scalar(size, "int32") for size in sizes),
-        Scalar(scale_h, "float32"), Scalar(scale_w, "float32"),
+        operand_pointer(node, "x"), Pointer("output", 0), *(Scalar(size, "int32") for size in (*sizes, *y_sizes)),
+        *(Scalar(scale, "float32") for scale in scaled),
     )  # fmt: skip
     kernel = Kernel("resize", "resize", defines)
     launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)

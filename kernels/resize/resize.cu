@@ -1,4 +1,5 @@
-// Resize of height and width of channels-last tensors: x is (n, height, width, CHANNELS), where height may be 1.
+// Resize of the spatial axes of channels-last tensors: x is (n, depth, height, width, CHANNELS), where depth and height
+// may be 1.
 //
 // Coordinates are computed in fp32, each operation rounded by itself, exactly as onnxruntime's CPU provider computes
 // them; along an axis of scale 1 they are the indices. A block computes a part of a row of y; what neighbouring results
@@ -6,7 +7,8 @@
 //
 //   T                      storage type of x and y    WIDTH    elements of a vector access
 //   COORDINATE, NEAREST    functions below, by the names of ONNX's coordinate_transformation_mode and nearest_mode
-//   LINEAR                 1: interpolate between the two nearest rows and columns; 0: copy the nearest element
+//   LINEAR                 1: interpolate between the two nearest elements of each axis; 0: copy the nearest element
+//   HAS_DEPTH              0: depth is 1
 //   STREAMED               1: y leaves L2 first        RELEASE  1: the next kernel may start before this one stores
 #include "types.cuh"
 
@@ -65,30 +67,19 @@ struct Between {
     }
 };
 
-__device__ __forceinline__ Pack<T, WIDTH> element(const T* x, int row, int column, int width) {
-    return load_cached<WIDTH>(x + ((long long)row * width + column) * CHANNELS);
-}
+// A plane of an image of x, from the thread's channels on.
+struct Plane {
+    const T* x;
+    int width;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-resize(const T* x, T* y, int height, int width, int y_height, int y_width, float scale_h, float scale_w) {
-    wait_for_predecessor();
-    const unsigned image = blockIdx.x / y_height;
-    const int y_row = blockIdx.x - image * y_height, at = blockIdx.y * THREADS + threadIdx.x;
-    const int y_column = at / (CHANNELS / WIDTH), channel = at % (CHANNELS / WIDTH) * WIDTH;
-    if (y_column >= y_width) return;
-    x += (long long)image * height * width * CHANNELS + channel;
-    y += (long long)blockIdx.x * y_width * CHANNELS + (long long)at * WIDTH;
-    float results[WIDTH];
-    if constexpr (!LINEAR) {
-        const Pack<T, WIDTH> raw = element(x, nearest_index(y_row, scale_h, y_height, height),
-                                           nearest_index(y_column, scale_w, y_width, width), width);
-        unpack(raw, results);
-    } else {
-        const Between rows(y_row, scale_h, y_height, height), columns(y_column, scale_w, y_width, width);
-        const Pack<T, WIDTH> raw[4] = {element(x, rows.low, columns.low, width),
-                                       element(x, rows.low, columns.high, width),
-                                       element(x, rows.high, columns.low, width),
-                                       element(x, rows.high, columns.high, width)};
+    __device__ __forceinline__ Pack<T, WIDTH> element(int row, int column) const {
+        return load_cached<WIDTH>(x + ((long long)row * width + column) * CHANNELS);
+    }
+
+    __device__ __forceinline__ void interpolate(const Between& rows, const Between& columns,
+                                                float (&results)[WIDTH]) const {
+        const Pack<T, WIDTH> raw[4] = {element(rows.low, columns.low), element(rows.low, columns.high),
+                                       element(rows.high, columns.low), element(rows.high, columns.high)};
         float corners[4][WIDTH];
 #pragma unroll
         for (int k = 0; k < 4; ++k) unpack(raw[k], corners[k]);
@@ -97,6 +88,40 @@ resize(const T* x, T* y, int height, int width, int y_height, int y_width, float
             const float low = (1.0f - columns.weight) * corners[0][i] + columns.weight * corners[1][i];
             const float high = (1.0f - columns.weight) * corners[2][i] + columns.weight * corners[3][i];
             results[i] = (1.0f - rows.weight) * low + rows.weight * high;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+resize(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width, float scale_d,
+       float scale_h, float scale_w) {
+    wait_for_predecessor();
+    const unsigned y_slice = blockIdx.x / y_height, image = HAS_DEPTH ? y_slice / y_depth : y_slice;
+    const int y_row = blockIdx.x - y_slice * y_height, at = blockIdx.y * THREADS + threadIdx.x;
+    const int y_plane = HAS_DEPTH ? y_slice - image * y_depth : 0;
+    const int y_column = at / (CHANNELS / WIDTH), channel = at % (CHANNELS / WIDTH) * WIDTH;
+    if (y_column >= y_width) return;
+    const long long plane = (long long)height * width * CHANNELS;
+    x += (HAS_DEPTH ? (long long)image * depth : image) * plane + channel;
+    y += (long long)blockIdx.x * y_width * CHANNELS + (long long)at * WIDTH;
+    float results[WIDTH];
+    if constexpr (!LINEAR) {
+        if constexpr (HAS_DEPTH) x += nearest_index(y_plane, scale_d, y_depth, depth) * plane;
+        const Pack<T, WIDTH> raw = Plane{x, width}.element(nearest_index(y_row, scale_h, y_height, height),
+                                                           nearest_index(y_column, scale_w, y_width, width));
+        unpack(raw, results);
+    } else {
+        const Between rows(y_row, scale_h, y_height, height), columns(y_column, scale_w, y_width, width);
+        if constexpr (!HAS_DEPTH) {
+            Plane{x, width}.interpolate(rows, columns, results);
+        } else {
+            const Between planes(y_plane, scale_d, y_depth, depth);
+            float high[WIDTH];
+            Plane{x + planes.low * plane, width}.interpolate(rows, columns, results);
+            Plane{x + planes.high * plane, width}.interpolate(rows, columns, high);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                results[i] = (1.0f - planes.weight) * results[i] + planes.weight * high[i];
         }
     }
     if constexpr (RELEASE) release_successor();

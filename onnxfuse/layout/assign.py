@@ -12,11 +12,12 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
-from onnxfuse.ir.protos import nodes
+from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
+from onnxfuse.layout.bodies import drop_functions
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.layout.regions import Regions
-from onnxfuse.layout.residuals import add_residuals, additions, find_residuals
+from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
 from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Border, Writer
 from onnxfuse.passes.compose_views import compose_views
@@ -63,7 +64,8 @@ def assign_layouts(
 ) -> LayoutResult:
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
-    A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in.
+    A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in;
+    so does a gate of channels, with the activation that follows it.
 
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
     by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
@@ -77,8 +79,8 @@ def assign_layouts(
     if not chosen:
         return LayoutResult()
     first = node_label(chosen[0].node)
-    _drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
-    adds, known = additions(graph, {one.node for one in chosen}), frozenset(graph.names)
+    drop_functions(graph, {one.node for one in chosen if one.kind is not Kind.NEUTRAL})
+    adds, known = additions(graph, shapes, {one.node for one in chosen}), frozenset(graph.names)
     writer = Writer(graph, shapes, LocalFunctions(graph), frozenset(one.node for one in recorded))
     for one in chosen:
         one.write(writer)
@@ -88,16 +90,11 @@ def assign_layouts(
     reasons = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     ends = {border.node: _region_end(graph, border, reasons) for border in writer.borders}
     _compose(graph, shapes, writer, known)
-    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    residuals = find_residuals(graph, shapes, adds, bodies, writer.originals, exclude)
-    _drop_functions(graph, {one.product for one in residuals})
-    records = {one.node: one for one in (*recorded, *writer.fused)}
-    merged = add_residuals(graph, shapes, residuals, bodies, known, writer.originals, records)
+    merged, vanished = _merge(graph, shapes, writer, adds, known, recorded, exclude)
     fused = {one.node: one for one in (*writer.fused, *merged)}
     present = set(graph.nodes)
     standing = tuple(end for node, end in ends.items() if node in present and op_of(node) == "Transpose")
-    count = writer.nodes - sum(bool(one.perm) for one in residuals)
-    return LayoutResult(count, first, tuple(fused.values()), standing, writer.originals)
+    return LayoutResult(writer.nodes - vanished, first, tuple(fused.values()), standing, writer.originals)
 
 
 def _choose(
@@ -119,16 +116,6 @@ def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str
     return conversion(model, node)
 
 
-def _drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call, which will call others."""
-    present = {(f.domain, f.name) for f in graph.model.functions}
-    used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
-    used |= {node.op_type for node in nodes(*graph.functions) if node.domain == DOMAIN}
-    graph.functions = [
-        f for f in graph.functions if f.domain != DOMAIN or f.name in used or (f.domain, f.name) in present
-    ]
-
-
 def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[str]) -> None:
     """Let Transposes at borders vanish with views of the model.
 
@@ -147,6 +134,29 @@ def _compose(graph: Graph, shapes: ShapeInfo, writer: Writer, known: Collection[
                 original = writer.originals.get(old, (old, identity))
                 if original[0] != name:  # else it has one pixel and one channel: both layouts are one tensor
                     writer.originals[name] = original
+
+
+def _merge(
+    graph: Graph,
+    shapes: ShapeInfo,
+    writer: Writer,
+    adds: Mapping[Node, Addition],
+    known: Collection[str],
+    recorded: Collection[Fused],
+    exclude: Collection[tuple[str, str]],
+) -> tuple[list[Fused], int]:
+    """Let fused nodes take in the residuals and activations behind them.
+
+    Returns the records of these fused nodes, and how many channels-last nodes vanished.
+    """
+    bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
+    residuals = find_residuals(graph, shapes, adds, bodies, writer.originals, exclude)
+    drop_functions(graph, {one.product for one in residuals})
+    records = {one.node: one for one in (*recorded, *writer.fused)}
+    added = add_residuals(graph, shapes, residuals, bodies, known, writer.originals, records)
+    records |= {one.node: one for one in added}
+    activated = add_activations(graph, shapes, writer.originals, records, exclude)
+    return [*added, *activated], sum(bool(one.perm) for one in residuals) + len(activated)
 
 
 def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:

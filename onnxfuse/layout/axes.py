@@ -1,4 +1,8 @@
-"""The axes of images in both layouts: (N, C, H, W), as ONNX has it, and (N, H, W, C)."""
+"""The axes of images in both layouts, by their number: (N, C, H, W), as ONNX has it, and (N, H, W, C).
+
+An image has one to three spatial axes: (N, C, W), (N, C, H, W) or (N, C, D, H, W).  The attributes of nodes name the
+layouts of all of them as those of two spatial axes: nchw and nhwc, ohwi and hwio.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,23 @@ from onnxfuse.analysis.dims import Size
 Perm: TypeAlias = tuple[int, ...]
 T = TypeVar("T")
 
-RANK: Final = 4  # of images; other ranks stay channels-first
-TO_LAST: Final[Perm] = (0, 2, 3, 1)  # the perm of the Transpose that makes a channels-first image channels-last
-TO_FIRST: Final[Perm] = (0, 3, 1, 2)
-# Of the weights of convolutions, (M, C/group, H, W) in ONNX, by the attribute w_layout that names the stored layout.
-WEIGHT_PERMS: Final[dict[str, Perm]] = {"ohwi": (0, 2, 3, 1), "hwio": (2, 3, 1, 0)}
+IMAGE_RANKS: Final = (3, 4, 5)  # numbers of axes; tensors of others stay channels-first
+WEIGHT_LAYOUTS: Final = ("ohwi", "hwio")  # what the attribute w_layout says; in ONNX, weights are (M, C/group, H, W)
+
+
+def to_last(rank: int) -> Perm:
+    """Return the perm of the Transpose that makes a channels-first image of so many axes channels-last."""
+    return 0, *range(2, rank), 1
+
+
+def to_first(rank: int) -> Perm:
+    """Return the perm of the Transpose that makes a channels-last image of so many axes channels-first."""
+    return 0, rank - 1, *range(1, rank - 1)
+
+
+def weight_perm(layout: str, rank: int) -> Perm:
+    """Return the perm that brings the weights of a convolution from ONNX's layout to one of WEIGHT_LAYOUTS."""
+    return to_last(rank) if layout == "ohwi" else (*range(2, rank), 1, 0)
 
 
 def permuted(values: Sequence[T], perm: Perm) -> tuple[T, ...]:
@@ -27,11 +43,16 @@ def inverse(perm: Perm) -> Perm:
     return tuple(perm.index(axis) for axis in range(len(perm)))
 
 
-def last_axis(axis: int) -> int:
+def last_axis(axis: int, rank: int) -> int:
     """Return where an axis of a channels-first image, counted from either end, lies in the channels-last one."""
-    return TO_LAST.index(axis % RANK)
+    return to_last(rank).index(axis % rank)
+
+
+def spatial_axes(rank: int) -> set[int]:
+    """Return the axes of a channels-first image that are neither of the batch nor of channels."""
+    return set(range(2, rank))
 
 
 def has_one_pixel(shape: Sequence[Size] | None) -> bool:
-    """Return whether a channels-first image has a height and a width of 1, so that both layouts are in one order."""
-    return shape is not None and len(shape) == RANK and tuple(shape[2:]) == (1, 1)
+    """Return whether the spatial axes of a channels-first image have size 1, so that both layouts are in one order."""
+    return shape is not None and len(shape) in IMAGE_RANKS and all(size == 1 for size in shape[2:])

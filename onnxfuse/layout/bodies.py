@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import helper
 
 from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node
+from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.axes import Perm, inverse
 
 
@@ -74,6 +78,42 @@ def channels_last_function(
         DOMAIN, name, list(body.operands), outputs, [*first, *_renamed(body.nodes, renamed), *last],
         list(body.imports), sorted(attributes), doc_string=body.doc,
     )  # fmt: skip
+
+
+def followed_by(
+    body: onnx.FunctionProto,
+    op: str,
+    attributes: Sequence[str],
+    operand: str = "",
+    values: Mapping[str, AttributeValue] | None = None,
+) -> onnx.FunctionProto:
+    """Return a body followed by an operator of its result, with its values numbered as fusing numbers them.
+
+    The operator also reads a new `operand` if there is one, and has the attributes `values`.  `attributes` are the
+    names of the attributes of the node that calls the function.
+    """
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    taken = {*body.input, *(name for node in body.node for name in (*node.input, *node.output))}
+    end = next(name for i in itertools.count(1) if (name := f"t{i}") not in taken)
+    operands = [body.output[0], operand] if operand else [body.output[0]]
+    result.input.extend(operands[1:])
+    node = helper.make_node(op, operands, [end], domain="")
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in (values or {}).items())
+    result.node.append(node)
+    result.output[:] = [end]
+    result.attribute[:] = sorted(attributes)
+    return result
+
+
+def drop_functions(graph: Graph, called: Collection[Node]) -> None:
+    """Remove functions that fusing added and that only the nodes in `called` call, which will call others."""
+    present = {(f.domain, f.name) for f in graph.model.functions}
+    used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
+    used |= {node.op_type for node in nodes(*graph.functions) if node.domain == DOMAIN}
+    graph.functions = [
+        f for f in graph.functions if f.domain != DOMAIN or f.name in used or (f.domain, f.name) in present
+    ]
 
 
 def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:

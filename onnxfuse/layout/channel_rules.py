@@ -12,14 +12,13 @@ from onnx import helper
 from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
-from onnxfuse.layout.axes import RANK, last_axis
+from onnxfuse.layout.axes import last_axis
 from onnxfuse.layout.bodies import Body
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES
-from onnxfuse.layout.writer import Writer, is_image_sized
+from onnxfuse.layout.writer import Writer, image_rank
 
 MAX_PARTS: Final = 32  # tensors that a Concat joins or a Split computes
-CHANNELS: Final = RANK - 1  # the axis of the channels-last image
 
 
 def concat(model: Model, node: Node) -> Conversion | str:
@@ -28,7 +27,7 @@ def concat(model: Model, node: Node) -> Conversion | str:
     if axis is None or not _are_of_channels(model, axis, node.inputs) or not 1 < len(node.inputs) <= MAX_PARTS:
         return NEUTRAL_RULES["Concat"](model, node)
     operands = {f"x_{i}": tensor for i, tensor in enumerate(node.inputs)}
-    inner = helper.make_node("Concat", list(operands), ["y"], axis=CHANNELS)
+    inner = helper.make_node("Concat", list(operands), ["y"], axis=_last(model, node.inputs[0]))
     body = Body(tuple(operands), (inner,), ("y",), (helper.make_opsetid("", model.graph.opset),))
     return _call(node, "concat", operands, body, {})
 
@@ -42,14 +41,14 @@ def split(model: Model, node: Node) -> Conversion | str:
     sizes = _channels(model, node.outputs)
     if sum(sizes) != _channels(model, [x])[0]:
         return "its parts do not make the channels of its image"
-    outputs = tuple(f"y_{i}" for i in range(len(sizes)))
+    outputs, last = tuple(f"y_{i}" for i in range(len(sizes))), _last(model, x)
     if input_index("Split", "split", opset) is None:
-        inner = [helper.make_node("Split", ["x"], outputs, axis=CHANNELS, split=sizes)]
+        inner = [helper.make_node("Split", ["x"], outputs, axis=last, split=sizes)]
     else:
         stored = onnx.numpy_helper.from_array(np.array(sizes, np.int64))
         inner = [
             helper.make_node("Constant", [], ["sizes"], value=stored),
-            helper.make_node("Split", ["x", "sizes"], outputs, axis=CHANNELS),
+            helper.make_node("Split", ["x", "sizes"], outputs, axis=last),
         ]
     body = Body(("x",), tuple(inner), outputs, (helper.make_opsetid("", opset),))
     return _call(node, "split", {"x": x}, body, {"split": sizes})
@@ -58,8 +57,15 @@ def split(model: Model, node: Node) -> Conversion | str:
 def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:
     """Return whether an axis is that of channels, and all tensors are images with known numbers of them."""
     shapes = model.shapes
-    are_images = all(is_image_sized(shapes, tensor) and shapes.dtype(tensor) in FUSIBLE_FLOATS for tensor in tensors)
-    return are_images and last_axis(axis) == CHANNELS and len(_channels(model, tensors)) == len(tensors)
+    are_images = all(image_rank(shapes, tensor) and shapes.dtype(tensor) in FUSIBLE_FLOATS for tensor in tensors)
+    if not are_images or last_axis(axis, _last(model, tensors[0]) + 1) != _last(model, tensors[0]):
+        return False
+    return len(_channels(model, tensors)) == len(tensors)
+
+
+def _last(model: Model, image: Tensor) -> int:
+    """Return the axis of channels of a channels-last image."""
+    return image_rank(model.shapes, image) - 1
 
 
 def _channels(model: Model, tensors: Sequence[Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, is_constant
-from onnxfuse.layout.writer import Writer
+from onnxfuse.layout.writer import Writer, image_rank
 
 
 class Kind(Enum):
@@ -78,7 +78,7 @@ def same_operator(
             elif i in reads:
                 inputs[i] = writer.image(tensor)
             elif broadcasts and is_constant(tensor):
-                inputs[i] = writer.broadcast(tensor)
+                inputs[i] = writer.broadcast(tensor, image_rank(writer.shapes, node.outputs[0]))
         outputs = [writer.computed(tensor) if i in computes else tensor for i, tensor in enumerate(node.outputs)]
         writer.rewrite(node, inputs, outputs, attributes)
 

@@ -12,9 +12,9 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input, input_index, int_attribute
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of
-from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, last_axis, permuted
+from onnxfuse.layout.axes import last_axis, permuted, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
-from onnxfuse.layout.writer import Writer, is_image_sized
+from onnxfuse.layout.writer import Writer, image_rank
 
 # Operators of one tensor, element by element.
 UNARY: Final = frozenset({
@@ -32,7 +32,7 @@ REDUCTIONS: Final = frozenset({
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
     "ReduceProd", "ReduceSum", "ReduceSumSquare",
 })  # fmt: skip
-NOT_AN_IMAGE: Final = "it reads no computed tensor of four axes"
+NOT_AN_IMAGE: Final = "it reads no computed tensor of three to five axes"
 
 
 def integers(model: Model, node: Node, name: str) -> list[int] | None:
@@ -45,7 +45,7 @@ def integers(model: Model, node: Node, name: str) -> list[int] | None:
 
 def unary(model: Model, node: Node) -> Conversion | str:
     """Further inputs are scalars.  Of a Dropout nobody may read the mask, which is all true."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not image_rank(model.shapes, node.inputs[0]):
         return NOT_AN_IMAGE
     if any(tensor.outputs or model.graph.is_kept(tensor) for tensor in node.outputs[1:] if tensor.name):
         return "its second output is read"
@@ -53,29 +53,30 @@ def unary(model: Model, node: Node) -> Conversion | str:
 
 
 def broadcasting(model: Model, node: Node) -> Conversion | str:
-    """Computed operands are images, or have one element; constants have at most four axes."""
+    """Computed operands are images of one rank, or have one element; constants have no more axes than images."""
+    rank = image_rank(model.shapes, node.outputs[0])
+    if not rank or not any(image_rank(model.shapes, tensor) == rank for tensor in node.inputs):
+        return NOT_AN_IMAGE
     reads = []
     for i, tensor in enumerate(node.inputs):
         if is_constant(tensor):
-            if len(tensor.shape) > RANK:
-                return f"its constant '{tensor.name}' has more than four axes"
-        elif is_image_sized(model.shapes, tensor):
+            if len(tensor.shape) > rank:
+                return f"its constant '{tensor.name}' has more than {rank} axes"
+        elif image_rank(model.shapes, tensor) == rank:
             reads.append(i)
-        elif tensor.name and not _is_scalar(model.shapes, tensor):
-            return f"its operand '{tensor.name}' has not four axes"
-    if not reads or model.shapes.rank(node.outputs[0]) != RANK:
-        return NOT_AN_IMAGE
+        elif tensor.name and not _is_scalar(model.shapes, tensor, rank):
+            return f"its operand '{tensor.name}' has not {rank} axes"
     return same_operator(node, tuple(reads), broadcasts=True)
 
 
-def _is_scalar(shapes: ShapeInfo, tensor: Tensor) -> bool:
+def _is_scalar(shapes: ShapeInfo, tensor: Tensor, rank: int) -> bool:
     shape = shapes.shape(tensor)
-    return shape is not None and len(shape) < RANK and all(size == 1 for size in shape)
+    return shape is not None and len(shape) < rank and all(size == 1 for size in shape)
 
 
 def quantized(model: Model, node: Node) -> Conversion | str:
     """Only with one scale for the whole tensor."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not image_rank(model.shapes, node.inputs[0]):
         return NOT_AN_IMAGE
     if any(not (is_constant(tensor) and math.prod(tensor.shape) == 1) for tensor in node.inputs[1:] if tensor.name):
         return "it has more than one scale"
@@ -84,40 +85,39 @@ def quantized(model: Model, node: Node) -> Conversion | str:
 
 def concat(model: Model, node: Node) -> Conversion | str:
     """Join along the permuted axis."""
-    axis = int_attribute(node, "axis")
-    if axis is None or not any(is_image_sized(model.shapes, tensor) for tensor in node.inputs):
+    axis, rank = int_attribute(node, "axis"), image_rank(model.shapes, node.outputs[0])
+    images = [i for i, tensor in enumerate(node.inputs) if image_rank(model.shapes, tensor) == rank]
+    if axis is None or not rank or not images:
         return NOT_AN_IMAGE
-    images = [i for i, tensor in enumerate(node.inputs) if is_image_sized(model.shapes, tensor)]
-    others = [tensor for i, tensor in enumerate(node.inputs) if i not in images]
-    if not all(is_constant(tensor) and len(tensor.shape) == RANK for tensor in others):
-        return "an operand has not four axes"
+    if not all(i in images or is_constant(tensor) for i, tensor in enumerate(node.inputs)):
+        return f"an operand is no tensor of {rank} axes"
     constants = {
-        i: np.ascontiguousarray(constant_value(model.graph, tensor).transpose(TO_LAST))
+        i: np.ascontiguousarray(constant_value(model.graph, tensor).transpose(to_last(rank)))
         for i, tensor in enumerate(node.inputs)
         if is_constant(tensor)
     }
-    return same_operator(node, tuple(images), attributes={"axis": last_axis(axis)}, constants=constants)
+    return same_operator(node, tuple(images), attributes={"axis": last_axis(axis, rank)}, constants=constants)
 
 
 def split(model: Model, node: Node) -> Conversion | str:
     """Split the permuted axis."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
-    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", 0))})
+    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", 0), rank)})
 
 
 def softmax(model: Model, node: Node) -> Conversion | str:
     """Before opset 13 the operator flattened the axes behind its own."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
     if model.graph.opset < 13:
         return "it flattens the axes behind its own in this opset"
-    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", -1))})
+    return same_operator(node, (0,), attributes={"axis": last_axis(int_attribute(node, "axis", -1), rank)})
 
 
 def slice_(model: Model, node: Node) -> Conversion | str:
     """Only the axes change: starts, ends and steps keep their order."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not image_rank(model.shapes, node.inputs[0]):
         return NOT_AN_IMAGE
     axes = integers(model, node, "axes")
     if axes is None and attribute_or_input(model.graph, node, "axes") is None:
@@ -130,21 +130,21 @@ def slice_(model: Model, node: Node) -> Conversion | str:
 
 def reduction(model: Model, node: Node) -> Conversion | str:
     """Without keepdims, the axes that stay must be in the same order in both layouts."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
     axes = integers(model, node, "axes")
     if not axes:
         return "its axes are not constant"
     if int_attribute(node, "keepdims", 1):
         return _with_axes(model, node, axes)
-    reduced = {axis % RANK for axis in axes}
-    if [axis for axis in TO_LAST if axis not in reduced] != [axis for axis in range(RANK) if axis not in reduced]:
+    reduced = {axis % rank for axis in axes}
+    if [axis for axis in to_last(rank) if axis not in reduced] != sorted(set(range(rank)) - reduced):
         return "the axes that it keeps have another order channels-last"
     return _with_axes(model, node, axes, computes=())
 
 
 def _with_axes(model: Model, node: Node, axes: Sequence[int], computes: tuple[int, ...] | None = None) -> Conversion:
-    new = [last_axis(axis) for axis in axes]
+    new = [last_axis(axis, image_rank(model.shapes, node.inputs[0])) for axis in axes]
     index = input_index(op_of(node), "axes", model.graph.opset)
     if index is None:
         return same_operator(node, (0,), attributes={"axes": new}, computes=computes)
@@ -169,16 +169,16 @@ def pad(model: Model, node: Node) -> Conversion | str:
 
     Pads of some axes become those of all, because onnxruntime 1.31.1 moves a Transpose past a Pad as if it had no axes.
     """
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
     axes_index, index = (input_index("Pad", name, model.graph.opset) for name in ("axes", "pads"))
     has_axes = axes_index is not None and axes_index < len(node.inputs) and bool(node.inputs[axes_index].name)
-    axes = integers(model, node, "axes") if has_axes else list(range(RANK))
+    axes = integers(model, node, "axes") if has_axes else list(range(rank))
     pads = integers(model, node, "pads")
     if pads is None or axes is None or len(pads) != 2 * len(axes):
         return "its pads are not constant"
-    of_axis = {axis % RANK: (pads[i], pads[len(axes) + i]) for i, axis in enumerate(axes)}
-    both = permuted([of_axis.get(axis, (0, 0)) for axis in range(RANK)], TO_LAST)
+    of_axis = {axis % rank: (pads[i], pads[len(axes) + i]) for i, axis in enumerate(axes)}
+    both = permuted([of_axis.get(axis, (0, 0)) for axis in range(rank)], to_last(rank))
     new = [before for before, _ in both] + [behind for _, behind in both]
     if index is None:
         return same_operator(node, (0,), attributes={"pads": new})
@@ -194,9 +194,9 @@ def pad(model: Model, node: Node) -> Conversion | str:
 
 def shape_of(model: Model, node: Node) -> Conversion | str:
     """The shape of a channels-last image is put into the order of a channels-first one."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
-    axes = list(range(RANK))[int_attribute(node, "start", 0) : int_attribute(node, "end", RANK)]
+    axes = list(range(rank))[int_attribute(node, "start", 0) : int_attribute(node, "end", rank)]
 
     def write(writer: Writer) -> None:
         source, output = node.inputs[0], node.outputs[0]
@@ -205,8 +205,8 @@ def shape_of(model: Model, node: Node) -> Conversion | str:
         attributes: dict[str, AttributeValue | None] = {"start": None, "end": None}
         whole = writer.graph.variable(f"{output.name}/nhwc")
         shapes = writer.shapes
-        shapes.record(whole, (RANK,), shapes.dtype(output))
-        order = writer.graph.constant(f"{output.name}/order", np.array([TO_FIRST[axis] for axis in axes], np.int64))
+        shapes.record(whole, (rank,), shapes.dtype(output))
+        order = writer.graph.constant(f"{output.name}/order", np.array([to_first(rank)[a] for a in axes], np.int64))
         writer.rewrite(node, [writer.image(source)], [whole], attributes)
         writer.graph.add_node("Gather", [whole, order], [output], {"axis": 0})
 

@@ -21,7 +21,7 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.tensor_bytes import tensor_bytes
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, consumers, is_constant, op_of, producer
-from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, has_one_pixel, permuted
+from onnxfuse.layout.axes import has_one_pixel, permuted, to_first, to_last
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.passes.compose_views import VIEWS, View, shorter_chain, view_of
 
@@ -126,8 +126,8 @@ class Regions:
         shape = self.model.shapes.shape(tensor)
         if shape is None or chain[0].inputs[0] is not tensor:
             return None
-        first = View(TO_FIRST, shape)
-        return self._saved(permuted(shape, TO_LAST), [first, *map(self._view, chain)], tensor)
+        first = View(to_first(len(shape)), shape)
+        return self._saved(permuted(shape, to_last(len(shape))), [first, *map(self._view, chain)], tensor)
 
     def _saved_before(self, tensor: Tensor) -> int | None:
         """Return how many bytes of Transposes vanish in front of a tensor with its border; None if that stays."""
@@ -140,7 +140,8 @@ class Regions:
         source = self.model.shapes.shape(chain[0].inputs[0]) if chain else None
         if shape is None or source is None:
             return None
-        return self._saved(source, [*map(self._view, chain), View(TO_LAST, permuted(shape, TO_LAST))], tensor)
+        perm = to_last(len(shape))
+        return self._saved(source, [*map(self._view, chain), View(perm, permuted(shape, perm))], tensor)
 
     def _view(self, node: Node) -> View | None:
         return view_of(self.model.shapes, node) if op_of(node) in VIEWS else None
@@ -222,5 +223,7 @@ class Regions:
     def _is_gate(self, node: Node) -> bool:
         """Return whether a convolution is a matrix product of one pixel."""
         kernel = ints_attribute(node, "kernel_shape")
-        weights = next((t.shape for t in node.inputs if is_constant(t) and len(t.shape) == RANK), ())
-        return (kernel or list(weights[2:])) == [1, 1] and has_one_pixel(self.model.shapes.shape(node.outputs[0]))
+        rank = self.model.shapes.rank(node.outputs[0])
+        weights = next((t.shape for t in node.inputs if is_constant(t) and len(t.shape) == rank), ())
+        is_product = set(kernel or weights[2:]) == {1}
+        return is_product and has_one_pixel(self.model.shapes.shape(node.outputs[0]))

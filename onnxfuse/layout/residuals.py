@@ -1,29 +1,31 @@
-"""Let products and convolutions add residuals from which only Transposes separated them."""
+"""Let products, convolutions and gates of channels add residuals from which only Transposes separated them."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.attributes import str_attribute
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
-from onnxfuse.layout.axes import TO_LAST, Perm
+from onnxfuse.layout.axes import Perm, to_last
+from onnxfuse.layout.bodies import followed_by
+from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
 PRODUCT: Final = "gemm_bias_activation"
 CONVOLUTION: Final = "conv_bias_activation"
-RESIDUAL: Final = "residual"  # the last operand of both
+GATE: Final = "channel_scale"
+CHANNELS_LAST: Final = (CONVOLUTION, GATE)  # fusions that are channels-last or have no kernel
+RESIDUAL: Final = "residual"  # the last operand of all of them
 OPS_OF_ONE_RANK: Final = frozenset({"Gemm", "Reshape"})  # in whose bodies x cannot have another number of axes
 
 
@@ -48,10 +50,13 @@ class Residual:
     original: str  # the name that the original has for the sum, maybe in the other layout
 
 
-def additions(graph: Graph, channels_last: Collection[Node]) -> dict[Node, Addition]:
+def additions(graph: Graph, shapes: ShapeInfo, channels_last: Collection[Node]) -> dict[Node, Addition]:
     """Return the Adds of a graph of which the nodes in `channels_last` are about to become channels-last."""
     return {
-        node: Addition(tuple(t.name for t in node.inputs), TO_LAST if node in channels_last else ())
+        node: Addition(
+            tuple(t.name for t in node.inputs),
+            to_last(image_rank(shapes, node.outputs[0])) if node in channels_last else (),
+        )
         for node in graph.nodes
         if op_of(node) == "Add"
     }
@@ -115,7 +120,7 @@ def _takes_a_residual(node: Node) -> bool:
     if RESIDUAL in operands or len(operands) != len(node.inputs) or len(node.outputs) != 1:
         return False
     fusion = str_attribute(node, "fusion", "")
-    return fusion == PRODUCT or (fusion == CONVOLUTION and str_attribute(node, "layout", "nchw") == "nhwc")
+    return fusion == PRODUCT or (fusion in CHANNELS_LAST and str_attribute(node, "layout", "nchw") == "nhwc")
 
 
 def _moved_view(
@@ -159,7 +164,8 @@ def add_residuals(
             inputs[0] = _reshaped_x(graph, shapes, product, one.view, bodies[product.op], compared)
         attributes = _attributes(product, rank=len(shapes.shape(output) or ()))
         name, fusion = product.name, str_attribute(product, "fusion", "")
-        op = _function_name(functions, _with_residual(bodies[product.op], list(attributes)), fusion)
+        body = followed_by(bodies[product.op], "Add", list(attributes), operand=RESIDUAL)
+        op = function_name(functions, body, fusion)
         record = records.get(name) or Fused(fusion, name, (name,), {}, one.original)
         made.append(replace(record, replaces=(*record.replaces, one.add.name or one.original), output=one.original))
         for node in (product, one.add):
@@ -199,7 +205,7 @@ def _reshaped_x(
 def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
     """Return the attributes that fusing writes where a residual follows."""
     own: dict[str, AttributeValue] = {"output_ranks": [rank]}
-    if str_attribute(product, "fusion", "") == CONVOLUTION:
+    if str_attribute(product, "fusion", "") in CHANNELS_LAST:
         has_activation = str_attribute(product, "activation", "none") != "none"
         own["residual_position"] = "after" if has_activation else "before"
     names = {*str_attribute(product, "attributes", "").split(), *own}
@@ -207,20 +213,7 @@ def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
     return {**product.attrs, "operands": operands, "attributes": " ".join(sorted(names)), **own}
 
 
-def _with_residual(body: onnx.FunctionProto, attributes: list[str]) -> onnx.FunctionProto:
-    """Return a body followed by the Add of another operand, with its values numbered as fusing numbers them."""
-    result = onnx.FunctionProto()
-    result.CopyFrom(body)
-    taken = {*body.input, *(name for node in body.node for name in (*node.input, *node.output))}
-    total = next(name for i in itertools.count(1) if (name := f"t{i}") not in taken)
-    result.input.append(RESIDUAL)
-    result.node.append(helper.make_node("Add", [body.output[0], RESIDUAL], [total], domain=""))
-    result.output[:] = [total]
-    result.attribute[:] = sorted(attributes)
-    return result
-
-
-def _function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
+def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
     """Return the name of the function with that body: one that the model has, or a new one."""
     for function in functions.graph.functions:
         body.name = function.name

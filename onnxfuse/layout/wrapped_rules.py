@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import onnx
@@ -15,16 +16,26 @@ from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, WEIGHT_PERMS, Perm, has_one_pixel, permuted
+from onnxfuse.layout.axes import (
+    IMAGE_RANKS,
+    Perm,
+    has_one_pixel,
+    permuted,
+    spatial_axes,
+    to_first,
+    to_last,
+    weight_perm,
+)
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
-from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
-from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction, unary
-from onnxfuse.layout.writer import Writer, is_image_sized
+from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction
+from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
-NEUTRAL_FUSIONS: Final = frozenset({"activation"})  # element by element, so that their functions stay as they are
+# Fusions that compute element by element, unless they read slices: their functions stay as they are.
+NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 # Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
 IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
     CONVOLUTION: ("x", "residual"),
@@ -61,8 +72,8 @@ def fused_convolution(model: Model, node: Node) -> Conversion | str:
     reason = _not_a_convolution(model, operands["x"], operands["w"], node.outputs[0])
     if reason:
         return reason
-    if "residual" in operands and not is_image_sized(model.shapes, operands["residual"]):
-        return f"its residual '{operands['residual'].name}' is no computed tensor of four axes"
+    if "residual" in operands and not image_rank(model.shapes, operands["residual"]):
+        return f"its residual '{operands['residual'].name}' is no computed tensor of three to five axes"
     return _convolution(node, operands, body_of_function(model.functions[node.op]), node.attrs)
 
 
@@ -70,8 +81,9 @@ def _not_a_convolution(model: Model, x: Tensor, w: Tensor, y: Tensor) -> str:
     """Return why a convolution has no channels-last form; "" where it has one."""
     if not is_constant(w):
         return f"its weights '{w.name}' are no constant"
-    if not len(w.shape) == model.shapes.rank(x) == model.shapes.rank(y) == RANK:
-        return f"it has {len(w.shape) - 2} spatial axes, not 2"
+    rank = len(w.shape)
+    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
+        return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
     if is_constant(x):
         return "its image is a constant"
     if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
@@ -94,11 +106,11 @@ def _convolution(
         own: dict[str, AttributeValue] = {**attributes, "w_layout": w_layout}
         if x_first:
             own["x_layout"] = "nchw"
-        perms: dict[str, Perm] = {"w": WEIGHT_PERMS[w_layout]}
+        perms: dict[str, Perm] = {"w": weight_perm(w_layout, len(w.shape))}
         given = {**operands, "w": writer.weight(w, w_layout)}
         for name in ("x", "residual"):
             if name in given and not (name == "x" and x_first):
-                given[name], perms[name] = writer.image(given[name]), TO_LAST
+                given[name], perms[name] = writer.image(given[name]), to_last(len(w.shape))
         writer.call(node, CONVOLUTION, body, given, perms, own)
 
     reads = tuple(index[name] for name in ("x", "residual") if name in index and not (name == "x" and is_stem))
@@ -108,7 +120,8 @@ def _convolution(
 def _is_transposed(tensor: Tensor) -> bool:
     """Return whether the model computes a tensor channels-last, and a Transpose makes it channels-first."""
     node = producer(tensor)
-    return node is not None and op_of(node) == "Transpose" and ints_attribute(node, "perm") == list(TO_FIRST)
+    perm = ints_attribute(node, "perm") if node is not None and op_of(node) == "Transpose" else None
+    return perm is not None and perm == list(to_first(len(perm)))
 
 
 # --- fused nodes -------------------------------------------------------------------------------------------------
@@ -122,16 +135,30 @@ def fused(model: Model, node: Node) -> Conversion | str:
     if node.attrs.get("layout", "nchw") != "nchw":
         return "it is channels-last already"
     if fusion in NEUTRAL_FUSIONS:
-        return unary(model, node)
+        return _element_by_element(model, node)
     if fusion not in IMAGE_OPERANDS or len(node.outputs) != 1:
         return "its fusion has no channels-last form"
     if fusion == CONVOLUTION:
         return fused_convolution(model, node)
     operands = _operands(node)
     images = [name for name in IMAGE_OPERANDS[fusion] if name in operands]
-    if not all(is_image_sized(model.shapes, operands[name]) for name in images):
+    if not all(image_rank(model.shapes, operands[name]) for name in images):
         return NOT_AN_IMAGE
     return _wrapped(node, fusion, operands, images, body_of_function(model.functions[node.op]), node.attrs)
+
+
+def _element_by_element(model: Model, node: Node) -> Conversion | str:
+    """All operands are images of one rank; the attribute d, where there is one, is the size of their last axis."""
+    if any(name.endswith("_offset") for name in node.attrs):
+        return "it reads slices of its last axis"
+    ranks = {image_rank(model.shapes, tensor) for tensor in (*node.inputs, *node.outputs)}
+    if len(ranks) > 1 or 0 in ranks:
+        return NOT_AN_IMAGE
+    shape = model.shapes.shape(node.outputs[0])
+    changed = {"d": shape[1]} if shape is not None and "d" in node.attrs and isinstance(shape[1], int) else {}
+    if "d" in node.attrs and not changed:
+        return "its number of channels is not known"
+    return same_operator(node, tuple(range(len(node.inputs))), attributes=changed or None)
 
 
 def _operands(node: Node) -> dict[str, Tensor]:
@@ -144,7 +171,8 @@ def _wrapped(
 ) -> Conversion:  # fmt: skip
     def write(writer: Writer) -> None:
         given = {name: writer.image(tensor) if name in images else tensor for name, tensor in operands.items()}
-        writer.call(node, fusion, body, given, dict.fromkeys(images, TO_LAST), attributes)
+        perms = {name: to_last(image_rank(writer.shapes, operands[name])) for name in images}
+        writer.call(node, fusion, body, given, perms, attributes)
 
     images_read = {operands[name].name for name in images}
     reads = tuple(i for i, tensor in enumerate(node.inputs) if tensor.name in images_read)
@@ -158,39 +186,30 @@ def max_pool(model: Model, node: Node) -> Conversion | str:
     """Indices, the second output, count channels-first elements."""
     if any(tensor.name and (tensor.outputs or model.graph.is_kept(tensor)) for tensor in node.outputs[1:]):
         return "its second output is read"
-    return _pool(model, node, "max_pool")
+    return _of_image(model, node, "max_pool")
 
 
-def average_pool(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of an AveragePool."""
-    return _pool(model, node, "average_pool")
-
-
-def global_average_pool(model: Model, node: Node) -> Conversion | str:
-    """Return the conversion of a GlobalAveragePool."""
-    return _pool(model, node, "global_average_pool")
-
-
-def _pool(model: Model, node: Node, fusion: str) -> Conversion | str:
-    if not is_image_sized(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+def _of_image(model: Model, node: Node, fusion: str) -> Conversion | str:
+    """An operator of one image becomes a node of that fusion with the same attributes."""
+    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     return _wrapped_operator(model, node, fusion, node.attrs)
 
 
-def reduce_mean(model: Model, node: Node) -> Conversion | str:
-    """The mean over height and width is a global average pool."""
-    if not is_image_sized(model.shapes, node.inputs[0]):
+def _reduced(model: Model, node: Node, fusion: str) -> Conversion | str:
+    """A reduction over all spatial axes becomes a pool of whole images; others are neutral."""
+    if not (rank := image_rank(model.shapes, node.inputs[0])):
         return NOT_AN_IMAGE
-    is_global = {axis % RANK for axis in integers(model, node, "axes") or ()} == {2, 3}
+    is_global = {axis % rank for axis in integers(model, node, "axes") or ()} == spatial_axes(rank)
     is_float = model.shapes.dtype(node.inputs[0]) in FUSIBLE_FLOATS
     if not (is_global and is_float and int_attribute(node, "keepdims", 1)):
         return reduction(model, node)
-    return _wrapped_operator(model, node, "global_average_pool", {})
+    return _wrapped_operator(model, node, fusion, {})
 
 
 def batch_norm(model: Model, node: Node) -> Conversion | str:
     """A BatchNormalization that could not be folded becomes a batch_norm_activation without an activation."""
-    if not is_image_sized(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
+    if not image_rank(model.shapes, node.inputs[0]) or model.shapes.dtype(node.inputs[0]) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     if len(node.outputs) > 1 or int_attribute(node, "training_mode", 0):
         return "it is in training mode"
@@ -206,13 +225,13 @@ def batch_norm(model: Model, node: Node) -> Conversion | str:
 def resize(model: Model, node: Node) -> Conversion | str:
     """Scales or sizes are constant, and images and channels stay as many as they are."""
     x, y = node.inputs[0], node.outputs[0]
-    if not is_image_sized(model.shapes, x) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
+    if not (rank := image_rank(model.shapes, x)) or model.shapes.dtype(x) not in FUSIBLE_FLOATS:
         return NOT_AN_IMAGE
     if any(tensor.name and not is_constant(tensor) for tensor in node.inputs[1:]):
         return "its scales or sizes are not constant"
     before, after = model.shapes.shape(x), model.shapes.shape(y)
     if before is None or after is None or before[:2] != after[:2]:
-        return "it may resize other axes than height and width"
+        return "it may resize other axes than the spatial ones"
     if str_attribute(node, "mode", "nearest") not in ("nearest", "linear") or int_attribute(node, "antialias", 0):
         return "its mode is neither nearest nor linear"
     constants = {
@@ -220,22 +239,22 @@ def resize(model: Model, node: Node) -> Conversion | str:
         for name, tensor in zip(("roi", "scales", "sizes"), node.inputs[1:], strict=False)
         if is_constant(tensor)
     }
-    axes = [axis % RANK for axis in axes] if isinstance(axes := node.attrs.get("axes"), list) else range(RANK)
+    axes = [axis % rank for axis in axes] if isinstance(axes := node.attrs.get("axes"), list) else range(rank)
     own = {name: value for name, value in node.attrs.items() if name != "axes"}
     if constants.get("roi") is not None and constants["roi"].size and "tf_crop" in str(own):
         return "it crops its image"
     if "scales" in constants and constants["scales"].size:
         scales = dict(zip(axes, constants["scales"].tolist(), strict=True))
-        own["scales"] = [float(scales.get(axis, 1.0)) for axis in TO_LAST]
+        own["scales"] = [float(scales.get(axis, 1.0)) for axis in to_last(rank)]
     elif "sizes" in constants and "keep_aspect_ratio_policy" not in own:
         sizes = dict(zip(axes, constants["sizes"].tolist(), strict=True))
-        if not {2, 3} <= sizes.keys():
-            return "it does not resize both height and width"
+        if not spatial_axes(rank) <= sizes.keys():
+            return "it does not resize every spatial axis"
         # An axis that the operator leaves out, or one whose size is not known, has the size that it had: 0 says that.
         known = [
-            sizes[axis] if axis > 1 else size if isinstance(size := before[axis], int) else 0 for axis in range(RANK)
+            sizes[axis] if axis > 1 else size if isinstance(size := before[axis], int) else 0 for axis in range(rank)
         ]
-        own["sizes"] = list(permuted(known, TO_LAST))
+        own["sizes"] = list(permuted(known, to_last(rank)))
     else:
         return "it states neither scales nor sizes"
     return _wrapped_operator(model, node, "resize", own)
@@ -256,7 +275,7 @@ def mul(model: Model, node: Node) -> Conversion | str:
     """An image times one number for each of its channels is a channel_scale; other products are neutral."""
     a, b = node.inputs
     shapes = model.shapes
-    if is_image_sized(shapes, a) and is_image_sized(shapes, b) and shapes.dtype(a) in FUSIBLE_FLOATS:
+    if image_rank(shapes, a) == image_rank(shapes, b) > 0 and shapes.dtype(a) in FUSIBLE_FLOATS:
         for x, gate in ((a, b), (b, a)):
             if _is_gate_of(shapes.shape(x), shapes.shape(gate)):
                 body = body_of_node(
@@ -275,14 +294,18 @@ def _is_gate_of(image: Shape | None, gate: Shape | None) -> bool:
 
 
 WRAPPED_RULES: Final[dict[str, Rule]] = {
-    "AveragePool": average_pool,
+    "AveragePool": partial(_of_image, fusion="average_pool"),
     "BatchNormalization": batch_norm,
     "Conv": convolution,
-    "GlobalAveragePool": global_average_pool,
+    "DepthToSpace": partial(_of_image, fusion="depth_to_space"),
+    "GlobalAveragePool": partial(_of_image, fusion="global_average_pool"),
+    "GlobalMaxPool": partial(_of_image, fusion="global_max_pool"),
     "MaxPool": max_pool,
     "Mul": mul,
-    "ReduceMean": reduce_mean,
+    "ReduceMax": partial(_reduced, fusion="global_max_pool"),
+    "ReduceMean": partial(_reduced, fusion="global_average_pool"),
     "Resize": resize,
+    "SpaceToDepth": partial(_of_image, fusion="space_to_depth"),
 }
 
 

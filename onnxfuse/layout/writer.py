@@ -12,7 +12,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
-from onnxfuse.layout.axes import RANK, TO_FIRST, TO_LAST, WEIGHT_PERMS, Perm, has_one_pixel, permuted
+from onnxfuse.layout.axes import IMAGE_RANKS, Perm, has_one_pixel, permuted, to_first, to_last, weight_perm
 from onnxfuse.layout.bodies import Body, channels_last_function
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
@@ -52,30 +52,30 @@ class Writer:
     def image(self, tensor: Tensor) -> Tensor:
         """Return the channels-last version of a tensor; a Transpose makes it where no node computes it."""
         if tensor.name not in self._images:
-            self._images[tensor.name] = self._new(tensor, TO_LAST)
+            self._images[tensor.name] = self._new(tensor)
             self._add_border(tensor, inward=True)
         return self._images[tensor.name]
 
     def computed(self, tensor: Tensor) -> Tensor:
         """Return the new channels-last version of a tensor that a node is to compute."""
         self._computed[tensor.name] = tensor
-        self._images[tensor.name] = self._new(tensor, TO_LAST)
+        self._images[tensor.name] = self._new(tensor)
         return self._images[tensor.name]
 
-    def broadcast(self, constant: Constant) -> Constant:
-        """Return a constant of at most four axes that broadcasts to channels-last images as this one does to others."""
+    def broadcast(self, constant: Constant, rank: int) -> Constant:
+        """Return a constant that broadcasts to channels-last images of so many axes as this one does to others."""
         if math.prod(constant.shape) == 1:
             return constant
-        key = constant.name, TO_LAST
+        key = constant.name, to_last(rank)
         if key not in self._constants:
             value = constant_value(self.graph, constant)
-            value = value.reshape((1,) * (RANK - value.ndim) + value.shape).transpose(TO_LAST)
+            value = value.reshape((1,) * (rank - value.ndim) + value.shape).transpose(to_last(rank))
             self._constants[key] = self.graph.constant(f"{constant.name}/nhwc", np.ascontiguousarray(value))
         return self._constants[key]
 
     def weight(self, weight: Constant, layout: str) -> Constant:
-        """Return the weights of a convolution in a layout that WEIGHT_PERMS names; all that share them share that."""
-        perm = WEIGHT_PERMS[layout]
+        """Return the weights of a convolution in one of WEIGHT_LAYOUTS; all that share them share that."""
+        perm = weight_perm(layout, len(weight.shape))
         if (weight.name, perm) not in self._constants:
             value = np.ascontiguousarray(constant_value(self.graph, weight).transpose(perm))
             stored = self.graph.constant(f"{weight.name}/{layout}", value)
@@ -83,8 +83,8 @@ class Writer:
             self.originals[stored.name] = weight.name, perm
         return self._constants[weight.name, perm]
 
-    def _new(self, tensor: Tensor, perm: Perm) -> Tensor:
-        new = self.graph.variable(f"{tensor.name}/nhwc")
+    def _new(self, tensor: Tensor) -> Tensor:
+        new, perm = self.graph.variable(f"{tensor.name}/nhwc"), to_last(image_rank(self.shapes, tensor))
         shape, dtype = self.shapes.shape(tensor), self.shapes.dtype(tensor)
         self.shapes.record(new, None if shape is None else permuted(shape, perm), dtype)
         self.graph.record_type(new, dtype, self.shapes.shape(new))
@@ -108,7 +108,8 @@ class Writer:
             stored = self.graph.constant(f"{result.name}/shape", np.array(target, np.int64))
             node = self.graph.add_node("Reshape", [source, stored], [result])
         else:
-            node = self.graph.add_node("Transpose", [source], [result], {"perm": list(TO_LAST if inward else TO_FIRST)})
+            perm = (to_last if inward else to_first)(image_rank(self.shapes, tensor))
+            node = self.graph.add_node("Transpose", [source], [result], {"perm": list(perm)})
         self.borders.append(Border(tensor, node, inward))
 
     # --- nodes ---------------------------------------------------------------------------------------------------
@@ -154,7 +155,8 @@ class Writer:
         """
         self.nodes += 1
         outputs = node.outputs[: len(body.outputs)]
-        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": [RANK] * len(outputs)}
+        ranks = [image_rank(self.shapes, output) for output in outputs]
+        own: dict[str, AttributeValue] = {**attributes, "layout": "nhwc", "output_ranks": ranks}
         stated = "fusion", "operands", "output_types", "attributes"
         own = {name: value for name, value in own.items() if name not in stated}
         every: dict[str, AttributeValue] = {
@@ -167,7 +169,7 @@ class Writer:
         inner = dict(zip(operands, body.operands, strict=True))
         function = channels_last_function(
             fusion, body, {inner[name]: perm for name, perm in perms.items()},
-            {} if is_channels_last else dict.fromkeys(body.outputs, TO_LAST), list(every),
+            {} if is_channels_last else dict(zip(body.outputs, map(to_last, ranks), strict=True)), list(every),
         )  # fmt: skip
         name = node.name if node.domain == DOMAIN else self.graph.unique_name(f"{node_name(outputs[0])}/{fusion}")
         if name not in self.recorded:
@@ -178,6 +180,7 @@ class Writer:
         self.graph.add_node(op, operands.values(), images, every, name=name, domain=DOMAIN)
 
 
-def is_image_sized(shapes: ShapeInfo, tensor: Tensor) -> bool:
-    """Return whether a computed tensor has the four axes of an image."""
-    return bool(tensor.name) and not is_constant(tensor) and shapes.rank(tensor) == RANK
+def image_rank(shapes: ShapeInfo, tensor: Tensor) -> int:
+    """Return the number of axes of a computed tensor that may be an image; 0 where it is none."""
+    rank = shapes.rank(tensor) if tensor.name and not is_constant(tensor) else None
+    return rank if rank in IMAGE_RANKS else 0

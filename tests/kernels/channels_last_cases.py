@@ -34,14 +34,16 @@ class Case:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return OPERANDS.get(self.fusion, ("x",))
+        own = OPERANDS.get(self.fusion, ("x",))
+        return (*own, "residual") if "residual_position" in self.attributes else own
 
     def node(self, dtype: str) -> FusedNode:
         return FusedNode(self.fusion, "n", self.operands, {"layout": "nhwc", **self.attributes}, (dtype,))
 
     def shapes(self) -> list[tuple[int, ...]]:
         gate = (self.shape[0], *(1,) * (len(self.shape) - 2), self.shape[-1])
-        return [{"x": self.shape, "gate": gate}.get(name, self.shape[-1:]) for name in self.operands]
+        known = {"x": self.shape, "residual": self.shape, "gate": gate}
+        return [known.get(name, self.shape[-1:]) for name in self.operands]
 
     def specs(self, dtype: str, aligned: bool = True) -> list[TensorSpec]:
         return [TensorSpec(shape, dtype, aligned, aligned and len(shape) == 1) for shape in self.shapes()]
@@ -101,11 +103,30 @@ def batch_normalized(case: Case, x: np.ndarray, *weights: np.ndarray) -> np.ndar
     return activated(case, (x - mean) * scale / np.sqrt(var + case.attributes["epsilon"]) + bias)
 
 
+def to_space(case: Case, x: np.ndarray) -> np.ndarray:
+    n, h, w, c = x.shape
+    b = case.attributes["blocksize"]
+    if case.attributes.get("mode") == "CRD":
+        blocks = x.reshape(n, h, w, c // b**2, b, b).transpose(0, 1, 4, 2, 5, 3)
+    else:
+        blocks = x.reshape(n, h, w, b, b, c // b**2).transpose(0, 1, 3, 2, 4, 5)
+    return blocks.reshape(n, h * b, w * b, c // b**2)
+
+
+def to_depth(case: Case, x: np.ndarray) -> np.ndarray:
+    n, h, w, c = x.shape
+    b = case.attributes["blocksize"]
+    return x.reshape(n, h // b, b, w // b, b, c).transpose(0, 1, 3, 2, 4, 5).reshape(n, h // b, w // b, c * b**2)
+
+
 FORMULAS: Mapping[str, Callable[..., np.ndarray]] = {
     "max_pool": pooled,
     "average_pool": pooled,
     "global_average_pool": lambda case, x: x.mean(tuple(range(1, x.ndim - 1)), keepdims=True),
-    "channel_scale": lambda case, x, gate: activated(case, x * gate),
+    "global_max_pool": lambda case, x: x.max(tuple(range(1, x.ndim - 1)), keepdims=True),
+    "channel_scale": lambda case, x, gate, residual=0.0: activated(case, x * gate + residual),
+    "depth_to_space": to_space,
+    "space_to_depth": to_depth,
     "batch_norm_activation": batch_normalized,
     "group_norm": normalized,
 }
@@ -140,9 +161,21 @@ SMALL = [
     Case("global_average_pool", (2, 7, 7, 80)),
     Case("global_average_pool", (1, 60, 60, 24)),
     Case("global_average_pool", (3, 5, 7, 9, 5)),
+    Case("global_max_pool", (2, 7, 7, 80)),
+    Case("global_max_pool", (1, 61, 60, 3)),
+    Case("global_max_pool", (2, 500, 24)),
     Case("channel_scale", (3, 14, 15, 72), {"activation": "none"}),
     Case("channel_scale", (2, 5, 33), with_parameters("hard_sigmoid")),
     Case("channel_scale", (2, 1, 1, 8), {"activation": "silu"}),
+    Case("channel_scale", (3, 9, 7, 72), {"activation": "relu", "residual_position": "before"}),
+    Case("channel_scale", (2, 5, 33), {"activation": "none", "residual_position": "before"}),
+    Case("depth_to_space", (2, 5, 7, 64), {"blocksize": 2}),
+    Case("depth_to_space", (1, 4, 9, 27), {"blocksize": 3}),
+    Case("depth_to_space", (2, 5, 7, 64), {"blocksize": 2, "mode": "CRD"}),
+    Case("depth_to_space", (1, 6, 5, 12), {"blocksize": 2, "mode": "CRD"}),
+    Case("depth_to_space", (1, 3, 4, 128), {"blocksize": 4, "mode": "CRD"}),
+    Case("space_to_depth", (2, 6, 8, 24), {"blocksize": 2}),
+    Case("space_to_depth", (1, 9, 6, 3), {"blocksize": 3}),
     batch_norm((2, 14, 15, 72)),
     batch_norm((3, 5, 264), "leaky_relu"),
     batch_norm((1, 40, 40, 33), "hard_swish"),
@@ -152,6 +185,8 @@ SMALL = [
     group_norm((1, 5, 3, 40), 1),
     group_norm((3, 1, 1, 64), 8),
     group_norm((2, 65, 33), 3),
+    group_norm((1, 700, 64), 64, "none"),
+    group_norm((1, 4, 9, 7, 48), 8),
 ]
 # Sizes of models: ResNet, YOLO, EfficientNet, DenseNet, UNet and the end of a VAE.
 LARGE = [
@@ -162,7 +197,11 @@ LARGE = [
     Case("global_average_pool", (32, 14, 14, 672)),
     Case("global_average_pool", (32, 7, 7, 1280)),
     Case("global_average_pool", (32, 112, 112, 32)),
+    Case("global_max_pool", (32, 56, 56, 64)),
     Case("channel_scale", (32, 56, 56, 144), {"activation": "none"}),
+    Case("channel_scale", (32, 56, 56, 256), {"activation": "relu", "residual_position": "before"}),
+    Case("depth_to_space", (1, 270, 480, 256), {"blocksize": 2, "mode": "CRD"}),
+    Case("space_to_depth", (8, 640, 640, 8), {"blocksize": 2}),
     batch_norm((32, 28, 28, 512)),
     group_norm((2, 64, 64, 320), 32),
     group_norm((2, 32, 32, 640), 32),
@@ -178,6 +217,10 @@ RESIZES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((1, 13, 9, 8), {"sizes": [1, 5, 18, 8], "mode": "linear", "coordinate_transformation_mode": "align_corners"}),
     ((1, 3, 3, 5), {"sizes": [1, 1, 7, 5], "mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel"}),
     ((2, 6, 8), {"scales": [1.0, 2.5, 1.0], "nearest_mode": "round_prefer_ceil"}),
+    ((2, 7, 24), {"scales": [1.0, 3.0, 1.0], "mode": "linear"}),
+    ((1, 3, 5, 4, 16), {"scales": [1.0, 2.0, 2.0, 2.0, 1.0], "mode": "linear"}),
+    ((2, 4, 3, 5, 3), {"sizes": [2, 7, 3, 9, 3], "coordinate_transformation_mode": "asymmetric",
+                       "nearest_mode": "floor"}),
     ((8, 40, 40, 256), {"scales": [1.0, 2.0, 2.0, 1.0], "coordinate_transformation_mode": "asymmetric",
                         "nearest_mode": "floor"}),
 ]  # fmt: skip

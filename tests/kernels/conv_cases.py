@@ -184,6 +184,7 @@ DEPTHWISE_MMA: Final = [
     depthwise(1, 8, (3, 40), (1, 3), (1, 1), (0, 20, 0, 20), (1, 20)),
     depthwise(1, 8, (21, 5), (9, 1), (1, 1), (4, 0, 4, 0)),
     depthwise(2, 88, (35,), (31,), (1,), (15, 15)),
+    depthwise(1, 24, (301,), (15,), (2,), (7, 8), (2,), dtype="bfloat16", extra=BOTH),
 ]
 
 # Filters of odd and even sizes, of one column, with strides and dilations along the width; rows of padding alone.
@@ -213,6 +214,8 @@ STEMS: Final = [
     image(1, 3, 16, (20, 24), (7, 7), (2, 2), (3, 3, 3, 3), dtype="float32", tf32=True, extra=BOTH),
     image(1, 3, 65, (9, 14), (3, 3), (1, 1), (1, 1, 1, 1), dtype="float32", tf32=True),
     image(2, 2, 16, (70,), (9,), (2,), (4, 4), dtype="bfloat16"),
+    image(1, 1, 136, (1501,), (10,), (5,), extra=(), activation="gelu"),
+    image(2, 1, 24, (1600,), (10,), (5,), (3, 0)),
     image(1, 3, 64, (34, 40), (11, 11), (4, 4), (2, 2, 2, 2)),
     image(1, 4, 64, (40, 40), (8, 8), (8, 8), (4, 0, 0, 4)),
     image(1, 3, 12, (11, 18), (5, 3), (2, 1), (2, 1, 2, 1), w_hwio=True, extra=BOTH),
@@ -232,6 +235,7 @@ GROUPED: Final = [
     ConvCase(1, 16, 32, (9, 9), (2, 2), (1, 1), (0, 0, 1, 1), group=16),
     ConvCase(1, 32, 32, (9, 10), (3, 3), (1, 1), (1, 1, 1, 1), group=4, dtype="float32", tf32=True),
     ConvCase(2, 32, 32, (40,), (9,), (1,), (4, 4), group=2),
+    ConvCase(1, 64, 64, (310,), (5,), (2,), (2, 2), group=8, extra=BOTH),
 ]
 
 
@@ -292,10 +296,15 @@ def large_shapes() -> dict[str, list[ConvCase]]:
             depthwise(32, 480, (14, 14), *square(3)),
             depthwise(16, 96, (56, 56), *square(7)),
             depthwise(16, 384, (14, 14), *square(7)),
+            depthwise(16, 512, (500,), (31,), (1,), (15, 15), activation="silu"),
         ],
-        "grouped": [ConvCase(32, 256, 256, (28, 28), *square(3), group=32)],
+        "grouped": [
+            ConvCase(32, 256, 256, (28, 28), *square(3), group=32),
+            ConvCase(4, 256, 256, (1000,), (9,), (1,), (4, 4), group=32),
+        ],
         "stem": [
             image(32, 3, 64, (224, 224), *square(7, 2)),
             image(8, 3, 32, (640, 640), *square(3, 2)),
+            image(1, 1, 512, (80000,), (10,), (5,), extra=()),
         ],
     }

@@ -40,7 +40,10 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
             ("max_pool", {}, {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
             ("average_pool", {}, {"kernel_shape": [2, 2], "strides": [2, 2]}),
             ("global_average_pool", {}, {}),
-            ("channel_scale", {"gate": (2, 1, 1, 80)}, {"activation": "none"}),
+            ("global_max_pool", {}, {}),
+            ("channel_scale", {"gate": (2, 1, 1, 80), "residual": (2, 64, 64, 80)}, {"activation": "relu"}),
+            ("depth_to_space", {}, {"blocksize": 2, "mode": "CRD"}),
+            ("space_to_depth", {}, {"blocksize": 2}),
             ("resize", {}, {"scales": [1.0, 2.0, 2.0, 1.0], "mode": "linear"}),
             ("batch_norm_activation", dict.fromkeys(("scale", "bias", "mean", "var"), (80,)), {"activation": "relu"}),
         )

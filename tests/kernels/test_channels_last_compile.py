@@ -22,8 +22,8 @@ PARTS = 8  # of the kernels, of which one is compiled in a plain run
 
 CASES = [*SMALL, *LARGE, *(Case("resize", shape, attributes) for shape, attributes in RESIZES)]
 SOURCES = (
-    "max_pool", "average_pool", "global_average_pool", "channel_scale", "batch_norm_activation", "resize",
-    "group_norm_nhwc", "group_norm_nhwc_statistics", "group_norm_nhwc_apply",
+    "max_pool", "average_pool", "global_average_pool", "global_max_pool", "channel_scale", "batch_norm_activation",
+    "resize", "pixel_blocks", "group_norm_nhwc", "group_norm_nhwc_statistics", "group_norm_nhwc_apply",
 )  # fmt: skip
 
 
@@ -82,7 +82,9 @@ def test_every_launch_is_one_that_the_device_takes(device: Device) -> None:
         assert step.pdl == (device.arch >= 90)
 
 
-@pytest.mark.parametrize("fusion", ["max_pool", "average_pool", "global_average_pool", "channel_scale", "resize"])
+@pytest.mark.parametrize(
+    "fusion", ["max_pool", "average_pool", "global_average_pool", "channel_scale", "resize", "depth_to_space"]
+)
 def test_channels_first_tensors_have_no_kernel(fusion: str) -> None:
     case = next(each for each in CASES if each.fusion == fusion)
     node = dataclasses.replace(case.node("float16"), attributes=dict(case.attributes))
@@ -101,6 +103,13 @@ def test_what_does_not_fit_is_an_error() -> None:
     specs = [TensorSpec((2, 8, 8, 4), "float16"), TensorSpec((2, 4), "float16")]
     with pytest.raises(ValueError, match=r"gate has shape \[2, 4\]; required \[2, 1, 1, 4\]"):
         host_of("channel_scale").candidates(node, specs, H200)
+    specs = [TensorSpec(shape, "float16") for shape in ((2, 8, 8, 4), (2, 1, 1, 4), (2, 8, 4, 4))]
+    node = FusedNode("channel_scale", "n", ("x", "gate", "residual"), {"layout": "nhwc"}, ("float16",))
+    with pytest.raises(ValueError, match=r"residual has shape \[2, 8, 4, 4\]; required \[2, 8, 8, 4\], as x"):
+        host_of("channel_scale").candidates(node, specs, H200)
+    case = Case("space_to_depth", (1, 5, 4, 8), {"blocksize": 2})
+    with pytest.raises(ValueError, match="required four axes, and multiples of 2 rows and columns"):
+        host_of("space_to_depth").candidates(case.node("float16"), case.specs("float16"), H200)
     with pytest.raises(ValueError, match="6 channels do not make 4 groups"):
         case = Case("group_norm", (1, 2, 2, 6), {"groups": 4})
         host_of("group_norm").candidates(case.node("float16"), case.specs("float16"), H200)

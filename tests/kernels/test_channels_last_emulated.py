@@ -1,4 +1,4 @@
-"""channel_scale and batch_norm_activation on a CPU, emulated, against float64; and the tests' own pooling."""
+"""Gates, batch norms and blocks of pixels on a CPU, emulated, against float64; and the tests' own pooling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from emulated_launches import emulate
 from kernel_hosts import host_of
 from test_pooling_emulated import onnxruntime
 
-ELEMENTWISE = [case for case in SMALL if case.fusion in ("channel_scale", "batch_norm_activation")]
+MOVED = ("depth_to_space", "space_to_depth")
+ELEMENTWISE = [case for case in SMALL if case.fusion in ("channel_scale", "batch_norm_activation", *MOVED)]
 POOLS = [case for case in SMALL if case.fusion in ("max_pool", "average_pool") and case.shape[0]]
 
 

@@ -18,6 +18,8 @@ CASES = (
     ConvCase(8, 24, 160, (80, 80), (3, 3), (2, 2), SAME, dtype="bfloat16", activation="silu"),
     ConvCase(1, 256, 256, (14, 14), (3, 3), (), SAME, extra=BOTH, residual_first=False),
     *with_vectors(ConvCase(8, 128, 128, (28, 28), (3, 3), (), SAME)),
+    ConvCase(1, 512, 512, (1599,), (3,), (2,), (), activation="gelu", extra=()),
+    ConvCase(2, 64, 128, (8, 28, 28), (3, 3, 3), (1, 2, 2), (1,) * 6, extra=BOTH),
 )
 
 
@@ -46,7 +48,11 @@ def test_launches_and_maps_fit(case: ConvCase) -> None:
         x, w = (argument for argument in step.arguments[:2] if isinstance(argument, TensorMap))
         assert x.im2col is not None and x.sizes == (case.c, *reversed(case.sizes), case.n)
         assert x.box == (hopper.k_block(conv), config.tile_m) and w.box == (hopper.k_block(conv), 1, config.tile_n)
-        assert w.sizes == (case.c, 9, case.m)
+        assert w.sizes == (case.c, conv.taps, case.m)
+        pitch = 2 * case.c
+        for size, stride in zip((*reversed(case.sizes), 1), x.strides, strict=True):
+            assert stride == pitch
+            pitch *= size
 
 
 def test_blocks_of_k_leave_few_zeros() -> None:
@@ -69,6 +75,8 @@ def test_only_hopper_gpus_have_it() -> None:
         ConvCase(1, 64, 64, (9, 9), (3, 3), dtype="float32"),
         ConvCase(1, 64, 64, (9, 9), (3, 3), aligned=False),
         ConvCase(1, 64, 64, (9, 9), (3, 3), (), (200, 200, 0, 0)),
+        ConvCase(1, 64, 64, (40, 9, 9), (3, 3, 3), (), (), (16, 1, 1)),
+        ConvCase(1, 64, 64, (9, 9, 9), (3, 3, 3), (), (16,) * 6),
     ],
     ids=str,
 )

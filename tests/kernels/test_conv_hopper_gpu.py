@@ -37,6 +37,11 @@ def cases() -> Iterator[ConvCase]:
         yield ConvCase(2, 64, filters, (12, 9), (3, 3), (), same, extra=BOTH)
     yield ConvCase(1, 256, 64, (1, 1), (1, 3), (), (0, 1, 0, 1))
     yield ConvCase(5, 64, 64, (40,), (5,), (2,), (2, 1))
+    yield ConvCase(3, 48, 72, (301,), (3,), (), (512, 512), (512,), dtype="bfloat16")  # far taps of a long row
+    yield ConvCase(2, 512, 64, (799,), (10,), (5,), (3, 0), activation="silu", extra=BOTH, residual_first=False)
+    yield ConvCase(2, 64, 72, (5, 7, 9), (3, 3, 3), (), (1,) * 6, extra=BOTH)
+    yield ConvCase(3, 40, 64, (7, 8, 6), (2, 3, 1), (2, 1, 3), (0, 1, 2, 1, 2, 0), (1, 2, 1), dtype="bfloat16")
+    yield ConvCase(2, 16, 64, (17, 9, 10), (5, 1, 3), (1, 2, 1), (4, 0, 1, 4, 0, 1), (2, 1, 1), extra=())
     yield ConvCase(9, 64, 128, (33, 35), (3, 3), (), same, extra=BOTH)  # more tiles than multiprocessors
     yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, scale=300.0)
     yield ConvCase(2, 64, 64, (9, 11), (3, 3), (), same, extra=())

@@ -53,6 +53,8 @@ def kinds() -> Iterator[ConvCase]:
         given = {"dtype": dtype, "tf32": tf32, "extra": BOTH}
         yield ConvCase(3, 24, 40, (61,), (5,), (2,), (2, 1), **given)
         yield ConvCase(2, 12, 36, (5, 9, 8), (3, 2, 3), (1, 2, 1), (1, 0, 1, 1, 1, 0), (1, 1, 2), **given)
+        yield ConvCase(1, 96, 96, (161,), (128,), (), (64, 64), group=2, **given)
+        yield ConvCase(2, 32, 64, (5, 9, 8), (3, 3, 3), (), (1,) * 6, group=4, **given)
         yield ConvCase(2, 3, 64, (45, 47), (7, 7), (2, 2), (3, 3, 3, 3), x_nchw=True, **given)
         yield ConvCase(2, 5, 20, (5, 9, 8), (3, 3, 3), (), (1,) * 6, x_nchw=True, **given)
         yield ConvCase(2, 64, 128, (13, 11), (3, 3), (), SAME, group=2, **given)

@@ -143,17 +143,32 @@ def test_windows_of_padding_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
-@pytest.mark.parametrize("shape", [(2, 7, 7, 80), (1, 60, 60, 24), (3, 5, 20), (2, 3, 5, 7, 12), (1, 33, 37, 3)])
-def test_global_mean(shape: tuple[int, ...], device: Device, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fusion", "shape"),
+    [
+        *(("global_average_pool", s) for s in ((2, 7, 7, 80), (1, 60, 60, 24), (3, 5, 20), (2, 3, 5, 7, 12))),
+        ("global_average_pool", (1, 33, 37, 3)),
+        *(("global_max_pool", s) for s in ((1, 60, 60, 24), (3, 50, 20))),
+    ],
+)
+def test_global_pools(fusion: str, shape: tuple[int, ...], device: Device, tmp_path: Path) -> None:
+    formula = np.mean if fusion == "global_average_pool" else np.max
     dtype = "float32" if shape[0] == 1 else "float16"
     x = (np.random.default_rng(1).standard_normal(shape) + 3).astype(NUMPY[dtype])
     for aligned in (True, False):
-        (plan,) = plans("global_average_pool", x, {}, device, aligned)
+        (plan,) = plans(fusion, x, {}, device, aligned)
         (y,) = emulate(plan, [x], tmp_path, aligned)
-        expected = x.astype(np.float64).mean(tuple(range(1, x.ndim - 1)), keepdims=True)
+        expected = formula(x.astype(np.float64), tuple(range(1, x.ndim - 1)), keepdims=True)
         np.testing.assert_allclose(y.astype(np.float64), expected, rtol=_tolerance(dtype))
     if shape[1] == 60:
         assert plan.steps[0].cluster > 1 or len(plan.steps) > 1, "the pixels of a large image are divided among blocks"
+
+
+def test_global_max_of_infinities_and_nan(tmp_path: Path) -> None:
+    x = np.full((1, 5, 6, 8), -np.inf, np.float32)
+    x[0, 4, 5, 0], x[0, 0, 0, 1], x[0, 2, 3, 2] = np.nan, np.inf, np.finfo(np.float32).min
+    (y,) = emulate(plans("global_max_pool", x, {})[0], [x], tmp_path)
+    np.testing.assert_array_equal(y, x.max((1, 2), keepdims=True))
 
 
 def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:

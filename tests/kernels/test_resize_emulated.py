@@ -81,11 +81,23 @@ def test_linear_interpolation(coordinate: str, part: int, tmp_path: Path) -> Non
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_one_spatial_axis(tmp_path: Path) -> None:
-    x = np.arange(2 * 6 * 8, dtype=np.float32).reshape(2, 6, 8)
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((2, 6, 8), {"scales": [1, 2, 1]}),
+        ((1, 9, 3), {"sizes": [1, 5, 3]}),
+        ((2, 3, 5, 4, 8), {"scales": [1, 2, 2, 2, 1]}),
+        ((1, 4, 3, 5, 2), {"sizes": [1, 7, 3, 2, 2]}),
+        ((1, 1, 6, 4, 4), {"scales": [1, 1, 1.5, 2, 1]}),
+    ],
+)
+def test_one_and_three_spatial_axes(shape: tuple[int, ...], sizes: dict[str, list[float]], tmp_path: Path) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    expected = onnxruntime(x, {"scales": [1, 2, 1]}, attributes)
-    np.testing.assert_array_equal(run(x, {"scales": [1, 2, 1]}, attributes, tmp_path), expected)
+    np.testing.assert_array_equal(run(x, sizes, attributes, tmp_path), onnxruntime(x, sizes, attributes))
+    attributes = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
+    found, expected = run(x, sizes, attributes, tmp_path), onnxruntime(x, sizes, attributes)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +107,7 @@ def test_one_spatial_axis(tmp_path: Path) -> None:
         ({"coordinate_transformation_mode": "tf_crop_and_resize"}, "coordinate_transformation_mode is tf_crop_and"),
         ({"antialias": 1, "mode": "linear"}, "antialias is 1; the kernel has 0"),
         ({"scales": [1.0, 2.0, 2.0, 2.0]}, "leaves the first and last axis"),
-        ({"scales": [1.0, 2.0, 1.0], "mode": "linear"}, "x has 3 axes; the kernel takes 4"),
+        ({"scales": [1.0, 1.0]}, "x has 2 axes; the kernel takes 3 or 4 or 5"),
         ({"layout": "nchw"}, "layout is nchw; the kernel has nhwc"),
     ],
 )

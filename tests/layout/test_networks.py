@@ -89,6 +89,7 @@ def test_networks(text: str, transposes: int, sizes: dict[str, int]) -> None:
     assert_same(model, result.model, **sizes)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_networks(seed: int) -> None:
-    check(seed)
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(16))
+def test_random_networks(seed: int, axes: int) -> None:
+    check(seed, axes)

@@ -113,12 +113,6 @@ def test_static_sizes_and_one_of_each_dynamic_size() -> None:
         assert_same(model, result.model, **SIZES)
 
 
-def test_other_ranks_stay_as_they_are() -> None:
-    text = """(float16[n,8,t] x) => (float16[n,8,p] y) <float16[8,8,3] k1, float16[8,8,3] k2>
-    { a = Conv (x, k1) b = Relu (a) y = Conv (b, k2) }"""
-    assert operators(converted(parse(text))) == {"conv_bias_activation": 1, "Conv": 1}
-
-
 def test_leaving_the_fusion_out_keeps_the_model_channels_first() -> None:
     model = parse(BLOCK)
     assert optimize(model, skip=["conv_bias_activation"], verify=False)[1].layout.nodes == 0

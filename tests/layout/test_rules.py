@@ -240,6 +240,24 @@ def test_a_squeeze_and_excite_block_stays_inside() -> None:
     assert_same(model, result.model, **SIZES)
 
 
+@pytest.mark.parametrize(
+    ("body", "channels", "mode"),
+    [
+        ("b = DepthToSpace <blocksize = 2> (a)", 2, None),
+        ('b = DepthToSpace <blocksize = 2, mode = "CRD"> (a)', 2, "CRD"),
+        ("b = SpaceToDepth <blocksize = 2> (a)", 32, None),
+    ],
+)
+def test_blocks_of_pixels(body: str, channels: int, mode: str | None) -> None:
+    model = between(body, channels=channels)
+    result = converted(model)
+    fusion = "space_to_depth" if "Space (" not in body and "SpaceTo" in body else "depth_to_space"
+    assert operators(result) == {"conv_bias_activation": 2, "Transpose": BORDERS, fusion: 1}
+    (node,) = nodes(result, fusion)
+    assert (attribute(node, "blocksize"), attribute(node, "mode"), attribute(node, "layout")) == (2, mode, "nhwc")
+    assert_same(model, result.model, **SIZES)
+
+
 def test_group_norm_inside_a_region() -> None:
     body = """r = Reshape (a, groups) i = InstanceNormalization (r, ones, zeros) t = Reshape (i, shape)
     u = Mul (t, scale) b = Add (u, shift)"""
@@ -331,7 +349,7 @@ def test_rows_of_pixels() -> None:
         ("c, i = MaxPool <kernel_shape = [2,2]> (a) d = Cast <to = 1> (i) b = Add (c, d)", "", 4,
          "its second output is read"),
         ("b = Softmax <axis = 3> (a)", "", 4, "its fusion has no channels-last form"),
-        ("b = DepthToSpace <blocksize = 2> (a)", "", 3, "its operator has no channels-last form"),
+        ("b = CumSum (a, s)", "int64 s = {3}", 4, "its operator has no channels-last form"),
         ("b = LRN <size = 3> (a)", "", 4, "its operator has no channels-last form"),
         ("b = Resize <mode = \"cubic\"> (a, , scales)", "float[4] scales = {1,1,2,2}", 4,
          "its mode is neither nearest nor linear"),
@@ -340,7 +358,7 @@ def test_rows_of_pixels() -> None:
     ],
 )  # fmt: skip
 def test_where_regions_end(body: str, weights: str, transposes: int, reason: str) -> None:
-    model = between(body, weights, channels=2 if "Depth" in body else 8)
+    model = between(body, weights)
     result = converted(model)
     assert operators(result)["Transpose"] == transposes
     assert any(end.reason.endswith(f"is channels-first: {reason}") for end in result.layout.ends), result.layout.ends

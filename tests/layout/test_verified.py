@@ -122,7 +122,7 @@ def test_operators_that_are_wrong_channels_last_are_found_by_the_outputs(monkeyp
     """They are no parts, so that the layout as a whole is taken back."""
     import onnxfuse.layout.neutral_rules as neutral
 
-    monkeypatch.setattr(neutral, "last_axis", lambda axis: axis % 4)
+    monkeypatch.setattr(neutral, "last_axis", lambda axis, rank: axis % rank)
     text = TEXT.replace("f = MaxPool", "g = Softmax <axis = 1> (e) f = MaxPool").replace("(e)\n  y", "(g)\n  y")
     _, report = optimize(parse(text), layout="nhwc")
     (dropped,) = report.dropped

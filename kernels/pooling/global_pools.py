@@ -1,4 +1,4 @@
-"""The plans of global_average_pool: global_average_pool.cu."""
+"""The plans of global_average_pool and global_max_pool: the host side of global_pool.cuh."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MIN_THREADS, MAX_THREADS = 128, 512  # of a block
 PIXELS_PER_THREAD: Final = 4  # a block has more threads while they have more pixels each
 BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, an image's pixels are divided among blocks
 MAX_CLUSTER: Final = 8
-MAX_PARTS: Final = 32  # of an image, where another launch adds them up
+MAX_PARTS: Final = 32  # of an image, where another launch merges them
 LOADS: Final = 4
 
 
 @dataclass(frozen=True)
-class MeanTiling:
+class GlobalTiling:
     """Threads of a block along channels and pixels, and how many blocks share an image."""
 
     lanes_c: int
@@ -37,9 +37,9 @@ class MeanTiling:
     parts: int = 1
 
 
-def mean_tiling(
+def global_tiling(
     images: int, pixels: int, vectors: int, vector_bytes: int, max_parts: int, device: Device
-) -> MeanTiling:
+) -> GlobalTiling:
     """Return the tiling for `images` of `pixels` with so many vectors each."""
     lanes_c = min(32, LINE_BYTES // vector_bytes, 1 << (vectors - 1).bit_length())
     columns, parts = images * math.ceil(vectors / lanes_c), 1
@@ -50,11 +50,11 @@ def mean_tiling(
         threads = columns * parts * lanes_c * lanes_p
         long = pixels > 2 * parts * lanes_p * PIXELS_PER_THREAD
         if threads >= BUSY_THREADS * device.multiprocessors or not long or parts >= max_parts:
-            return MeanTiling(lanes_c, lanes_p, parts)
+            return GlobalTiling(lanes_c, lanes_p, parts)
         parts *= 2
 
 
-def global_mean_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels); y is (n, 1, ..., channels).
 
     Raises ValueError if x has no spatial axis, or has one without elements.
@@ -72,22 +72,23 @@ def global_mean_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
     width = vector_width([x], channels)
     vectors, vector_bytes = channels // width, width * ITEM_BYTES[x.dtype]
     clusters = device.arch >= CLUSTER_ARCH
-    tiling = mean_tiling(images, pixels, vectors, vector_bytes, MAX_CLUSTER if clusters else MAX_PARTS, device)
+    tiling = global_tiling(images, pixels, vectors, vector_bytes, MAX_CLUSTER if clusters else MAX_PARTS, device)
     defines: Defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
     if tiling.parts == 1 or clusters:
-        steps = [_launch(tiling, images, pixels, 1 / pixels, defines, (source, target), tiling.parts, device)]
-        return [Plan((y,), tuple(steps))]
-    sums, buffer = TensorSpec((images, tiling.parts, channels), "float32"), Pointer("scratch", 0)
-    width = vector_width([sums], channels)
-    rest = mean_tiling(images, tiling.parts, channels // width, width * 4, 1, device)
+        step = _launch(node, tiling, images, pixels, 1 / pixels, defines, (source, target), tiling.parts, device)
+        return [Plan((y,), (step,))]
+    parts, buffer = TensorSpec((images, tiling.parts, channels), "float32"), Pointer("scratch", 0)
+    width = vector_width([parts], channels)
+    rest = global_tiling(images, tiling.parts, channels // width, width * 4, 1, device)
     second: Defines = {"X_T": "f32", "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
-    first = _launch(tiling, images, pixels, 1.0, {**defines, "Y_T": "f32"}, (source, buffer), 1, device)
-    last = _launch(rest, images, tiling.parts, 1 / pixels, second, (buffer, target), 1, device)
-    return [Plan((y,), (first, last), (math.prod(sums.shape) * 4,))]
+    first = _launch(node, tiling, images, pixels, 1.0, {**defines, "Y_T": "f32"}, (source, buffer), 1, device)
+    last = _launch(node, rest, images, tiling.parts, 1 / pixels, second, (buffer, target), 1, device)
+    return [Plan((y,), (first, last), (math.prod(parts.shape) * 4,))]
 
 
 def _launch(
-    tiling: MeanTiling,
+    node: FusedNode,
+    tiling: GlobalTiling,
     images: int,
     pixels: int,
     factor: float,
@@ -96,13 +97,15 @@ def _launch(
     cluster: int,
     device: Device,
 ) -> Launch:
+    """Return one launch; `factor` is what sums are multiplied with."""
     width = int(defines["WIDTH"])
     constants = {"LANES_C": tiling.lanes_c, "LANES_P": tiling.lanes_p, "LOADS": LOADS, "CLUSTER": cluster}
-    kernel = Kernel("global_average_pool", "global_average_pool", {**defines, **constants})
+    kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
     threads = tiling.lanes_c * tiling.lanes_p
     blocks = images * math.ceil(int(defines["CHANNELS"]) // width / tiling.lanes_c) * tiling.parts
     shared = (threads // 32 + cluster) * tiling.lanes_c * width * 4
-    numbers = (Scalar(factor, "float32"), Scalar(pixels, "int32"), Scalar(tiling.parts, "int32"))
+    factors = [Scalar(factor, "float32")] if node.fusion == "global_average_pool" else []
+    numbers = (*factors, Scalar(pixels, "int32"), Scalar(tiling.parts, "int32"))
     return Launch(
         kernel, (blocks, 1, 1), (threads, 1, 1), (*pointers, *numbers), shared, cluster, pdl=device.arch >= PDL_ARCH
     )

@@ -1,0 +1,49 @@
+"""Test which residuals and activations a gate of channels takes in once it is channels-last."""
+
+from __future__ import annotations
+
+import pytest
+from layout_models import assert_same, attribute, converted, nodes, operators
+from test_rules import BORDERS, SIZES, between
+
+SE = "m = GlobalAveragePool (a) s = Conv (m, k3) e = Sigmoid (s) g = Mul (a, e)"
+
+
+@pytest.mark.parametrize(
+    ("body", "operands", "activation", "replaced", "beside"),
+    [
+        ("r = Add (g, a) b = Relu (r)", "x gate residual", "relu", "grb", {}),
+        ("r = Add (x, g) b = LeakyRelu <alpha = 0.2> (r)", "x gate residual", "leaky_relu", "grb", {}),
+        ("b = Add (g, a)", "x gate residual", "none", "gb", {}),
+        ("b = HardSigmoid (g)", "x gate", "hard_sigmoid", "gb", {}),
+        ("r = Add (g, a) t = Tanh (r) b = Sub (r, t)", "x gate residual", "none", "gr", {"Tanh": 1, "Sub": 1}),
+        ("r = Relu (g) b = Mul (r, r)", "x gate", "relu", "gr", {"Mul": 1}),
+        ("r = Add (g, c) b = Relu (r)", "x gate", "none", "g", {"Add": 1, "Relu": 1}),  # a constant is no residual
+    ],
+)
+def test_what_follows_a_gate(body: str, operands: str, activation: str, replaced: str, beside: dict[str, int]) -> None:
+    """Its residual and its activation are computed by its kernel, unless others read what comes before them."""
+    constant = ", float[8,1,1] c" if "c)" in body else ""
+    model = between(f"{SE} {body}", f"float[8,8,1,1] k3{constant}")
+    result = converted(model)
+    expected = {"conv_bias_activation": 3, "Transpose": BORDERS, "global_average_pool": 1, "channel_scale": 1}
+    assert operators(result) == {**expected, **beside}
+    (node,) = nodes(result, "channel_scale")
+    assert (attribute(node, "operands"), attribute(node, "activation")) == (operands, activation)
+    assert attribute(node, "residual_position") == ("before" if "residual" in operands else None)
+    named = set(attribute(node, "attributes").split())
+    assert named == {a.name for a in node.attribute} - {"fusion", "operands", "output_types", "attributes"}
+    called = {n.op_type for n in result.model.graph.node if n.domain == "onnxfuse"}
+    assert {f.name for f in result.model.functions} == called
+    record = next(one for one in result.fusing.fused if one.node == node.name)
+    assert (record.replaces, record.output) == (tuple(replaced), replaced[-1])
+    assert_same(model, result.model, **SIZES)
+
+
+def test_a_gate_that_differs_leaves_what_follows_it() -> None:
+    model = between(f"{SE} r = Add (g, a) b = Relu (r)", "float[8,8,1,1] k3")
+    result = converted(model, exclude={("channel_scale", "b"): 1})
+    assert operators(result)["Relu"] == 1 and attribute(nodes(result, "channel_scale")[0], "activation") == "none"
+    result = converted(model, exclude={("channel_scale", "r"): 1})
+    assert operators(result)["Add"] == 1 and attribute(nodes(result, "channel_scale")[0], "operands") == "x gate"
+    assert_same(model, result.model, **SIZES)
