@@ -27,6 +27,7 @@ SAMPLE = 2**20  # values of an output that are compared
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values
 EXACT = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}  # an exhaustive search takes seconds a model
 GRAPH = {"enable_cuda_graph": 1}
+FLOAT32 = {"use_tf32": 0} | GRAPH  # products of float32 are not rounded to TF32
 NHWC = {"prefer_nhwc": 1, "fuse_conv_bias": 1}  # onnxruntime 1.31.1: the second without the first fails in fp16
 
 
@@ -190,6 +191,11 @@ PEERS = (
          by_default=False, compiles=True),
     Peer("onnxfuse-layout-nhwc-graph", in_onnxruntime(fused_in_nhwc, kernels=True, options=GRAPH), 3, _convolutions,
          by_default=False, compiles=True),
+    Peer("ort-float32-graph", in_onnxruntime(as_exported, options=FLOAT32), 2, _convolutions, by_default=False),
+    Peer("ort-nhwc-float32-graph", in_onnxruntime(as_exported, options=NHWC | FLOAT32), 2, _convolutions,
+         by_default=False),
+    Peer("onnxfuse-layout-nhwc-float32-graph", in_onnxruntime(fused_in_nhwc, kernels=True, options=FLOAT32), 3,
+         _convolutions, by_default=False, compiles=True),
     Peer("onnxscript", in_onnxruntime(by_onnxscript), 2, _has_tool, once=6),
     Peer("onnxscript-graph", in_onnxruntime(by_onnxscript, options=GRAPH), 2, _has_tool, by_default=False),
     Peer("ort-transformers", in_onnxruntime(by_the_tool), 2, _has_tool, once=6),
