@@ -2,7 +2,7 @@
 
 Needs torch, transformers, onnxscript, onnx and onnxruntime:
 
-    python models/export.py                               # everything, tiny and compressed, into models/exported
+    python models/export.py                               # everything, tiny, into the archives of models/exported
     python models/export.py bert 'llama_*_dynamo_fp32'    # some of it
     python models/export.py bert --full --out /data/full  # the public sizes, for benchmarks
 """
@@ -15,7 +15,7 @@ import logging
 import platform
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
-from exported_models import EXPORTED, SUFFIX, compress
+from exported_models import EXPORTED, SUFFIX, compress, decompress
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -189,14 +189,25 @@ def record(job: Job, result: Result, out: Path) -> None:
         if content:
             index[part][job.file_name] = content
         index[part] = {name: entry for name, entry in sorted(index[part].items()) if name in known}
-    tiny = job.config is job.architecture.config
-    path = out / f"{job.file_name}{SUFFIX if tiny else ''}"
-    if result.proto:
-        content = result.proto.SerializeToString()
-        replace(path, compress(content) if tiny else content)
+    model = result.proto.SerializeToString() if result.proto else None
+    if job.config is job.architecture.config:
+        record_variant(job, model, out / f"{job.architecture.name}{SUFFIX}", index["models"])
+    elif model:
+        replace(out / job.file_name, model)
     else:
-        path.unlink(missing_ok=True)
+        (out / job.file_name).unlink(missing_ok=True)
     replace(out / "index.json", lay_out(index).encode())
+
+
+def record_variant(job: Job, model: bytes | None, archive: Path, known: Container[str]) -> None:
+    """Replace the archive of an architecture by one with this variant and the others that the index still has."""
+    models = decompress(archive.read_bytes()) if archive.exists() else {}
+    if model:
+        models[job.file_name] = model
+    if models := {name: each for name, each in models.items() if name in known}:
+        replace(archive, compress(models))
+    else:
+        archive.unlink(missing_ok=True)
 
 
 @click.command(help=__doc__)

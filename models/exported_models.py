@@ -1,17 +1,26 @@
-"""Read and write models/exported: a compressed file of each model that export.py writes, and their index."""
+"""Read and write models/exported: a compressed archive for each architecture that export.py exports, and their index.
+
+The variants of an architecture share their random weights, which one archive of them stores once.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import lzma
 import os
+import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx
 
 EXPORTED = Path(__file__).parent / "exported"
-SUFFIX = ".xz"  # behind the name of the model: bert_sdpa_dynamo_fp16.onnx.xz
+SUFFIX = ".tar.xz"  # behind the name of the architecture: bert.tar.xz
+# Most of the content is floats of four bytes: each byte is coded by its position in four, not by the byte before it.
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 2, "pb": 2}]
 
 
 def read_index() -> dict[str, dict[str, Any]]:
@@ -22,7 +31,13 @@ def read_index() -> dict[str, dict[str, Any]]:
 
 def read(name: str) -> bytes:
     """Return the model of this name as export.py wrote it."""
-    return lzma.decompress((EXPORTED / f"{name}{SUFFIX}").read_bytes())
+    return variants(read_index()[name]["architecture"])[name]
+
+
+@functools.lru_cache(maxsize=4)
+def variants(architecture: str) -> Mapping[str, bytes]:
+    """Return the models of an architecture by name; those of a few architectures are kept, at most 0.6 MB of each."""
+    return decompress((EXPORTED / f"{architecture}{SUFFIX}").read_bytes())
 
 
 def load_exported(name: str) -> onnx.ModelProto:
@@ -40,6 +55,19 @@ def unpack(name: str, folder: Path) -> Path:
     return path
 
 
-def compress(content: bytes) -> bytes:
-    """Return the same bytes for the same content: the format holds neither a name nor a time."""
-    return lzma.compress(content, check=lzma.CHECK_CRC32, preset=9 | lzma.PRESET_EXTREME)
+def compress(models: Mapping[str, bytes]) -> bytes:
+    """Return an archive of models by name: the same bytes for the same models, without times and owners."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name in sorted(models):
+            member = tarfile.TarInfo(name)  # of time 0 and user 0
+            member.size = len(models[name])
+            archive.addfile(member, io.BytesIO(models[name]))
+    return lzma.compress(content.getvalue(), check=lzma.CHECK_CRC32, filters=FILTERS)
+
+
+def decompress(content: bytes) -> dict[str, bytes]:
+    """Return the models of an archive by name."""
+    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content)), mode="r:") as archive:
+        files = ((member.name, archive.extractfile(member)) for member in archive)
+        return {name: file.read() for name, file in files if file}
