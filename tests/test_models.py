@@ -216,7 +216,7 @@ PLAIN: Mapping[str, Formulas] = {
 LIKE_LLAMA = {"llama_kvcache", "gemma", "qwen3"}
 PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": lambda c: c["layers"] + 1}}
 
-# Nodes of float16 models that the layout pass makes of operators around the convolutions; it makes such nodes of plain
+# Nodes that the layout pass makes of operators around the convolutions; it makes such nodes of plain
 # convolutions as well.
 CHANNELS_LAST: Mapping[str, Formulas] = {
     "resnet50": {"max_pool": lambda c: 1, "global_average_pool": lambda c: 1},
@@ -226,6 +226,11 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
     },
     "convnext": {},
     "mobilenetv3_large": {"global_average_pool": lambda c: 8 + 1, "channel_scale": lambda c: 8},
+    "efficientnet_b0": {
+        "global_average_pool": lambda c: 16,
+        "channel_scale": lambda c: 16,
+        "average_pool": lambda c: 1,
+    },
     "efficientnet": {"global_average_pool": lambda c: 16 + 1, "channel_scale": lambda c: 16},
     "densenet": {
         "max_pool": lambda c: 1,
@@ -259,6 +264,10 @@ MORE_FUSED: Mapping[str, Counts] = {
     "detector_ts11_bn_fp32.onnx": {"softmax": 1},  # the exporter moves the axis to the end and back
 }
 
+LESS_FUSED: Mapping[str, Collection[str]] = {
+    "detector_ts11_bn_fp32.onnx": {"split"},  # this exporter divides channels by Slices
+}
+
 EMBEDDINGS = {"bert", "gpt2", "llama", "llama_kvcache", "gemma", "phi3", "qwen3", "t5_encoder", "gpt_neox", "clip_text"}
 LEFT_EMBEDDINGS = {"llama_sdpa_ts_fp16.onnx"}  # the converter has put Casts behind them
 
@@ -278,8 +287,10 @@ def expected(name: str) -> tuple[Counts, Counts]:
             fused -= Counter(gemm_bias_activation=count)
             plain += Counter(MatMul=count)
     fused += Counter(MORE_FUSED.get(name, {}))
-    if INDEX[name]["dtype"] == "fp16" and architecture in CHANNELS_LAST:
+    if architecture in CHANNELS_LAST:
         fused += Counter(of(CHANNELS_LAST[architecture], config)) + Counter(conv_bias_activation=plain.pop("Conv", 0))
+    for fusion in LESS_FUSED.get(name, ()):
+        del fused[fusion]
     return dict(fused), dict(plain)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from onnx import TensorProto
-
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
@@ -26,8 +24,6 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
 Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 LAYOUT: Final = "layout"  # what reports call this step
-# Of convolutions that `auto` makes channels-last: those with kernels for it.
-CHANNELS_LAST_DTYPES: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
 
 
@@ -103,11 +99,9 @@ def _choose(
     """Return the conversions of the nodes of the regions around convolutions."""
     conversions = {node: answer for node, answer in answers.items() if isinstance(answer, Conversion)}
     convolutions = [node for node, answer in conversions.items() if answer.kind is Kind.CONVOLUTION]
-    if only_where_it_pays:
-        convolutions = [node for node in convolutions if model.shapes.dtype(node.inputs[0]) in CHANNELS_LAST_DTYPES]
-    if not convolutions:
-        return []
-    return Regions(model, conversions).choose(convolutions, only_where_it_pays=only_where_it_pays)
+    return (
+        Regions(model, conversions).choose(convolutions, only_where_it_pays=only_where_it_pays) if convolutions else []
+    )
 
 
 def _answer(model: Model, node: Node, kept: Collection[str]) -> Conversion | str:

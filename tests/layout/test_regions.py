@@ -26,8 +26,7 @@ def layouts(model: onnx.ModelProto, layout: Any = "auto") -> list[str | None]:
     ("dtype", "layout", "expected"),
     [
         ("float16", "auto", ["nhwc", "nhwc"]),
-        ("float", "auto", [None, None]),
-        ("float", "nhwc", ["nhwc", "nhwc"]),
+        ("float", "auto", ["nhwc", "nhwc"]),
         ("float16", "nchw", [None, None]),
         ("double", "nhwc", []),  # nothing is fused in double precision
     ],
