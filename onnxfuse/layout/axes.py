@@ -13,8 +13,11 @@ T = TypeVar("T")
 RANK: Final = 4  # of images; other ranks stay channels-first
 TO_LAST: Final[Perm] = (0, 2, 3, 1)  # the perm of the Transpose that makes a channels-first image channels-last
 TO_FIRST: Final[Perm] = (0, 3, 1, 2)
-# Of the weights of convolutions, (M, C/group, H, W) in ONNX, by the attribute w_layout that names the stored layout.
-WEIGHT_PERMS: Final[dict[str, Perm]] = {"ohwi": (0, 2, 3, 1), "hwio": (2, 3, 1, 0)}
+# Of the weights of convolutions, by the attribute w_layout that names the stored layout.  In ONNX, those of Conv are
+# (M, C/group, H, W), and those of ConvTranspose, whose layouts are ihwo and hwoi, are (C, M/group, H, W).
+WEIGHT_PERMS: Final[dict[str, Perm]] = {
+    "ohwi": (0, 2, 3, 1), "hwio": (2, 3, 1, 0), "ihwo": (0, 2, 3, 1), "hwoi": (2, 3, 1, 0),
+}  # fmt: skip
 
 
 def permuted(values: Sequence[T], perm: Perm) -> tuple[T, ...]:

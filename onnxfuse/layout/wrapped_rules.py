@@ -20,6 +20,7 @@ from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction, unary
+from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION, conv_transpose, fused_conv_transpose
 from onnxfuse.layout.writer import Writer, is_image_sized
 
 CONVOLUTION: Final = "conv_bias_activation"
@@ -28,6 +29,7 @@ NEUTRAL_FUSIONS: Final = frozenset({"activation"})  # element by element, so tha
 # Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
 IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
     CONVOLUTION: ("x", "residual"),
+    TRANSPOSED_CONVOLUTION: ("x", "residual"),
     "batch_norm_activation": ("x",),
     "group_norm": ("x",),
 }
@@ -127,6 +129,8 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "its fusion has no channels-last form"
     if fusion == CONVOLUTION:
         return fused_convolution(model, node)
+    if fusion == TRANSPOSED_CONVOLUTION:
+        return fused_conv_transpose(model, node)
     operands = _operands(node)
     images = [name for name in IMAGE_OPERANDS[fusion] if name in operands]
     if not all(is_image_sized(model.shapes, operands[name]) for name in images):
@@ -278,6 +282,7 @@ WRAPPED_RULES: Final[dict[str, Rule]] = {
     "AveragePool": average_pool,
     "BatchNormalization": batch_norm,
     "Conv": convolution,
+    "ConvTranspose": conv_transpose,
     "GlobalAveragePool": global_average_pool,
     "MaxPool": max_pool,
     "Mul": mul,
