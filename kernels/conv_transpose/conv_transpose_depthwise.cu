@@ -4,9 +4,9 @@
 //
 // A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
 // channels. They begin at a multiple of STRIDE_W, counted from the padding in front of y on, so that it is known when
-// the kernel is compiled which phase a tap along the width belongs to and how far it moves x. A row of x that the pixels
-// read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them. Which taps
-// along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
+// the kernel is compiled which phase a tap along the width belongs to and how far it moves x. A row of x that the
+// pixels read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
+// Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
 //
 // Macros:
 //   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis; 1 for axes that are missing
@@ -38,11 +38,11 @@ __device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int a
 #pragma unroll
         for (int tap = 0; tap < KERNEL_W; ++tap) {
             if (tap * DILATION_W / STRIDE_W != offset) continue;
+            float(&sum)[WIDTH] = sums[tap * DILATION_W % STRIDE_W];
             float weights[WIDTH];
             unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(w + tap * CHANNELS), weights);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i)
-                sums[tap * DILATION_W % STRIDE_W][i] = fmaf(values[i], weights[i], sums[tap * DILATION_W % STRIDE_W][i]);
+            for (int i = 0; i < WIDTH; ++i) sum[i] = fmaf(values[i], weights[i], sum[i]);
         }
     }
 }

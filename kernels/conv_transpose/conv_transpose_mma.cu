@@ -4,17 +4,18 @@
 //   y = activation(conv_transpose(x, w) + bias + residual), or activation(conv_transpose(x, w) + bias) + residual
 //
 // The pixels of y fall into phases by their coordinates modulo the stride, and all pixels of a phase meet the same taps
-// of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose results
-// lie STRIDE apart in y:
+// of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose
+// results lie STRIDE apart in y:
 //   rows of the product are the positions of a phase, of all images; phases have equally many, and those beyond the end
 //   of y are computed and not stored; columns are the filters of one group; k runs over the taps of the phase and,
 //   within a tap, over the channels of the group.
 // Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks of all phases of the
 // same rows run together, and find x in L2.
 //
-// SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all read the
-// same x: the columns are those of all phases, and the product is x w with w as it lies, (channels, taps * filters). Its
-// columns are scattered to the pixels of their phases. Those of one row of y are neighbours in y as they are in w.
+// SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all read
+// the same x: the columns are those of all phases, and the product is x w with w as it lies, (channels, taps *
+// filters). Its columns are scattered to the pixels of their phases. Those of one row of y are neighbours in y as they
+// are in w.
 //
 // Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT, the
 // blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.

@@ -7,12 +7,13 @@ from typing import Final
 
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.kernels.conv_transpose import depthwise, mma
+from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 MAX_LIBRARY: Final = 2  # implementations by cuDNN
+MAX_OLDER: Final = 2  # by mma.sync beside those by wgmma
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -33,5 +34,6 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run a transposed convolution with at least one element of y, the expected fastest first."""
-    own = depthwise.implementations(conv, device) or mma.implementations(conv, device)
-    return [*own, *cudnn.implementations(conv, device)[:MAX_LIBRARY]]
+    by_wgmma, library = hopper.implementations(conv, device), cudnn.implementations(conv, device)[:MAX_LIBRARY]
+    others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
+    return [*by_wgmma, *(others[:MAX_OLDER] if by_wgmma else others), *library]

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from architectures import DEVICES, H200, OF_ARCH, to_compile
-from conv_transpose_cases import BOTH, SAME, ConvTransposeCase, depthwise, shuffled
+from architectures import A100, DEVICES, H200, OF_ARCH, to_compile
+from conv_transpose_cases import BOTH, HOPPER, SAME, ConvTransposeCase, depthwise, shuffled
 
 from onnxfuse.kernels.conv_transpose import depthwise as depthwise_host
-from onnxfuse.kernels.conv_transpose import host, mma
+from onnxfuse.kernels.conv_transpose import hopper, host, mma
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Pointer, TensorMap, TensorSpec
 
 EVERY = 3
 IN_FULL = (75, 80)  # the others differ in shared memory, and are tested with fewer convolutions
@@ -131,6 +131,68 @@ def test_no_elements_are_no_implementation() -> None:
     for axis, device in itertools.product(("n", "m"), DEVICES):
         assert mma.implementations(conv, device)
         assert mma.implementations(replace(conv, **{axis: 0}), device) == []
+
+
+# ---- by wgmma -----------------------------------------------------------------------------------------------------
+
+LARGE = ConvTransposeCase(32, 512, 256, (16, 16), (4, 4), (2, 2), SAME, extra=BOTH)
+
+
+@pytest.mark.parametrize("case", [LARGE, shuffled(8, 64, 64, (160, 160), (2, 2), activation="silu")], ids=str)
+def test_tiles_by_wgmma_compile_without_spills(case: ConvTransposeCase) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
+    for way in hopper.implementations(case.problem(), H200)[::2]:
+        (step,) = way.steps
+        assert isinstance(step, Launch)
+        compiled = compile_cubin(step.kernel, H200.arch)
+        assert not compiled.spill_stores + compiled.spill_loads, f"{step.kernel} spills"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("case", [LARGE, *HOPPER], ids=str)
+def test_launches_and_maps_by_wgmma_fit(case: ConvTransposeCase) -> None:
+    conv = case.problem()
+    assert hopper.fitting(conv, H200)
+    for config in hopper.fitting(conv, H200):
+        (step,) = hopper.implementation(conv, config, H200).steps
+        assert isinstance(step, Launch)
+        assert step.shared <= H200.shared_per_block and step.grid[0] <= H200.multiprocessors
+        x, w, *results = (argument for argument in step.arguments if isinstance(argument, TensorMap))
+        assert x.im2col is not None and x.box == (64, config.tile_m) and w.box == (64, 1, 64)
+        assert len(results) == 1 + ("residual" in case.extra)
+        for each in results:
+            assert each.box[0] * each.box[1] * each.box[3] in (512, 1024, 2048, 4096)
+            assert all(stride % 16 == 0 for stride in each.strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": (3, 3)}, "equally many taps"),
+        ({"output_padding": (1, 1)}, "equally many taps"),
+        ({"pads": (0, 0, 1, 1)}, "equally many taps"),
+        ({"dilations": (3, 3), "pads": (4, 4, 4, 4)}, "equally many taps"),
+        ({"sizes": (16, 18)}, "a box has at least 8 positions"),
+        ({"group": 2}, "one group"),
+        ({"m": 96}, "tiles of 64 filters"),
+        ({"c": 36}, "multiples of 16 bytes"),
+        ({"dtype": "float32"}, "16-bit types"),
+        ({"pads": (301, 1, 301, 1), "sizes": (400, 16)}, "a walk begins and ends"),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_mma(changes: dict[str, Any], message: str) -> None:
+    conv = replace(LARGE, **changes).problem()
+    assert message in str(hopper.why_not(conv, H200))
+    names = [way.name for way in host.implementations(conv, H200)]
+    assert names and not any("hopper" in name for name in names)
+
+
+def test_only_hopper_gpus_have_it() -> None:
+    assert hopper.implementations(LARGE.problem(), A100) == []
+    names = [way.name.split()[0] for way in host.implementations(LARGE.problem(), H200)]
+    assert names[0] == "conv_transpose_hopper" and names.count("conv_transpose_mma") == 2
 
 
 # ---- the node -----------------------------------------------------------------------------------------------------

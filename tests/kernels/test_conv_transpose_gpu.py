@@ -9,13 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 from conv_cases import NUMPY
-from conv_transpose_cases import BOTH, DEPTHWISE, SAME, ConvTransposeCase, depthwise, products, shapes, shuffled, widths
+from conv_transpose_cases import (
+    BOTH,
+    DEPTHWISE,
+    HOPPER,
+    SAME,
+    ConvTransposeCase,
+    depthwise,
+    products,
+    shapes,
+    shuffled,
+    widths,
+)
 from kernel_runs import RELATIVE, compile_all, compile_native, launch, result, upload
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.conv.mma import MMA_ARCH, ConvConfig, is_exact, k_tiles
 from onnxfuse.kernels.conv_transpose import depthwise as depthwise_host
-from onnxfuse.kernels.conv_transpose import host, mma
+from onnxfuse.kernels.conv_transpose import hopper, host, mma
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.cupy_backend import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
@@ -138,12 +149,31 @@ def test_large(device: Device, case: ConvTransposeCase) -> None:
     check_all(case, device)
 
 
+def by_wgmma() -> Iterator[ConvTransposeCase]:
+    yield from HOPPER
+    yield ConvTransposeCase(32, 512, 256, (16, 16), (4, 4), (2, 2), SAME)
+    yield shuffled(8, 256, 128, (32, 32), (2, 2), extra=BOTH)
+    yield shuffled(2, 64, 64, (160, 160), (2, 2), dtype="bfloat16", extra=BOTH, residual_first=False)
+    for activation in ("none", "silu", "gelu"):
+        yield ConvTransposeCase(2, 64, 128, (24, 24), (4, 4), (2, 2), SAME, activation=activation)
+
+
+@pytest.mark.parametrize("case", list(by_wgmma()), ids=str)
+def test_every_tile_by_wgmma(device: Device, case: ConvTransposeCase) -> None:
+    if device.arch != 90:
+        pytest.skip("wgmma needs compute capability 9.0")
+    conv = case.problem()
+    assert hopper.why_not(conv, device) is None
+    check(case, [hopper.implementation(conv, config, device) for config in hopper.fitting(conv, device)], device)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         ConvTransposeCase(2, 64, 64, (13, 11), (4, 4), (2, 2), SAME, extra=()),
         ConvTransposeCase(2, 64, 64, (9, 11), (3, 3), (2, 2), SAME, extra=(), activation="none", output_padding=(1, 1)),
         shuffled(2, 64, 64, (13, 11), (2, 2), extra=(), activation="none"),
+        shuffled(2, 64, 64, (16, 16), (2, 2), extra=BOTH),
         ConvTransposeCase(2, 64, 64, (13, 11), (4, 4), (2, 2), SAME, group=4, extra=BOTH),
     ],
     ids=str,
