@@ -12,6 +12,8 @@
 //
 // Macros, besides those of gemm_hopper.cuh, where TRANSPOSED is 0:
 //   CHANNELS, FILTERS   of x and of y; w is (CHANNELS, taps, FILTERS)
+//   PERIOD              the bias repeats after as many filters: FILTERS, or a divisor of it where pixels of y that are
+//                       neighbours along W count as one of so many more filters
 //   KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W    PAD: rows and columns that are cut off in front of y
 #pragma once
 #include "gemm_hopper_tiles.cuh"
@@ -24,6 +26,7 @@ constexpr int ALL_BLOCKS = TAPS_H * TAPS_W * CHANNEL_BLOCKS;
 constexpr int FROM_H = PAD_H / STRIDE_H - (TAPS_H - 1), FROM_W = PAD_W / STRIDE_W - (TAPS_W - 1);  // where walks begin
 
 static_assert(KERNEL_H % STRIDE_H == 0 && KERNEL_W % STRIDE_W == 0, "phases have equally many taps");
+static_assert(FILTERS % PERIOD == 0 && PERIOD % 2 == 0, "pairs of the bias");
 static_assert(FILTERS % TILE_N == 0 && SUBTILE_N == 64 && K_BLOCK == TILE_K && !TRANSPOSED, "see above");
 
 // x and w at one tile. w has the dimensions filters, taps, channels.
@@ -79,7 +82,7 @@ struct PhasePlace {
             hopper::store(to, from + bytes, c, w, phase, h);
         });
     }
-    static __device__ __forceinline__ int column(int column) { return column % FILTERS; }
+    static __device__ __forceinline__ int column(int column) { return column % PERIOD; }
 };
 
 }  // namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.conv.hopper import CONFIGS, MAX_CONFIGS, MAX_CORNER, MAX_OFFSET
@@ -23,13 +24,14 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none for another GPU, dtype or kind."""
     if why_not(conv, device):
         return []
-    gemm = gemm_of_phases(conv)
+    gemm = gemm_of_phases(widened(conv))
     found = sorted(fitting(conv, device), key=lambda config: hopper.cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     """Return the configs whose tiles belong to one phase, and that registers and shared memory have room for."""
+    conv = widened(conv)
     gemm = gemm_of_phases(conv)
     whole = (config for config in CONFIGS if config.split_k == 1 and conv.m % config.tile_n == 0)
     return [config for config in whole if config.tile_n % SUBTILE == 0 and hopper.fits(gemm, config, device)]
@@ -37,11 +39,12 @@ def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
 
 def why_not(conv: Conv, device: Device) -> str | None:
     """Return why the kernel does not take a transposed convolution; None if it does."""
+    period, conv = conv.m, widened(conv)
     if device.arch != 90 or conv.dtype not in ("float16", "bfloat16"):
         return "wgmma multiplies 16-bit types on compute capability 90"
     if conv.group != 1 or conv.w_hwio or len(conv.kernel) > 2:
         return "TMA walks over channels-last images of one group"
-    if not conv.aligned or conv.c % 8 or conv.m % SUBTILE:
+    if not conv.aligned or conv.c % 8 or conv.m % SUBTILE or period % 2:
         return f"TMA moves pixels that begin at multiples of 16 bytes, and tiles of {SUBTILE} filters"
     if not conv.pixels * conv.m * conv.c * conv.taps or max(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
         return "coordinates are ints"
@@ -53,6 +56,20 @@ def why_not(conv: Conv, device: Device) -> str | None:
     if any(max(-begin, begin, -end, end) > MAX_CORNER or reach > MAX_OFFSET for begin, end, reach in _walk(conv)):
         return f"a walk begins and ends within {MAX_CORNER} pixels of the image, and offsets are at most {MAX_OFFSET}"
     return None
+
+
+def widened(conv: Conv) -> Conv:
+    """Return the same with one phase along the width, if each pixel of x gives whole pixels of y there.
+
+    Neighbouring pixels of y then count as one of all their filters, as they lie in memory, and so do those of w.
+    """
+    stride = conv.strides[-1]
+    is_whole = conv.kernel[-1] == stride and not conv.pads_begin[-1] and conv.y_sizes[-1] == conv.sizes[-1] * stride
+    if conv.group > 1 or not is_whole or conv.dilations[-1] > 1:
+        return conv
+    kernel, strides = (*conv.kernel[:-1], 1), (*conv.strides[:-1], 1)
+    y_sizes = *conv.y_sizes[:-1], conv.sizes[-1]
+    return replace(conv, m=conv.m * stride, kernel=kernel, strides=strides, y_sizes=y_sizes)
 
 
 def counts(conv: Conv) -> tuple[int, int]:
@@ -90,13 +107,15 @@ def gemm_of_phases(conv: Conv) -> Gemm:
 
 def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
     """Return the one launch by that config."""
+    period, conv = conv.m, widened(conv)
     gemm, source = gemm_of_phases(conv), "conv_transpose_hopper"
-    launch = hopper.kernel_launch(source, gemm, config, device, defines(conv, config, device), arguments(conv, config))
+    macros = {**defines(conv, config, device), "PERIOD": period}
+    launch = hopper.kernel_launch(source, gemm, config, device, macros, arguments(conv, config))
     return Implementation(f"{source} {config.name}", (launch,))
 
 
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
-    """Return the macros of gemm_hopper.cuh and conv_transpose_operands.cuh."""
+    """Return the macros of gemm_hopper.cuh and conv_transpose_operands.cuh, but PERIOD."""
     pads = two(conv.pads_begin, missing=0)
     geometry = {name: value for name, value in geometry_defines(conv).items() if "DILATION" not in name}
     return {

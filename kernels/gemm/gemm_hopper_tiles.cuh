@@ -240,7 +240,7 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
         }
         Vectors fetched;
         if (VECTORS > 0 && thread < TILE_N / 2)
-            fetched.fetch(pick(results.bias, product), up_bias, scale, place.column(origin.y) + 2 * thread,
+            fetched.fetch(pick(results.bias, product), up_bias, scale, place.column(origin.y + 2 * thread),
                           pick(weights.n, product));
         float d[ATOMS][COLUMNS / 2];
         multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());

@@ -140,12 +140,15 @@ DEPTHWISE: Final = [
 ]
 
 # Several taps in a phase and one; boxes of a part of a row, of a row and of several rows; positions that end inside a
-# tile; channels that end inside a block of k; what is cut off unequally, one axis, and a walk that begins behind x.
+# tile; channels that end inside a block of k; what is cut off unequally, one axis, and a walk that begins behind x;
+# neighbouring pixels that count as one.
 HOPPER: Final = [
     ConvTransposeCase(2, 72, 64, (5, 8), (4, 4), (2, 2), SAME, extra=BOTH),
     ConvTransposeCase(3, 24, 128, (7, 16), (4, 2), (2, 1), (1, 1, 1, 0), dtype="bfloat16"),
     shuffled(2, 136, 64, (3, 40), (2, 2), extra=BOTH, residual_first=False),
     shuffled(1, 8, 192, (5, 24), (3, 2), extra=()),
+    shuffled(2, 72, 32, (5, 16), (2, 2), extra=BOTH),
+    ConvTransposeCase(1, 24, 16, (5, 16), (4, 4), (2, 4), (1, 0, 1, 0), extra=("bias",)),
     ConvTransposeCase(1, 40, 64, (4, 32), (6, 6), (3, 2), (2, 3, 1, 1), extra=("bias",)),
     ConvTransposeCase(2, 16, 64, (48,), (8,), (4,), (1, 3)),
     ConvTransposeCase(1, 16, 64, (6, 17), (2, 2), (1, 1), (0, 1, 1, 1)),

@@ -36,7 +36,7 @@ extern "C" void run(const Map* maps, const T* bias, const int* sizes, int grid, 
 """
 PINGPONG = HopperConfig(128, 64, pingpong=True)
 CONFIGS = (
-    PINGPONG, HopperConfig(128, 128), HopperConfig(256, 64), HopperConfig(192, 192), PINGPONG,
+    PINGPONG, HopperConfig(128, 128), HopperConfig(256, 128), HopperConfig(192, 192), PINGPONG, PINGPONG, PINGPONG,
     HopperConfig(64, 64, pingpong=True), PINGPONG, PINGPONG,
 )  # fmt: skip
 
