@@ -194,6 +194,18 @@ __device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, c
     }
 }
 
+// The same for all sums of a tile, which begins at a column of the product; `pixels` has that of each row.
+__device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* partial, const float* sums,
+                                            const int* pixels, int group, int column, const Position& y) {
+    constexpr int VECTORS = TILE_N / WIDTH;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < TILE_M * VECTORS; at += THREADS) {
+        const int i = at / VECTORS, j = at % VECTORS * WIDTH, pixel = pixels[i];
+        if (column + j < WIDE && pixel >= 0)
+            finish(epilogue, partial, sums + i * SUMS_PITCH + j, pixel, group, column + j, y);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 conv_transpose_mma(const T* x, const T* w, const T* bias, const T* residual, T* y, f32* partial, float alpha,
                    float beta, int images, int d, int h, int width, int y_d, int y_h, int y_w, int pad_d, int pad_h,
@@ -234,11 +246,5 @@ conv_transpose_mma(const T* x, const T* w, const T* bias, const T* residual, T* 
         pixels[i] = row + i < positions ? pixel_of(row + i, counts, sizes, phase) : -1;
     __syncthreads();
     const Epilogue epilogue{bias, nullptr, nullptr, residual, y, alpha, beta};
-    constexpr int VECTORS = TILE_N / WIDTH;
-#pragma unroll 4
-    for (int at = threadIdx.x; at < TILE_M * VECTORS; at += THREADS) {
-        const int i = at / VECTORS, j = at % VECTORS * WIDTH, pixel = pixels[i];
-        if (column + j < WIDE && pixel >= 0)
-            finish(epilogue, partial, staged + i * SUMS_PITCH + j, pixel, group, column + j, sizes);
-    }
+    finish_tile(epilogue, partial, staged, pixels, group, column, sizes);
 }

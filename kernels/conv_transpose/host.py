@@ -12,8 +12,8 @@ from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsuppor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
-MAX_LIBRARY: Final = 2  # implementations by cuDNN
-MAX_OLDER: Final = 2  # by mma.sync beside those by wgmma
+MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+MAX_LIBRARY: Final = 2  # of them, those by cuDNN
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -36,4 +36,4 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run a transposed convolution with at least one element of y, the expected fastest first."""
     by_wgmma, library = hopper.implementations(conv, device), cudnn.implementations(conv, device)[:MAX_LIBRARY]
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
-    return [*by_wgmma, *(others[:MAX_OLDER] if by_wgmma else others), *library]
+    return [*[*by_wgmma, *others][: MAX_IMPLEMENTATIONS - len(library)], *library]
