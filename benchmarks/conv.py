@@ -41,7 +41,7 @@ from onnxfuse.runtime.cupy_backend import gpu
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 
-FUSION = "conv_bias_activation"
+FUSION, TRANSPOSED_FUSION = "conv_bias_activation", "conv_transpose_bias_activation"
 QUICK_REPLAYS = 3
 MAX_SETS = 64  # of weights and biases
 MAX_CHANNELS_OF_STEMS = 4  # such an input is read channels first, as the model has it
@@ -51,7 +51,10 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Shape:
-    """A convolution of square images, padded by half of its square filter."""
+    """A convolution of square images, padded by half of its square filter.
+
+    Of a transposed one, so much is cut off that y is as large as x times the stride.
+    """
 
     batch: int
     c: int
@@ -60,6 +63,7 @@ class Shape:
     taps: int
     stride: int = 1
     group: int = 1
+    transposed: bool = False
 
     @property
     def depthwise(self) -> bool:
@@ -71,21 +75,31 @@ class Shape:
 
     @property
     def kind(self) -> str:
+        if self.transposed:
+            return "transposed"
         return "depthwise" if self.depthwise else "grouped" if self.group > 1 else "stem" if self.stem else "dense"
 
     @property
     def name(self) -> str:
         channels = f"{self.c} {self.size} depthwise" if self.depthwise else f"{self.c}-{self.m} {self.size}"
         groups = f" {self.group} groups" if self.kind == "grouped" else ""
-        return f"b{self.batch} {channels} {self.taps}x{self.taps}{f'/{self.stride}' * (self.stride > 1)}{groups}"
+        taps = f"{self.taps}x{self.taps}{f'/{self.stride}' * (self.stride > 1)}"
+        return f"b{self.batch} {channels} {taps}{groups}{' transposed' * self.transposed}"
+
+    @property
+    def pad(self) -> int:
+        return (self.taps - self.stride) // 2 if self.transposed else self.taps // 2
 
     @property
     def out_size(self) -> int:
-        return (self.size + 2 * (self.taps // 2) - self.taps) // self.stride + 1
+        if self.transposed:
+            return (self.size - 1) * self.stride + self.taps - 2 * self.pad
+        return (self.size + 2 * self.pad - self.taps) // self.stride + 1
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * self.out_size**2 * self.m * self.taps**2 * (self.c // self.group)
+        size = self.size if self.transposed else self.out_size  # of the image whose pixels all taps meet
+        return 2 * self.batch * size**2 * self.m * self.taps**2 * (self.c // self.group)
 
 
 SHAPES = (
@@ -114,6 +128,11 @@ SHAPES = (
     Shape(16, 96, 96, 56, 7, 1, 96),
     Shape(16, 384, 384, 14, 7, 1, 384),
     Shape(32, 256, 256, 28, 3, 1, 32),
+    Shape(8, 256, 128, 32, 2, 2, transposed=True),
+    Shape(8, 64, 64, 160, 2, 2, transposed=True),
+    Shape(8, 64, 1, 320, 2, 2, transposed=True),
+    Shape(32, 512, 256, 16, 4, 2, transposed=True),
+    Shape(8, 64, 64, 128, 4, 2, 64, transposed=True),
 )
 
 
@@ -139,6 +158,8 @@ class Case:
         s = self.shape
         x = (s.batch, s.c, s.size, s.size) if s.stem else (s.batch, s.size, s.size, s.c)
         w = (s.taps, s.taps, 1, s.m) if s.depthwise else (s.m, s.taps, s.taps, s.c // s.group)
+        if s.transposed and not s.depthwise:
+            w = (s.c, s.taps, s.taps, s.m // s.group)
         every = {"x": x, "w": w, "bias": (s.m,)}
         return every | ({"residual": self.y_shape} if self.residual else {})
 
@@ -146,24 +167,29 @@ class Case:
     def y_shape(self) -> tuple[int, ...]:
         return (self.shape.batch, self.shape.out_size, self.shape.out_size, self.shape.m)
 
+    @property
+    def fusion(self) -> str:
+        return TRANSPOSED_FUSION if self.shape.transposed else FUSION
+
     def node(self) -> FusedNode:
         s = self.shape
+        layouts = ("ihwo", "hwoi") if s.transposed else ("ohwi", "hwio")
         attributes: dict[str, Any] = {
-            "layout": "nhwc", "w_layout": "hwio" if s.depthwise else "ohwi", "kernel_shape": [s.taps] * 2,
-            "strides": [s.stride] * 2, "dilations": [1, 1], "pads": [s.taps // 2] * 4, "group": s.group,
+            "layout": "nhwc", "w_layout": layouts[s.depthwise], "kernel_shape": [s.taps] * 2,
+            "strides": [s.stride] * 2, "dilations": [1, 1], "pads": [s.pad] * 4, "group": s.group,
             "activation": self.activation, "residual_position": "before",
         }  # fmt: skip
         attributes |= {"x_layout": "nchw"} if s.stem else {}
-        return FusedNode(FUSION, self.name, tuple(self.shapes()), attributes, (self.dtype,))
+        return FusedNode(self.fusion, self.name, tuple(self.shapes()), attributes, (self.dtype,))
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(shape, self.dtype, constant=name in ("w", "bias")) for name, shape in self.shapes().items()]
 
     def plans(self) -> list[Plan]:
         """Return the candidates that a session would time.  Raises ValueError if the host refuses the node."""
-        host = find_host(FUSION)
+        host = find_host(self.fusion)
         if host is None:
-            raise ValueError(f"{FUSION} has no host")
+            raise ValueError(f"{self.fusion} has no host")
         if why := host.supports(self.node(), [spec.dtype for spec in self.specs()], gpu(0)):
             raise ValueError(why)
         return host.candidates(self.node(), self.specs(), gpu(0))
@@ -215,14 +241,15 @@ def runs(plan: Plan, sets: Sequence[dict[str, torch.Tensor]], out: torch.Tensor)
 
 def bare(case: Case) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return PyTorch's convolution alone."""
-    options = {"stride": case.shape.stride, "padding": case.shape.taps // 2, "groups": case.shape.group}
-    return lambda given: F.conv2d(given["x"], given["w"], **options)
+    options = {"stride": case.shape.stride, "padding": case.shape.pad, "groups": case.shape.group}
+    convolve = F.conv_transpose2d if case.shape.transposed else F.conv2d
+    return lambda given: convolve(given["x"], given["w"], **options)
 
 
 def fused(case: Case) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return PyTorch's operator for convolution, bias, residual and ReLU in one call of cuDNN."""
     s, aten = case.shape, torch.ops.aten
-    options = ([s.stride] * 2, [s.taps // 2] * 2, [1, 1], s.group)
+    options = ([s.stride] * 2, [s.pad] * 2, [1, 1], s.group)
     if case.residual:
         return lambda g: aten.cudnn_convolution_add_relu(g["x"], g["w"], g["residual"], 1.0, g["bias"], *options)
     return lambda g: aten.cudnn_convolution_relu(g["x"], g["w"], g["bias"], *options)
@@ -245,7 +272,8 @@ def measure(case: Case, replays: int) -> dict[str, Any]:
     expected = reference(case, in_torch[0])
     graphs = {"cudnn": captured([functools.partial(bare(case), each) for each in in_torch])}
     row: dict[str, Any] = {"sets": len(sets), "flops": case.shape.flops, "candidates": []}
-    if case.activation == "relu" and not case.shape.depthwise:  # of those it takes 0.1 to 0.7 ms
+    # Of depthwise ones that takes 0.1 to 0.7 ms, and there is none that is transposed.
+    if case.activation == "relu" and not case.shape.depthwise and not case.shape.transposed:
         try:
             graphs["fused"] = captured([functools.partial(fused(case), each) for each in in_torch])
         except RuntimeError as error:  # cuDNN has no engine for it

@@ -26,13 +26,15 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
     Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for up
     to some seconds in each process.  There is none if the library is missing or lacks the activation, for slopes of a
-    PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, and for misaligned operands, which its
-    engines refuse when they run.
+    PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, for misaligned operands, which its engines
+    refuse when they run, and for a transposed convolution whose y has more pixels behind the last that the filter
+    reaches than a stride skips.
     """
     if (
         conv.x_nchw
         or conv.w_hwio
         or not conv.aligned
+        or (conv.transposed and not _is_gradient(conv))
         or not _is_cudnn_activation(conv.activation)
         or conv.column_scale
         or conv.extra
@@ -43,6 +45,17 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     found = run_plan.convolution_engines(convolution, device.ordinal, MAX_ENGINES_ASKED)
     kept = [engine for engine in found if not engine.compiles][:MAX_ENGINES]
     return [_with_engine(convolution, engine, rank) for rank, engine in enumerate(kept)]
+
+
+def _is_gradient(conv: Conv) -> bool:
+    """Return whether a transposed convolution is the gradient of one, which reads y and computes as much as x is."""
+    axes = zip(
+        conv.sizes, conv.y_sizes, conv.kernel, conv.strides, conv.dilations, conv.pads_begin, conv.pads_end, strict=True
+    )
+    return all(
+        (y + before + after - (taps - 1) * dilation - 1) // stride + 1 == size
+        for size, y, taps, stride, dilation, before, after in axes
+    )
 
 
 @functools.cache
@@ -82,6 +95,7 @@ def _convolution(conv: Conv, activation: ConvolutionActivation) -> Convolution:
         activation,
         conv.alpha,
         conv.beta,
+        transposed=conv.transposed,
         tf32=conv.tf32,
         aligned=conv.aligned,
         workspace_bytes=MAX_WORKSPACE_BYTES,

@@ -135,9 +135,7 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
     x_copy, w_copy = copy_bytes(conv)
     copies = (tile.tile_m / x_copy + tile.tile_n / w_copy) * tile.tile_k_bytes * COPY_CYCLES
     steps = -(-k_tiles(conv, tile) // config.slices)
-    resident = max(
-        1, min(tile.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (tile.shared(1) + RESERVED_BYTES))
-    )
+    resident = resident_blocks(tile, tile.shared(1), device)
     blocks = -(-tile_count(conv, tile) * config.slices // device.multiprocessors)
     rounds = -(-blocks // resident)
     busy = blocks * (steps * max(multiply + copies, load) + outputs * EPILOGUE_CYCLES)
@@ -147,6 +145,11 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
         moved = 8 * config.slices * conv.pixels * conv.m / device.multiprocessors
         found += SECOND_LAUNCH_CYCLES + moved / PARTIAL_BYTES
     return found
+
+
+def resident_blocks(tile: MmaConfig, shared: int, device: Device) -> int:
+    """Return how many blocks, with so many bytes of shared memory, a multiprocessor holds: at most `min_blocks`."""
+    return max(1, min(tile.min_blocks, (device.shared_per_block + RESERVED_BYTES) // (shared + RESERVED_BYTES)))
 
 
 def copy_bytes(conv: Conv) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
@@ -11,17 +11,23 @@ from onnxfuse.kernels.elementwise.elements import activation_parameters
 from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
 
-AUTO_PADS: Final = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
+EXPLICIT_PADS: Final = ("NOTSET", "VALID")
+AUTO_PADS: Final = (*EXPLICIT_PADS, "SAME_UPPER", "SAME_LOWER")
 BF16_ARCH: Final = 80  # the first compute capability whose matrix units have bf16
 
 
-def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
-    """Return why no kernel computes this convolution on this device; None if one does."""
+def unsupported(
+    node: FusedNode, input_dtypes: Sequence[str], device: Device, w_layouts: Sequence[str] = ("ohwi", "hwio")
+) -> str | None:
+    """Return why no kernel computes this convolution on this device; None if one does.
+
+    The first of `w_layouts` is that of a node that names none.
+    """
     return (
         unsupported_dtype(node, input_dtypes)
         or unsupported_choice(node, "layout", ("nhwc",), "nchw")
         or unsupported_choice(node, "x_layout", ("nhwc", "nchw"), "nhwc")
-        or unsupported_choice(node, "w_layout", ("ohwi", "hwio"), "ohwi")
+        or unsupported_choice(node, "w_layout", w_layouts, w_layouts[0])
         or unsupported_choice(node, "residual_position", ("before", "after"), "before")
         or unsupported_choice(node, "activation", (*ACTIVATIONS, PRELU), "none")
         or unsupported_choice(node, "auto_pad", AUTO_PADS, "NOTSET")
@@ -49,7 +55,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     rank = len(x.shape) - 2
     if rank < 1 or len(w.shape) != rank + 2:
         raise ValueError(
-            f"{_name(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of at least 3"
+            f"{node_label(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of at least 3"
         )
     x_nchw, w_hwio = node.text("x_layout", "nhwc") == "nchw", node.text("w_layout", "ohwi") == "hwio"
     n, c, sizes = (x.shape[0], x.shape[1], x.shape[2:]) if x_nchw else (x.shape[0], x.shape[-1], x.shape[1:-1])
@@ -59,11 +65,11 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     group = node.integer("group", 1)
     if group < 1 or c_of_group * group != c or m % group:
         raise ValueError(
-            f"{_name(node)}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; required "
-            f"as many channels as all groups have, and as many filters in each group"
+            f"{node_label(node)}: x has {c} channels, w {c_of_group} for each of {group} groups and {m} filters; "
+            f"required as many channels as all groups have, and as many filters in each group"
         )
-    _check_kernel_shape(node, kernel)
-    strides, dilations = _per_axis(node, "strides", rank), _per_axis(node, "dilations", rank)
+    check_kernel_shape(node, kernel)
+    strides, dilations = per_axis(node, "strides", rank), per_axis(node, "dilations", rank)
     begin, end = _pads(node, sizes, kernel, strides, dilations)
     y_sizes = tuple(
         max(0, (size + before + after - (taps - 1) * dilation - 1) // stride + 1)
@@ -71,20 +77,45 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
             sizes, begin, end, kernel, dilations, strides, strict=True
         )
     )
-    y = TensorSpec((n, *y_sizes, m), node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
+    geometry = Geometry(n, c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
+    return with_operands(node, inputs, device, geometry, x_nchw=x_nchw, w_hwio=w_hwio)
+
+
+class Geometry(NamedTuple):
+    """The sizes of a convolution, as Conv has them."""
+
+    n: int
+    c: int
+    m: int
+    sizes: tuple[int, ...]
+    y_sizes: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads_begin: tuple[int, ...]
+    pads_end: tuple[int, ...]
+    group: int
+
+
+def with_operands(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device, geometry: Geometry, *,
+    x_nchw: bool = False, w_hwio: bool = False, transposed: bool = False,
+) -> tuple[Conv, TensorSpec]:  # fmt: skip
+    """Return the convolution of those sizes, and its output.  Raises ValueError if an operand has another shape."""
+    y_shape = geometry.n, *geometry.y_sizes, geometry.m
+    y = TensorSpec(y_shape, node.output_dtypes[0], all(tensor.aligned for tensor in inputs))
     alpha, beta = activation_parameters(node)
-    index = node.input_index("w")
     conv = Conv(
-        n, c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group, y.dtype, y.aligned,
-        x=_pointer(node, inputs, "x", x.shape), w=_pointer(node, inputs, "w", w.shape), y=Pointer("output", 0),
-        bias=_optional_pointer(node, inputs, "bias", (m,)),
-        slope=_channels(node, inputs, "slope", m, rank),
-        column_scale=_channels(node, inputs, "column_scale", m, rank),
-        column_shift=_channels(node, inputs, "column_shift", m, rank),
+        *geometry, y.dtype, y.aligned,
+        x=_pointer(node, "x"), w=_pointer(node, "w"), y=Pointer("output", 0),
+        bias=_optional_pointer(node, inputs, "bias", (geometry.m,)),
+        slope=_channels(node, inputs, "slope", geometry),
+        column_scale=_channels(node, inputs, "column_scale", geometry),
+        column_shift=_channels(node, inputs, "column_shift", geometry),
         residual=_optional_pointer(node, inputs, "residual", y.shape),
         residual_first=node.text("residual_position", "before") == "before",
         activation=node.text("activation", "none"), alpha=alpha, beta=beta, x_nchw=x_nchw, w_hwio=w_hwio,
-        tf32=device.tf32, weights_constant=index is not None and inputs[index].constant,
+        tf32=device.tf32, weights_constant=required_spec(node, inputs, "w").constant, transposed=transposed,
     )  # fmt: skip
     _check_vectors(node, conv)
     return conv, y
@@ -93,23 +124,34 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
 def _check_vectors(node: FusedNode, conv: Conv) -> None:
     """Raise ValueError for vectors of channels that no epilogue takes."""
     if (conv.activation == PRELU) != (conv.slope is not None):
-        raise ValueError(f"{_name(node)}: activation is {conv.activation}; required a slope for prelu alone")
+        raise ValueError(f"{node_label(node)}: activation is {conv.activation}; required a slope for prelu alone")
     if conv.slope and conv.column_shift:
-        raise ValueError(f"{_name(node)}: slope and column_shift are present; required at most one of them")
+        raise ValueError(f"{node_label(node)}: slope and column_shift are present; required at most one of them")
 
 
-def _check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
+def check_kernel_shape(node: FusedNode, kernel: tuple[int, ...]) -> None:
+    """Raise ValueError if the weights have other sizes than the node says."""
     declared = node.attributes.get("kernel_shape", list(kernel))
     if declared != list(kernel):
-        raise ValueError(f"{_name(node)}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
+        raise ValueError(f"{node_label(node)}: w has taps {list(kernel)}; required kernel_shape, which is {declared}")
 
 
-def _per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
+def per_axis(node: FusedNode, attribute: str, rank: int) -> tuple[int, ...]:
     """Return an attribute with a positive value for each spatial axis; ones if it is absent."""
     values = node.attributes.get(attribute, [1] * rank)
     if not isinstance(values, list) or len(values) != rank or any(value < 1 for value in values):
-        raise ValueError(f"{_name(node)}: {attribute} is {values}; required {rank} positive integers")
+        raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} positive integers")
     return tuple(map(int, values))
+
+
+def explicit_pads(node: FusedNode, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the padding in front of and behind each spatial axis of a node whose auto_pad is one of EXPLICIT_PADS."""
+    if node.text("auto_pad", "NOTSET") == "VALID":
+        return (0,) * rank, (0,) * rank
+    pads = node.attributes.get("pads", [0] * 2 * rank)
+    if not isinstance(pads, list) or len(pads) != 2 * rank or any(pad < 0 for pad in pads):
+        raise ValueError(f"{node_label(node)}: pads are {pads}; required {2 * rank} integers of at least 0")
+    return tuple(map(int, pads[:rank])), tuple(map(int, pads[rank:]))
 
 
 def _pads(
@@ -121,13 +163,8 @@ def _pads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the padding in front of and behind each spatial axis, as the ONNX operator Conv defines them."""
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
-    if auto_pad == "NOTSET":
-        pads = node.attributes.get("pads", [0] * 2 * rank)
-        if not isinstance(pads, list) or len(pads) != 2 * rank or any(pad < 0 for pad in pads):
-            raise ValueError(f"{_name(node)}: pads are {pads}; required {2 * rank} integers of at least 0")
-        return tuple(map(int, pads[:rank])), tuple(map(int, pads[rank:]))
-    if auto_pad == "VALID":
-        return (0,) * rank, (0,) * rank
+    if auto_pad in EXPLICIT_PADS:
+        return explicit_pads(node, rank)
     totals = [
         max(0, (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1 - size)
         for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True)
@@ -136,10 +173,11 @@ def _pads(
     return (less, more) if auto_pad == "SAME_UPPER" else (more, less)
 
 
-def _pointer(node: FusedNode, inputs: Sequence[TensorSpec], name: str, shape: tuple[int, ...]) -> Pointer:
-    pointer = _optional_pointer(node, inputs, name, shape)
-    assert pointer is not None  # required_spec has found the operand
-    return pointer
+def _pointer(node: FusedNode, name: str) -> Pointer:
+    """Return the address of an operand that the node has."""
+    index = node.input_index(name)
+    assert index is not None
+    return Pointer("input", index)
 
 
 def _optional_pointer(
@@ -150,14 +188,15 @@ def _optional_pointer(
     if found is None or index is None:
         return None
     if found.shape != shape:
-        raise ValueError(f"{_name(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
+        raise ValueError(f"{node_label(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
     return Pointer("input", index)
 
 
-def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, m: int, rank: int) -> Pointer | None:
+def _channels(node: FusedNode, inputs: Sequence[TensorSpec], name: str, geometry: Geometry) -> Pointer | None:
     """Return the address of an operand with a number for each channel, whose shape is that of the unfused node."""
-    return _optional_pointer(node, inputs, name, (m, *[1] * rank))
+    return _optional_pointer(node, inputs, name, (geometry.m, *[1] * len(geometry.sizes)))
 
 
-def _name(node: FusedNode) -> str:
+def node_label(node: FusedNode) -> str:
+    """Return how errors name a node."""
     return f"{node.fusion} '{node.name}'"

@@ -20,6 +20,9 @@ class Conv:
     innermost last: (H, W) in two dimensions.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and residual are
     (n, *y_sizes, m); w is (m, *kernel, c / group), or (*kernel, c / group, m) where `w_hwio`.  All are contiguous.  An
     operand that is None is absent.
+
+    Of a `transposed` one, which is ONNX's ConvTranspose, w is (c, *kernel, m / group), or (*kernel, m / group, c) where
+    `w_hwio`; its pads are what is cut off the result.
     """
 
     n: int  # images
@@ -51,6 +54,7 @@ class Conv:
     w_hwio: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
     weights_constant: bool = False  # no kernel writes w
+    transposed: bool = False
 
     @property
     def extra(self) -> Pointer | None:

@@ -1,6 +1,7 @@
 // The main loop of the Hopper GEMMs and convolutions (sm_90a): a producer keeps a ring of operand tiles filled by TMA,
 // consumers multiply them by wgmma. gemm_hopper_tiles.cuh and gemm_hopper_split.cuh add what happens to the
-// accumulators. gemm_operands.cuh and conv_operands.cuh say where the producer finds x and w.
+// accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
+// w.
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32; epilogue.cuh does the rest.
@@ -154,7 +155,7 @@ struct Tiles {
 // ---- the producer ------------------------------------------------------------------------------------------------
 
 // Called by one thread: fills stages for all tiles of the block. `range`: the first step along k and the one after the
-// last. Operands is that of gemm_operands.cuh or conv_operands.cuh.
+// last. Operands is that of gemm_operands.cuh and the like.
 template <class Operands>
 __device__ __forceinline__ void produce(Operands operands, u32 shared, const Barriers& barriers, const Tiles& tiles,
                                         int2 range) {

@@ -87,8 +87,22 @@ struct Results {
     if (!pair && second < left) store_bytes<false, 2>(reinterpret_cast<char*>(to + second), &high);
 }
 
+// Where TMA finds a subtile of y or of the residual whose first row and column of the product are at `origin`, and which
+// element of the column vectors belongs to a column. This is for matrices.
+struct MatrixPlace {
+    __device__ __forceinline__ void load(const TensorMap& from, u32 to, u32 full, int2 origin) const {
+        hopper::load(from, to, full, origin.y, origin.x);
+    }
+    __device__ __forceinline__ void store(const TensorMap& to, u32 from, int2 origin) const {
+        hopper::store(to, from, origin.y, origin.x);
+    }
+    static __device__ __forceinline__ int column(int column) { return column; }
+};
+
 // A consumer's way from accumulators to y.
+template <class Place>
 struct Output {
+    const Place& place;
     const TensorMap& residual;
     const char* results;    // the subtiles in shared memory, swizzled as TMA does it
     u32 subtiles;           // their 32-bit address
@@ -98,14 +112,18 @@ struct Output {
     int thread, named;      // of the warpgroup; its named barrier
     u32 parity;
 
+    // The first row and column of a subtile of the consumer's rows.
+    static __device__ __forceinline__ int2 subtile_at(int2 origin, int i) {
+        return {origin.x + i / SUBTILE_COLUMNS * 64, origin.y + i % SUBTILE_COLUMNS * SUBTILE_N};
+    }
+
     // Called by one thread: once TMA has read the last tile's results, loads this tile's residual over them.
     __device__ __forceinline__ void fetch_residual(int2 origin) const {
         hopper::store_wait_read<0>();
         hopper::barrier_arrive_expect(residual_full, SUBTILES * SUBTILE_BYTES);
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i)
-            hopper::load(residual, subtiles + i * SUBTILE_BYTES, residual_full,
-                         origin.y + i % SUBTILE_COLUMNS * SUBTILE_N, origin.x + i / SUBTILE_COLUMNS * 64);
+            place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
     // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
@@ -184,22 +202,22 @@ struct Output {
             if (thread > 0) return;
 #pragma unroll
             for (int i = 0; i < SUBTILES; ++i)
-                hopper::store(*y, subtiles + i * SUBTILE_BYTES, origin.y + i % SUBTILE_COLUMNS * SUBTILE_N,
-                              origin.x + i / SUBTILE_COLUMNS * 64);
+                place.store(*y, subtiles + i * SUBTILE_BYTES, subtile_at(origin, i));
             hopper::store_commit();
         }
     }
 };
 
-__device__ __forceinline__ void consume(const Results& results, const TensorMap& residual, char* memory,
-                                        Barriers barriers, const Tiles& tiles, const Weights& weights,
+template <class Place>
+__device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
+                                        char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
                                         const T* extra, const T* scale, float alpha, float beta, int m, int blocks) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
     const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
-    Output output{residual, memory + subtiles, shared + subtiles,
+    Output<Place> output{place, residual, memory + subtiles, shared + subtiles,
                   u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)), vectors,
                   barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
     const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
@@ -222,7 +240,8 @@ __device__ __forceinline__ void consume(const Results& results, const TensorMap&
         }
         Vectors fetched;
         if (VECTORS > 0 && thread < TILE_N / 2)
-            fetched.fetch(pick(results.bias, product), extra, scale, origin.y + 2 * thread, pick(weights.n, product));
+            fetched.fetch(pick(results.bias, product), extra, scale, place.column(origin.y + 2 * thread),
+                          pick(weights.n, product));
         float d[ATOMS][COLUMNS / 2];
         multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
         if (PINGPONG) ring.skip(steps);
@@ -235,10 +254,10 @@ __device__ __forceinline__ void consume(const Results& results, const TensorMap&
 }
 
 // The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
-template <class Operands>
+template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,
-                                          float beta, int m, int blocks, int group_m) {
+                                          float beta, int m, int blocks, int group_m, const Place& place = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -262,7 +281,7 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks);
+        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks);
     }
 }
 

@@ -15,7 +15,9 @@ Perm: TypeAlias = tuple[int, ...]
 T = TypeVar("T")
 
 IMAGE_RANKS: Final = (3, 4, 5)  # numbers of axes; tensors of others stay channels-first
-WEIGHT_LAYOUTS: Final = ("ohwi", "hwio")  # what the attribute w_layout says; in ONNX, weights are (M, C/group, H, W)
+# What the attribute w_layout says.  In ONNX, the weights of Conv are (M, C/group, H, W), and those of ConvTranspose,
+# whose layouts are ihwo and hwoi, are (C, M/group, H, W).
+WEIGHT_LAYOUTS: Final = ("ohwi", "hwio", "ihwo", "hwoi")
 
 
 def to_last(rank: int) -> Perm:
@@ -30,7 +32,7 @@ def to_first(rank: int) -> Perm:
 
 def weight_perm(layout: str, rank: int) -> Perm:
     """Return the perm that brings the weights of a convolution from ONNX's layout to one of WEIGHT_LAYOUTS."""
-    return to_last(rank) if layout == "ohwi" else (*range(2, rank), 1, 0)
+    return to_last(rank) if layout in ("ohwi", "ihwo") else (*range(2, rank), 1, 0)
 
 
 def permuted(values: Sequence[T], perm: Perm) -> tuple[T, ...]:

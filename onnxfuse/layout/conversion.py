@@ -1,4 +1,4 @@
-"""How a node becomes one of channels-last tensors: what a rule answers, and the conversion that keeps the operator."""
+"""How a node becomes one of channels-last tensors: what a rule answers, and what rules have in common."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TypeAlias
 import onnx
 
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array, dtype_name
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import AttributeValue, Node, is_constant
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
+from onnxfuse.layout.axes import IMAGE_RANKS
 from onnxfuse.layout.writer import Writer, image_rank
 
 
@@ -83,3 +84,20 @@ def same_operator(
         writer.rewrite(node, inputs, outputs, attributes)
 
     return Conversion(node, Kind.NEUTRAL, reads, computes, write)
+
+
+def not_a_convolution(model: Model, operands: Mapping[str, Tensor], y: Tensor) -> str:
+    """Return why a convolution, transposed or not, has no channels-last form; "" where it has one."""
+    x, w, residual = operands["x"], operands["w"], operands.get("residual")
+    if not is_constant(w):
+        return f"its weights '{w.name}' are no constant"
+    rank = len(w.shape)
+    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
+        return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
+    if is_constant(x):
+        return "its image is a constant"
+    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
+        return f"it computes in {dtype_name(dtype)}"
+    if residual and not image_rank(model.shapes, residual):
+        return f"its residual '{residual.name}' is no computed tensor of three to five axes"
+    return ""

@@ -12,12 +12,11 @@ import onnx.numpy_helper
 from onnxfuse.analysis.shape_info import Shape
 from onnxfuse.ir.attributes import int_attribute, ints_attribute, str_attribute
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, dtype_name
+from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import constant_value
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import (
-    IMAGE_RANKS,
     Perm,
     has_one_pixel,
     permuted,
@@ -28,8 +27,9 @@ from onnxfuse.layout.axes import (
 )
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.channel_rules import CHANNEL_RULES
-from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, same_operator
+from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule, not_a_convolution, same_operator
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES, NOT_AN_IMAGE, integers, reduction
+from onnxfuse.layout.transposed_rules import TRANSPOSED_CONVOLUTION, conv_transpose, fused_conv_transpose
 from onnxfuse.layout.writer import Writer, image_rank
 
 CONVOLUTION: Final = "conv_bias_activation"
@@ -39,6 +39,7 @@ NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
 # Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
 IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
     CONVOLUTION: ("x", "residual"),
+    TRANSPOSED_CONVOLUTION: ("x", "residual"),
     "batch_norm_activation": ("x",),
     "group_norm": ("x",),
 }
@@ -49,7 +50,7 @@ IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 def convolution(model: Model, node: Node) -> Conversion | str:
     """A Conv becomes a conv_bias_activation without an activation."""
-    reason = _not_a_convolution(model, node.inputs[0], node.inputs[1], node.outputs[0])
+    reason = not_a_convolution(model, dict(zip("xw", node.inputs, strict=False)), node.outputs[0])
     if reason:
         return reason
     bias = len(node.inputs) > 2 and bool(node.inputs[2].name)
@@ -69,26 +70,9 @@ def convolution(model: Model, node: Node) -> Conversion | str:
 def fused_convolution(model: Model, node: Node) -> Conversion | str:
     """A fused node keeps its attributes."""
     operands = _operands(node)
-    reason = _not_a_convolution(model, operands["x"], operands["w"], node.outputs[0])
-    if reason:
+    if reason := not_a_convolution(model, operands, node.outputs[0]):
         return reason
-    if "residual" in operands and not image_rank(model.shapes, operands["residual"]):
-        return f"its residual '{operands['residual'].name}' is no computed tensor of three to five axes"
     return _convolution(node, operands, body_of_function(model.functions[node.op]), node.attrs)
-
-
-def _not_a_convolution(model: Model, x: Tensor, w: Tensor, y: Tensor) -> str:
-    """Return why a convolution has no channels-last form; "" where it has one."""
-    if not is_constant(w):
-        return f"its weights '{w.name}' are no constant"
-    rank = len(w.shape)
-    if not rank == model.shapes.rank(x) == model.shapes.rank(y) or rank not in IMAGE_RANKS:
-        return f"it has {rank - 2} spatial axes, not 1 to {max(IMAGE_RANKS) - 2}"
-    if is_constant(x):
-        return "its image is a constant"
-    if (dtype := model.shapes.dtype(x)) not in FUSIBLE_FLOATS:
-        return f"it computes in {dtype_name(dtype)}"
-    return ""
 
 
 def _convolution(
@@ -140,6 +124,8 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "its fusion has no channels-last form"
     if fusion == CONVOLUTION:
         return fused_convolution(model, node)
+    if fusion == TRANSPOSED_CONVOLUTION:
+        return fused_conv_transpose(model, node)
     operands = _operands(node)
     images = [name for name in IMAGE_OPERANDS[fusion] if name in operands]
     if not all(image_rank(model.shapes, operands[name]) for name in images):
@@ -297,6 +283,7 @@ WRAPPED_RULES: Final[dict[str, Rule]] = {
     "AveragePool": partial(_of_image, fusion="average_pool"),
     "BatchNormalization": batch_norm,
     "Conv": convolution,
+    "ConvTranspose": conv_transpose,
     "DepthToSpace": partial(_of_image, fusion="depth_to_space"),
     "GlobalAveragePool": partial(_of_image, fusion="global_average_pool"),
     "GlobalMaxPool": partial(_of_image, fusion="global_max_pool"),

@@ -73,6 +73,11 @@ class ConvCase:
             found.append((padded - (self.kernel[i] - 1) * dilation[i] - 1) // stride[i] + 1)
         return tuple(found)
 
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        width = self.c // self.group
+        return (*self.kernel, width, self.m) if self.w_hwio else (self.m, *self.kernel, width)
+
     def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         ones = (1,) * self.axes
         return self.strides or ones, self.pads or (0,) * (2 * self.axes), self.dilations or ones
@@ -82,7 +87,7 @@ class ConvCase:
         taps, width = math.prod(self.kernel), self.c // self.group
         shapes = {
             "x": (self.n, self.c, *self.sizes) if self.x_nchw else (self.n, *self.sizes, self.c),
-            "w": (*self.kernel, width, self.m) if self.w_hwio else (self.m, *self.kernel, width),
+            "w": self.w_shape,
             **dict.fromkeys(("bias", "slope", "column_scale", "column_shift"), (self.m,)),
             "residual": (self.n, *self.y_sizes, self.m),
         }

@@ -48,6 +48,17 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
             ("batch_norm_activation", dict.fromkeys(("scale", "bias", "mean", "var"), (80,)), {"activation": "relu"}),
         )
     },
+    **{
+        f"transposed convolution, {kind}": (
+            "conv_transpose_bias_activation", {"x": (2, 32, 32, 48), "w": w, "bias": (48,)},
+            {"layout": "nhwc", "activation": "relu", "strides": [2, 2], **attributes}, 1,
+        )
+        for kind, w, attributes in (
+            ("phases", (48, 4, 4, 48), {"pads": [1, 1, 1, 1]}),
+            ("one product", (48, 2, 2, 48), {}),
+            ("depthwise", (4, 4, 1, 48), {"pads": [1, 1, 1, 1], "w_layout": "hwoi", "group": 48}),
+        )
+    },
     "channels-last concat": (
         "concat", {"x_0": (2, 64, 64, 80), "x_1": (2, 64, 64, 16), "x_2": (2, 64, 64, 40)},
         {"layout": "nhwc", "axis": -1}, 1,

@@ -36,8 +36,8 @@ def fused(fusion: Fusion, activation: str) -> FusedNode:
 def test_which_fusions_have_activations() -> None:
     names = {f.name for f in WITH_KERNEL}
     assert names == {
-        "activation", "batch_norm_activation", "bias_activation", "conv_bias_activation", "gated_activation",
-        "gated_gemm", "gemm_bias_activation", "group_norm",
+        "activation", "batch_norm_activation", "bias_activation", "conv_bias_activation",
+        "conv_transpose_bias_activation", "gated_activation", "gated_gemm", "gemm_bias_activation", "group_norm",
     }  # fmt: skip
 
 

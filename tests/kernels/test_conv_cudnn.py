@@ -79,6 +79,16 @@ def test_layouts_that_cudnn_lacks_are_left_to_others(gpu: Stage) -> None:
     assert cudnn.implementations(conv(w_hwio=True, group=6, m=6), DEVICE) == []
 
 
+def test_transposed_convolutions_are_gradients(gpu: Stage) -> None:
+    """One pixel behind the last that the filter reaches is skipped by a stride of 2; two are pixels of their own."""
+    given = {"transposed": True, "sizes": (6, 5), "strides": (2, 2)}
+    for y_sizes, count in (((11, 9), 2), ((12, 10), 2), ((13, 9), 0)):
+        found = cudnn.implementations(conv(**given, y_sizes=y_sizes), DEVICE)
+        steps = [each.steps[0] for each in found]
+        assert len(steps) == count
+        assert all(isinstance(step, Convolution) and step.transposed and step.w_channels_last for step in steps)
+
+
 def test_a_graph_that_cudnn_refuses_has_no_candidates(gpu: Stage) -> None:
     gpu.cudnn.fake_unsupported(1)
     try:

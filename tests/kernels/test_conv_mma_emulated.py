@@ -6,32 +6,20 @@ and stages that are read before they have arrived or overwritten while they are 
 
 from __future__ import annotations
 
-import ctypes
-import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from architectures import H200, T4
-from conv_cases import NUMPY, WITH_VECTORS_OF_ANY, ConvCase
+from conv_cases import WITH_VECTORS_OF_ANY, ConvCase
+from conv_mma_emulation import check_emulated
 from sampling import sampled
 
 from onnxfuse.kernels.conv import mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.gemm.mma import MmaConfig
-from onnxfuse.runtime.build_native import compiler
-from onnxfuse.runtime.nvrtc import source_text
-from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
-
-NATIVE = Path(__file__).parents[1] / "native"
-STOOD_IN = ("types.cuh", "gemm_multiply.cuh")  # headers that conv_mma_emulated.h replaces
-CTYPES = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c_float}
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Of sums in fp32, relative to the sum of their terms' magnitudes; with TF32, two operands are rounded.
-SUMS = {"fp32": 2e-6, "tf32": 2.0**-10}
+from onnxfuse.runtime.plan import Device
 
 SMALL = MmaConfig(64, 32, 64, 3, 2, 1)
 WIDE = MmaConfig(64, 64, 128, 3, 2, 2)
@@ -118,75 +106,11 @@ def epilogues() -> Iterator[Run]:
         yield Run(case, SMALL, 1 + 2 * (i % 3 == 1))
 
 
-def text_of(kernel: Kernel) -> str:
-    """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
-    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
-    kept = (part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name not in STOOD_IN)
-    memory = r"extern __shared__ __align__\(\d+\) char memory\[\];"
-    return re.sub(memory, "char* memory = emulated::memory;", parts[0] + "".join(kept))
-
-
-def library(kernel: Kernel, device: Device, at_once: bool, folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
-    source = folder / f"{kernel.source}.cc"
-    macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())
-    source.write_text(
-        f'#include "conv_mma_emulated.h"\n{macros}{text_of(kernel)}\n'
-        'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
-        'extern "C" void run(void** arguments, int grid, int slices, int threads, int shared) {\n'
-        f"    launch_all({kernel.entry}, arguments, grid, slices, threads, shared);\n}}\n"
-    )
-    emulated = [f"-DEMULATED_ARCH={10 * device.arch}", f"-DCOPIES_AT_ONCE={int(at_once)}"]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{NATIVE}", *emulated]
-    target = source.with_suffix(".so")
-    subprocess.run([found, *flags, str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
-
-
-def placed(values: np.ndarray, aligned: bool) -> np.ndarray:
-    """Return a copy that begins at a multiple of 16 bytes, or one element behind it."""
-    buffer = np.zeros(values.size + 16, values.dtype)
-    skip = -buffer.ctypes.data % 16 // values.itemsize + (0 if aligned else 1)
-    copy = buffer[skip : skip + values.size].reshape(values.shape)
-    copy[...] = values
-    return copy
-
-
-def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_once: bool, folder: Path) -> None:
-    loaded = library(step.kernel, device, at_once, folder)
-    for array in arrays.values():
-        loaded.allow(ctypes.c_void_p(array.ctypes.data), ctypes.c_longlong(array.nbytes))
-    values = []
-    for argument in step.arguments:
-        if isinstance(argument, Pointer):
-            values.append(ctypes.c_void_p(arrays[argument].ctypes.data))
-        else:
-            assert isinstance(argument, Scalar)
-            values.append(CTYPES[argument.type](argument.value))
-    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    loaded.run(addresses, step.grid[0], step.grid[2], step.block[0], step.shared)
-
-
 @pytest.mark.parametrize(("index", "run"), [*sampled(enumerate(runs()), EVERY), *enumerate(epilogues())], ids=str)
 def test_matches_float64(index: int, run: Run, tmp_path: Path) -> None:
     at_once = index % 2 == 1  # copies happen as early or as late as they may
-    case, config = run.case, ConvConfig(run.tile, run.slices)
-    arrays, conv = case.arrays(), case.problem()
-    way = mma.implementation(conv, config, run.device)
-    given = {Pointer("input", i): placed(value, case.aligned) for i, value in enumerate(arrays.values())}
-    y = placed(np.full((case.n, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype]), case.aligned)
-    given[Pointer("output", 0)] = y
-    for i, size in enumerate(way.scratch):
-        given[Pointer("scratch", i)] = placed(np.full(size // 4, np.nan, np.float32), True)
+    conv = run.case.problem()
+    way = mma.implementation(conv, ConvConfig(run.tile, run.slices), run.device)
     assert len(way.steps) == (2 if run.slices > 1 else 1)
-    for step in way.steps:
-        assert isinstance(step, Launch)
-        launch(step, given, run.device, at_once, tmp_path)
-    expected, magnitude = case.expect(arrays)
-    tf32 = case.dtype == "float32" and not mma.is_exact(conv, run.device)
-    slack = SUMS["tf32" if tf32 else "fp32"] * magnitude + 1e-6 * np.abs(expected)
-    excess = np.abs(y.astype(np.float64) - expected) - (slack + 1.02 * ROUNDING[case.dtype] * np.abs(expected) + 1e-7)
-    place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
-    assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
+    exact = mma.is_exact(conv, run.device)
+    check_emulated(run.case, way, run.device, exact=exact, at_once=at_once, folder=tmp_path)

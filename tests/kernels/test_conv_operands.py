@@ -14,7 +14,7 @@ from architectures import A100, H200, T4
 from onnx import TensorProto, helper
 from runtimes import run
 
-from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv import cudnn, host, matrix
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.gemm import cublaslt
@@ -180,7 +180,7 @@ UNSUPPORTED = [
     ({"x_layout": "chwn"}, "x_layout is chwn; the kernel has nhwc, nchw"),
     ({"w_layout": "oihw"}, "w_layout is oihw; the kernel has ohwi, hwio"),
     ({"residual_position": "twice"}, "residual_position is twice; the kernel has before, after"),
-    ({"activation": "sine"}, f"activation is sine; the kernel has {', '.join(ACTIVATIONS)}"),
+    ({"activation": "sine"}, f"activation is sine; the kernel has {', '.join((*ACTIVATIONS, PRELU))}"),
     ({"auto_pad": "SAME"}, "auto_pad is SAME; the kernel has NOTSET, VALID, SAME_UPPER, SAME_LOWER"),
 ]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +15,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from architectures import H200
+from hopper_emulation import Map, compiled, map_of
 from sampling import sampled
 
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.runtime.build_native import compiler
 from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar, TensorMap
 
-NATIVE = Path(__file__).parents[1] / "native"
-KERNELS = Path(__file__).parents[2] / "kernels"
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LINEAR = ("bias", "column_scale", "residual")
 SLOPES, SHIFTED = ("bias", "slope", "residual"), ("bias", "column_scale", "column_shift")
 GATED = ("bias", "up", "up_bias", "column_scale", "residual")
-
-
-class Map(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * 2), ("stride", ctypes.c_long)]
-    _fields_ += [("box", ctypes.c_int * 2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,22 +91,9 @@ EPILOGUES = [
 
 
 def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
     tiles = "gemm/gemm_hopper_split.cuh" if "split" in kernel.source else "gemm/gemm_hopper_tiles.cuh"
-    headers = ("elementwise/activations.cuh", "epilogue.cuh", "gemm/gemm_hopper.cuh", tiles, "gemm/gemm_operands.cuh")
-    texts = [(KERNELS / name).read_text() for name in (*headers, f"gemm/{kernel.source}.cu")]
-    text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
-    memory = "extern __shared__ __align__(1024) char memory[];"
-    assert memory in text
-    text = text.replace(memory, "char* memory = emulated::here->memory;")
-    source = folder / "kernel.cc"
-    source.write_text(f'#include "hopper_emulated.h"\n{text}\n#include "gemm_hopper_emulated.h"\n')
-    defines = [f"-D{name}={value}" for name, value in kernel.defines.items()]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{NATIVE}", *defines]
-    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    sources = ("gemm/gemm_hopper.cuh", tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
+    return compiled(kernel, sources, '#include "gemm_hopper_emulated.h"', folder)
 
 
 def operands(case: Case) -> dict[str, np.ndarray]:
@@ -158,9 +136,7 @@ def prepared(step: Launch, addresses: dict[Pointer, int], order: list[Pointer | 
     maps = (Map * len(order))()
     for argument in step.arguments:
         if isinstance(argument, TensorMap):
-            extents, box = (ctypes.c_long * 2)(*argument.sizes), (ctypes.c_int * 2)(*argument.box)
-            place = order.index(argument.pointer)
-            maps[place] = Map(addresses[argument.pointer], extents, argument.strides[0], box)
+            maps[order.index(argument.pointer)] = map_of(argument, addresses[argument.pointer])
     return maps
 
 

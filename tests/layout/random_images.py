@@ -66,6 +66,7 @@ class Network:
         steps = (
             self.conv, self.conv, self.conv, self.unary, self.binary, self.broadcast, self.pool, self.resize, self.join,
             self.part, self.pad, self.gate, self.soft, self.turned, self.mean, self.blocks, self.residual, self.normal,
+            self.up,
         )  # fmt: skip
         steps[self.random.integers(len(steps))]()
 
@@ -95,6 +96,23 @@ class Network:
         y = self.add("Add", [x, y] if self.random.random() < 0.5 else [y, x], self.sizes[x])
         if self.random.random() < 0.5:
             self.add("Relu", [y], self.sizes[x])
+
+    def up(self) -> None:
+        """A transposed convolution, of groups or depthwise, with an activation or without."""
+        x = self.image()
+        c, *spatial = self.sizes[x]
+        if np.prod(spatial) > 200:
+            return
+        kernel, stride, pad, added = [(2, 2, 0, 0), (4, 2, 1, 0), (3, 2, 1, 1), (3, 1, 1, 0)][self.random.integers(4)]
+        group = int(self.one_of(1, 1, c))
+        m = group * int(self.random.integers(1, 9)) if group < c else c
+        weights = self.draw(c, m // group, *[kernel] * self.axes)
+        inputs = [x, weights, *([self.draw(m)] if self.random.random() < 0.5 else [])]
+        size, axes = (m, *(each * stride for each in spatial)), self.axes
+        window = {"strides": [stride] * axes, "pads": [pad] * 2 * axes, "output_padding": [added] * axes}
+        y = self.add("ConvTranspose", inputs, size, group=group, **window)
+        if self.random.random() < 0.5:
+            self.add(str(self.one_of("Relu", "Sigmoid", "Tanh")), [y], size)
 
     def normal(self) -> None:
         """A BatchNormalization."""

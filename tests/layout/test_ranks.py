@@ -42,6 +42,10 @@ OPERATORS = {
     "batch norm": ("c = Abs (a) b = BatchNormalization (c, g, t, m, v)",
                    "float[8] g, float[8] t, float[8] m, float[8] v = {1,2,3,4,5,6,7,8}",
                    {"Abs": 1, "batch_norm_activation": 1}),
+    "transposed": ("c = ConvTranspose <strides = [TWOS], pads = [PADS], output_padding = [ONES]> (a, u, s) "
+                   "b = Relu (c)", "float[8,8,KERNEL] u, float[8] s", {"conv_transpose_bias_activation": 1}),
+    "transposed, depthwise": ("b = ConvTranspose <group = 8, strides = [TWOS]> (a, u)", "float[8,1,KERNEL] u",
+                              {"conv_transpose_bias_activation": 1}),
     "gate": ("c = GlobalAveragePool (a) d = Conv (c, u) e = Sigmoid (d) f = Mul (a, e) g = Add (f, a) b = Relu (g)",
              "float[8,8,ONES] u", {"global_average_pool": 1, "conv_bias_activation": 1, "channel_scale": 1}),
 }  # fmt: skip
@@ -49,7 +53,13 @@ OPERATORS = {
 
 def between(axes: int, body: str, weights: str = "") -> onnx.ModelProto:
     """Return a model with `body` between two convolutions of `axes` spatial axes: it computes `b` from `a`."""
-    lists = {"KERNEL": ["3"] * axes, "PADS": ["1"] * 2 * axes, "ONES": ["1"] * axes, "SPATIAL": NAMES[-axes:]}
+    lists = {
+        "KERNEL": ["3"] * axes,
+        "PADS": ["1"] * 2 * axes,
+        "ONES": ["1"] * axes,
+        "TWOS": ["2"] * axes,
+        "SPATIAL": NAMES[-axes:],
+    }
     text = f"""(float[n,8,SPATIAL] x) => (float[n,8,{",".join("pqr"[:axes])}] y)
     <float[8,8,KERNEL] k1, float[8,8,KERNEL] k2{weights and f", {weights}"}>
     {{ a = Conv <pads = [PADS]> (x, k1) {body} y = Conv <pads = [PADS]> (b, k2) }}"""

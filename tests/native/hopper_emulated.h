@@ -117,11 +117,14 @@ void store_bytes(char* to, const u32* from) {
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------
 
-// A matrix of 16-bit elements in memory, and the box that a copy moves; the innermost dimension is the first.
+// A tensor of 16-bit elements in memory, and the box that a copy moves; the innermost dimension is the first. Missing
+// dimensions have size 1. With `walks`, a box is channels and pixels, and lower and upper are those of
+// cuTensorMapEncodeIm2col along W and H, at unit steps.
 struct Map {
     char* start;
-    long sizes[2], stride;
-    int box[2];
+    long sizes[5], strides[5];
+    int box[5];
+    int walks, lower[2], upper[2];
 };
 struct TensorMap { const Map* map; };
 
@@ -149,10 +152,12 @@ struct Block {
     Warp warps[16];
 };
 
+struct Corner { int c[5]; };  // coordinates of a box
+
 struct Stored {
     const Map* map;
     u32 from;
-    int c0, c1;
+    Corner at;
 };
 
 #ifdef CONSUMERS
@@ -213,30 +218,66 @@ static void count(Block* block, u32 address, int arrivals, long bytes) {
 
 static u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 
-// Calls `move` for each element of a map's box, with its address in memory, or null outside the matrix, and with its
-// address in shared memory.
+static char* element_at(const Map& map, const long (&at)[5]) {
+    char* found = map.start;
+    for (int i = 0; i < 5; ++i) {
+        if (at[i] < 0 || at[i] >= map.sizes[i]) return nullptr;
+        found += at[i] * map.strides[i];
+    }
+    return found;
+}
+
+// Calls `move` for each element of a map's box, with its address in memory, or null outside the tensor, and with its
+// address in shared memory, where rows have 128 bytes.
 template <class Move>
-void each_element(const Map& map, u32 to, int c0, int c1, Move move) {
-    for (int row = 0; row < map.box[1]; ++row)
+void each_element(const Map& map, u32 to, const Corner& corner, Move move) {
+    const int rows = map.box[1] * map.box[2] * map.box[3] * map.box[4];
+    for (int row = 0; row < rows; ++row)
         for (int column = 0; column < map.box[0]; ++column) {
-            const long x = c0 + column, y = c1 + row;
-            const bool inside = x >= 0 && y >= 0 && x < map.sizes[0] && y < map.sizes[1];
-            move(inside ? map.start + y * map.stride + 2 * x : nullptr, swizzled(to + row * 128 + column * 2));
+            const long at[5] = {corner.c[0] + column, corner.c[1] + row % map.box[1],
+                                corner.c[2] + row / map.box[1] % map.box[2],
+                                corner.c[3] + row / map.box[1] / map.box[2] % map.box[3],
+                                corner.c[4] + row / map.box[1] / map.box[2] / map.box[3]};
+            move(element_at(map, at), swizzled(to + row * 128 + column * 2));
         }
 }
 
 static void perform(const Stored& stored) {
-    each_element(*stored.map, stored.from, stored.c0, stored.c1, [](char* element, u32 address) {
+    each_element(*stored.map, stored.from, stored.at, [](char* element, u32 address) {
         if (element) memcpy(element, here->memory + address, 2);
     });
 }
 
-static void load_into(Block* block, const Map& map, u32 to, u32 barrier, int c0, int c1) {
+static void load_element(Block* block, const char* element, u32 address) {
+    memset(block->memory + address, 0, 2);
+    if (element) memcpy(block->memory + address, element, 2);
+}
+
+static void load_into(Block* block, const Map& map, u32 to, u32 barrier, const Corner& corner) {
     require(to % 1024 == 0, "a load to an address that is no multiple of 1024");
-    each_element(map, to, c0, c1, [block](const char* element, u32 address) {
-        memset(block->memory + address, 0, 2);
-        if (element) memcpy(block->memory + address, element, 2);
-    });
+    require(!map.walks, "a box of a map that walks");
+    each_element(map, to, corner, [block](const char* element, u32 address) { load_element(block, element, address); });
+    count(block, barrier, 0, -2L * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4]);
+}
+
+// The pixels of a walk from the one at w, h, n on, moved by the offsets.
+static void walk_into(Block* block, const Map& map, u32 to, u32 barrier, int c, int w, int h, int n, int offset_w,
+                      int offset_h) {
+    require(to % 1024 == 0 && map.walks, "a walk");
+    require(offset_w >= 0 && offset_w < 256 && offset_h >= 0 && offset_h < 256, "offsets of a walk");
+    const long end_w = map.sizes[1] + map.upper[0], end_h = map.sizes[2] + map.upper[1];
+    require(w >= map.lower[0] && w < end_w && h >= map.lower[1] && h < end_h, "a walk begins in its box");
+    for (int row = 0; row < map.box[1]; ++row) {
+        for (int column = 0; column < map.box[0]; ++column) {
+            const long at[5] = {c + column, w + offset_w, h + offset_h, n, 0};
+            load_element(block, element_at(map, at), swizzled(to + row * 128 + column * 2));
+        }
+        if (++w < end_w) continue;
+        w = map.lower[0];
+        if (++h < end_h) continue;
+        h = map.lower[1];
+        ++n;
+    }
     count(block, barrier, 0, -2L * map.box[0] * map.box[1]);
 }
 
@@ -344,12 +385,18 @@ inline void store_at(u32 address, u32 block, const float (&values)[4]) {
 }
 
 inline void prefetch(const TensorMap&) {}
-inline void load(const TensorMap& map, u32 to, u32 barrier, int c0, int c1) {
-    load_into(here, *map.map, to, barrier, c0, c1);
+template <class... Coordinates>
+void load(const TensorMap& map, u32 to, u32 barrier, Coordinates... at) {
+    load_into(here, *map.map, to, barrier, Corner{at...});
 }
-inline void store(const TensorMap& map, u32 from, int c0, int c1) {
+inline void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w, int h, int n, int offset_w,
+                        int offset_h) {
+    walk_into(here, *map.map, to, barrier, c, w, h, n, offset_w, offset_h);
+}
+template <class... Coordinates>
+void store(const TensorMap& map, u32 from, Coordinates... at) {
     if (stores.empty()) stores.emplace_back();
-    stores.back().push_back({map.map, from, c0, c1});
+    stores.back().push_back({map.map, from, Corner{at...}});
 }
 inline void store_commit() { stores.emplace_back(); }
 inline void store_fence() {}

@@ -1,0 +1,23 @@
+// The taps of a transposed convolution's filter that a pixel of y meets. They depend on its coordinates modulo the
+// stride: on its phase.
+#pragma once
+
+constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
+
+// The taps r of one axis for which (y + pad - r * DILATION) is a multiple of STRIDE; r reads x at that multiple.
+template <int KERNEL, int STRIDE, int DILATION>
+struct AxisTaps {
+    static constexpr int STEP = STRIDE / common_divisor(STRIDE, DILATION);  // from one of them to the next
+    static constexpr int SHIFT = DILATION * STEP / STRIDE;                  // by which the next reads x before it
+    int first, count;  // the first tap, and how many there are
+    int from;          // where the first tap reads x
+
+    __device__ __forceinline__ AxisTaps(int y, int pad) : first(KERNEL) {
+#pragma unroll 1
+        for (int tap = (STEP < KERNEL ? STEP : KERNEL) - 1; tap >= 0; --tap)
+            if ((y + pad - tap * DILATION) % STRIDE == 0) first = tap;
+        count = (KERNEL - first + STEP - 1) / STEP;
+        from = (y + pad - first * DILATION) / STRIDE;
+    }
+    __device__ __forceinline__ int tap(int index) const { return first + index * STEP; }
+};

@@ -1,0 +1,86 @@
+// Depthwise transposed convolutions of channels-last tensors by CUDA cores, in fp32: one, two or three spatial axes.
+//
+//   y = epilogue(conv_transpose(x, w))    each channel of y reads the same channel of x
+//
+// A thread computes STRIDE_W neighbouring pixels of y, one of each phase along the width, of WIDTH neighbouring
+// channels. They begin at a multiple of STRIDE_W, counted from the padding in front of y on, so that it is known when
+// the kernel is compiled which phase a tap along the width belongs to and how far it moves x. A row of x that the
+// pixels read is loaded once for all of them, and the loads of neighbouring threads overlap, so that L1 serves them.
+// Which taps along the depth and the height a row of y meets is found when the kernel runs (conv_phases.cuh).
+//
+// Macros:
+//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis; 1 for axes that are missing
+//   CHANNELS           of x and y; w is (taps, CHANNELS)
+//   WIDTH              elements of an access: divides CHANNELS
+//   THREADS            of a block
+//   WEIGHTS_CONSTANT   1: no kernel writes w
+//   and those of epilogue.cuh
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "conv_phases.cuh"
+
+using i64 = long long;
+
+constexpr int VECTORS = CHANNELS / WIDTH;                              // of a pixel
+constexpr int OFFSETS = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;  // pixels of a row of x that a thread reads
+static_assert(CHANNELS % WIDTH == 0, "a pixel is whole vectors");
+
+using Row = float[STRIDE_W][WIDTH];
+
+// Adds what a row of x gives to the pixels of y. `at` is the last pixel of x that they read; x and w begin at the
+// thread's channels.
+__device__ __forceinline__ void add_row(Row& sums, const T* x, const T* w, int at, int width) {
+#pragma unroll
+    for (int offset = 0; offset < OFFSETS; ++offset) {
+        if (unsigned(at - offset) >= unsigned(width)) continue;
+        float values[WIDTH];
+        unpack(load_cached<WIDTH>(x + i64(at - offset) * CHANNELS), values);
+#pragma unroll
+        for (int tap = 0; tap < KERNEL_W; ++tap) {
+            if (tap * DILATION_W / STRIDE_W != offset) continue;
+            float(&sum)[WIDTH] = sums[tap * DILATION_W % STRIDE_W];
+            float weights[WIDTH];
+            unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(w + tap * CHANNELS), weights);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) sum[i] = fmaf(values[i], weights[i], sum[i]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv_transpose_depthwise(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                         float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h, int y_w,
+                         int pad_d, int pad_h, int pad_w) {
+    const int begin = pad_w / STRIDE_W, across = (y_w - 1 + pad_w) / STRIDE_W + 1 - begin;
+    const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x;
+    const i64 strip = index / VECTORS, row = strip / across;
+    release_successor();
+    wait_for_predecessor();
+    if (row >= i64(images) * y_d * y_h) return;
+    const int channel = index % VECTORS * WIDTH, at = begin + int(strip % across), y_row = row % y_h;
+    const AxisTaps<KERNEL_D, STRIDE_D, DILATION_D> along_d(row / y_h % y_d, pad_d);
+    const AxisTaps<KERNEL_H, STRIDE_H, DILATION_H> along_h(y_row, pad_h);
+    const i64 image = row / y_h / y_d;
+
+    Row sums = {};
+#pragma unroll 1
+    for (int i = 0; i < along_d.count; ++i) {
+        const int x_d = along_d.from - i * along_d.SHIFT;
+        if (unsigned(x_d) >= unsigned(d)) continue;
+#pragma unroll 1
+        for (int j = 0; j < along_h.count; ++j) {
+            const int x_h = along_h.from - j * along_h.SHIFT;
+            if (unsigned(x_h) >= unsigned(h)) continue;
+            const i64 tap = (along_d.tap(i) * KERNEL_H + along_h.tap(j)) * KERNEL_W;
+            add_row(sums, x + ((image * d + x_d) * h + x_h) * width * CHANNELS + channel, w + tap * CHANNELS + channel,
+                    at, width);
+        }
+    }
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+#pragma unroll
+    for (int phase = 0; phase < STRIDE_W; ++phase) {
+        const int column = at * STRIDE_W + phase - pad_w;
+        if (unsigned(column) < unsigned(y_w))
+            epilogue.finish(sums[phase], sums[phase], row * y_w + column, channel, CHANNELS);
+    }
+}

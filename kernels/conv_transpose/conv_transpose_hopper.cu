@@ -1,0 +1,26 @@
+// Transposed convolutions of channels-last tensors by wgmma and TMA on Hopper (sm_90a), persistent.
+//
+//   y = epilogue(conv_transpose(x, w))
+//
+// x is (n, h, w, CHANNELS), y and residual are (n, rows * STRIDE_H, row * STRIDE_W, FILTERS); `positions` is
+// n * rows * row, and `columns` are the FILTERS of all phases.
+//
+// Macros: those of gemm_hopper.cuh and of conv_transpose_operands.cuh; not GATED, one product.
+#include "conv_transpose_operands.cuh"
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
+    conv_transpose_hopper(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                          const __grid_constant__ TensorMap y,
+#if HAS_RESIDUAL
+                          const __grid_constant__ TensorMap residual,
+#endif
+                          const T* bias, const T* extra, const T* scale, float alpha, float beta, int positions,
+                          int columns, int rows, int row, int box, int group_m) {
+#if !HAS_RESIDUAL
+    const TensorMap& residual = x;
+#endif
+    const Weights weights{{&w}, {columns}};
+    const Results results{{&y}, {bias}};
+    run_tiles(PhaseOperands{x, w, rows, row}, weights, results, residual, extra, scale, alpha, beta, positions,
+              ALL_BLOCKS, group_m, PhasePlace{row, box});
+}

@@ -1,0 +1,250 @@
+// Transposed convolutions as matrix products by mma.sync, or by fma where they must be exact: for any filter, stride,
+// dilation, padding and number of groups, of one to three spatial axes, at every alignment.
+//
+//   y = epilogue(conv_transpose(x, w))
+//
+// The pixels of y fall into phases by their coordinates modulo the stride, and all pixels of a phase meet the same taps
+// of the filter (conv_phases.cuh). So a phase is a convolution of x at unit stride with every STEP-th tap, whose
+// results lie STRIDE apart in y:
+//   rows of the product are the positions of a phase, of all images; phases have equally many, and those beyond the end
+//   of y are computed and not stored; columns are the filters of one group; k runs over the taps of the phase and,
+//   within a tap, over the channels of the group.
+// Tap j of a phase is tap first + j * STEP of the filter, so that w is read where it lies. Blocks of all phases of the
+// same rows run together, and find x in L2.
+//
+// SHUFFLED: the filter is as large as the stride, and there is no padding. Then each phase has one tap, and all read
+// the same x: the columns are those of all phases, and the product is x w with w as it lies, (channels, taps *
+// filters). Its columns are scattered to the pixels of their phases. Those of one row of y are neighbours in y as they
+// are in w.
+//
+// Tiles, stages and the main loop are those of gemm_mma.cuh, and x is gathered as conv_gather.cuh says. With SPLIT, the
+// blocks along z each sum over a slice of k, and leave fp32 sums in the layout of y for epilogue.cu to add up.
+//
+// Macros:
+//   KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_*, DILATION_*    of the filter, by axis
+//   FILTERS            channels of y in one group; w is (GROUPS * CHANNELS, taps, FILTERS)
+//   SHUFFLED, SPLIT    1: as above
+//   EXACT              1: products by fma, 0: by mma.sync
+//   W_COPY             bytes of a copy of w to shared memory: 16, 8, 4, or 2; they divide the bytes of WIDE columns
+//   GROUP_M            rows of tiles that are computed before the next ones
+//   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
+//   WIDTH              elements of an access to y and the residual; divides FILTERS, or with SHUFFLED those of a row
+//   and those of conv_gather.cuh, of gemm_mma.cuh, with TRANSPOSED 0, and of epilogue.cuh
+#include "types.cuh"
+#include "epilogue.cuh"
+#include "gemm_mma.cuh"
+#include "conv_gather.cuh"
+#include "conv_phases.cuh"
+#if EXACT
+#include "conv_fma.cuh"
+using Sums = FmaSums;
+#else
+using Sums = MmaSums;
+#endif
+
+constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, COLUMNS = GROUPS * FILTERS;  // of y
+constexpr int PHASES = SHUFFLED ? 1 : STRIDE_D * STRIDE_H * STRIDE_W;
+constexpr int ROW = KERNEL_W * FILTERS;              // with SHUFFLED, columns that are neighbours in y
+constexpr int WIDE = SHUFFLED ? TAPS * FILTERS : FILTERS;  // columns of the product, of a group
+constexpr int TILES_N = (WIDE + TILE_N - 1) / TILE_N;
+constexpr int SUMS_BYTES = 4 * TILE_M * SUMS_PITCH;
+constexpr i64 LINE = i64(TAPS) * FILTERS * ITEM;  // bytes of w from channel to channel
+
+static_assert(!TRANSPOSED && !X_NCHW, "w has a row for each channel, and x is channels-last");
+static_assert((SHUFFLED ? ROW : FILTERS) % WIDTH == 0 && TILE_N % WIDTH == 0, "a row of a tile is whole vectors");
+static_assert(WIDE * ITEM % W_COPY == 0, "a row of w is whole copies");
+static_assert(!SHUFFLED || GROUPS == 1, "the columns of a pixel are neighbours");
+
+using CopyW = TileCopy<W_ROWS, W_ROW_BYTES, LINE, W_COPY, false, TF32>;
+
+// The taps of a phase.
+struct PhaseTaps {
+    static constexpr bool WHOLE = CHANNELS % TILE_K == 0;
+    AxisTaps<KERNEL_D, STRIDE_D, DILATION_D> d;
+    AxisTaps<KERNEL_H, STRIDE_H, DILATION_H> h;
+    AxisTaps<KERNEL_W, STRIDE_W, DILATION_W> w;
+
+    __device__ __forceinline__ PhaseTaps(const Position& phase, const Position& pads)
+        : d(phase.d, pads.d), h(phase.h, pads.h), w(phase.w, pads.w) {}
+
+    __device__ __forceinline__ int k() const {
+        return SHUFFLED ? CHANNELS : d.count * h.count * w.count * CHANNELS;
+    }
+
+    __device__ __forceinline__ Position index(unsigned tap) const {
+        Position at{};
+        if constexpr (!SHUFFLED) at.w = tap % unsigned(w.count);
+        if constexpr (!SHUFFLED && HAS_HEIGHT) {
+            tap /= unsigned(w.count);
+            at.h = tap % unsigned(h.count);
+            if constexpr (HAS_DEPTH) at.d = tap / unsigned(h.count);
+        }
+        return at;
+    }
+
+    // How far a tap reads from where the first one does.
+    __device__ __forceinline__ Position operator()(unsigned tap) const {
+        const Position at = index(tap);
+        return {-at.d * decltype(d)::SHIFT, -at.h * decltype(h)::SHIFT, -at.w * decltype(w)::SHIFT};
+    }
+
+    // The bytes of w from the first tap of the filter to a tap of the phase.
+    __device__ __forceinline__ i64 offset(unsigned tap) const {
+        const Position at = index(tap);
+        return i64((d.tap(at.d) * KERNEL_H + h.tap(at.h)) * KERNEL_W + w.tap(at.w)) * (FILTERS * ITEM);
+    }
+};
+
+// Copies w's share of a stage.
+struct WeightCopy {
+    CopyW tile;
+
+    // `w` is the first channel of the group at the first tap and the block's first column, of which `bytes` are left.
+    __device__ __forceinline__ void begin(const PhaseTaps& taps, unsigned to, const char* w, int k, i64 bytes) {
+        if constexpr (SHUFFLED) {
+            tile.begin(to, w + k * LINE, CHANNELS - k, bytes);
+        } else if constexpr (PhaseTaps::WHOLE) {
+            tile.begin(to, w + taps.offset(unsigned(k) / CHANNELS) + k % CHANNELS * LINE, W_ROWS, bytes);
+        } else {
+            CopyW::each([&](int i, int row, int chunk) {
+                const unsigned at = k + row;
+                const i64 left = int(at) < taps.k() ? bytes - chunk * 16 : 0;
+                const char* source = w + taps.offset(at / CHANNELS) + at % CHANNELS * LINE + chunk * 16;
+                if constexpr (CopyW::THROUGH_REGISTERS) {
+                    CopyW::fetch(tile.registers[i], source, left);
+                } else {
+                    const unsigned target = to + weight_offset<W_ROW_BYTES, TF32>(row, chunk);
+#pragma unroll
+                    for (int part = 0; part < 16; part += W_COPY)
+                        copy_async<W_COPY>(target + part, part < left ? source + part : w, part < left ? W_COPY : 0);
+                }
+            });
+        }
+    }
+};
+
+struct Operands {
+    struct Stage {
+        PixelCopy<PhaseTaps> x;
+        WeightCopy w;
+    };
+    // Registers do not hold the elements of several stages.
+    static constexpr int AHEAD = is_asynchronous(16) && X_COPY == 16 && W_COPY == 16 ? STAGES : 1;
+
+    const Pixels& pixels;
+    const PhaseTaps& taps;
+    const char* w;  // the group's first channel at the block's first column
+    int columns;    // of the group that are left from there on
+
+    __device__ __forceinline__ void begin(Stage& stage, unsigned to, int k) const {
+        stage.x.begin(pixels, taps, to, k);
+        stage.w.begin(taps, to + X_BYTES, w, k, i64(columns) * ITEM);
+    }
+    __device__ __forceinline__ static void end(const Stage& stage, unsigned to) {
+        stage.x.end(to);
+        stage.w.tile.end(to + X_BYTES);
+    }
+};
+
+// The pixel of y that a position of a phase is; -1 if y has none there.
+__device__ __forceinline__ int pixel_of(unsigned position, const Position& counts, const Position& y,
+                                        const Position& phase) {
+    const int w = position % counts.w * STRIDE_W + phase.w;
+    unsigned rest = position / counts.w;
+    bool inside = w < y.w;
+    int found = w, pitch = y.w;
+    if constexpr (HAS_HEIGHT) {
+        const int h = rest % counts.h * STRIDE_H + phase.h;
+        rest /= counts.h;
+        inside = inside && h < y.h;
+        found += h * pitch;
+        pitch *= y.h;
+    }
+    if constexpr (HAS_DEPTH) {
+        const int d = rest % counts.d * STRIDE_D + phase.d;
+        rest /= counts.d;
+        inside = inside && d < y.d;
+        found += d * pitch;
+        pitch *= y.d;
+    }
+    return inside ? found + int(rest) * pitch : -1;
+}
+
+// Finishes WIDTH neighbouring sums of one column of the product on, or leaves them in `partial`. `pixel` is that of y
+// at the first column of its row of the product.
+__device__ __forceinline__ void finish(const Epilogue& epilogue, f32* partial, const float* sum, int pixel, int group,
+                                       int column, const Position& y) {
+    int filter = column;
+    if constexpr (SHUFFLED) {
+        const int row = column / ROW;
+        pixel += (row / KERNEL_H * y.h + row % KERNEL_H) * y.w;
+        filter = column % ROW;
+    }
+    const i64 at = i64(pixel) * COLUMNS + group * FILTERS + filter;
+    float values[WIDTH];
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = sum[i];
+    if constexpr (SPLIT) {
+        store<false>(partial + at, values);
+    } else {
+        EpilogueLoads<WIDTH, FILTERS % WIDTH != 0> loads;
+        epilogue.load_columns(loads, group * FILTERS + filter % FILTERS, COLUMNS);
+        epilogue.load_residual(loads, at);
+        epilogue.finish<false>(at, loads, values, values);
+    }
+}
+
+// The same for all sums of a tile, which begins at a column of the product; `pixels` has that of each row.
+__device__ __forceinline__ void finish_tile(const Epilogue& epilogue, f32* partial, const float* sums,
+                                            const int* pixels, int group, int column, const Position& y) {
+    constexpr int VECTORS = TILE_N / WIDTH;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < TILE_M * VECTORS; at += THREADS) {
+        const int i = at / VECTORS, j = at % VECTORS * WIDTH, pixel = pixels[i];
+        if (column + j < WIDE && pixel >= 0)
+            finish(epilogue, partial, sums + i * SUMS_PITCH + j, pixel, group, column + j, y);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+conv_transpose_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y,
+                   f32* partial, float alpha, float beta, int images, int d, int h, int width, int y_d, int y_h,
+                   int y_w, int pad_d, int pad_h, int pad_w) {
+    extern __shared__ __align__(128) char memory[];
+    const Position sizes{y_d, y_h, y_w}, pads{pad_d, pad_h, pad_w};
+    const Position counts{(y_d + STRIDE_D - 1) / STRIDE_D, (y_h + STRIDE_H - 1) / STRIDE_H,
+                          (y_w + STRIDE_W - 1) / STRIDE_W};
+    const int positions = images * counts.d * counts.h * counts.w;
+    constexpr int ACROSS = PHASES * GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
+    const int tile = blockIdx.x, tiles_m = (positions + TILE_M - 1) / TILE_M;
+    const int first = tile / SIDE * GROUP_M, high = min(tiles_m - first, GROUP_M);
+    const int row = (first + tile % SIDE % high) * TILE_M, across = tile % SIDE / high;
+    const int column = across % TILES_N * TILE_N, group = across / TILES_N % GROUPS, index = across / TILES_N / GROUPS;
+    const Position phase{index / (STRIDE_W * STRIDE_H), index / STRIDE_W % STRIDE_H, index % STRIDE_W};
+
+    release_successor();
+    const PhaseTaps taps(phase, pads);
+    const Pixels of_tile(x, Shape{{d, h, width}, counts, {-taps.d.from, -taps.h.from, -taps.w.from}}, {1, 1, 1}, group,
+                         row, positions);
+    const char* weights = reinterpret_cast<const char*>(w + column) + i64(group) * CHANNELS * LINE;
+    const Operands operands{of_tile, taps, weights, WIDE - column};
+    int from = 0, to = (taps.k() + TILE_K - 1) / TILE_K;
+    if constexpr (SPLIT) {
+        from = i64(to) * blockIdx.z / gridDim.z;
+        to = i64(to) * (blockIdx.z + 1) / gridDim.z;
+        partial += blockIdx.z * (i64(images) * y_d * y_h * y_w * COLUMNS);
+    }
+    wait_for_predecessor();
+    Sums sums = {};
+    multiply_tiles(operands, shared_address(memory), from, to, sums);
+
+    __syncthreads();  // the sums overwrite the stages, and behind them lies the pixel of each row
+    float* staged = reinterpret_cast<float*>(memory);
+    int* pixels = reinterpret_cast<int*>(memory + SUMS_BYTES);
+    sums.store(staged);
+    for (int i = threadIdx.x; i < TILE_M; i += THREADS)
+        pixels[i] = row + i < positions ? pixel_of(row + i, counts, sizes, phase) : -1;
+    __syncthreads();
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+    finish_tile(epilogue, partial, staged, pixels, group, column, sizes);
+}

@@ -1,0 +1,56 @@
+"""The host side of conv_transpose_depthwise.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.conv_transpose.mma import geometry_arguments, geometry_defines
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
+from onnxfuse.runtime.plan import Device, Kernel, Launch
+
+THREADS: Final = 128  # of a block
+MAX_SUMS: Final = 64  # registers of a thread that hold sums
+MAX_WIDTHS: Final = 3  # vectors to choose from: the narrower, the more threads there are
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first; none unless it is depthwise, with its weights as hwoi."""
+    if not conv.w_hwio or not conv.pixels * conv.c:
+        return []
+    found = [implementation(conv, width, device) for width in widths(conv)]
+    blocks_wanted = 4 * device.multiprocessors
+    return sorted(found, key=lambda each: _blocks(each) < blocks_wanted)
+
+
+def widths(conv: Conv) -> list[int]:
+    """Return the elements of an access, the widest first."""
+    item = ITEM_BYTES[conv.dtype]
+    width = math.gcd(conv.c * item, VECTOR_BYTES) // item if conv.aligned else 1
+    while width > 1 and width * conv.strides[-1] > MAX_SUMS:
+        width //= 2
+    return [each for i in range(MAX_WIDTHS) if (each := width >> i)]
+
+
+def implementation(conv: Conv, width: int, device: Device) -> Implementation:
+    """Return the launch with accesses of `width` elements."""
+    stride, pad, rows = conv.strides[-1], conv.pads_begin[-1], conv.pixels // conv.y_sizes[-1]
+    strips = (conv.y_sizes[-1] - 1 + pad) // stride + 1 - pad // stride
+    defines = {
+        **conv.epilogue_defines(), **geometry_defines(conv), "CHANNELS": conv.c, "WIDTH": width, "THREADS": THREADS,
+        "WEIGHTS_CONSTANT": int(conv.weights_constant),
+    }  # fmt: skip
+    kernel = Kernel("conv_transpose_depthwise", "conv_transpose_depthwise", defines)
+    blocks = -(-rows * strips * (conv.c // width) // THREADS)
+    launch = Launch(
+        kernel, (blocks, 1, 1), (THREADS, 1, 1), geometry_arguments(conv), pdl=device.arch >= PDL_ARCH,
+    )  # fmt: skip
+    return Implementation(f"conv_transpose_depthwise {width}", (launch,))
+
+
+def _blocks(way: Implementation) -> int:
+    (step,) = way.steps
+    assert isinstance(step, Launch)
+    return step.grid[0]

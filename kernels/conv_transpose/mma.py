@@ -1,0 +1,138 @@
+"""The host side of conv_transpose_mma.cu: transposed convolutions of every shape and on every GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse.kernels.conv import mma
+from onnxfuse.kernels.conv.matrix import as_gemm
+from onnxfuse.kernels.conv.mma import MAX_CONFIGS, ConvConfig
+from onnxfuse.kernels.conv.problem import Conv, three
+from onnxfuse.kernels.gemm.cublaslt import epilogue
+from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+
+
+def implementations(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run it, the expected fastest first.
+
+    There are none if y has no elements, if weights are hwoi, and where 32 bits do not count pixels.
+    """
+    too_many = max(conv.pixels, positions(conv) * phases(conv)) >= 2**31 - 2**16
+    if not conv.pixels * conv.m * conv.c * conv.taps or conv.w_hwio or too_many:
+        return []
+    equal = equivalent(conv)
+    chosen = sorted(configs(conv, device), key=lambda config: mma.cycles(equal, config, device))
+    return [implementation(conv, config, device) for config in chosen[:MAX_CONFIGS]]
+
+
+def configs(conv: Conv, device: Device) -> list[ConvConfig]:
+    """Return the tiles that fit the device, without slices of k and with the number expected to be fastest."""
+    found = mma.configs(equivalent(conv), device)
+    return [config for config in found if shared(config.tile) <= device.shared_per_block]
+
+
+def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
+    """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
+    tile, equal = config.tile, equivalent(conv)
+    kernel = Kernel("conv_transpose_mma", "conv_transpose_mma", defines(conv, config, device))
+    grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
+    arguments = geometry_arguments(conv, ABSENT if config.slices == 1 else Pointer("scratch", 0))
+    launch = Launch(kernel, grid, threads, arguments, shared(tile), pdl=device.arch >= PDL_ARCH)
+    name = config.name(equal, device).replace("conv", "conv_transpose", 1)
+    if config.slices == 1:
+        return Implementation(name, (launch,))
+    sums = 4 * config.slices * conv.pixels * conv.m
+    return Implementation(name, (launch, epilogue(as_gemm(conv), device, config.slices)), (sums,))
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------
+
+
+def is_shuffled(conv: Conv) -> bool:
+    """Return whether each pixel of y reads one pixel of x, so that the phases of all are columns of one product."""
+    unpadded = not any(conv.pads_begin) and conv.y_sizes == tuple(
+        size * stride for size, stride in zip(conv.sizes, conv.strides, strict=True)
+    )
+    return conv.kernel == conv.strides and set(conv.dilations) == {1} and unpadded and conv.group == 1
+
+
+def phases(conv: Conv) -> int:
+    """Return how many products there are, each with positions of its own."""
+    return 1 if is_shuffled(conv) else math.prod(conv.strides)
+
+
+def positions(conv: Conv) -> int:
+    """Return the rows of the product of one phase."""
+    return conv.n * math.prod(-(-size // stride) for size, stride in zip(conv.y_sizes, conv.strides, strict=True))
+
+
+def columns(conv: Conv) -> int:
+    """Return the columns of the product of one group."""
+    return conv.m // conv.group * (conv.taps if is_shuffled(conv) else 1)
+
+
+def equivalent(conv: Conv) -> Conv:
+    """Return a convolution that takes as long: its rows are those of all phases, which have equally many taps.
+
+    Where the strides and the dilations have a common divisor, phases without a tap are among them.
+    """
+    count = phases(conv)
+    taps = 1 if is_shuffled(conv) else max(1, round(conv.taps / count))
+    return replace(
+        conv, n=1, sizes=(positions(conv) * count,), y_sizes=(positions(conv) * count,), kernel=(taps,), strides=(1,),
+        dilations=(1,), pads_begin=(0,), pads_end=(0,), m=columns(conv) * conv.group, w_hwio=True, transposed=False,
+    )  # fmt: skip
+
+
+def tile_count(conv: Conv, tile: MmaConfig) -> int:
+    """Return the number of tiles, of all groups and phases."""
+    rows, across = -(-positions(conv) // tile.tile_m), -(-columns(conv) // tile.tile_n)
+    return rows * across * conv.group * phases(conv)
+
+
+def shared(tile: MmaConfig) -> int:
+    """Return the bytes of dynamic shared memory: the stages, and later the sums and a pixel of y for each row."""
+    sums = replace(tile, stages=0).shared(1)
+    return max(tile.shared(1), sums + 4 * tile.tile_m)
+
+
+# ---- the launch ---------------------------------------------------------------------------------------------------
+
+
+def geometry_defines(conv: Conv) -> Defines:
+    """Return the macros of a filter, by axis."""
+    given = {"KERNEL": conv.kernel, "STRIDE": conv.strides, "DILATION": conv.dilations}
+    return {
+        f"{name}_{axis}": value
+        for name, values in given.items()
+        for axis, value in zip("DHW", three(values), strict=True)
+    }
+
+
+def defines(conv: Conv, config: ConvConfig, device: Device) -> Defines:
+    """Return the macros of conv_transpose_mma.cu."""
+    tile, equal, shuffled = config.tile, equivalent(conv), is_shuffled(conv)
+    x_copy, w_copy = mma.copy_bytes(equal)
+    filters, item = conv.m // conv.group, ITEM_BYTES[conv.dtype]
+    row = filters * conv.kernel[-1] if shuffled else filters
+    vectors = min(x_copy, w_copy) == VECTOR_BYTES and device.arch >= MMA_ARCH
+    return {
+        **conv.epilogue_defines(), **geometry_defines(conv), "DIMS": len(conv.kernel),
+        "GROUPS": conv.group, "CHANNELS": conv.c // conv.group, "FILTERS": filters, "SHUFFLED": int(shuffled),
+        "X_NCHW": 0, "TRANSPOSED": 0, "EXACT": int(mma.is_exact(conv, device)), "SPLIT": int(config.slices > 1),
+        "WIDTH": math.gcd(row * item, VECTOR_BYTES) // item if conv.aligned else 1,
+        "TILE_M": tile.tile_m, "TILE_N": tile.tile_n, "TILE_K_BYTES": tile.tile_k_bytes, "STAGES": tile.stages,
+        "WARPS_M": tile.warps_m, "WARPS_N": tile.warps_n, "X_COPY": x_copy, "W_COPY": w_copy, "GROUP_M": GROUP_M,
+        "MIN_BLOCKS": mma.resident_blocks(tile, shared(tile), device) if vectors else 1,  # narrow copies take registers
+    }  # fmt: skip
+
+
+def geometry_arguments(conv: Conv, *partial: Argument) -> tuple[Argument, ...]:
+    """Return the arguments of the kernels: operands, maybe an address of sums, alpha and beta, sizes and pads."""
+    sizes = (conv.n, *three(conv.sizes), *three(conv.y_sizes), *three(conv.pads_begin, missing=0))
+    scalars = (Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32"))
+    return (*conv.operands, *partial, *scalars, *(Scalar(size, "int32") for size in sizes))

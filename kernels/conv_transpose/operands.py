@@ -1,0 +1,104 @@
+"""From a fused node to a transposed Conv: its sizes, and the checks that shapes and dtypes fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from onnxfuse.kernels.conv import operands as conv_operands
+from onnxfuse.kernels.conv.operands import (
+    EXPLICIT_PADS,
+    Geometry,
+    check_kernel_shape,
+    explicit_pads,
+    node_label,
+    per_axis,
+    with_operands,
+)
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.tensors import required_spec
+from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+
+MAX_DIMS: Final = 3  # spatial axes
+MAX_STRIDE: Final = 64  # along the width, of a depthwise one: a thread computes as many pixels of y
+
+
+def unsupported(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
+    """Return why no kernel computes this transposed convolution on this device; None if one does."""
+    return conv_operands.unsupported(node, input_dtypes, device, ("ihwo", "hwoi")) or _unsupported_stride(node)
+
+
+def _unsupported_stride(node: FusedNode) -> str | None:
+    strides = node.attributes.get("strides", [1])
+    if not isinstance(strides, list) or node.text("w_layout", "ihwo") != "hwoi" or int(strides[-1]) <= MAX_STRIDE:
+        return None
+    return f"{node.fusion}: the stride along the width is {strides[-1]}; the depthwise kernel takes up to {MAX_STRIDE}"
+
+
+def conv_transpose_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Conv, TensorSpec]:
+    """Return what a node computes, and its output.  Raises ValueError if shapes do not fit."""
+    x, w = required_spec(node, inputs, "x"), required_spec(node, inputs, "w")
+    rank = len(x.shape) - 2
+    if not 1 <= rank <= MAX_DIMS or len(w.shape) != rank + 2:
+        raise ValueError(
+            f"{node_label(node)}: x has shape {list(x.shape)} and w {list(w.shape)}; required one rank, of 3 to "
+            f"{MAX_DIMS + 2}"
+        )
+    w_hwoi = node.text("w_layout", "ihwo") == "hwoi"
+    c, sizes, group = x.shape[-1], x.shape[1:-1], node.integer("group", 1)
+    channels, filters, kernel = (
+        (w.shape[-1], w.shape[-2], w.shape[:-2]) if w_hwoi else (w.shape[0], w.shape[-1], w.shape[1:-1])
+    )
+    if group < 1 or channels != c or c % group:
+        raise ValueError(
+            f"{node_label(node)}: x has {c} channels, w {channels}; required as many, in {group} groups of equal size"
+        )
+    if w_hwoi and (filters != 1 or group != c):
+        raise ValueError(
+            f"{node_label(node)}: w is hwoi with {filters} filters for each of {group} groups of {c} channels; "
+            f"required one channel and one filter for each group"
+        )
+    check_kernel_shape(node, kernel)
+    strides, dilations = per_axis(node, "strides", rank), per_axis(node, "dilations", rank)
+    y_sizes, begin, end = _y_sizes(node, sizes, kernel, strides, dilations)
+    m = filters * group
+    geometry = Geometry(x.shape[0], c, m, sizes, y_sizes, kernel, strides, dilations, begin, end, group)
+    return with_operands(node, inputs, device, geometry, w_hwio=w_hwoi, transposed=True)
+
+
+def _y_sizes(
+    node: FusedNode,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of y and what is cut off in front and behind, as onnxruntime understands ConvTranspose.
+
+    An `output_shape`, or `auto_pad` with the target size * stride, says how much is cut off in all, at least nothing;
+    where y is larger than what is left, what the filter does not reach is bias alone.
+    """
+    rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
+    extra = _integers(node, "output_padding", rank) or [0] * rank
+    full = [
+        (size - 1) * stride + added + (taps - 1) * dilation + 1
+        for size, stride, added, taps, dilation in zip(sizes, strides, extra, kernel, dilations, strict=True)
+    ]
+    stated = _integers(node, "output_shape", rank)
+    if not stated and auto_pad in EXPLICIT_PADS:
+        begin, end = explicit_pads(node, rank)
+    else:
+        wanted = stated or [size * stride for size, stride in zip(sizes, strides, strict=True)]
+        totals = [max(0, all_of_it - size) for all_of_it, size in zip(full, wanted, strict=True)]
+        less, more = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
+        begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    left = [all_of_it - before - after for all_of_it, before, after in zip(full, begin, end, strict=True)]
+    return tuple(max(0, size) for size in stated or left), begin, end
+
+
+def _integers(node: FusedNode, attribute: str, rank: int) -> list[int]:
+    """Return an attribute with a value of at least 0 for each spatial axis; nothing if it is absent."""
+    values = node.attributes.get(attribute, [])
+    if not isinstance(values, list) or len(values) not in (0, rank) or any(value < 0 for value in values):
+        raise ValueError(f"{node_label(node)}: {attribute} is {values}; required {rank} integers of at least 0")
+    return [int(value) for value in values]

@@ -1,0 +1,88 @@
+"""Run kernels whose main loop is that of gemm_mma.cuh on the CPU: their own sources and launches.
+
+The stand-ins of conv_mma_emulated.h take the place of instructions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conv_cases import NUMPY, ConvCase
+from conv_emulation import CTYPES, NATIVE, STOOD_IN, placed
+
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.build_native import compiler
+from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
+
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Of sums in fp32, relative to the sum of their terms' magnitudes; with TF32, two operands are rounded.
+SUMS = {"fp32": 2e-6, "tf32": 2.0**-10}
+
+
+def text_of(kernel: Kernel) -> str:
+    """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
+    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
+    kept = (part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name not in STOOD_IN)
+    memory = r"extern __shared__ __align__\(\d+\) char memory\[\];"
+    return re.sub(memory, "char* memory = emulated::memory;", parts[0] + "".join(kept))
+
+
+def library(kernel: Kernel, device: Device, at_once: bool, folder: Path) -> ctypes.CDLL:
+    found = compiler()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    source = folder / f"{kernel.source}.cc"
+    macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())
+    source.write_text(
+        f'#include "conv_mma_emulated.h"\n{macros}{text_of(kernel)}\n'
+        'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
+        'extern "C" void run(void** arguments, int grid, int slices, int threads, int shared) {\n'
+        f"    launch_all({kernel.entry}, arguments, grid, slices, threads, shared);\n}}\n"
+    )
+    emulated = [f"-DEMULATED_ARCH={10 * device.arch}", f"-DCOPIES_AT_ONCE={int(at_once)}"]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{NATIVE}", *emulated]
+    target = source.with_suffix(".so")
+    subprocess.run([found, *flags, str(source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_once: bool, folder: Path) -> None:
+    loaded = library(step.kernel, device, at_once, folder)
+    for array in arrays.values():
+        loaded.allow(ctypes.c_void_p(array.ctypes.data), ctypes.c_longlong(array.nbytes))
+    values = []
+    for argument in step.arguments:
+        if isinstance(argument, Pointer):
+            values.append(ctypes.c_void_p(arrays[argument].ctypes.data))
+        else:
+            assert isinstance(argument, Scalar)
+            values.append(CTYPES[argument.type](argument.value))
+    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    loaded.run(addresses, step.grid[0], step.grid[2], step.block[0], step.shared)
+
+
+def check_emulated(
+    case: ConvCase, way: Implementation, device: Device, *, exact: bool, at_once: bool, folder: Path
+) -> None:
+    """Compare what an implementation computes with float64; `exact`: it does not round float32 to TF32."""
+    arrays = case.arrays()
+    given = {Pointer("input", i): placed(value, case.aligned) for i, value in enumerate(arrays.values())}
+    y = placed(np.full((case.n, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype]), case.aligned)
+    given[Pointer("output", 0)] = y
+    for i, size in enumerate(way.scratch):
+        given[Pointer("scratch", i)] = placed(np.full(size // 4, np.nan, np.float32), True)
+    for step in way.steps:
+        assert isinstance(step, Launch)
+        launch(step, given, device, at_once, folder)
+    expected, magnitude = case.expect(arrays)
+    tf32 = case.dtype == "float32" and not exact
+    slack = SUMS["tf32" if tf32 else "fp32"] * magnitude + 1e-6 * np.abs(expected)
+    excess = np.abs(y.astype(np.float64) - expected) - (slack + 1.02 * ROUNDING[case.dtype] * np.abs(expected) + 1e-7)
+    place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
+    assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"

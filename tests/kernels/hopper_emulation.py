@@ -1,0 +1,58 @@
+"""Run kernels of Hopper's tensor cores on the CPU: their own sources, with the instructions of hopper_emulated.h."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.runtime.build_native import compiler
+from onnxfuse.runtime.plan import Kernel, TensorMap
+
+NATIVE = Path(__file__).parents[1] / "native"
+KERNELS = Path(__file__).parents[2] / "kernels"
+MAX_RANK = 5
+
+
+class Map(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * MAX_RANK), ("strides", ctypes.c_long * MAX_RANK)]
+    _fields_ += [("box", ctypes.c_int * MAX_RANK), ("walks", ctypes.c_int)]
+    _fields_ += [("lower", ctypes.c_int * 2), ("upper", ctypes.c_int * 2)]
+
+
+def map_of(argument: TensorMap, address: int) -> Map:
+    """Return a map of 16-bit elements as the emulation has it."""
+
+    def padded(kind: type[ctypes.c_long | ctypes.c_int], values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
+        return (kind * MAX_RANK)(*values, *[1] * (MAX_RANK - len(values)))
+
+    found = Map(
+        address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (2, *argument.strides)),
+        padded(ctypes.c_int, argument.box), int(argument.im2col is not None),
+    )  # fmt: skip
+    if argument.im2col is not None:
+        assert argument.im2col.steps == (1, 1)
+        found.lower[:], found.upper[:] = argument.im2col.lower, argument.im2col.upper
+    return found
+
+
+def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) -> ctypes.CDLL:
+    """Return the library of a kernel's sources below the epilogue's, followed by the line `last`."""
+    found = compiler()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    texts = [(KERNELS / name).read_text() for name in ("elementwise/activations.cuh", "epilogue.cuh", *sources)]
+    text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
+    memory = "extern __shared__ __align__(1024) char memory[];"
+    assert memory in text
+    text = text.replace(memory, "char* memory = emulated::here->memory;")
+    source = folder / "kernel.cc"
+    source.write_text(f'#include "hopper_emulated.h"\n{text}\n{last}\n')
+    defines = [f"-D{name}={value}" for name, value in kernel.defines.items()]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{NATIVE}", *defines]
+    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))

@@ -1,0 +1,74 @@
+"""The Hopper transposed convolution on a CPU: its own source and plans, with emulated instructions.
+
+It cannot show how fast it is, nor a missing fence; it does show wrong walks, boxes, taps and phases, and what is reused
+or read too soon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import H200
+from conv_cases import NUMPY
+from conv_transpose_cases import HOPPER, WITH_VECTORS, ConvTransposeCase
+from hopper_emulation import Map, compiled, map_of
+from sampling import sampled
+
+from onnxfuse.kernels.conv_transpose import hopper
+from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
+
+SOURCES = ("gemm/gemm_hopper.cuh", "gemm/gemm_hopper_tiles.cuh")
+OWN = ("conv_transpose/conv_transpose_operands.cuh", "conv_transpose/conv_transpose_hopper.cu")
+RUN = """
+extern "C" void run(const Map* maps, const T* bias, const T* extra, const T* scale, const int* sizes,
+                    int grid, int shared_bytes) {
+    emulated::launch(grid, 1, shared_bytes, [=] {
+        conv_transpose_hopper({maps}, {maps + 1}, {maps + 2},
+#if HAS_RESIDUAL
+                              {maps + 3},
+#endif
+                              bias, extra, scale, 0, 0, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]);
+    });
+}
+"""
+PINGPONG = HopperConfig(128, 64, pingpong=True)
+CONFIGS = (
+    PINGPONG, HopperConfig(128, 128), HopperConfig(256, 128), HopperConfig(192, 192), PINGPONG, PINGPONG, PINGPONG,
+    HopperConfig(64, 64, pingpong=True), PINGPONG, PINGPONG,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [*zip(HOPPER, CONFIGS, strict=True), *sampled([(case, PINGPONG) for case in WITH_VECTORS["hopper"]], 2)],
+    ids=str,
+)
+def test_matches_float64(case: ConvTransposeCase, config: HopperConfig, tmp_path: Path) -> None:
+    conv = case.problem()
+    assert hopper.why_not(conv, H200) is None
+    (step,) = hopper.implementation(conv, config, replace(H200, multiprocessors=3)).steps
+    assert isinstance(step, Launch)
+    arrays = case.arrays()
+    whole = np.full((case.n + 1, *case.y_sizes, case.m), np.nan, NUMPY[case.dtype])  # one image more than y has
+    addresses = {Pointer("input", i): each.ctypes.data for i, each in enumerate(arrays.values())}
+    addresses[Pointer("output", 0)] = whole.ctypes.data
+    found = [each for each in step.arguments if isinstance(each, TensorMap)]
+    maps = (Map * len(found))(*(map_of(each, addresses[each.pointer]) for each in found))
+    integers = [each.value for each in step.arguments if isinstance(each, Scalar) and each.type == "int32"]
+    vectors = [
+        ctypes.c_void_p(addresses[each] if each else None) for each in (conv.bias, conv.extra, conv.column_scale)
+    ]
+    sizes = (ctypes.c_int * len(integers))(*integers)
+    compiled(step.kernel, (*SOURCES, *OWN), RUN, tmp_path).run(maps, *vectors, sizes, step.grid[0], step.shared)
+    expected, magnitude = case.expect(arrays)
+    rounding = {"float16": 2**-11, "bfloat16": 2**-8}[case.dtype]
+    y = whole[: case.n].astype(np.float64)
+    excess = np.abs(y - expected) - (2e-6 * magnitude + 1.02 * rounding * np.abs(expected) + 1e-7)
+    place = np.unravel_index(np.nan_to_num(excess, nan=np.inf).argmax(), excess.shape)
+    assert (excess <= 0).all(), f"at {place}: {y[place]}, expected {expected[place]}; {(~(excess <= 0)).sum()} wrong"
+    assert np.isnan(whole[case.n].astype(np.float64)).all(), "written beyond the end"
