@@ -116,6 +116,8 @@ class ConvCase:
         x = np.moveaxis(wide["x"], 1, -1) if self.x_nchw else wide["x"]
         w = np.moveaxis(wide["w"], -1, 0) if self.w_hwio else wide["w"]
         y, magnitude = self._convolve(x, w), self._convolve(np.abs(x), np.abs(w))
+        for name in ("bias", "column_shift", "residual"):
+            magnitude = magnitude + np.abs(wide.get(name, 0.0))
         y = y + wide.get("bias", 0.0)
         residual = wide.get("residual", 0.0)
         y = self._activate(y + residual if self.residual_first else y, wide)
