@@ -2,6 +2,7 @@
 
 from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, tensor, weight, when
 from onnxfuse.patterns._activations import activation
+from onnxfuse.patterns._convolutions import before_activation
 
 
 def per_channel(value: Term) -> Term:
@@ -58,14 +59,7 @@ def conv_bias_activation(
         pads=pads,
         strides=strides,
     )
-    total = either(
-        when(
-            product + residual,
-            "the residual is added before the activation",
-            lambda residual_position: residual_position == "before",
-        ),
-        product,
-    )
+    total = before_activation(product, residual)
     activated = activation(total, alpha, beta, none=total, prelu=op.PRelu(total, per_channel(slope)))
     scaled = either(activated * per_channel(column_scale), activated)
     shifted = either(

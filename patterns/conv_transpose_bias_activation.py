@@ -1,7 +1,8 @@
 """A transposed convolution with the bias, activation and residual that follow it."""
 
-from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, require, scalar, tensor, weight, when
+from onnxfuse.dsl import Term, attribute, choose, fusion, op, require, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
+from onnxfuse.patterns._convolutions import before_activation
 
 
 @fusion(
@@ -56,13 +57,6 @@ def conv_transpose_bias_activation(
         pads=pads,
         strides=strides,
     )
-    total = either(
-        when(
-            product + residual,
-            "the residual is added before the activation",
-            lambda residual_position: residual_position == "before",
-        ),
-        product,
-    )
+    total = before_activation(product, residual)
     activated = activation(total, alpha, beta, none=total)
     return choose("residual_position", before=activated, after=activated + residual)
