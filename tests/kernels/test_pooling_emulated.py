@@ -114,7 +114,7 @@ WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fusion", "shape", "attributes"), WINDOWS)
+@pytest.mark.parametrize(("fusion", "shape", "attributes"), sampled(WINDOWS, 2))
 def test_windows(fusion: str, shape: tuple[int, ...], attributes: dict[str, Any], tmp_path: Path) -> None:
     dtype = "float32" if shape[0] == 1 else "float16"
     x = np.random.default_rng(1).standard_normal(shape).astype(NUMPY[dtype])
