@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 7  # onnxfuse_abi in native/operator.cc
+ABI: Final = 8  # onnxfuse_abi in native/operator.cc
 TF32: Final = 1  # flags of a session's settings
 MEASURE: Final = 2
 # Plans of a node that are kept while they take turns, because a cache that grows to so many tokens meets as many

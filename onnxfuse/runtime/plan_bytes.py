@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, dtype_name
 from onnxfuse.runtime.plan import (
@@ -20,6 +20,7 @@ from onnxfuse.runtime.plan import (
     TensorMap,
     TensorSpec,
 )
+from onnxfuse.runtime.symint import float_word, is_symbolic
 
 PLAN_MARK: Final = 0x6F6E66780005  # kPlanMark in native/plan.h
 MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
@@ -41,6 +42,11 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
 
     Raises ValueError if there are not as many, or if a step contradicts itself.
     """
+    return packed(plan_words(plan, functions))
+
+
+def plan_words(plan: Plan, functions: Sequence[int]) -> list[int]:
+    """Return the words of a plan, of which those that depend on symbolic sizes are symbolic; raises as `plan_bytes`."""
     words = [PLAN_MARK, len(plan.outputs)]
     for output in plan.outputs:
         words += [DTYPE_NUMBERS[output.dtype], len(output.shape), *output.shape]
@@ -51,25 +57,25 @@ def plan_bytes(plan: Plan, functions: Sequence[int]) -> bytes:
     for step in plan.steps:
         words += [LAUNCH, next(handles), *_launch(step)] if isinstance(step, Launch) else _library_call(step)
     words.append(len(plan.no_alias))
-    words += [int(word) for pair in plan.no_alias for word in (pair.input, pair.output, pair.same_start)]
-    return _packed(words)
+    return words + [word for pair in plan.no_alias for word in (pair.input, pair.output, pair.same_start)]
 
 
 def matmul_bytes(matmul: Matmul) -> bytes:
     """Return a product alone as 64-bit words, for a question to cuBLASLt."""
-    return _packed(_matmul(matmul))
+    return packed(_matmul(matmul))
 
 
 def convolution_bytes(convolution: Convolution) -> bytes:
     """Return a convolution alone as 64-bit words, for a question to cuDNN."""
-    return _packed(_convolution(convolution))
+    return packed(_convolution(convolution))
 
 
 def _library_call(step: Matmul | Convolution) -> list[int]:
     return [MATMUL, *_matmul(step)] if isinstance(step, Matmul) else [CONVOLUTION, *_convolution(step)]
 
 
-def _packed(words: Sequence[int]) -> bytes:
+def packed(words: Sequence[int]) -> bytes:
+    """Return words of 64 bits, signed or not, as bytes."""
     return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in words)
 
 
@@ -85,14 +91,10 @@ def _argument(argument: Argument) -> Sequence[int]:
         return _pointer(argument)
     if isinstance(argument, TensorMap):
         return _tensor_map(argument)
-    match argument.type:
-        case "float32":
-            bits = struct.pack("<fi", argument.value, 0)
-        case "int32":
-            bits = struct.pack("<ii", argument.value, 0)
-        case "int64":
-            bits = struct.pack("<q", argument.value)
-    return SCALAR, struct.unpack("<q", bits)[0]
+    if argument.type == "float32":
+        return SCALAR, float_word(argument.value)
+    value = cast(int, argument.value)
+    return SCALAR, value if is_symbolic(value) or argument.type == "int64" else value & 0xFFFFFFFF
 
 
 def _pointer(pointer: Pointer) -> tuple[int, int, int]:
@@ -124,7 +126,7 @@ def _matmul(step: Matmul) -> list[int]:
     words += [1, *_pointer(step.bias)] if step.bias else [0]
     words += [ACTIVATION_NUMBERS[step.activation], step.tf32]
     words += [1, *_pointer(step.workspace)] if step.workspace else [0]
-    return [*map(int, words), step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
+    return [*words, step.workspace_bytes, int(bool(step.algorithm)), *step.algorithm]
 
 
 def _convolution(step: Convolution) -> list[int]:
@@ -135,13 +137,13 @@ def _convolution(step: Convolution) -> list[int]:
     words += [value for values in by_axis for value in values]
     words += [step.transposed, step.channels_last, step.w_channels_last, step.tf32, step.aligned]
     words += [CONVOLUTION_ACTIVATION_NUMBERS[step.activation]]
-    words += [struct.unpack("<I", struct.pack("<f", number))[0] for number in (step.alpha, step.beta)]
+    words += [float_word(step.alpha), float_word(step.beta)]
     words += [*_pointer(step.x), *_pointer(step.w), *_pointer(step.y)]
     words += [1, *_pointer(step.bias)] if step.bias else [0]
     words += [1, *_pointer(step.residual)] if step.residual else [0]
     words += [step.residual_first]
     words += [1, *_pointer(step.workspace)] if step.workspace else [0]
-    return [*map(int, words), step.workspace_bytes, len(step.engine), *step.engine]
+    return [*words, step.workspace_bytes, len(step.engine), *step.engine]
 
 
 def _matrix(matrix: Matrix) -> tuple[int, ...]:

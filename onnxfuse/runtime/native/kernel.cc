@@ -1,8 +1,10 @@
 // Running a fused node: read its inputs, find or make the plan, allocate its outputs, start its steps.
 #include "kernel.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -15,7 +17,6 @@ namespace {
 
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
-std::atomic<size_t> max_recent_plans{1};
 constexpr uintptr_t kAlignment = 16;  // bytes
 
 // Returns for each input whether the model holds its values.  Only the choice between plans depends on it, so that an
@@ -193,8 +194,6 @@ FusedKernel::~FusedKernel() {
 
 int64_t FusedKernel::alive() { return alive_count; }
 
-void FusedKernel::set_max_recent_plans(size_t count) { max_recent_plans = count; }
-
 std::string FusedKernel::describe(const Key* key) const {
   std::string text = op_ + " '" + node_ + "'";
   if (!key || key->empty()) return text;
@@ -203,39 +202,42 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-FusedKernel::SharedPlan FusedKernel::find(const Key& key) {
-  {
-    std::shared_lock<std::shared_mutex> lock(mutex_);
-    const auto found = recent_.find(key);
-    if (found != recent_.end()) return found->second;
-  }
-  std::unique_lock<std::shared_mutex> lock(mutex_);
-  auto found = recent_.find(key);  // another thread may have added it meanwhile
-  if (found != recent_.end()) return found->second;
-  found = earlier_.find(key);
-  return found == earlier_.end() ? nullptr : add(key, found->second);
+FusedKernel::Templates FusedKernel::fitting(const Key& key) {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  Templates found;
+  std::copy_if(templates_.rbegin(), templates_.rend(), std::back_inserter(found),
+               [&](const auto& each) { return each->fits(key); });
+  return found;
 }
 
-FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
+FusedKernel::SharedPlan FusedKernel::known(const Templates& templates, const Key& key) {
+  for (const auto& each : templates) {
+    if (SharedPlan plan = each->known_plan(key)) return plan;
+  }
+  return nullptr;
+}
+
+FusedKernel::SharedPlan FusedKernel::make(const Templates& templates, const Key& key, Stream stream) {
+  const CurrentContext current(driver_, driver_.context_of(device_));
+  for (const auto& each : templates) {
+    if (SharedPlan plan = each->plan(key)) return plan;
+  }
+  const std::shared_ptr<Template> added = ask(key, stream);
+  if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+  throw std::runtime_error("the template that was planned for these shapes has no plan for them");
+}
+
+std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream) {
   if (driver_.is_capturing(stream)) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
   const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
                             attributes_.size(), key.data(), key.size(), device_, settings_};
-  const std::string bytes = ask_for_plan(request);
-  const CurrentContext current(driver_, driver_.context_of(device_));
-  auto plan = std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  auto added = Template::shared(ask_for_plan(request), output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  return add(key, std::move(plan));
-}
-
-FusedKernel::SharedPlan FusedKernel::add(const Key& key, SharedPlan plan) {
-  if (recent_.size() >= max_recent_plans) {
-    earlier_ = std::move(recent_);
-    recent_.clear();
-  }
-  return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan of a thread that was faster
+  templates_.push_back(added);
+  return added;
 }
 
 void FusedKernel::compute(OrtKernelContext* context) {
@@ -247,9 +249,10 @@ void FusedKernel::compute(OrtKernelContext* context) {
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     std::optional<RelaxedCapture> relaxed;  // until a new plan's first launches are done, because they may load code
     const auto plan_of = [&](const Key& key) {
-      if (SharedPlan known = find(key)) return known;
+      const Templates templates = fitting(key);
+      if (SharedPlan plan = known(templates, key)) return plan;
       relaxed.emplace(driver_);
-      return make(key, stream);
+      return make(templates, key, stream);
     };
     SharedPlan plan = plan_of(tensors.key);
     const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);

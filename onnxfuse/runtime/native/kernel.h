@@ -4,11 +4,10 @@
 #include <memory>
 #include <shared_mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "ort_api.h"
-#include "plan.h"
+#include "template.h"
 
 namespace onnxfuse {
 
@@ -25,14 +24,6 @@ struct AttributeName {
 // then as many int64, float32 or bytes.
 std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std::vector<AttributeName>& names);
 
-struct KeyHash {
-  size_t operator()(const Key& key) const {
-    uint64_t hash = 1469598103934665603u;
-    for (const int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;
-    return hash ^ (hash >> 29);
-  }
-};
-
 class FusedKernel {
  public:
   FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
@@ -45,16 +36,15 @@ class FusedKernel {
   // Returns text such as "layer_norm 'node' (float32[2,3], float32[3])".
   std::string describe(const Key* key) const;
   static int64_t alive();
-  // A node whose input shapes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
-  static void set_max_recent_plans(size_t count);
 
  private:
-  using SharedPlan = std::shared_ptr<const Plan>;  // shared, because another thread may drop a plan while it runs
-  using Plans = std::unordered_map<Key, SharedPlan, KeyHash>;
+  using SharedPlan = Template::SharedPlan;
+  using Templates = std::vector<std::shared_ptr<Template>>;
 
-  SharedPlan find(const Key& key);
-  SharedPlan make(const Key& key, Stream stream);
-  SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
+  Templates fitting(const Key& key);  // the one that came last first
+  SharedPlan known(const Templates& templates, const Key& key);
+  SharedPlan make(const Templates& templates, const Key& key, Stream stream);
+  std::shared_ptr<Template> ask(const Key& key, Stream stream);
 
   const Ort& ort_;
   const Driver& driver_;
@@ -67,8 +57,8 @@ class FusedKernel {
   OrtAllocator* allocator_ = nullptr;
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
-  std::shared_mutex mutex_;  // guards the plans
-  Plans recent_, earlier_;   // a full recent_ becomes earlier_, whose plans are dropped; a plan that is used moves back
+  std::shared_mutex mutex_;  // guards the templates
+  Templates templates_;      // those that nodes of the same kind share
 };
 
 }  // namespace onnxfuse

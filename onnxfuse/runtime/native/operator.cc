@@ -197,7 +197,7 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 7; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 8; }
 
 // Sets what the thread's next RegisterCustomOps registers.  Operators that exist learn their new attributes at once.
 // `settings` are flags of the session, which requests for plans repeat.
@@ -223,7 +223,7 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
   static_cast<std::string*>(reply)->assign(bytes, size);
 }
 
-ONNXFUSE_EXPORT void onnxfuse_keep_plans(size_t count) { FusedKernel::set_max_recent_plans(count); }
+ONNXFUSE_EXPORT void onnxfuse_keep_plans(size_t count) { Template::set_max_recent_plans(count); }
 
 ONNXFUSE_EXPORT int64_t onnxfuse_kernels_alive() { return FusedKernel::alive(); }
 

@@ -20,7 +20,7 @@ struct PlanRequest {
   int32_t settings;  // of the session, as onnxfuse_prepare received them
 };
 
-// Replies with a plan and returns 0, or replies with the text of an error and returns another number: kInterrupt if the
+// Replies with a template and returns 0, or replies with the text of an error and returns another number: kInterrupt if the
 // error was KeyboardInterrupt or SystemExit.
 using PlanCallback = int (*)(const PlanRequest*, void* reply);
 using DropCallback = void (*)(uint64_t kernel);
@@ -38,7 +38,7 @@ struct Interrupt {
 
 // The pointers must stay valid until other ones, or null pointers, replace them.
 void set_callbacks(PlanCallback plan, DropCallback drop, const Interrupt* interrupt);
-// Returns a plan's bytes; throws std::runtime_error with Python's text.  The caller may hold no lock.
+// Returns the bytes of a template; throws std::runtime_error with Python's text.  The caller may hold no lock.
 std::string ask_for_plan(const PlanRequest& request);
 void tell_dropped(uint64_t kernel);
 

@@ -1,0 +1,169 @@
+"""Expressions over the sizes of a node's inputs: arithmetic that the native library repeats for every new shape."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Op(IntEnum):
+    """An operation; native/expressions.h has the same numbers.  Those from TO_REAL to POWER give real numbers."""
+
+    CONSTANT = 0  # an integer, in `a`
+    SIZE = 1  # the size number `a`
+    ADD = 2
+    SUBTRACT = 3
+    MULTIPLY = 4
+    FLOOR_DIVIDE = 5  # rounds down, as Python does; 0 if the divisor is 0
+    MODULO = 6  # has the sign of the divisor, as in Python; 0 if the divisor is 0
+    MINIMUM = 7
+    MAXIMUM = 8
+    LESS = 9  # 1 or 0, as the next two
+    LESS_EQUAL = 10
+    EQUAL = 11
+    GCD = 12
+    CEILING = 13  # of a real number, as an integer
+    FLOOR = 14
+    FLOAT_BITS = 15  # of a real number, rounded to float32, as the integer of its bits
+    REAL_LESS = 16
+    REAL_LESS_EQUAL = 17
+    REAL_EQUAL = 18
+    REAL_CONSTANT = 19  # the bits of a float64, in `a`
+    TO_REAL = 20
+    REAL_ADD = 21
+    REAL_SUBTRACT = 22
+    REAL_MULTIPLY = 23
+    REAL_DIVIDE = 24
+    REAL_MINIMUM = 25
+    REAL_MAXIMUM = 26
+    POWER = 27
+
+
+LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
+UNARY: Final = (Op.CEILING, Op.FLOOR, Op.FLOAT_BITS, Op.TO_REAL)
+Values = NDArray[Any]  # int64 or float64, one for each of several combinations of sizes
+
+
+def float_bits(value: float) -> int:
+    """Return the bits of a number rounded to float32."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def real_bits(value: float) -> int:
+    """Return the bits of a float64 as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _floor_divide(a: Values, b: Values) -> Values:
+    return np.where(b == 0, 0, a // np.where(b == 0, 1, b))
+
+
+def _modulo(a: Values, b: Values) -> Values:
+    return np.where(b == 0, 0, a % np.where(b == 0, 1, b))
+
+
+def _divide(a: Values, b: Values) -> Values:
+    with np.errstate(all="ignore"):
+        return np.asarray(a / b)
+
+
+def _power(a: Values, b: Values) -> Values:
+    with np.errstate(all="ignore"):
+        return np.asarray(np.power(a, b))
+
+
+_FUNCTIONS: Final[dict[Op, Callable[..., Any]]] = {
+    Op.ADD: operator.add,
+    Op.SUBTRACT: operator.sub,
+    Op.MULTIPLY: operator.mul,
+    Op.FLOOR_DIVIDE: _floor_divide,
+    Op.MODULO: _modulo,
+    Op.MINIMUM: np.minimum,
+    Op.MAXIMUM: np.maximum,
+    Op.LESS: operator.lt,
+    Op.LESS_EQUAL: operator.le,
+    Op.EQUAL: operator.eq,
+    Op.GCD: np.gcd,
+    Op.CEILING: lambda a: np.ceil(a).astype(np.int64),
+    Op.FLOOR: lambda a: np.floor(a).astype(np.int64),
+    Op.FLOAT_BITS: lambda a: a.astype(np.float32).view(np.uint32).astype(np.int64),
+    Op.REAL_LESS: operator.lt,
+    Op.REAL_LESS_EQUAL: operator.le,
+    Op.REAL_EQUAL: operator.eq,
+    Op.TO_REAL: lambda a: a.astype(np.float64),
+    Op.REAL_ADD: operator.add,
+    Op.REAL_SUBTRACT: operator.sub,
+    Op.REAL_MULTIPLY: operator.mul,
+    Op.REAL_DIVIDE: _divide,
+    Op.REAL_MINIMUM: np.minimum,
+    Op.REAL_MAXIMUM: np.maximum,
+    Op.POWER: _power,
+}
+
+
+class Expressions:
+    """A list of expressions in which equal ones are stored once; each refers to earlier ones by number."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.rows: list[tuple[Op, int, int]] = []
+        self._numbers: dict[tuple[Op, int, int], int] = {}
+
+    def number(self, op: Op, a: int = 0, b: int = 0) -> int:
+        """Return the number of an expression, which is added if it is new."""
+        if op in (Op.ADD, Op.MULTIPLY, Op.MINIMUM, Op.MAXIMUM, Op.EQUAL, Op.GCD) and b < a:
+            a, b = b, a
+        key = (op, a, b)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self.rows)
+            self.rows.append(key)
+        return found
+
+    def constant(self, value: int) -> int:
+        """Return the number of an integer."""
+        return self.number(Op.CONSTANT, value)
+
+    def constant_of(self, number: int) -> int | None:
+        """Return the value of an expression that is an integer constant; None if it is not."""
+        op, value, _ = self.rows[number]
+        return value if op is Op.CONSTANT else None
+
+    def text(self, number: int) -> str:
+        """Return an expression as text, for messages; sizes are s0, s1 and so on."""
+        op, a, b = self.rows[number]
+        if op is Op.CONSTANT:
+            return str(a)
+        if op is Op.SIZE:
+            return f"s{a}"
+        if op is Op.REAL_CONSTANT:
+            return str(struct.unpack("<d", struct.pack("<q", a))[0])
+        if op in UNARY:
+            return f"{op.name.lower()}({self.text(a)})"
+        return f"{op.name.lower()}({self.text(a)}, {self.text(b)})"
+
+    def evaluate(self, sizes: Sequence[Values], known: list[Values] | None = None) -> list[Values]:
+        """Return the values of all expressions; `sizes` holds arrays of one length, a size's values in each.
+
+        `known` are values that an earlier call returned for the same sizes; they are not computed again.
+        """
+        values = known if known is not None else []
+        shape = sizes[0].shape if sizes else (1,)
+        for op, a, b in self.rows[len(values) :]:
+            if op is Op.CONSTANT:
+                values.append(np.full(shape, a, np.int64))
+            elif op is Op.SIZE:
+                values.append(sizes[a])
+            elif op is Op.REAL_CONSTANT:
+                values.append(np.full(shape, np.int64(a)).view(np.float64))
+            elif op in UNARY:
+                values.append(_FUNCTIONS[op](values[a]))
+            else:
+                values.append(_FUNCTIONS[op](values[a], values[b]))
+        return values

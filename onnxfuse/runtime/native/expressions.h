@@ -1,0 +1,29 @@
+// Expressions over the sizes of a node's inputs: what a plan's numbers are for a new shape.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "word_reader.h"
+
+namespace onnxfuse {
+
+class Expressions {
+ public:
+  // Reads the rows that onnxfuse.runtime.expressions makes; throws std::runtime_error for a malformed row.
+  Expressions(WordReader& reader, size_t sizes);
+
+  size_t count() const { return rows_.size(); }
+
+  // Returns the values of all expressions; those of real numbers are the bits of a double.  `overflowed` becomes true if
+  // an integer does not fit into 64 bits.
+  std::vector<int64_t> evaluate(const std::vector<int64_t>& sizes, bool& overflowed) const;
+
+ private:
+  struct Row {
+    int64_t op, a, b;
+  };
+  std::vector<Row> rows_;
+};
+
+}  // namespace onnxfuse

@@ -1,0 +1,192 @@
+// Reading templates, and making plans from them.
+#include "template.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <tuple>
+
+namespace onnxfuse {
+namespace {
+
+constexpr int64_t kMaxWords = 1 << 20;
+std::atomic<size_t> max_recent_plans{1};
+
+// How far sizes are from those of a variant: the sum of their ratios' logarithms.
+double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
+  double sum = 0.0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto log = [](int64_t size) { return std::log2(static_cast<double>(std::max<int64_t>(1, size))); };
+    sum += std::abs(log(sizes[i]) - log(hints[i]));
+  }
+  return sum;
+}
+
+}  // namespace
+
+Template::Template(const std::string& bytes, std::vector<int64_t> output_dtypes, int device)
+    : output_dtypes_(std::move(output_dtypes)), device_(device) {
+  WordReader reader(bytes);
+  reader.next("the mark of a template", kTemplateMark, kTemplateMark);
+  read_pattern(reader);
+  expressions_.emplace(reader, size_count_);
+  functions_.resize(reader.count("the number of functions", kMaxWords));
+  for (int64_t& function : functions_) function = static_cast<int64_t>(reader.bits("a function"));
+  const size_t variants = reader.count("the number of variants", kMaxWords);
+  for (size_t i = 0; i < variants; ++i) variants_.push_back(read_variant(reader));
+  if (!reader.at_end()) malformed("words follow the template's end");
+}
+
+void Template::read_pattern(WordReader& reader) {
+  const size_t inputs = reader.count("the number of inputs", kMaxWords);
+  for (size_t i = 0; i < inputs; ++i) {
+    pattern_.push_back(reader.next("an input's dtype", 0, 1000));
+    pattern_.push_back(reader.next("an input's flags", 0, kAligned | kConstant));
+    const size_t rank = reader.count("an input's rank", kMaxRank);
+    pattern_.push_back(static_cast<int64_t>(rank));
+    is_dim_.resize(pattern_.size(), false);
+    for (size_t axis = 0; axis < rank; ++axis) {
+      // Sizes are numbered in the order in which they come first.
+      pattern_.push_back(reader.next("an input's dim", -1 - static_cast<int64_t>(size_count_), kMaxBytes));
+      is_dim_.push_back(true);
+      size_count_ = std::max(size_count_, static_cast<size_t>(std::max<int64_t>(0, -pattern_.back())));
+    }
+  }
+}
+
+std::vector<Template::Guard> Template::read_guards(WordReader& reader) const {
+  std::vector<Guard> guards(reader.count("the number of guards", kMaxWords));
+  for (Guard& guard : guards) {
+    guard.expression = static_cast<size_t>(
+        reader.next("a guard's expression", 0, static_cast<int64_t>(expressions_->count()) - 1));
+    guard.answer = reader.flag("a guard's answer");
+  }
+  return guards;
+}
+
+Template::Variant Template::read_variant(WordReader& reader) const {
+  Variant variant;
+  variant.hints.resize(size_count_);
+  for (int64_t& hint : variant.hints) hint = reader.next("a variant's size", 0, kMaxBytes);
+  variant.hard = read_guards(reader);
+  variant.soft = read_guards(reader);
+  variant.words.resize(reader.count("the number of a plan's words", kMaxWords));
+  for (int64_t& word : variant.words) word = static_cast<int64_t>(reader.bits("a plan's word"));
+  variant.patches.resize(reader.count("the number of patches", kMaxWords));
+  for (Patch& patch : variant.patches) {
+    patch.word = static_cast<size_t>(
+        reader.next("the word of a patch", 0, static_cast<int64_t>(variant.words.size()) - 1));
+    patch.kind = static_cast<PatchKind>(reader.next("the kind of a patch", 0, 1));
+    const size_t count = patch.kind == PatchKind::kFunction ? functions_.size() : expressions_->count();
+    patch.index = static_cast<size_t>(reader.next("what a patch takes", 0, static_cast<int64_t>(count) - 1));
+  }
+  return variant;
+}
+
+std::shared_ptr<Template> Template::shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
+                                           int device) {
+  using Content = std::tuple<int, std::vector<int64_t>, std::string>;
+  static auto* mutex = new std::mutex();  // never deleted: sessions may outlive static objects
+  static auto* known = new std::map<Content, std::weak_ptr<Template>>();
+  std::lock_guard<std::mutex> lock(*mutex);
+  for (auto at = known->begin(); at != known->end();) at = at->second.expired() ? known->erase(at) : std::next(at);
+  auto& slot = (*known)[{device, output_dtypes, bytes}];
+  auto found = slot.lock();
+  if (!found) slot = found = std::make_shared<Template>(bytes, output_dtypes, device);
+  return found;
+}
+
+void Template::set_max_recent_plans(size_t count) { max_recent_plans = count; }
+
+bool Template::fits(const Key& key) const {
+  if (key.size() != pattern_.size()) return false;
+  int64_t sizes[kMaxRank];
+  int64_t seen = 0;
+  for (size_t i = 0; i < key.size(); ++i) {
+    if (!is_dim_[i] || pattern_[i] >= 0) {
+      if (key[i] != pattern_[i]) return false;
+      continue;
+    }
+    const int64_t number = -1 - pattern_[i];
+    if (number >= kMaxRank) return false;
+    if (number == seen) {
+      sizes[seen++] = key[i];
+    } else if (sizes[number] != key[i]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<int64_t> Template::sizes_of(const Key& key) const {
+  std::vector<int64_t> sizes(size_count_);
+  for (size_t i = 0; i < key.size(); ++i) {
+    if (is_dim_[i] && pattern_[i] < 0) sizes[static_cast<size_t>(-1 - pattern_[i])] = key[i];
+  }
+  return sizes;
+}
+
+const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
+                                          const std::vector<int64_t>& values) const {
+  const auto hold = [&](const std::vector<Guard>& guards) {
+    return std::all_of(guards.begin(), guards.end(),
+                       [&](const Guard& guard) { return (values[guard.expression] != 0) == guard.answer; });
+  };
+  const Variant* nearest = nullptr;
+  double least = 0.0;
+  for (const Variant& variant : variants_) {
+    if (!hold(variant.hard)) continue;
+    if (hold(variant.soft)) return &variant;
+    const double here = distance(sizes, variant.hints);
+    if (!nearest || here < least) nearest = &variant, least = here;
+  }
+  return nearest;
+}
+
+Template::SharedPlan Template::make(const Key& key) const {
+  const std::vector<int64_t> sizes = sizes_of(key);
+  bool overflowed = false;
+  const std::vector<int64_t> values = expressions_->evaluate(sizes, overflowed);
+  if (overflowed) throw std::runtime_error("these sizes are too large for 64-bit arithmetic");
+  const Variant* variant = choose(sizes, values);
+  if (!variant) return nullptr;
+  std::vector<int64_t> words = variant->words;
+  for (const Patch& patch : variant->patches) {
+    words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
+  }
+  const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
+  return std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+}
+
+Template::SharedPlan Template::known_plan(const Key& key) {
+  {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    const auto found = recent_.find(key);
+    if (found != recent_.end()) return found->second;
+  }
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  auto found = recent_.find(key);  // another thread may have added it meanwhile
+  if (found != recent_.end()) return found->second;
+  found = earlier_.find(key);
+  return found == earlier_.end() ? nullptr : add(key, found->second);
+}
+
+Template::SharedPlan Template::plan(const Key& key) {
+  SharedPlan made = make(key);
+  if (!made) return nullptr;
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  return add(key, std::move(made));
+}
+
+Template::SharedPlan Template::add(const Key& key, SharedPlan plan) {
+  if (recent_.size() >= max_recent_plans) {
+    earlier_ = std::move(recent_);
+    recent_.clear();
+  }
+  return recent_.emplace(key, std::move(plan)).first->second;  // keeps the plan of a thread that was faster
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,90 @@
+// A plan template: the plans of a fused node for all sizes of its dynamic dims.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "expressions.h"
+#include "plan.h"
+
+namespace onnxfuse {
+
+constexpr int64_t kTemplateMark = 0x6f6e6674'0001;  // "onft", format 1
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 1469598103934665603u;
+    for (const int64_t word : key) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;
+    return hash ^ (hash >> 29);
+  }
+};
+
+class Template {
+ public:
+  using SharedPlan = std::shared_ptr<const Plan>;  // shared, because another thread may drop a plan while it runs
+
+  // Reads a template from its words; throws std::runtime_error that names the fault if they are malformed.
+  Template(const std::string& bytes, std::vector<int64_t> output_dtypes, int device);
+  Template(const Template&) = delete;
+  Template& operator=(const Template&) = delete;
+
+  // Returns the template of equal bytes that some node holds, or a new one.
+  static std::shared_ptr<Template> shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
+                                          int device);
+
+  // Returns whether the inputs of `key` differ from the template's in the sizes of dynamic dims at most.
+  bool fits(const Key& key) const;
+
+  // Returns the plan for inputs that fit; null if no variant is for their sizes.  Throws what `read_plan` throws.
+  SharedPlan plan(const Key& key);
+
+  // Returns the same plan if a call of `plan` has made it before, and null otherwise.
+  SharedPlan known_plan(const Key& key);
+
+  // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
+  static void set_max_recent_plans(size_t count);
+
+ private:
+  struct Guard {
+    size_t expression;
+    bool answer;
+  };
+  enum class PatchKind { kExpression, kFunction };
+  struct Patch {
+    size_t word;
+    PatchKind kind;
+    size_t index;
+  };
+  struct Variant {
+    std::vector<int64_t> hints;  // sizes at which it was chosen
+    std::vector<Guard> hard, soft;
+    std::vector<int64_t> words;
+    std::vector<Patch> patches;
+  };
+  using Plans = std::unordered_map<Key, SharedPlan, KeyHash>;
+
+  void read_pattern(WordReader& reader);
+  std::vector<Guard> read_guards(WordReader& reader) const;
+  Variant read_variant(WordReader& reader) const;
+  std::vector<int64_t> sizes_of(const Key& key) const;
+  const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
+  SharedPlan make(const Key& key) const;
+  SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
+
+  const std::vector<int64_t> output_dtypes_;
+  const int device_;
+  Key pattern_;  // as the inputs' words, with -1 - k for size number k
+  std::vector<bool> is_dim_;  // by word of the pattern
+  size_t size_count_ = 0;
+  std::optional<Expressions> expressions_;
+  std::vector<int64_t> functions_;
+  std::vector<Variant> variants_;
+  std::shared_mutex mutex_;  // guards the plans
+  Plans recent_, earlier_;   // a full recent_ becomes earlier_, whose plans are dropped; a plan that is used moves back
+};
+
+}  // namespace onnxfuse

@@ -1,0 +1,429 @@
+"""Symbolic integers: a host that computes with them says for all sizes at once what it says for one.
+
+A host is written as if sizes were numbers.  For a plan template, the dynamic sizes are `SymInt`s: each has a value (the
+hint) and the expression that it is of the sizes.  Arithmetic makes expressions.  A comparison returns what holds for
+the hints, and becomes a guard: the plan that the host then returns is for all sizes for which the guards hold.  A
+symbolic integer that is used as a plain one (an index, a compile-time constant) guards that it equals its hint.
+
+Real numbers are estimates: comparing them becomes a soft guard, which says for which sizes the host would choose this
+plan, not for which it is right.  `estimate` makes one of an integer.  PyTorch's compiler knows the same idea by these
+names.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from onnxfuse.runtime.expressions import Expressions, Op, float_bits, real_bits
+
+T = TypeVar("T")
+_HERE: Final = Path(__file__).name
+
+
+@dataclass
+class Trace:
+    """What a host asks about sizes while it plans, for the sizes that the hints say."""
+
+    expressions: Expressions
+    hard: dict[int, bool] = field(default_factory=dict)  # guards by expression, and what they are
+    soft: dict[int, bool] = field(default_factory=dict)
+    fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
+
+    def size(self, index: int, hint: int) -> int:
+        """Return the size of that number, as a symbolic integer."""
+        return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
+
+    def fix(self, value: SymInt) -> int:
+        """Guard that a symbolic integer equals its hint, and return that."""
+        same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
+        if same not in self.hard:
+            self.hard[same] = True
+            self.fixed.setdefault(_caller(), value.hint)
+        return value.hint
+
+
+def _caller() -> str:
+    """Return file and line of the innermost frame outside this module."""
+    frame = sys._getframe(1)
+    while frame.f_back and Path(frame.f_code.co_filename).name in (_HERE, "dataclasses.py", "enum.py"):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+class SymInt:
+    """An integer that depends on sizes."""
+
+    __slots__ = ("hint", "number", "trace")
+
+    def __init__(self, trace: Trace, number: int, hint: int) -> None:
+        """Take the number of the expression in the trace's list, and its value for the trace's sizes."""
+        self.trace, self.number, self.hint = trace, number, hint
+
+    # --- arithmetic ---------------------------------------------------------------------------------------------------
+
+    def _number_of(self, other: int | SymInt) -> tuple[int, int]:
+        if isinstance(other, SymInt):
+            return other.number, other.hint
+        return self.trace.expressions.constant(int(other)), int(other)
+
+    def _made(self, op: Op, a: tuple[int, int], b: tuple[int, int], hint: int) -> Any:
+        rows = self.trace.expressions
+        left, right = rows.constant_of(a[0]), rows.constant_of(b[0])
+        if left is not None and right is not None:
+            return hint
+        if (op is Op.MULTIPLY and 0 in (left, right)) or (op is Op.MODULO and right == 1):
+            return 0
+        if right == {Op.ADD: 0, Op.SUBTRACT: 0, Op.MULTIPLY: 1, Op.FLOOR_DIVIDE: 1}.get(op, object()):
+            return SymInt(self.trace, a[0], hint)
+        if left == {Op.ADD: 0, Op.MULTIPLY: 1}.get(op, object()):
+            return SymInt(self.trace, b[0], hint)
+        if right and op in (Op.MODULO, Op.FLOOR_DIVIDE) and divisor_of(rows, a[0]) % right == 0:
+            if op is Op.MODULO:
+                return 0
+            divided = _divided(rows, a[0], right)
+            if divided is not None:
+                return SymInt(self.trace, divided, hint)
+        return SymInt(self.trace, rows.number(op, a[0], b[0]), hint)
+
+    def _with(self, op: Op, other: Any, compute: Callable[[int, int], int], swap: bool = False) -> Any:
+        if not isinstance(other, int | SymInt):
+            return NotImplemented
+        mine, its = (self.number, self.hint), self._number_of(other)
+        a, b = (its, mine) if swap else (mine, its)
+        if op in (Op.FLOOR_DIVIDE, Op.MODULO) and self.trace.expressions.constant_of(b[0]) is None:
+            _ask(self.trace, self.trace.hard, Op.EQUAL, b[0], self.trace.expressions.constant(0), b[1] == 0)
+        return self._made(op, a, b, compute(a[1], b[1]))
+
+    def _real(self) -> SymReal:
+        return SymReal(self.trace, self.trace.expressions.number(Op.TO_REAL, self.number), float(self.hint))
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, float):
+            return self._real() + other
+        return self._with(Op.ADD, other, lambda a, b: a + b)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, float):
+            return self._real() - other
+        return self._with(Op.SUBTRACT, other, lambda a, b: a - b)
+
+    def __rsub__(self, other: Any) -> Any:
+        if isinstance(other, float):
+            return other - self._real()
+        return self._with(Op.SUBTRACT, other, lambda a, b: a - b, swap=True)
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, float):
+            return self._real() * other
+        return self._with(Op.MULTIPLY, other, lambda a, b: a * b)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._with(Op.FLOOR_DIVIDE, other, lambda a, b: a // b)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._with(Op.FLOOR_DIVIDE, other, lambda a, b: a // b, swap=True)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._with(Op.MODULO, other, lambda a, b: a % b)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._with(Op.MODULO, other, lambda a, b: a % b, swap=True)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._real() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self._real()
+
+    def __pow__(self, exponent: Any) -> Any:
+        return self._real() ** exponent
+
+    def __neg__(self) -> Any:
+        return 0 - self
+
+    def __pos__(self) -> SymInt:
+        return self
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self
+
+    def __ceil__(self) -> SymInt:
+        return self
+
+    __floor__ = __ceil__
+    __round__ = __ceil__
+    __trunc__ = __ceil__
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def _compare(self, op: Op, other: Any, swap: bool, compute: Callable[[Any, Any], bool]) -> Any:
+        if isinstance(other, float | SymReal):
+            return _compare_real(self._real(), other, op, swap, compute)
+        if not isinstance(other, int | SymInt):
+            return NotImplemented
+        number, hint = self._number_of(other)
+        if number == self.number:
+            return op is not Op.LESS
+        a, b = ((number, hint), (self.number, self.hint)) if swap else ((self.number, self.hint), (number, hint))
+        return _ask(self.trace, self.trace.hard, op, a[0], b[0], compute(a[1], b[1]))
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(Op.LESS, other, False, lambda a, b: a < b)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(Op.LESS, other, True, lambda a, b: a < b)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(Op.LESS_EQUAL, other, False, lambda a, b: a <= b)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(Op.LESS_EQUAL, other, True, lambda a, b: a <= b)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(Op.EQUAL, other, False, lambda a, b: a == b)
+
+    def __ne__(self, other: object) -> Any:
+        same = self.__eq__(other)
+        return same if same is NotImplemented else not same
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    # --- as a plain integer ------------------------------------------------------------------------------------------
+
+    def __index__(self) -> int:
+        return self.trace.fix(self)
+
+    __int__ = __index__
+
+    def __hash__(self) -> int:
+        return hash(self.trace.fix(self))
+
+    def bit_length(self) -> int:
+        """Return the bits of the integer; it is used as a plain one."""
+        return self.trace.fix(self).bit_length()
+
+    def __float__(self) -> float:
+        return float(self.trace.fix(self))
+
+    def __repr__(self) -> str:
+        return self.trace.expressions.text(self.number)
+
+
+class SymReal:
+    """A real number that depends on sizes: an estimate, or an argument of a kernel."""
+
+    __slots__ = ("hint", "number", "trace")
+
+    def __init__(self, trace: Trace, number: int, hint: float) -> None:
+        """Take the number of the expression in the trace's list, and its value for the trace's sizes."""
+        self.trace, self.number, self.hint = trace, number, hint
+
+    def _with(self, op: Op, other: Any, compute: Callable[[float, float], float], swap: bool = False) -> Any:
+        if not isinstance(other, int | float | SymInt | SymReal):
+            return NotImplemented
+        real = as_real(self.trace, other)
+        a, b = (real, self) if swap else (self, real)
+        return SymReal(self.trace, self.trace.expressions.number(op, a.number, b.number), compute(a.hint, b.hint))
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(Op.REAL_ADD, other, lambda a, b: a + b)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(Op.REAL_SUBTRACT, other, lambda a, b: a - b)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(Op.REAL_SUBTRACT, other, lambda a, b: a - b, swap=True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(Op.REAL_MULTIPLY, other, lambda a, b: a * b)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(Op.REAL_DIVIDE, other, lambda a, b: a / b)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._with(Op.REAL_DIVIDE, other, lambda a, b: a / b, swap=True)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._with(Op.POWER, other, lambda a, b: float(a**b))
+
+    def __neg__(self) -> Any:
+        return 0 - self
+
+    def __ceil__(self) -> Any:
+        return SymInt(self.trace, self.trace.expressions.number(Op.CEILING, self.number), math.ceil(self.hint))
+
+    def __floor__(self) -> Any:
+        return SymInt(self.trace, self.trace.expressions.number(Op.FLOOR, self.number), math.floor(self.hint))
+
+    def __lt__(self, other: Any) -> Any:
+        return _compare_real(self, other, Op.LESS, False, lambda a, b: a < b)
+
+    def __gt__(self, other: Any) -> Any:
+        return _compare_real(self, other, Op.LESS, True, lambda a, b: a < b)
+
+    def __le__(self, other: Any) -> Any:
+        return _compare_real(self, other, Op.LESS_EQUAL, False, lambda a, b: a <= b)
+
+    def __ge__(self, other: Any) -> Any:
+        return _compare_real(self, other, Op.LESS_EQUAL, True, lambda a, b: a <= b)
+
+    def __eq__(self, other: object) -> Any:
+        return _compare_real(self, other, Op.EQUAL, False, lambda a, b: a == b)
+
+    def __bool__(self) -> bool:
+        return not self.__eq__(0.0)
+
+    def __hash__(self) -> int:
+        raise TypeError(f"{self!r} depends on sizes and cannot be a key; compare it instead")
+
+    def __float__(self) -> float:
+        raise TypeError(f"{self!r} depends on sizes and is no plain number; use arithmetic and comparisons only")
+
+    def __repr__(self) -> str:
+        return self.trace.expressions.text(self.number)
+
+
+_REAL: Final = {Op.LESS: Op.REAL_LESS, Op.LESS_EQUAL: Op.REAL_LESS_EQUAL, Op.EQUAL: Op.REAL_EQUAL}
+
+
+def _compare_real(real: SymReal, other: Any, op: Op, swap: bool, compute: Callable[[Any, Any], bool]) -> Any:
+    if not isinstance(other, int | float | SymInt | SymReal):
+        return NotImplemented
+    its = as_real(real.trace, other)
+    a, b = (its, real) if swap else (real, its)
+    return _ask(real.trace, real.trace.soft, _REAL[op], a.number, b.number, compute(a.hint, b.hint))
+
+
+def _ask(trace: Trace, guards: dict[int, bool], op: Op, a: int, b: int, answer: bool) -> bool:
+    guards[trace.expressions.number(op, a, b)] = answer
+    return answer
+
+
+def divisor_of(rows: Expressions, number: int) -> int:
+    """Return an integer by which an integer expression is divisible for all sizes; 0 for the constant 0."""
+    op, a, b = rows.rows[number]
+    if op is Op.CONSTANT:
+        return abs(a)
+    if op is Op.MULTIPLY:
+        return divisor_of(rows, a) * divisor_of(rows, b)
+    if op in (Op.ADD, Op.SUBTRACT, Op.MINIMUM, Op.MAXIMUM):
+        return math.gcd(divisor_of(rows, a), divisor_of(rows, b))
+    return 1
+
+
+def _divided(rows: Expressions, number: int, divisor: int) -> int | None:
+    """Return the number of a product with a constant factor after division by a divisor of that; None for others."""
+    op, a, b = rows.rows[number]
+    if op is not Op.MULTIPLY:
+        return None
+    for factor, rest in ((a, b), (b, a)):
+        constant = rows.constant_of(factor)
+        if constant is not None and constant % divisor == 0:
+            left = constant // divisor
+            return rest if left == 1 else rows.number(Op.MULTIPLY, rows.constant(left), rest)
+        inner = _divided(rows, factor, divisor)
+        if inner is not None:
+            return rows.number(Op.MULTIPLY, inner, rest)
+    return None
+
+
+# --- what hosts use instead of Python's own functions ----------------------------------------------------------------
+
+
+def as_real(trace: Trace, value: Any) -> SymReal:
+    """Return a number as a symbolic real one."""
+    if isinstance(value, SymReal):
+        return value
+    if isinstance(value, SymInt):
+        return SymReal(trace, trace.expressions.number(Op.TO_REAL, value.number), float(value.hint))
+    return SymReal(trace, trace.expressions.number(Op.REAL_CONSTANT, real_bits(float(value))), float(value))
+
+
+def _pairwise(op: Op, real: Op, compute: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    symbolic = next((each for each in (a, b) if isinstance(each, SymInt | SymReal)), None)
+    if symbolic is None:
+        return compute(a, b)
+    if all(isinstance(each, int | SymInt) for each in (a, b)):
+        first = a if isinstance(a, SymInt) else b
+        other = b if first is a else a
+        if first._number_of(other)[0] == first.number:
+            return first
+        return first._with(op, other, compute)
+    trace = symbolic.trace
+    left, right = as_real(trace, a), as_real(trace, b)
+    number = trace.expressions.number(real, left.number, right.number)
+    return SymReal(trace, number, float(compute(left.hint, right.hint)))
+
+
+def minimum(first: Any, *others: Any) -> Any:
+    """Return the least of some numbers; where `min` would guard which of them that is, this makes an expression."""
+    for each in others:
+        first = _pairwise(Op.MINIMUM, Op.REAL_MINIMUM, min, first, each)
+    return first
+
+
+def maximum(first: Any, *others: Any) -> Any:
+    """Return the greatest of some numbers; where `max` would guard which of them that is, this makes an expression."""
+    for each in others:
+        first = _pairwise(Op.MAXIMUM, Op.REAL_MAXIMUM, max, first, each)
+    return first
+
+
+def gcd(*values: Any) -> Any:
+    """Return the greatest common divisor of integers; of symbolic ones, one that divides them for all sizes.
+
+    It is a plain integer if one of them is: a divisor of that which is known to divide the others, too.
+    """
+    known = [value if isinstance(value, int) else divisor_of(value.trace.expressions, value.number) for value in values]
+    return math.gcd(*known)
+
+
+def estimate(value: Any) -> Any:
+    """Return an integer as a real number, whose comparisons are soft guards: they decide what is faster only."""
+    return value._real() if isinstance(value, SymInt) else float(value)
+
+
+def is_symbolic(*values: Any) -> bool:
+    """Return whether any of these numbers depends on dynamic sizes."""
+    return any(isinstance(value, SymInt | SymReal) for value in values)
+
+
+def always(condition: Callable[[], Any], *values: Any) -> bool:
+    """Return a condition on values that are all plain; False, without a guard, if one of them is symbolic."""
+    return not is_symbolic(*values) and bool(condition())
+
+
+def best_first(items: Iterable[T], cost: Callable[[T], Any]) -> list[T]:
+    """Return the items by their cost, the lowest first; soft guards say that none is lower than the first's."""
+    costs = [(cost(item), item) for item in items]
+    ordered = sorted(costs, key=lambda pair: _hint(pair[0]))
+    for other, _ in ordered[1:]:
+        _ = ordered[0][0] <= other
+    return [item for _, item in ordered]
+
+
+def _hint(value: Any) -> Any:
+    return value.hint if isinstance(value, SymInt | SymReal) else value
+
+
+def float_word(value: Any) -> Any:
+    """Return the bits of a number rounded to float32 as an integer, which is symbolic if the number is."""
+    if not isinstance(value, SymReal):
+        return float_bits(float(value))
+    number = value.trace.expressions.number(Op.FLOAT_BITS, value.number)
+    return SymInt(value.trace, number, float_bits(value.hint))

@@ -1,0 +1,192 @@
+"""Plan templates: how a fused node runs for all sizes of its dynamic dims, as variants with the sizes they are for."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from onnxfuse.runtime.expressions import Expressions, Values
+from onnxfuse.runtime.hosts import Host
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
+from onnxfuse.runtime.symint import Trace
+
+log: Final = logging.getLogger("onnxfuse")
+MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
+MAX_VARIANTS: Final = 48
+LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A plan for the sizes for which its guards hold; its numbers may be symbolic integers."""
+
+    plan: Plan
+    hard: tuple[tuple[int, bool], ...]  # expressions and what they must be, so that the plan is right
+    soft: tuple[tuple[int, bool], ...]  # the same, so that it is the one that the host would choose
+    hints: tuple[int, ...]  # sizes at which the host chose it
+    fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of the plan's launches, in order."""
+        return tuple(step.kernel for step in self.plan.steps if isinstance(step, Launch))
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """The variants of a node for inputs whose dynamic dims are -1 - k, where k is the number of a size."""
+
+    node: FusedNode
+    inputs: tuple[TensorSpec, ...]
+    device: Device
+    expressions: Expressions
+    variants: list[Variant] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The different kernels of all variants, in a fixed order."""
+        return list({repr(kernel): kernel for each in self.variants for kernel in each.kernels}.values())
+
+    def chosen(self, sizes: Sequence[int]) -> Variant | None:
+        """Return the variant that the native library takes for these sizes; None if it has none for them."""
+        values = [bool(each[0]) for each in self.expressions.evaluate([np.array([size]) for size in sizes])]
+
+        def hold(guards: Sequence[tuple[int, bool]]) -> bool:
+            return all(values[number] == answer for number, answer in guards)
+
+        right = [each for each in self.variants if hold(each.hard)]
+        exact = next((each for each in right if hold(each.soft)), None)
+        return exact or min(right, key=lambda each: distance(sizes, each.hints), default=None)
+
+
+def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
+    """Return how far sizes are from a variant's hints: the sum of their ratios' logarithms."""
+    return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
+
+
+def size_count(inputs: Sequence[TensorSpec]) -> int:
+    """Return how many different dynamic sizes the inputs of a template have."""
+    return max((-dim for spec in inputs for dim in spec.shape if dim < 0), default=0)
+
+
+def with_sizes(inputs: Sequence[TensorSpec], sizes: Sequence[int]) -> tuple[TensorSpec, ...]:
+    """Return the inputs with these sizes, which may be symbolic, in place of the dynamic dims."""
+    return tuple(replace(i, shape=tuple(sizes[-1 - dim] if dim < 0 else dim for dim in i.shape)) for i in inputs)
+
+
+def sizes_of(inputs: Sequence[TensorSpec], found: Sequence[TensorSpec]) -> tuple[int, ...] | None:
+    """Return the sizes of the dynamic dims in inputs that were found; None if these do not fit the template's."""
+    if len(inputs) != len(found):
+        return None
+    sizes: dict[int, int] = {}
+    for spec, other in zip(inputs, found, strict=True):
+        if replace(spec, shape=()) != replace(other, shape=()) or len(spec.shape) != len(other.shape):
+            return None
+        for dim, size in zip(spec.shape, other.shape, strict=True):
+            if (dim if dim >= 0 else sizes.setdefault(-1 - dim, size)) != size:
+                return None
+    return tuple(size for _, size in sorted(sizes.items()))
+
+
+def make_template(
+    host: Host,
+    node: FusedNode,
+    inputs: Sequence[TensorSpec],
+    device: Device,
+    samples: Sequence[Sequence[int]] = (),
+) -> Template:
+    """Return the template of a node whose dynamic dims are -1 - k; without them it has one variant.
+
+    The host is asked at each of the `samples`, combinations of sizes, that no earlier answer is for; at sizes of the
+    usual spread if there are none.  Raises what the host raises where it has a plan for no sample.
+    """
+    template = Template(node, tuple(inputs), device, Expressions())
+    count = size_count(inputs)
+    points = np.array(list(samples) or list(usual_samples(count)), dtype=np.int64).reshape(-1, count)
+    columns = [points[:, i] for i in range(count)]
+    left, values, error = np.ones(len(points), bool), list[Values](), None
+    while left.any() and len(template.variants) < MAX_VARIANTS:
+        at = int(np.argmax(left))
+        left[at] = False
+        try:
+            variant = trace(host, template, tuple(map(int, points[at])))
+        except ValueError as found:  # the shapes do not fit together, or no kernel takes them
+            error = error or found
+            continue
+        template.variants.append(variant)
+        if count:
+            values = template.expressions.evaluate(columns, values)
+            left &= ~_holds(values, (*variant.hard, *variant.soft))
+    if left.any():
+        log.info("%s: %d of %d combinations of sizes take a plan of others", node.name, left.sum(), len(points))
+    if not template.variants and error:
+        raise error
+    return template
+
+
+def add_variant(host: Host, template: Template, sizes: Sequence[int]) -> Variant:
+    """Add the plan that a host returns at these sizes to a template, and return it; raises what the host raises."""
+    variant = trace(host, template, tuple(sizes))
+    template.variants.append(variant)
+    return variant
+
+
+def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
+    return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
+
+
+def trace(host: Host, template: Template, hints: tuple[int, ...]) -> Variant:
+    """Return the plan that a host expects to be the fastest at these sizes, for all sizes of which it says the same."""
+    record = Trace(template.expressions)
+    sizes = [record.size(i, hint) for i, hint in enumerate(hints)]
+    plan = host.candidates(template.node, with_sizes(template.inputs, sizes), template.device)[0]
+    plan = replace(plan, steps=tuple(_plain(step) if isinstance(step, Launch) else step for step in plan.steps))
+    guards = tuple(tuple(sorted(of.items())) for of in (record.hard, record.soft))
+    return Variant(plan, *guards, hints, tuple(record.fixed.items()))
+
+
+def _plain(step: Launch) -> Launch:
+    """Return a launch whose compile-time constants, block and shared memory are plain integers: see Trace.fix."""
+    defines = {
+        name: value if isinstance(value, str | float) else int(value) for name, value in step.kernel.defines.items()
+    }
+    arguments = tuple(
+        replace(each, box=tuple(map(int, each.box)), pointer=each.pointer) if isinstance(each, TensorMap) else each
+        for each in step.arguments
+    )
+    x, y, z = map(int, step.block)
+    kernel = replace(step.kernel, defines=defines)
+    return replace(
+        step, kernel=kernel, arguments=arguments, block=(x, y, z), shared=int(step.shared), cluster=int(step.cluster)
+    )
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield combinations of `count` sizes: powers of two and numbers between them, odd ones too, common ones first."""
+    if not count:
+        yield ()
+        return
+    per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
+    spread = _spread(per_octave)
+    while len(spread) ** count > 4 * MAX_SAMPLES:
+        spread = spread[::2]
+    usual = sorted(spread, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
+    yield from itertools.product(usual, repeat=count)
+
+
+def _spread(per_octave: int) -> list[int]:
+    """Return sizes from 1 on, so many in each octave, and an odd one in each."""
+    found = {1, 2, 3}
+    octave = 4
+    while octave <= LARGEST_SIZE:
+        found |= {octave + octave * i // per_octave for i in range(per_octave)} | {octave + octave // 3 | 1}
+        octave *= 2
+    return sorted(found)

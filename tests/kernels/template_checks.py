@@ -1,0 +1,95 @@
+"""What holds of every plan template: it says at any sizes what its host says there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan_bytes import plan_words
+from onnxfuse.runtime.symint import SymInt
+from onnxfuse.runtime.template import Template, Variant, make_template, size_count, with_sizes
+
+Allowed = Callable[[Plan, Plan], bool]
+
+
+def template_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Template:
+    """Return the template of a node whose dynamic dims are -1 - k."""
+    host = find_host(node.fusion)
+    assert host is not None
+    return make_template(host, node, inputs, device)
+
+
+def plan_at(template: Template, variant: Variant, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
+    """Return the kernels of a variant, and the words of its plan at these sizes, with kernels' indices as functions."""
+    values = template.expressions.evaluate([np.array([size]) for size in sizes])
+    launches = range(len(variant.kernels))
+    words = plan_words(variant.plan, launches)
+    return list(variant.kernels), [int(values[w.number][0]) if isinstance(w, SymInt) else w for w in words]
+
+
+def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
+    """Return the same of the plan that the host has first for these very sizes; raises what the host raises."""
+    host = find_host(template.node.fusion)
+    assert host is not None
+    plan = host.candidates(template.node, with_sizes(template.inputs, sizes), template.device)[0]
+    kernels = [step.kernel for step in plan.steps if isinstance(step, Launch)]
+    return kernels, plan_words(plan, range(len(kernels)))
+
+
+def random_sizes(count: int, seed: int, largest: int = 1 << 13) -> list[int]:
+    """Return sizes whose logarithms are spread evenly."""
+    chance = random.Random(seed)
+    return [int(largest ** chance.random()) for _ in range(count)]
+
+
+def check_template(
+    node: FusedNode,
+    inputs: Sequence[TensorSpec],
+    device: Device,
+    *,
+    max_kernels: int,
+    sizes: Callable[[int], Sequence[int]] | None = None,
+    tries: int = 60,
+) -> Template:
+    """Check a template, and return it.
+
+    - The host uses no dynamic size as a plain integer: it would have to plan again for every size.
+    - It has at most `max_kernels` kernels, because each of them is compiled before the first run.
+    - At random sizes (or those that `sizes` makes of a seed) it has a plan wherever the host has one, with the same
+      output shapes.  If the host takes the same kernels for these very sizes, all numbers are the same, too.
+    """
+    template = template_of(node, inputs, device)
+    fixed = sorted({where for variant in template.variants for where, _ in variant.fixed})
+    assert not fixed, f"{node.fusion}: sizes are used as plain integers at {', '.join(fixed)}"
+    assert len(template.kernels) <= max_kernels, f"{len(template.kernels)} kernels: {summary(template)}"
+    compared = 0
+    for seed in range(tries):
+        at = list(sizes(seed) if sizes else random_sizes(size_count(inputs), seed))
+        try:
+            kernels, words = host_plan_at(template, at)
+        except ValueError:
+            continue
+        variant = template.chosen(at)
+        assert variant, f"no variant for the sizes {at}, where the host has a plan"
+        found_kernels, found = plan_at(template, variant, at)
+        if found_kernels == kernels:
+            assert found == words, f"at {at}"
+            compared += 1
+    assert compared, "the template never has the host's own choice"
+    return template
+
+
+def summary(template: Template) -> str:
+    """Return the macros in which the template's kernels differ."""
+    kernels = template.kernels
+    names = sorted({name for kernel in kernels for name in kernel.defines})
+    parts = []
+    for name in names:
+        values = {str(kernel.defines.get(name)) for kernel in kernels}
+        if len(values) > 1:
+            parts.append(f"{name}: {' '.join(sorted(values))}")
+    return f"{sorted({kernel.source for kernel in kernels})} " + "; ".join(parts)
