@@ -38,12 +38,12 @@ class Trace:
         """Return the size of that number, as a symbolic integer."""
         return cast(int, SymInt(self, self.expressions.number(Op.SIZE, index), hint))
 
-    def fix(self, value: SymInt) -> int:
-        """Guard that a symbolic integer equals its hint, and return that."""
+    def fix(self, value: SymInt, where: str = "") -> int:
+        """Guard that a symbolic integer equals its hint, and return that; `where` it is used so, or the caller."""
         same = self.expressions.number(Op.EQUAL, value.number, self.expressions.constant(value.hint))
         if same not in self.hard:
             self.hard[same] = True
-            self.fixed.setdefault(_caller(), value.hint)
+            self.fixed.setdefault(where or _caller(), value.hint)
         return value.hint
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
 from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
-from onnxfuse.runtime.symint import Trace
+from onnxfuse.runtime.symint import SymInt, SymReal, Trace
 
 log: Final = logging.getLogger("onnxfuse")
+T = TypeVar("T")
 MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
 MAX_VARIANTS: Final = 48
 LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
+MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Variant:
     plan: Plan
     hard: tuple[tuple[int, bool], ...]  # expressions and what they must be, so that the plan is right
     soft: tuple[tuple[int, bool], ...]  # the same, so that it is the one that the host would choose
-    hints: tuple[int, ...]  # sizes at which the host chose it
+    hints: tuple[int, ...]  # sizes at which it was chosen
     fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
+    tuned: bool = False  # it was chosen by measuring, and counts for sizes near its hints
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -60,12 +63,15 @@ class Template:
             return all(values[number] == answer for number, answer in guards)
 
         right = [each for each in self.variants if hold(each.hard)]
-        exact = next((each for each in right if hold(each.soft)), None)
+        tuned = min((each for each in right if each.tuned), key=lambda each: distance(sizes, each.hints), default=None)
+        if tuned and distance(sizes, tuned.hints) <= MAX_TUNED_DISTANCE:
+            return tuned
+        exact = next((each for each in right if not each.tuned and hold(each.soft)), None)
         return exact or min(right, key=lambda each: distance(sizes, each.hints), default=None)
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
-    """Return how far sizes are from a variant's hints: the sum of their ratios' logarithms."""
+    """Return how far sizes are from a variant's hints: the sum of their ratios' logarithms to base 2."""
     return float(sum(abs(np.log2(max(1, a)) - np.log2(max(1, b))) for a, b in zip(sizes, hints, strict=True)))
 
 
@@ -114,7 +120,7 @@ def make_template(
         at = int(np.argmax(left))
         left[at] = False
         try:
-            variant = trace(host, template, tuple(map(int, points[at])))
+            variant = candidates_at(host, template, tuple(map(int, points[at])))[0]
         except ValueError as found:  # the shapes do not fit together, or no kernel takes them
             error = error or found
             continue
@@ -129,41 +135,58 @@ def make_template(
     return template
 
 
-def add_variant(host: Host, template: Template, sizes: Sequence[int]) -> Variant:
-    """Add the plan that a host returns at these sizes to a template, and return it; raises what the host raises."""
-    variant = trace(host, template, tuple(sizes))
-    template.variants.append(variant)
-    return variant
+def candidates_at(host: Host, template: Template, sizes: Sequence[int]) -> list[Variant]:
+    """Return all plans that a host offers at these sizes, the expected fastest first; raises what the host raises."""
+    record = Trace(template.expressions)
+    symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
+    plans = host.candidates(template.node, with_sizes(template.inputs, symbolic), template.device)
+    plans = [_finished(plan) for plan in plans]
+    hard, soft = (tuple(sorted(of.items())) for of in (record.hard, record.soft))
+    fixed = tuple(record.fixed.items())
+    return [Variant(plan, hard, soft, tuple(sizes), fixed) for plan in plans]
 
 
 def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
     return np.logical_and.reduce([values[number].astype(bool) == answer for number, answer in guards] or [True])
 
 
-def trace(host: Host, template: Template, hints: tuple[int, ...]) -> Variant:
-    """Return the plan that a host expects to be the fastest at these sizes, for all sizes of which it says the same."""
-    record = Trace(template.expressions)
-    sizes = [record.size(i, hint) for i, hint in enumerate(hints)]
-    plan = host.candidates(template.node, with_sizes(template.inputs, sizes), template.device)[0]
-    plan = replace(plan, steps=tuple(_plain(step) if isinstance(step, Launch) else step for step in plan.steps))
-    guards = tuple(tuple(sorted(of.items())) for of in (record.hard, record.soft))
-    return Variant(plan, *guards, hints, tuple(record.fixed.items()))
+def concrete(plan: T) -> T:
+    """Return a plan, or a part of one, with the hints of its symbolic numbers in their place."""
+    if isinstance(plan, SymInt | SymReal):
+        return cast(T, plan.hint)
+    if isinstance(plan, tuple):
+        return cast(T, tuple(concrete(each) for each in plan))
+    if is_dataclass(plan) and not isinstance(plan, type):
+        return cast(T, replace(plan, **{each.name: concrete(getattr(plan, each.name)) for each in fields(plan)}))
+    return plan
+
+
+def _finished(plan: Plan) -> Plan:
+    """Return a plan as templates hold it: without steps if there is nothing to compute, and with plain constants."""
+    if all(0 in output.shape for output in plan.outputs):
+        return replace(plan, steps=())
+    return replace(plan, steps=tuple(_plain(step) if isinstance(step, Launch) else step for step in plan.steps))
 
 
 def _plain(step: Launch) -> Launch:
     """Return a launch whose compile-time constants, block and shared memory are plain integers: see Trace.fix."""
-    defines = {
-        name: value if isinstance(value, str | float) else int(value) for name, value in step.kernel.defines.items()
-    }
+    kernel = step.kernel
+    defines = {name: _integer(value, f"{kernel.source} {name}") for name, value in kernel.defines.items()}
     arguments = tuple(
-        replace(each, box=tuple(map(int, each.box)), pointer=each.pointer) if isinstance(each, TensorMap) else each
+        replace(each, box=tuple(_integer(size, f"{kernel.source} box") for size in each.box))
+        if isinstance(each, TensorMap)
+        else each
         for each in step.arguments
     )
-    x, y, z = map(int, step.block)
-    kernel = replace(step.kernel, defines=defines)
-    return replace(
-        step, kernel=kernel, arguments=arguments, block=(x, y, z), shared=int(step.shared), cluster=int(step.cluster)
-    )
+    x, y, z = (_integer(size, f"{kernel.source} block") for size in step.block)
+    shared, cluster = (_integer(getattr(step, name), f"{kernel.source} {name}") for name in ("shared", "cluster"))
+    kernel = replace(kernel, defines=defines)
+    return replace(step, kernel=kernel, arguments=arguments, block=(x, y, z), shared=shared, cluster=cluster)
+
+
+def _integer(value: T, where: str) -> T:
+    """Return a value, or the hint of a symbolic integer, which is then fixed at `where`."""
+    return cast(T, value.trace.fix(value, where)) if isinstance(value, SymInt) else value
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------

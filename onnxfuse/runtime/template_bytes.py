@@ -50,4 +50,4 @@ def _variant(variant: Variant, indices: Mapping[str, int]) -> list[int]:
             patches += [i, EXPRESSION, word.number]
         plain.append(0 if isinstance(word, _Function | SymInt) else word)
     guards = [[len(of), *(int(word) for guard in of for word in guard)] for of in (variant.hard, variant.soft)]
-    return [*variant.hints, *guards[0], *guards[1], len(plain), *plain, len(patches) // 3, *patches]
+    return [*variant.hints, int(variant.tuned), *guards[0], *guards[1], len(plain), *plain, len(patches) // 3, *patches]

@@ -1,10 +1,8 @@
 // Running a fused node: read its inputs, find or make the plan, allocate its outputs, start its steps.
 #include "kernel.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -202,25 +200,24 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
-FusedKernel::Templates FusedKernel::fitting(const Key& key) {
+FusedKernel::SharedPlan FusedKernel::known(const Key& key) {
   std::shared_lock<std::shared_mutex> lock(mutex_);
-  Templates found;
-  std::copy_if(templates_.rbegin(), templates_.rend(), std::back_inserter(found),
-               [&](const auto& each) { return each->fits(key); });
-  return found;
-}
-
-FusedKernel::SharedPlan FusedKernel::known(const Templates& templates, const Key& key) {
-  for (const auto& each : templates) {
+  for (const auto& each : templates_) {
+    if (!each->fits(key)) continue;
     if (SharedPlan plan = each->known_plan(key)) return plan;
   }
   return nullptr;
 }
 
-FusedKernel::SharedPlan FusedKernel::make(const Templates& templates, const Key& key, Stream stream) {
+FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
   const CurrentContext current(driver_, driver_.context_of(device_));
+  Templates templates;
+  {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    templates = templates_;
+  }
   for (const auto& each : templates) {
-    if (SharedPlan plan = each->plan(key)) return plan;
+    if (SharedPlan plan = each->fits(key) ? each->plan(key) : nullptr) return plan;
   }
   const std::shared_ptr<Template> added = ask(key, stream);
   if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
@@ -236,7 +233,7 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream) {
                             attributes_.size(), key.data(), key.size(), device_, settings_};
   auto added = Template::shared(ask_for_plan(request), output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
-  templates_.push_back(added);
+  templates_.insert(templates_.begin(), added);
   return added;
 }
 
@@ -249,10 +246,9 @@ void FusedKernel::compute(OrtKernelContext* context) {
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));
     std::optional<RelaxedCapture> relaxed;  // until a new plan's first launches are done, because they may load code
     const auto plan_of = [&](const Key& key) {
-      const Templates templates = fitting(key);
-      if (SharedPlan plan = known(templates, key)) return plan;
+      if (SharedPlan plan = known(key)) return plan;
       relaxed.emplace(driver_);
-      return make(templates, key, stream);
+      return make(key, stream);
     };
     SharedPlan plan = plan_of(tensors.key);
     const auto [any, all_aligned] = tensors.make_outputs(ort_, context, plan->outputs);

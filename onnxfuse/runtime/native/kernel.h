@@ -41,9 +41,8 @@ class FusedKernel {
   using SharedPlan = Template::SharedPlan;
   using Templates = std::vector<std::shared_ptr<Template>>;
 
-  Templates fitting(const Key& key);  // the one that came last first
-  SharedPlan known(const Templates& templates, const Key& key);
-  SharedPlan make(const Templates& templates, const Key& key, Stream stream);
+  SharedPlan known(const Key& key);
+  SharedPlan make(const Key& key, Stream stream);
   std::shared_ptr<Template> ask(const Key& key, Stream stream);
 
   const Ort& ort_;
@@ -58,7 +57,7 @@ class FusedKernel {
   const OrtMemoryInfo* memory_ = nullptr;
   int device_ = 0;
   std::shared_mutex mutex_;  // guards the templates
-  Templates templates_;      // those that nodes of the same kind share
+  Templates templates_;      // which equal nodes share; the one that came last is the first
 };
 
 }  // namespace onnxfuse

@@ -13,9 +13,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr int64_t kMaxWords = 1 << 20;
+constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
 std::atomic<size_t> max_recent_plans{1};
 
-// How far sizes are from those of a variant: the sum of their ratios' logarithms.
+// How far sizes are from those of a variant: the sum of their ratios' logarithms to base 2.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
   double sum = 0.0;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -71,6 +72,7 @@ Template::Variant Template::read_variant(WordReader& reader) const {
   Variant variant;
   variant.hints.resize(size_count_);
   for (int64_t& hint : variant.hints) hint = reader.next("a variant's size", 0, kMaxBytes);
+  variant.tuned = reader.flag("whether a variant was measured");
   variant.hard = read_guards(reader);
   variant.soft = read_guards(reader);
   variant.words.resize(reader.count("the number of a plan's words", kMaxWords));
@@ -135,15 +137,27 @@ const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
     return std::all_of(guards.begin(), guards.end(),
                        [&](const Guard& guard) { return (values[guard.expression] != 0) == guard.answer; });
   };
-  const Variant* nearest = nullptr;
-  double least = 0.0;
+  struct Nearest {
+    const Variant* variant = nullptr;
+    double away = 0.0;
+    void offer(const Variant& other, double distance) {
+      if (!variant || distance < away) variant = &other, away = distance;
+    }
+  };
+  Nearest tuned, any;
+  const Variant* exact = nullptr;
   for (const Variant& variant : variants_) {
     if (!hold(variant.hard)) continue;
-    if (hold(variant.soft)) return &variant;
-    const double here = distance(sizes, variant.hints);
-    if (!nearest || here < least) nearest = &variant, least = here;
+    const double away = distance(sizes, variant.hints);
+    any.offer(variant, away);
+    if (variant.tuned) {
+      tuned.offer(variant, away);
+    } else if (!exact && hold(variant.soft)) {
+      exact = &variant;
+    }
   }
-  return nearest;
+  if (tuned.variant && tuned.away <= kMaxTunedDistance) return tuned.variant;
+  return exact ? exact : any.variant;
 }
 
 Template::SharedPlan Template::make(const Key& key) const {

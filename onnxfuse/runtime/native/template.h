@@ -61,6 +61,7 @@ class Template {
   };
   struct Variant {
     std::vector<int64_t> hints;  // sizes at which it was chosen
+    bool tuned;                  // by measuring; it counts for sizes near the hints
     std::vector<Guard> hard, soft;
     std::vector<int64_t> words;
     std::vector<Patch> patches;
