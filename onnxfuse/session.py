@@ -24,8 +24,9 @@ from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.target import NoTarget, ProviderOptions, Providers, Target, find_target
-from onnxfuse.tuning.autotune import choose_plan
+from onnxfuse.runtime.preparation import preparation
+from onnxfuse.runtime.target import NoTarget, PlanChoice, ProviderOptions, Providers, Target, find_target
+from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.dispatch import (
     CUDA_GRAPH,
     PLAIN,
@@ -42,7 +43,7 @@ from onnxfuse.tuning.tune import tune_session
 __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session", "register"]
 
 log: Final = logging.getLogger("onnxfuse")
-planner.choose_plans_with(choose_plan)  # the planner knows nothing of measurements
+planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
 
 
 def InferenceSession(
@@ -57,9 +58,10 @@ def InferenceSession(
 ) -> ort.InferenceSession:
     """Open an ordinary onnxruntime session in which fused nodes run as kernels, where this GPU has kernels for them.
 
-    tune    "cached": earlier measurements decide between kernel and body; nodes without one run as kernels.
+    tune    "cached": earlier measurements decide between kernel and body, and between the plans of a kernel; nodes
+            without one run as kernels, by the plans that are expected to be the fastest.
             "now": nodes without one are measured first, at the sizes of the model's inputs.
-            "never": all nodes run as kernels, and no candidate plans are timed.
+            "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
 
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
@@ -72,9 +74,9 @@ def InferenceSession(
     _check_tune(tune)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
-    prefer, measure = (None, False) if tune == "never" else (cached_preferences, True)
+    prefer, plans = _choices(tune)
     return open_session(
-        path_or_bytes, sess_options, providers, provider_options, prefer=prefer, measure=measure, **arguments
+        path_or_bytes, sess_options, providers, provider_options, prefer=prefer, plans=plans, **arguments
     )
 
 
@@ -85,13 +87,13 @@ def open_session(
     provider_options: Sequence[ProviderOptions] | None = None,
     *,
     prefer: Prefer | None,
-    measure: bool,
+    plans: PlanChoice,
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open a session like `InferenceSession`.
 
-    prefer   which nodes run as kernels and which as bodies; None runs every node with a kernel as one
-    measure  the candidate plans of a kernel may be timed
+    prefer  which nodes run as kernels and which as bodies; None runs every node with a kernel as one
+    plans   which candidate plans of a kernel run
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
     path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
@@ -110,10 +112,10 @@ def open_session(
         source = split_functions(model, mixed).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(options, target, kernels, bodies, measure)
+    register_operators(options, target, kernels, bodies, plans)
     if kernels:
         arguments.setdefault("enable_fallback", 0)
-    with external_data_folder(folder, options, shared=sess_options is not None):
+    with preparation(kernels, target, plans), external_data_folder(folder, options, shared=sess_options is not None):
         session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
@@ -154,10 +156,13 @@ def register(
     proto = read_model(source)
     calls = read_calls(proto)
     target = find_target(session_options, providers, provider_options)
-    reasons, preferred = _kernel_or_body(proto, calls, target, None if tune == "never" else cached_preferences, "")
+    prefer, plans = _choices(tune)
+    reasons, preferred = _kernel_or_body(proto, calls, target, prefer, "")
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(session_options, target, kernels, bodies, tune != "never")
+    register_operators(session_options, target, kernels, bodies, plans)
+    with preparation(kernels, target, plans):
+        pass
     dispatches = _dispatches(calls, reasons, preferred, target)
     record_dispatches(session_options, dispatches)
     return dispatches
@@ -245,6 +250,11 @@ def _preferred(
         if each and not each.kernel and reasons[i] is None and call.has_body:
             reasons[i] = each.why
     return found
+
+
+def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:
+    """Return what decides between kernels and bodies, and between the plans of a kernel."""
+    return (None, "first") if tune == "never" else (cached_preferences, "known")
 
 
 def _check_tune(tune: str) -> None:

@@ -300,7 +300,7 @@ def _op_times(
     try:
         rows = op_times(
             fused, folder, feeds, runner.provider, dispatches, CUDA_GRAPH in runner.modes, runner.progress,
-            open_session, unfused=True, measure=runner.tune != "never",
+            open_session, unfused=True, plans="first" if runner.tune == "never" else "known",
         )  # fmt: skip
         return rows, ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured

@@ -35,6 +35,7 @@ class LoadedKernel:
 KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and source
 _loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
 _recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
+_turns: Final[dict[KernelKey, threading.Lock]] = {}  # of kernels that are being compiled
 _lock = threading.RLock()
 
 
@@ -91,10 +92,17 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
         flags += (f"-arch={arch_name(kernel, gpu(ordinal).arch)}",)
     key = (ordinal, kernel.entry, flags, text)
     with _lock:
+        if loaded := _loaded.get(key):
+            return loaded
+        turn = _turns.setdefault(key, threading.Lock())
+    with turn:  # one thread compiles the kernel, while others compile others
         loaded = _loaded.get(key)
         if loaded is None:
-            loaded = _loaded[key] = _compile_and_load(kernel, text, flags, ordinal)
-            _recent.append(loaded)
+            loaded = _compile_and_load(kernel, text, flags, ordinal)
+            with _lock:
+                _loaded[key] = loaded
+                _recent.append(loaded)
+                _turns.pop(key, None)
         return loaded
 
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds
-from onnxfuse.runtime.target import NoTarget, Target, native_library
+from onnxfuse.runtime.target import NoTarget, PlanChoice, Target, native_library
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _Registration:
     """What session options have registered."""
 
     ops: frozenset[str]
-    settings: int  # native.TF32, native.MEASURE
+    settings: int  # native.TF32, native.VERDICTS, native.MEASURE
 
 
 _registrations: Final[weakref.WeakKeyDictionary[ort.SessionOptions, _Registration]] = weakref.WeakKeyDictionary()
@@ -30,12 +30,12 @@ _lock: Final = threading.Lock()
 
 
 def register_operators(
-    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], measure: bool
+    options: ort.SessionOptions, target: Target | NoTarget, calls: Sequence[Call], bodies: set[str], choice: PlanChoice
 ) -> None:
     """Register the functions that `calls` name as operators of the target's provider; any thread may.
 
-    bodies   functions that must not be registered, because their bodies run
-    measure  whether candidates of a kernel may be timed
+    bodies  functions that must not be registered, because their bodies run
+    choice  which candidates of kernels run
 
     Raises UsageError if these options have registered operators that do not fit, OnnxfuseError if onnxruntime refuses
     the operators.
@@ -44,11 +44,11 @@ def register_operators(
     with _lock:
         registered = _registrations.get(options)
         if registered is not None:
-            _refuse_clash(registered, target, calls_of_op, bodies, measure)
+            _refuse_clash(registered, target, calls_of_op, bodies, choice)
         if isinstance(target, NoTarget) or not calls_of_op:
             return
         lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(calls_of_op.items())]
-        settings = target.settings(measure)
+        settings = target.settings(choice)
         library = native_library()
         library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
         if registered is not None:
@@ -61,7 +61,7 @@ def register_operators(
 
 
 def _refuse_clash(
-    registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], measure: bool
+    registered: _Registration, target: Target | NoTarget, ops: Collection[str], bodies: set[str], choice: PlanChoice
 ) -> None:
     """Raise UsageError if session options that have operators of another model cannot serve this model too."""
     if clash := sorted(registered.ops & bodies) or sorted(set(ops) - registered.ops):
@@ -73,8 +73,8 @@ def _refuse_clash(
         )
     if isinstance(target, NoTarget) or not ops:
         return
-    settings = target.settings(measure)
-    for flag, name in (native.TF32, "use_tf32"), (native.MEASURE, "tune other than 'never'"):
+    settings = target.settings(choice)
+    for flag, name in (native.TF32, "use_tf32"), (native.VERDICTS, "tune other than 'never'"):
         if (registered.settings ^ settings) & flag:
             raise UsageError(
                 f"another model was registered with these session options and {name} = "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,23 @@ from onnxfuse.ir.protos import subgraphs
 from onnxfuse.runtime.plan import FusedNode
 from onnxfuse.runtime.planner import fused_node
 
-Type = tuple[int, int | None]  # dtype and rank of a tensor; None if its rank is unknown
+Shape = tuple[int | str, ...]  # of a tensor; a dynamic dim is a name, and dims of one name are equal
+
+
+@dataclass(frozen=True)
+class Type:
+    """What is known of a tensor."""
+
+    dtype: int
+    shape: Shape | None  # None if its rank is unknown
+    constant: bool = False  # the model holds its values
+
+    @property
+    def rank(self) -> int | None:
+        """The number of dims; None if it is unknown."""
+        return None if self.shape is None else len(self.shape)
+
+
 Types = Mapping[str, Type]
 MAX_INITIALIZER_BYTES: Final = 1024  # larger initializers are left out of shape inference
 ATTRIBUTE_KINDS: Final = {
@@ -39,6 +55,8 @@ class Call:
     proto: onnx.NodeProto
     node: FusedNode
     dtypes: tuple[str | None, ...]  # of its inputs; None if unknown
+    shapes: tuple[Shape | None, ...]  # of its inputs; None if unknown
+    constants: tuple[bool, ...]  # whether the model holds the values of each input
     has_ranks: bool  # whether onnxruntime can infer the ranks of its outputs, as native/infer.h says
     in_function: bool  # whether it is in the body of a function
     has_body: bool  # whether the model has the function that it calls
@@ -56,7 +74,8 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
     nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
     if not any(node.domain == DOMAIN for node, _ in nodes):
         return []
-    typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type]()))
+    constants = {tensor.name for tensor in model.graph.initializer}
+    typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type](), constants))
     calls = [
         _call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if node.domain == DOMAIN
     ]
@@ -76,10 +95,19 @@ def _call(node: onnx.NodeProto, types: Types | None, bodies: Collection[str]) ->
         if len(named) != count or not named:
             raise ModelError(f"fused node '{name}': attribute {attribute} names {len(named)}, the node has {count}")
     known = types or {}
-    dtypes = tuple(dtype_name(known[name][0]) if name in known else None for name in node.input)
-    ranks = {known[name][1] if name in known else None for name in (node.input[0], *node.output)}
-    has_ranks = "output_ranks" in attributes or (len(ranks) == 1 and not ranks & {None, 0})
-    return Call(node.op_type, node, fused, dtypes, has_ranks, types is None, node.op_type in bodies)
+    found = [known.get(name) for name in node.input]
+    ranks = {known[name].rank if name in known else None for name in (node.input[0], *node.output)}
+    return Call(
+        node.op_type,
+        node,
+        fused,
+        tuple(None if each is None else dtype_name(each.dtype) for each in found),
+        tuple(None if each is None else each.shape for each in found),
+        tuple(each is not None and each.constant for each in found),
+        has_ranks="output_ranks" in attributes or (len(ranks) == 1 and not ranks & {None, 0}),
+        in_function=types is None,
+        has_body=node.op_type in bodies,
+    )
 
 
 def _value(attribute: onnx.AttributeProto) -> object:
@@ -131,17 +159,31 @@ def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
             yield from _all_nodes(graph.node)
 
 
-def _nodes(graph: onnx.GraphProto, scope: ChainMap[str, Type]) -> Iterator[tuple[onnx.NodeProto, Types]]:
-    """Yield every node with the types of the tensors that are visible to it."""
-    types = scope.new_child({t.name: (t.data_type, len(t.dims)) for t in graph.initializer})
+def _nodes(
+    graph: onnx.GraphProto, scope: ChainMap[str, Type], constants: Collection[str] = ()
+) -> Iterator[tuple[onnx.NodeProto, Types]]:
+    """Yield every node with the types of the tensors that are visible to it; `constants` are the initializers."""
+    types = scope.new_child()
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type
         if tensor.elem_type:
-            types[info.name] = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
+            types[info.name] = Type(tensor.elem_type, _shape(info.name, tensor))
+    for t in graph.initializer:
+        types[t.name] = Type(t.data_type, tuple(t.dims))
+    for name in {*constants, *(t.name for t in graph.initializer)} & types.maps[0].keys():
+        types[name] = replace(types[name], constant=True)
     for node in graph.node:
         yield node, types
         for inner in subgraphs(node):
             yield from _nodes(inner, types)
+
+
+def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
+    """Return the shape of a tensor, with a name of its own for each dim of which nothing is known."""
+    if not tensor.HasField("shape"):
+        return None
+    dims = enumerate(tensor.shape.dim)
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{name}[{i}]" for i, dim in dims)
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -18,8 +18,9 @@ from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
 ABI: Final = 8  # onnxfuse_abi in native/operator.cc
 TF32: Final = 1  # flags of a session's settings
-MEASURE: Final = 2
-# Plans of a node that are kept while they take turns, because a cache that grows to so many tokens meets as many
+VERDICTS: Final = 2
+MEASURE: Final = 4
+# Plans of a template that are kept while they take turns, because a cache that grows to so many tokens meets as many
 # shapes, again and again; the library holds up to twice as many.
 MAX_RECENT_PLANS: Final = 4096
 PACKAGE: Final = Path(__file__).parent
@@ -57,7 +58,7 @@ class _Interrupt(ctypes.Structure):  # Interrupt in native/python.h
 
 @dataclass(frozen=True)
 class Request:
-    """What the native library asks when a node of a session meets new input shapes."""
+    """What the native library asks when a node of a session has no template for its inputs."""
 
     kernel: int  # identifies the node of this session until it is dropped
     provider: str
@@ -67,10 +68,11 @@ class Request:
     inputs: tuple[TensorSpec, ...]
     device: int
     tf32: bool  # whether the session allows TF32
-    measure: bool  # whether the session allows candidates to be timed
+    verdicts: bool  # whether earlier measurements decide between candidates
+    measure: bool  # whether candidates may be timed now
 
 
-AnswerRequest = Callable[[Request], bytes]  # the bytes of a plan
+AnswerRequest = Callable[[Request], bytes]  # the bytes of a template
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
@@ -179,6 +181,7 @@ def _read(raw: Any) -> Request:
         read_inputs(raw.key[: raw.key_size]),
         raw.device,
         bool(raw.settings & TF32),
+        bool(raw.settings & VERDICTS),
         bool(raw.settings & MEASURE),
     )
 

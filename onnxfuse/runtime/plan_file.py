@@ -1,291 +1,119 @@
-"""Save plans with their machine code in a file, and load them on GPUs of the same kind: JSON and cubins in a zip."""
+"""Plan files: templates with the machine code of their kernels, for GPUs of some kinds.
+
+The native library reads the same files (native/plan_file.h), so they are made of 64-bit words and of strings, each with
+its length in front and padded to whole words:
+
+    "onnxplan", format, digest of what follows (SHA-256: four words)
+    text      versions, as JSON
+    devices   count; each name, compute capability, multiprocessors, shared memory of a block
+    codes     count; each the cubin
+    kernels   count; each device, code, entry, shared memory, cluster
+    operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
+    templates count; each device, TF32, node (see `node_identity`), template, whose functions are kernels by number
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import io
 import json
+import struct
 import uuid
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NoReturn
 
-from onnxfuse.errors import OnnxfuseError, UsageError
-from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime import planner, run_plan
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.errors import OnnxfuseError
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime.environment import kernels_digest
-from onnxfuse.runtime.plan import (
-    Argument,
-    Convolution,
-    Device,
-    FusedNode,
-    Im2col,
-    Kernel,
-    Launch,
-    Matmul,
-    Matrix,
-    NoAlias,
-    Plan,
-    Pointer,
-    Scalar,
-    Step,
-    TensorMap,
-    TensorSpec,
-)
-from onnxfuse.runtime.planner import Backend, PlannedNode, backends, signature
+from onnxfuse.runtime.plan import Attribute, Device, FusedNode
 from onnxfuse.version import __version__
 
-FORMAT: Final = 5
-INDEX: Final = "plans.json"
+MAGIC: Final = b"onnxplan"
+FORMAT: Final = 6
+WORD: Final = 8
+DIGEST_BYTES: Final = 32
 
 
 class PlanFileError(OnnxfuseError):
     """A plan file cannot be read, or is not for this GPU or version."""
 
 
-def save_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
-    """Write the plans that the sessions of this process have made on GPUs like `device_id`; return how many.
+@dataclass(frozen=True)
+class StoredKernel:
+    """An entry of a cubin for one kind of GPU, and what its launches take."""
 
-    Raises PlanFileError if the file cannot be written, UsageError for a provider that has no kernels.
+    device: int
+    code: int
+    entry: str
+    shared: int  # bytes of dynamic shared memory
+    cluster: int
+
+
+@dataclass(frozen=True)
+class StoredTemplate:
+    """A template for nodes of one identity on one kind of GPU."""
+
+    device: int
+    tf32: bool
+    node: bytes
+    words: bytes
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan file holds."""
+
+    versions: Mapping[str, object]
+    devices: Sequence[Device]
+    codes: Sequence[bytes]
+    kernels: Sequence[StoredKernel]
+    operators: Sequence[str]
+    templates: Sequence[StoredTemplate]
+
+
+def versions(**libraries: int | None) -> dict[str, object]:
+    """Return what plans of this onnxfuse depend on, with the versions of the libraries that they call."""
+    return {"onnxfuse": __version__, "kernels": kernels_digest(), **libraries}
+
+
+def node_identity(node: FusedNode) -> bytes:
+    """Return bytes that are equal for nodes of equal attributes; native/attributes.cc writes the same for a node.
+
+    Each attribute but `attributes`, in the order of the names, is u32 size of its name, name, u8 kind, u32 count, and
+    then as many int64, float32 or bytes.
     """
-    backend = _backend(provider)
-    device = backend.device(device_id)
-    of_kind = (planned for planned in planner.plans_in_use() if _gpu_kind(planned.device) == _gpu_kind(device))
-    plans = {signature(planned.node, planned.inputs, planned.device): planned for planned in of_kind}
-    cubins: dict[str, bytes] = {}
-    records = []
-    for planned in plans.values():
-        launches = [step for step in planned.plan.steps if isinstance(step, Launch)]
-        names = [_cubin_name(step.kernel) for step in launches]
-        for name, step, loaded in zip(names, launches, planned.kernels, strict=True):
-            if name not in cubins:
-                module = loaded.module
-                cubins[name] = (
-                    module.cubin if isinstance(module, _Module) else backend.machine_code(step.kernel, device)
-                )
-        records.append({**_record(planned), "cubins": names})
-    index = {
-        "format": FORMAT,
-        "onnxfuse": __version__,
-        "kernels": kernels_digest(),
-        "device": _gpu_kind(device),
-        "cublaslt": run_plan.cublaslt_version() if any(map(_has_algorithm, plans.values())) else None,
-        "cudnn": run_plan.cudnn_version() if any(map(_has_engine, plans.values())) else None,
-        "cubins": {name: hashlib.sha256(code).hexdigest() for name, code in cubins.items()},
-        "plans": records,
+    values: dict[str, Attribute] = {
+        **node.attributes,
+        "fusion": node.fusion,
+        "operands": " ".join(node.operands),
+        "output_types": [DTYPE_NUMBERS[dtype] for dtype in node.output_dtypes],
     }
-    _write(Path(path), index, cubins)
-    return len(records)
+    return b"".join(_attribute(name, value) for name, value in sorted(values.items()))
 
 
-def load_plans(path: str | Path, provider: str = "CUDAExecutionProvider", device_id: int = 0) -> int:
-    """Use a file's plans from now on, before those of files that were loaded earlier; return how many.
-
-    Raises PlanFileError, and uses none, if one of them is malformed or the file is for another GPU or version;
-    UsageError for a provider that has no kernels.
-    """
-    here = _gpu_kind(_backend(provider).device(device_id))
-    index, cubins = _read(Path(path))
-    if index["device"] != here:
-        raise PlanFileError(f"{path}: made for {_describe(index['device'])}, this GPU is {_describe(here)}")
-    if index.get("kernels") != kernels_digest():
-        raise PlanFileError(f"{path}: made from other kernels than this onnxfuse has; make it again")
-    _check_cublaslt(path, index.get("cublaslt"))
-    _check_cudnn(path, index.get("cudnn"))
-    try:
-        entries = [_read_record(record, here) for record in index["plans"]]
-        plans = {signature(p.node, p.inputs, p.device): (p, names) for p, names in entries}
-        if missing := {name for _, names in plans.values() for name in names} - set(cubins):
-            raise KeyError(f"cubin {min(missing)}")
-    except Exception as error:  # a JSON file may hold any value anywhere
-        raise PlanFileError(f"{path}: a plan is malformed: {type(error).__name__}: {error}") from error
-    loaded: dict[tuple[str, str, int], LoadedKernel] = {}
-
-    def load(name: str, step: Launch, ordinal: int) -> LoadedKernel:
-        key = (name, step.kernel.entry, ordinal)
-        if key not in loaded:
-            loaded[key] = _load_cubin(cubins[name], step.kernel.entry, ordinal)
-        return planner.allow_launch(loaded[key], step, ordinal)
-
-    def find(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> PlannedNode | None:
-        found = plans.get(signature(node, inputs, device))
-        if found is None or _gpu_kind(device) != here:
-            return None
-        plan, names = found[0].plan, found[1]
-        launches = (step for step in plan.steps if isinstance(step, Launch))
-        kernels = tuple(load(name, step, device.ordinal) for name, step in zip(names, launches, strict=True))
-        return PlannedNode(node, inputs, device, plan, kernels)
-
-    planner.add_plan_file(str(Path(path).resolve()), find)
-    return len(plans)
+def _attribute(name: str, value: Attribute) -> bytes:
+    head = struct.pack("<I", len(name.encode())) + name.encode()
+    if isinstance(value, str):
+        data = value.encode()
+        return head + b"s" + struct.pack("<I", len(data)) + data
+    several = value if isinstance(value, list) else [value]
+    real = any(isinstance(each, float) for each in several)
+    kind = ("F" if real else "I") if isinstance(value, list) else ("f" if real else "i")
+    return head + kind.encode() + struct.pack(f"<I{len(several)}{'f' if real else 'q'}", len(several), *several)
 
 
-def _backend(provider: str) -> Backend:
-    if provider not in backends:
-        raise UsageError(f"kernels run on {', '.join(backends)}, not on {provider}; there are no plans")
-    return backends[provider]
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _gpu_kind(device: Device) -> dict[str, str | int]:
-    """Return the properties that two GPUs must share to run the same machine code."""
-    return {name: value for name, value in vars(device).items() if name not in ("tf32", "ordinal")}
-
-
-def _has_algorithm(planned: PlannedNode) -> bool:
-    return any(isinstance(step, Matmul) and step.algorithm for step in planned.plan.steps)
-
-
-def _check_cublaslt(path: str | Path, version: object) -> None:
-    """Raise PlanFileError for another version of cuBLASLt: only the one that proposed an algorithm can read it."""
-    if version is not None and version != (found := run_plan.cublaslt_version()):
-        raise PlanFileError(f"{path}: its products were chosen for cuBLASLt {version}, this is {found}; make it again")
-
-
-def _has_engine(planned: PlannedNode) -> bool:
-    return any(isinstance(step, Convolution) and step.engine for step in planned.plan.steps)
-
-
-def _check_cudnn(path: str | Path, version: object) -> None:
-    """Raise PlanFileError for another version of cuDNN: engines and knobs have other numbers there."""
-    if version is not None and version != (found := run_plan.cudnn_version()):
-        raise PlanFileError(f"{path}: its convolutions were chosen for cuDNN {version}, this is {found}; make it again")
-
-
-@dataclasses.dataclass(eq=False)
-class _Module:
-    """A loaded cubin, which is unloaded with the last kernel that needs it."""
-
-    cubin: bytes
-    ordinal: int
-    handle: int  # CUmodule
-
-    def __del__(self) -> None:
-        native.load().onnxfuse_unload(self.ordinal, self.handle)
-
-
-def _load_cubin(cubin: bytes, entry: str, ordinal: int) -> LoadedKernel:
-    module, function = native.load_function(native.load(), ordinal, cubin, entry)
-    return LoadedKernel(function, _Module(cubin, ordinal, module))
-
-
-def _cubin_name(kernel: Kernel) -> str:
-    text = json.dumps([kernel.source, kernel.entry, dict(kernel.defines), kernel.arch_specific], sort_keys=True)
-    return f"{kernel.source}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.cubin"
-
-
-# --- records of plans -------------------------------------------------------------------------------------------------
-
-
-def _record(planned: PlannedNode) -> dict[str, Any]:
-    node, plan = planned.node, planned.plan
-    return {
-        "node": {**vars(node), "name": "", "attributes": dict(node.attributes)},
-        "tf32": planned.device.tf32,
-        "inputs": [dataclasses.asdict(spec) for spec in planned.inputs],
-        "outputs": [dataclasses.asdict(spec) for spec in plan.outputs],
-        "scratch": plan.scratch,
-        "steps": [_step(step) for step in plan.steps],
-        "no_alias": [dataclasses.asdict(each) for each in plan.no_alias],
-    }
-
-
-def _step(step: Step) -> dict[str, Any]:
-    if isinstance(step, Matmul):
-        return {"matmul": dataclasses.asdict(step)}
-    if isinstance(step, Convolution):
-        return {"convolution": dataclasses.asdict(step)}
-    kernel = {**vars(step.kernel), "defines": dict(step.kernel.defines)}
-    return {**vars(step), "kernel": kernel, "arguments": [dataclasses.asdict(argument) for argument in step.arguments]}
-
-
-def _read_record(record: Mapping[str, Any], gpu: Mapping[str, Any]) -> tuple[PlannedNode, tuple[str, ...]]:
-    """Return the node and its cubins; the native library checks sizes and indices when the plan is used."""
-    node = record["node"]
-    steps = tuple(map(_read_step, record["steps"]))
-    names = tuple(map(str, record["cubins"]))
-    launches = sum(isinstance(step, Launch) for step in steps)
-    if len(names) != launches:
-        raise ValueError(f"{launches} launches, {len(names)} cubins")
-    fused = FusedNode(
-        node["fusion"], "", tuple(node["operands"]), dict(node["attributes"]), tuple(node["output_dtypes"])
-    )
-    no_alias = tuple(NoAlias(**each) for each in record["no_alias"])
-    plan = Plan(_specs(record["outputs"]), steps, tuple(map(int, record["scratch"])), no_alias)
-    device = Device(**gpu, tf32=bool(record["tf32"]))
-    return PlannedNode(fused, _specs(record["inputs"]), device, plan, ()), names
-
-
-def _read_step(step: Mapping[str, Any]) -> Step:
-    if "matmul" in step:
-        return _read_matmul(step["matmul"])
-    if "convolution" in step:
-        return _read_convolution(step["convolution"])
-    return Launch(
-        Kernel(**step["kernel"]),
-        _triple(step["grid"]),
-        _triple(step["block"]),
-        tuple(map(_read_argument, step["arguments"])),
-        int(step["shared"]),
-        int(step["cluster"]),
-        bool(step["pdl"]),
-    )
-
-
-def _read_argument(fields: Mapping[str, Any]) -> Argument:
-    if "box" in fields:
-        sequences = {name: tuple(map(int, fields[name])) for name in ("sizes", "strides", "box")}
-        walk = fields["im2col"] and Im2col(**{name: tuple(map(int, of)) for name, of in fields["im2col"].items()})
-        return TensorMap(**{**fields, **sequences, "pointer": Pointer(**fields["pointer"]), "im2col": walk})
-    return Pointer(**fields) if "kind" in fields else Scalar(**fields)
-
-
-def _read_matmul(fields: Mapping[str, Any]) -> Matmul:
-    pointers = {name: fields[name] and Pointer(**fields[name]) for name in ("bias", "workspace")}
-    matrices = {
-        name: fields[name] and Matrix(**{**fields[name], "pointer": Pointer(**fields[name]["pointer"])})
-        for name in ("x", "w", "y", "c")
-    }
-    return Matmul(**{**fields, **pointers, **matrices, "algorithm": tuple(map(int, fields["algorithm"]))})
-
-
-def _read_convolution(fields: Mapping[str, Any]) -> Convolution:
-    pointers = {
-        name: fields[name] and Pointer(**fields[name]) for name in ("x", "w", "y", "bias", "residual", "workspace")
-    }
-    names = ("sizes", "y_sizes", "kernel", "strides", "dilations", "pads_begin", "pads_end", "engine")
-    return Convolution(**{**fields, **pointers, **{name: tuple(map(int, fields[name])) for name in names}})
-
-
-def _specs(records: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(tuple(map(int, r["shape"])), str(r["dtype"]), bool(r["aligned"]), bool(r["constant"]))
-        for r in records
-    )
-
-
-def _triple(values: Sequence[int]) -> tuple[int, int, int]:
-    x, y, z = map(int, values)
-    return x, y, z
-
-
-def _describe(device: Mapping[str, object]) -> str:
-    return f"{device.get('name')} (sm_{device.get('arch')}, {device.get('multiprocessors')} multiprocessors)"
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-def _write(path: Path, index: Mapping[str, Any], cubins: Mapping[str, bytes]) -> None:
+def write_plan_file(path: Path, file: PlanFile) -> None:
+    """Write a plan file under another name and rename it.  Raises PlanFileError if that fails."""
+    body = b"".join(_parts(file))
+    data = MAGIC + _word(FORMAT) + hashlib.sha256(body).digest() + body
     part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
     try:
-        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
-            file.writestr(INDEX, json.dumps(index, indent=1))
-            for name, code in cubins.items():
-                file.writestr(name, code)
+        part.write_bytes(data)
         part.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -293,23 +121,118 @@ def _write(path: Path, index: Mapping[str, Any], cubins: Mapping[str, bytes]) ->
         raise PlanFileError(f"{path}: cannot be written: {error}") from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _parts(file: PlanFile) -> Iterator[bytes]:
+    yield _string(json.dumps(file.versions, sort_keys=True).encode())
+    yield _word(len(file.devices))
+    for device in file.devices:
+        yield _string(device.name.encode())
+        yield b"".join(map(_word, (device.arch, device.multiprocessors, device.shared_per_block)))
+    yield _word(len(file.codes))
+    yield from map(_string, file.codes)
+    yield _word(len(file.kernels))
+    for kernel in file.kernels:
+        yield _word(kernel.device) + _word(kernel.code) + _string(kernel.entry.encode())
+        yield _word(kernel.shared) + _word(kernel.cluster)
+    yield _word(len(file.operators))
+    yield from (_string(line.encode()) for line in file.operators)
+    yield _word(len(file.templates))
+    for template in file.templates:
+        yield _word(template.device) + _word(template.tf32) + _string(template.node) + _string(template.words)
+
+
+def _word(value: int) -> bytes:
+    return struct.pack("<q", value)
+
+
+def _string(data: bytes) -> bytes:
+    return _word(len(data)) + data + bytes(-len(data) % WORD)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads words and strings in order; every method raises ValueError at the end of the data."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = memoryview(data), 0
+
+    def _take(self, size: int) -> memoryview:
+        if size < 0 or self._at + size > len(self._data):
+            raise ValueError(f"it ends at byte {len(self._data)}, {size} bytes from {self._at} on are missing")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def word(self) -> int:
+        return int(struct.unpack("<q", self._take(WORD))[0])
+
+    def count(self) -> int:
+        count = self.word()
+        if not 0 <= count <= len(self._data):
+            raise ValueError(f"a count is {count}")
+        return count
+
+    def index(self, of: int) -> int:
+        index = self.word()
+        if not 0 <= index < of:
+            raise ValueError(f"an index is {index}, required 0 to {of - 1}")
+        return index
+
+    def string(self) -> bytes:
+        size = self.count()
+        found = bytes(self._take(size))
+        self._take(-size % WORD)
+        return found
+
+    def text(self) -> str:
+        return self.string().decode()
+
+
+def read_plan_file(path: Path) -> PlanFile:
+    """Return what a plan file holds.  Raises PlanFileError if it is none, is corrupted or of another version."""
     try:
-        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as file:
-            index = json.loads(file.read(INDEX))
-            if index["format"] != FORMAT or index["onnxfuse"] != __version__:
-                raise PlanFileError(
-                    f"{path}: written by onnxfuse {index['onnxfuse']} (format {index['format']}), "
-                    f"this is {__version__} (format {FORMAT}); make it again"
-                )
-            cubins = {name: file.read(name) for name in index["cubins"]}
-        for name, digest in index["cubins"].items():
-            if hashlib.sha256(cubins[name]).hexdigest() != digest:
-                raise PlanFileError(f"{path}: {name} is corrupted; make the file again")
-        if not isinstance(index["device"], dict) or not isinstance(index["plans"], list):
-            raise TypeError("device or plans")
-    except PlanFileError:
-        raise
-    except Exception as error:  # zipfile's errors have no common class, and a JSON file may hold any value anywhere
-        raise PlanFileError(f"{path}: no plan file, or corrupted: {type(error).__name__}: {error}") from error
-    return index, cubins
+        data = path.read_bytes()
+    except OSError as error:
+        raise PlanFileError(f"{path}: cannot be read: {error}") from error
+    if data[: len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + WORD + DIGEST_BYTES:
+        _refuse(path, "no plan file")
+    found = struct.unpack_from("<q", data, len(MAGIC))[0]
+    if found != FORMAT:
+        _refuse(path, f"written in format {found}, this onnxfuse reads {FORMAT}; make it again")
+    body = data[len(MAGIC) + WORD + DIGEST_BYTES :]
+    if hashlib.sha256(body).digest() != data[len(MAGIC) + WORD : len(MAGIC) + WORD + DIGEST_BYTES]:
+        _refuse(path, "it is corrupted; make it again")
+    try:
+        file = _read(_Reader(body))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"{path}: it is malformed: {error}") from error
+    if file.versions.get("onnxfuse") != __version__:
+        _refuse(path, f"written by onnxfuse {file.versions.get('onnxfuse')}, this is {__version__}; make it again")
+    if file.versions.get("kernels") != kernels_digest():
+        _refuse(path, "made from other kernels than this onnxfuse has; make it again")
+    return file
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise PlanFileError(f"{path}: {why}")
+
+
+def _read(reader: _Reader) -> PlanFile:
+    found_versions = json.loads(reader.text())
+    if not isinstance(found_versions, dict):
+        raise ValueError("its versions are no table")
+    devices = []
+    for _ in range(reader.count()):
+        name = reader.text()
+        devices.append(Device(name, reader.word(), reader.word(), reader.word()))
+    codes = [reader.string() for _ in range(reader.count())]
+    kernels = []
+    for _ in range(reader.count()):
+        device, code = reader.index(len(devices)), reader.index(len(codes))
+        kernels.append(StoredKernel(device, code, reader.text(), reader.word(), reader.word()))
+    operators = [reader.text() for _ in range(reader.count())]
+    templates = []
+    for _ in range(reader.count()):
+        device, tf32 = reader.index(len(devices)), bool(reader.index(2))
+        templates.append(StoredTemplate(device, tf32, reader.string(), reader.string()))
+    return PlanFile(found_versions, devices, codes, kernels, operators, templates)

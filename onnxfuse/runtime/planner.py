@@ -1,100 +1,98 @@
-"""Make the plan that the native library asks for when a node meets new input shapes."""
+"""Make the plan templates that nodes of sessions run by: when a session is made, or when a node meets other inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.runtime import cupy_backend, run_plan
+from onnxfuse.runtime import cupy_backend
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.cupy_backend import LoadedKernel
-from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.backends import CUDA, Backend
+from onnxfuse.runtime.hosts import Host, find_host
 from onnxfuse.runtime.nvrtc import KernelError
-from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
-from onnxfuse.runtime.plan_bytes import plan_bytes
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.run_plan import ReadyPlan
+from onnxfuse.runtime.template import candidates_at, concrete, make_template, sizes_of, with_sizes
 
-CUDA: Final = "CUDAExecutionProvider"
+log: Final = logging.getLogger("onnxfuse")
 RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode
-MAX_PLANS_PER_NODE: Final = 2 * native.MAX_RECENT_PLANS  # as many as the native library may hold
+MAX_UNUSED_TEMPLATES: Final = 512  # that are kept for nodes that have not run yet, or whose sessions are gone
+MAX_PATTERNS: Final = 64  # of the dims of equal nodes
+Dims = tuple[tuple[int, ...], ...]  # of each input of a node; a dynamic one is -1 - k, where k is the number of a size
 
 
-@dataclass(frozen=True)
-class Backend:
-    """How kernels are compiled and loaded for one of onnxruntime's execution providers."""
+class Verdicts(Protocol):
+    """What measurements say of the plans of nodes."""
 
-    unavailable: Callable[[], str | None]  # why kernels cannot run here; None if they can
-    device: Callable[[int], Device]
-    load: Callable[[Kernel, int], LoadedKernel]
-    machine_code: Callable[[Kernel, Device], bytes]
+    def inputs_measured(
+        self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str, /
+    ) -> Iterable[tuple[TensorSpec, ...]]:
+        """Return the inputs of a node of these dims at which its plans were measured."""
 
+    def choose(
+        self,
+        plans: Sequence[Plan],
+        node: FusedNode,
+        inputs: Sequence[TensorSpec],
+        device: Device,
+        provider: str,
+        measure: bool,
+        /,
+    ) -> int | None:
+        """Return the index of the plan that was measured to be the fastest; None if that is not known.
 
-@dataclass(frozen=True)
-class PlannedNode:
-    """A node with the plan for its inputs, and the kernels that the plan launches, in order."""
+        measure  whether the plans may be measured now
+        """
 
-    node: FusedNode
-    inputs: tuple[TensorSpec, ...]
-    device: Device
-    plan: Plan
-    kernels: tuple[LoadedKernel, ...]
-
-
-class ChoosePlan(Protocol):
-    """Choose which of the plans that a host offers runs a node."""
-
-    def __call__(
-        self, plans: Sequence[Plan], node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str, /
-    ) -> Plan:
-        """Return one of the plans."""
-
-
-# Find the plan that a plan file has for a node; None if it has none.
-FindPlan = Callable[[FusedNode, tuple[TensorSpec, ...], Device], PlannedNode | None]
 
 backends: Final[dict[str, Backend]] = {
     CUDA: Backend(cupy_backend.unavailable, cupy_backend.gpu, cupy_backend.load_kernel, cupy_backend.machine_code)
 }
-plan_files: Final[dict[str, FindPlan]] = {}  # by path; the file that was loaded last is asked first
 
 
 @dataclass(frozen=True)
-class NodePlans:
-    """The plans of one node of a session."""
+class Situation:
+    """A node on a GPU, with what its session allows."""
 
-    plans: dict[tuple[TensorSpec, ...], PlannedNode] = field(default_factory=dict)  # the last MAX_PLANS_PER_NODE
-    kernels: set[LoadedKernel] = field(default_factory=set)  # of all its plans: CUDA graphs may hold those of old ones
+    node: FusedNode
+    device: Device
+    provider: str
+    verdicts: bool  # earlier measurements count
+
+    def key(self, inputs: Sequence[TensorSpec]) -> tuple[str, str, int, bool]:
+        """Return what is equal for nodes and inputs that can share a template."""
+        return signature(self.node, tuple(inputs), self.device), self.provider, self.device.ordinal, self.verdicts
 
 
-_plans_of_nodes: Final[dict[int, NodePlans]] = {}  # by the number that the native library gives a node of a session
-# By signature, provider, device and whether measuring is allowed.
-_shared_plans: weakref.WeakValueDictionary[tuple[str, str, int, bool], PlannedNode] = weakref.WeakValueDictionary()
-# Held while a plan is made, so that equal nodes make it once. `forget_node` never takes it, because the garbage
+# Find the template that a plan file has for inputs of a node, whose dynamic dims may be -1 - k; None if it has none.
+FindTemplate = Callable[[Situation, Sequence[TensorSpec]], GivenTemplate | None]
+
+plan_files: Final[dict[str, FindTemplate]] = {}  # by path; the file that was loaded last is asked first
+_templates_of_nodes: Final[
+    dict[int, list[PreparedTemplate | GivenTemplate]]
+] = {}  # by the native library's number of a node
+_prepared: weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate] = weakref.WeakValueDictionary()
+_recent: deque[PreparedTemplate] = deque(maxlen=MAX_UNUSED_TEMPLATES)
+_patterns: Final[defaultdict[str, deque[Dims]]] = defaultdict(lambda: deque(maxlen=MAX_PATTERNS))
+# Held while a template is made, so that equal nodes make it once. `forget_node` never takes it, because the garbage
 # collector may call that function at any time.
 _lock: Final = threading.RLock()
+_verdicts: list[Verdicts] = []
 
 
-def first_plan(
-    plans: Sequence[Plan], node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
-) -> Plan:
-    """Choose the plan that the host expects to be fastest."""
-    return plans[0]
-
-
-_choose_plan: ChoosePlan = first_plan
-
-
-def choose_plans_with(choose: ChoosePlan) -> None:
-    """Let `choose` decide between plans from now on, in sessions that allow measurements."""
-    global _choose_plan
-    _choose_plan = choose
+def choose_plans_with(verdicts: Verdicts) -> None:
+    """Let measurements decide between plans from now on, in sessions that allow it."""
+    _verdicts[:] = [verdicts]
 
 
 def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
@@ -120,40 +118,75 @@ def fused_node(name: str, attributes: Mapping[str, Any]) -> FusedNode:
 
 
 def answer_request(request: native.Request) -> bytes:
-    """Return the bytes of the plan that the native library asks for.
+    """Return the bytes of the template that the native library asks for.
 
     What this raises becomes an onnxruntime error of the node.
     """
     with _lock:
-        of_node = _plans_of_nodes.setdefault(request.kernel, NodePlans())
-        planned = of_node.plans.get(request.inputs)
-        if planned is None:
-            node = fused_node(request.node, request.attributes)
-            device = device_of(request.provider, request.device, request.tf32)
-            planned = _plan_of_files(node, request, device) or _shared_plan(node, request, device)
-            if len(of_node.plans) >= MAX_PLANS_PER_NODE:
-                del of_node.plans[next(iter(of_node.plans))]
-            of_node.plans[request.inputs] = planned
-            of_node.kernels.update(planned.kernels)
-        run_plan.open_libraries(planned.plan)
-        return plan_bytes(planned.plan, [kernel.handle for kernel in planned.kernels])
+        node = fused_node(request.node, request.attributes)
+        device = device_of(request.provider, request.device, request.tf32)
+        situation = Situation(node, device, request.provider, request.verdicts)
+        of_node = _templates_of_nodes.setdefault(request.kernel, [])
+        given = None if request.measure else _template_of_files(situation, request.inputs)
+        if given is not None and given not in of_node:  # else it has no plan for these sizes
+            of_node.append(given)
+            return given.data()
+        prepared = _template_for(situation, request.inputs)
+        sizes = sizes_of(prepared.template.inputs, request.inputs)
+        assert sizes is not None, "a template fits the inputs that it is made for"
+        if request.measure:
+            _measure(situation, prepared, sizes)
+        if prepared.template.chosen(sizes) is None:
+            prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
+        if prepared not in of_node:
+            of_node.append(prepared)
+        return prepared.data()
 
 
-def add_plan_file(path: str, find: FindPlan) -> None:
+def add_plan_file(path: str, find: FindTemplate) -> None:
     """Ask a plan file before all others from now on; what the same path held earlier is forgotten."""
     with _lock:
         plan_files.pop(path, None)
         plan_files[path] = find
 
 
+def expect(node: FusedNode, dims: Dims, device: Device) -> None:
+    """Let nodes equal to this one, of inputs with these dims, have one template for all sizes of the dynamic dims."""
+    with _lock:
+        of_node = _patterns[signature(node, (), device)]
+        if dims not in of_node:
+            of_node.append(dims)
+
+
+def in_files(situation: Situation, inputs: Sequence[TensorSpec]) -> bool:
+    """Return whether a plan file has a template for inputs whose dynamic dims are -1 - k."""
+    with _lock:
+        return _template_of_files(situation, inputs) is not None
+
+
+def prepare(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
+    """Make the template of inputs whose dynamic dims are -1 - k, but load none of its kernels yet.
+
+    Raises what the host raises where it has no plan for any sizes.
+    """
+    with _lock:
+        key = situation.key(inputs)
+        prepared = _prepared.get(key)
+        if prepared is None:
+            prepared = _prepared[key] = _new_template(situation, inputs)
+            _recent.append(prepared)
+        return prepared
+
+
 def forget_node(kernel: int) -> None:
-    """Forget the plans of a node whose session is gone."""
-    _plans_of_nodes.pop(kernel, None)
+    """Forget the templates of a node whose session is gone."""
+    _templates_of_nodes.pop(kernel, None)
 
 
-def plans_in_use() -> list[PlannedNode]:
-    """Return the plans that sessions hold, of each node the last MAX_PLANS_PER_NODE."""
-    return [planned for of_node in list(_plans_of_nodes.values()) for planned in list(of_node.plans.values())]
+def templates_in_use() -> list[PreparedTemplate | GivenTemplate]:
+    """Return the templates of the nodes of sessions that have run, each of them once."""
+    found = {id(each): each for of_node in list(_templates_of_nodes.values()) for each in list(of_node)}
+    return list(found.values())
 
 
 def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
@@ -163,55 +196,63 @@ def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
 
 def ready_plan(plan: Plan, inputs: Sequence[TensorSpec], ordinal: int = 0, provider: str = CUDA) -> ReadyPlan:
     """Load a plan's kernels, so that it can run without onnxruntime.  Raises KernelError, NativeError."""
-    return ReadyPlan(plan, _load_kernels(plan, provider, ordinal), inputs, ordinal)
+    return ReadyPlan(plan, load_kernels(plan, backends[provider], ordinal), inputs, ordinal)
 
 
-def _plan_of_files(node: FusedNode, request: native.Request, device: Device) -> PlannedNode | None:
+def _host_of(situation: Situation) -> Host:
+    host = find_host(situation.node.fusion)
+    if host is None:
+        raise KernelError(f"fusion {situation.node.fusion} has no kernel")
+    return host
+
+
+def _template_of_files(situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
     for find in reversed(plan_files.values()):
-        if planned := find(node, request.inputs, device):
-            return planned
+        if given := find(situation, inputs):
+            return given
     return None
 
 
-def _shared_plan(node: FusedNode, request: native.Request, device: Device) -> PlannedNode:
-    """Return the plan of an equal node that a session holds, such as the same layer of a model, or else a new plan.
-
-    A growing cache brings new shapes at every step, and planning takes 1.2 ms for each layer without sharing.
-    """
-    key = (signature(node, request.inputs, device), request.provider, request.device, request.measure)
-    planned = _shared_plans.get(key)
-    if planned is None:
-        planned = _shared_plans[key] = _new_plan(node, request, device)
-    return planned
+def _template_for(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
+    """Return the template of inputs that a node has met: with the dynamic dims that its model says, or with none."""
+    for dims in _patterns.get(signature(situation.node, (), situation.device), ()):
+        if len(dims) == len(inputs):
+            pattern = [dataclasses.replace(spec, shape=shape) for spec, shape in zip(inputs, dims, strict=True)]
+            if sizes_of(pattern, inputs) is not None:
+                return prepare(situation, pattern)
+    return prepare(situation, inputs)
 
 
-def _new_plan(node: FusedNode, request: native.Request, device: Device) -> PlannedNode:
-    host = find_host(node.fusion)
-    if host is None:
-        raise KernelError(f"fusion {node.fusion} has no kernel")
-    if why := host.supports(node, tuple(spec.dtype for spec in request.inputs), device):
+def _new_template(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
+    host, node, device = _host_of(situation), situation.node, situation.device
+    if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):
         raise KernelError(f"{why}; register the model that runs with its session options")
-    plans = host.candidates(node, request.inputs, device)
-    plan = plans[0]
-    if all(0 in output.shape for output in plan.outputs):
-        plan = dataclasses.replace(plan, steps=())
-    elif request.measure and len(plans) > 1:
-        plan = _choose_plan(plans, node, request.inputs, device, request.provider)
-    return PlannedNode(node, request.inputs, device, plan, _load_kernels(plan, request.provider, request.device))
+    prepared = PreparedTemplate(make_template(host, node, inputs, device), backends[situation.provider], situation)
+    if situation.verdicts and _verdicts:
+        for measured in _verdicts[0].inputs_measured(node, inputs, device, situation.provider):
+            sizes = sizes_of(inputs, measured)
+            if sizes is not None:
+                _add_fastest(situation, prepared, sizes, measure=False)
+    return prepared
 
 
-def _load_kernels(plan: Plan, provider: str, ordinal: int) -> tuple[LoadedKernel, ...]:
-    load, launches = backends[provider].load, (step for step in plan.steps if isinstance(step, Launch))
-    return tuple(allow_launch(load(step.kernel, ordinal), step, ordinal) for step in launches)
+def _measure(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
+    """Let a template have the fastest of the plans at these sizes, which is measured unless it was before."""
+    if not any(each.tuned and each.hints == sizes for each in prepared.template.variants):
+        _add_fastest(situation, prepared, sizes, measure=True)
 
 
-def allow_launch(kernel: LoadedKernel, step: Launch, ordinal: int) -> LoadedKernel:
-    """Allow a kernel the shared memory and the cluster size of a launch, and return it.  Raises NativeError."""
-    shared, cluster = max(step.shared, kernel.max_shared), max(step.cluster, kernel.max_cluster)
-    if (shared, cluster) != (kernel.max_shared, kernel.max_cluster):
-        native.check(native.driver().onnxfuse_configure(ordinal, kernel.handle, shared, int(cluster > 8)))
-        kernel.max_shared, kernel.max_cluster = shared, cluster
-    return kernel
+def _add_fastest(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...], measure: bool) -> None:
+    """Add the plan that measurements say is the fastest at these sizes; none if they do not say it."""
+    template = prepared.template
+    variants = candidates_at(_host_of(situation), template, sizes)
+    plans = [concrete(each.plan) for each in variants]
+    if not _verdicts or len(plans) < 2 or not plans[0].steps:
+        return
+    inputs = with_sizes(template.inputs, sizes)
+    index = _verdicts[0].choose(plans, situation.node, inputs, situation.device, situation.provider, measure)
+    if index is not None:
+        prepared.add(dataclasses.replace(variants[index], soft=(), tuned=True))
 
 
 def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:

@@ -6,18 +6,20 @@ import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS, Environment, session_environment
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.planner import CUDA
 
 ProviderOptions = Mapping[str, object]
+# Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
+PlanChoice = Literal["first", "known", "measured"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
 _working_providers: Final[set[tuple[str, int]]] = set()
 
@@ -43,12 +45,10 @@ class Target:
         """Return what measurements of this session's nodes depend on."""
         return session_environment(self.provider, self.device, self.options, self.optimization)
 
-    def settings(self, measure: bool) -> int:
-        """Return the flags that the native library repeats in requests for plans.
-
-        measure  whether candidates of a kernel may be timed
-        """
-        return native.TF32 * self.tf32 | native.MEASURE * measure
+    def settings(self, choice: PlanChoice) -> int:
+        """Return the flags that the native library repeats in requests for templates."""
+        measure = choice == "measured"
+        return native.TF32 * self.tf32 | native.VERDICTS * (choice != "first") | native.MEASURE * measure
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Final, Protocol, TypeVar, cast
 
+from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.planner import CUDA, ready_plan, signature
+from onnxfuse.runtime.planner import ready_plan, signature
 from onnxfuse.tuning import cache
+from onnxfuse.tuning.cache import Data
 from onnxfuse.tuning.trial import GpuTrial
 
 log: Final = logging.getLogger("onnxfuse")
-MAX_SHAPES_MEASURED: Final = 16  # of one node in a process: a growing cache has a new shape at every step
-MAX_SECONDS_MEASURING: Final = 60.0  # of one node in a process, to compile and time its candidates
 Outputs = TypeVar("Outputs")
 
 
@@ -42,16 +39,6 @@ class Trial(Protocol[Outputs]):
         """Give the memory back."""
 
 
-@dataclass
-class _Spent:
-    """What the measurements of a node have taken so far in this process."""
-
-    shapes: int = 0
-    seconds: float = 0.0
-    logged: bool = False  # that no more shapes are measured
-
-
-_spent: Final[defaultdict[str, _Spent]] = defaultdict(_Spent)
 MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]]
 
 
@@ -63,13 +50,48 @@ def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Devic
 trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidates for others are not timed
 
 
-def choose_plan(
-    plans: Sequence[Plan], node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
-) -> Plan:
-    """Return the fastest of a node's plans, measured now unless it was before: the planner's `ChoosePlan`."""
-    texts = signature(node, (), device), signature(node, tuple(inputs), device)
-    environment = kernel_environment(provider, device)
-    return fastest_plan(plans, inputs_of_trial(node, inputs), device, trials.get(provider), environment, *texts)
+class MeasuredVerdicts:
+    """What measurements on this machine say of the plans of nodes: the planner's `Verdicts`."""
+
+    def inputs_measured(
+        self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
+    ) -> list[tuple[TensorSpec, ...]]:
+        """Return the inputs at which the plans of equal nodes were measured, whatever their shapes."""
+        found = cache.lookup(kernel_environment(provider, device), _subject(node, device))
+        return [inputs_of_case(each.case) for each in found]
+
+    def choose(
+        self,
+        plans: Sequence[Plan],
+        node: FusedNode,
+        inputs: Sequence[TensorSpec],
+        device: Device,
+        provider: str,
+        measure: bool,
+    ) -> int | None:
+        """Return the index of the fastest of a node's plans, as it was measured before; else, with `measure`, now."""
+        trial = trials.get(provider) if measure else None
+        environment = kernel_environment(provider, device)
+        return fastest_plan(
+            plans, inputs, inputs_of_trial(node, inputs), device, trial, environment, _subject(node, device)
+        )
+
+
+def _subject(node: FusedNode, device: Device) -> Data:
+    return {"candidates of": signature(node, (), device)}
+
+
+def _case(inputs: Sequence[TensorSpec], digests: Sequence[str]) -> Data:
+    return {
+        "inputs": [[spec.dtype, list(spec.shape), spec.aligned, spec.constant] for spec in inputs],
+        "candidates": sorted(digests),
+    }
+
+
+def inputs_of_case(case: Data) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a measured case."""
+    rows = cast(list[tuple[str, list[int], bool, bool]], case["inputs"])
+    return tuple(TensorSpec(tuple(shape), dtype, aligned, constant) for dtype, shape, aligned, constant in rows)
 
 
 def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
@@ -84,46 +106,34 @@ def inputs_of_trial(node: FusedNode, inputs: Sequence[TensorSpec]) -> list[Tenso
 def fastest_plan(
     plans: Sequence[Plan],
     inputs: Sequence[TensorSpec],
+    inputs_of_trial: Sequence[TensorSpec],
     device: Device,
     make_trial: MakeTrial | None,
     environment: Environment,
-    node: str,
-    node_and_shapes: str,
-) -> Plan:
-    """Return the plan that an earlier measurement found to be fastest, else measure now.
+    subject: Data,
+) -> int | None:
+    """Return the index of the plan that an earlier measurement found to be fastest, else measure now.
 
-    The first plan is returned if nothing can be measured. `node` and `node_and_shapes` are texts that are equal for
-    equal nodes.
+    None is returned without an earlier measurement where nothing can be measured, as without `make_trial`.  `subject`
+    is equal for equal nodes.
     """
-    if len(plans) == 1 or make_trial is None:
-        return plans[0]
-    named = {plan_digest(plan): plan for plan in plans}
-    subject, case = {"candidates of": node_and_shapes}, {"candidates": sorted(named)}
+    indices = {plan_digest(plan): i for i, plan in reversed(list(enumerate(plans)))}
+    named = {digest: plans[i] for digest, i in sorted(indices.items(), key=lambda item: item[1])}
+    case = _case(inputs, list(named))
     known = cache.lookup_case(environment, subject, case)
     if known and known.chosen in named:
-        return named[known.chosen]
-    measure = partial(_measure, list(named.values()), inputs, device, make_trial)
-    seconds = _within_limits(_spent[node], measure)
+        return indices[known.chosen]
+    if make_trial is None or len(named) < 2:
+        return None
+    seconds = _measure(list(named.values()), inputs_of_trial, device, make_trial)
     if not seconds:
-        return plans[0]
+        return None
     chosen = min(seconds, key=lambda name: seconds[name])
     cache.store(environment, subject, case, chosen, seconds)
-    index, times = list(named).index(chosen), ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
-    log.info("candidate %d of %d is the fastest (us: %s) for %s", index, len(named), times, node_and_shapes)
-    return named[chosen]
-
-
-def _within_limits(spent: _Spent, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return what `measure` returns; an empty dict if the node has had its share of this process."""
-    if spent.shapes < MAX_SHAPES_MEASURED and spent.seconds < MAX_SECONDS_MEASURING:
-        began = time.monotonic()
-        seconds = measure()
-        spent.shapes, spent.seconds = spent.shapes + 1, spent.seconds + time.monotonic() - began
-        return seconds
-    if not spent.logged:  # a new shape may come at every step
-        spent.logged, said = True, "a node was measured at %d shapes in %.0f s; at others its first candidate is taken"
-        log.info(said, spent.shapes, spent.seconds)
-    return {}
+    times = ", ".join(f"{1e6 * value:.2f}" for value in seconds.values())
+    where = ", ".join("x".join(map(str, spec.shape)) for spec in inputs)
+    log.info("candidate %d of %d is the fastest (us: %s) at %s", list(named).index(chosen), len(named), times, where)
+    return indices[chosen]
 
 
 def plan_digest(plan: Plan) -> str:

@@ -24,7 +24,7 @@ except ImportError as error:
 
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.save import save, serialize
-from onnxfuse.runtime.target import ProviderOptions
+from onnxfuse.runtime.target import PlanChoice, ProviderOptions
 from onnxfuse.tuning.dispatch import Prefer
 from onnxfuse.verify.ort_session import from_ort_value, to_ort_value
 
@@ -40,12 +40,12 @@ Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.Inf
 class OpenFused(Protocol):
     """Opens a session in which fused nodes run as kernels where `prefer` does not object: session.open_session.
 
-    measure  candidate plans of a kernel may be timed
+    plans    which candidate plans of a kernel run
     """
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
-        *, prefer: Prefer | None, measure: bool,
+        *, prefer: Prefer | None, plans: PlanChoice,
     ) -> ort.InferenceSession:  # fmt: skip
         """Open the session."""
         ...

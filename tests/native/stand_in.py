@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import pytest
 import onnxfuse.kernels
 from onnxfuse.runtime import build_native, planner
 from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.plan import Device, Kernel
 from onnxfuse.runtime.target import native_library
@@ -107,10 +109,12 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setenv("ONNXFUSE_LIBCUDNN", str(libcudnn))
     monkeypatch.setattr(native, "library_path", lambda: library)
-    monkeypatch.setitem(planner.backends, CPU, planner.Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
-    monkeypatch.setattr(planner, "_plans_of_nodes", {})  # sessions of other tests may not be collected yet
+    monkeypatch.setitem(planner.backends, CPU, Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
+    monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
     monkeypatch.setattr(planner, "plan_files", {})
-    monkeypatch.setattr(planner, "_shared_plans", weakref.WeakValueDictionary())
+    monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
+    monkeypatch.setattr(planner, "_recent", deque(maxlen=planner.MAX_UNUSED_TEMPLATES))
+    monkeypatch.setattr(planner, "_patterns", defaultdict(lambda: deque(maxlen=planner.MAX_PATTERNS)))
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, str(HERE / "kernels")])
     cuda, cublaslt, cudnn = (ctypes.CDLL(str(path)) for path in (libcuda, libcublaslt, libcudnn))
     cuda.fake_launches.restype = cuda.fake_modules.restype = ctypes.c_int64

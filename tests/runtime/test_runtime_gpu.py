@@ -20,7 +20,7 @@ import onnxfuse.kernels
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.plan import Kernel
-from onnxfuse.runtime.plan_file import load_plans, save_plans
+from onnxfuse.runtime.saved_plans import load_plans, save_plans
 from onnxfuse.session import InferenceSession, explain_session
 
 CUDA = "CUDAExecutionProvider"

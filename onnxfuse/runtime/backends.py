@@ -1,0 +1,22 @@
+"""How kernels are compiled and loaded for one of onnxruntime's execution providers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.plan import Device, Kernel
+
+CUDA: Final = "CUDAExecutionProvider"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a provider needs; any thread may call these functions."""
+
+    unavailable: Callable[[], str | None]  # why kernels cannot run here; None if they can
+    device: Callable[[int], Device]
+    load: Callable[[Kernel, int], LoadedKernel]
+    machine_code: Callable[[Kernel, Device], bytes]

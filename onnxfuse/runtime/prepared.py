@@ -1,0 +1,123 @@
+"""Templates whose kernels are loaded on a GPU, as nodes of sessions run by them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime import run_plan
+from onnxfuse.runtime.backends import Backend
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.template import Template, Variant
+from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
+
+if TYPE_CHECKING:
+    from onnxfuse.runtime.planner import Situation
+
+MAX_COMPILERS: Final = 32  # threads that compile kernels at once
+
+
+@dataclass(frozen=True, eq=False)
+class GivenTemplate:
+    """A template of a plan file, for nodes on one GPU."""
+
+    inputs: tuple[TensorSpec, ...]
+    words: bytes  # for the native library
+    kernels: Sequence[LoadedKernel]  # which stay loaded as long as this object lives
+
+    def data(self) -> bytes:
+        """Return the template's bytes for the native library."""
+        return self.words
+
+
+class PreparedTemplate:
+    """A template, and the kernels of its variants, which stay loaded as long as this object lives.
+
+    CUDA graphs of a session may launch the kernels of any plan that its nodes have had.
+    """
+
+    def __init__(self, template: Template, backend: Backend, situation: Situation) -> None:
+        """Load nothing yet."""
+        self.template: Final = template
+        self.situation: Final = situation
+        self.kernels: dict[str, LoadedKernel] = {}  # by kernel_key
+        self._backend, self._lock = backend, threading.RLock()
+        self._data = b""
+
+    def add(self, variant: Variant) -> None:
+        """Add a variant."""
+        with self._lock:
+            self.template.variants.append(variant)
+            self._data = b""
+
+    def launches(self) -> Iterator[Launch]:
+        """Yield the launches of all variants."""
+        for variant in self.template.variants:
+            yield from (step for step in variant.plan.steps if isinstance(step, Launch))
+
+    def load(self, steps: Iterable[Launch]) -> None:
+        """Load the kernels of some launches, unless they are loaded, and allow these what they take.
+
+        Raises KernelError, NativeError.
+        """
+        ordinal = self.situation.device.ordinal
+        for step in steps:
+            key = kernel_key(step.kernel)
+            kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
+            with self._lock:
+                self.kernels[key] = allow_launch(kernel, step, ordinal)
+
+    def data(self) -> bytes:
+        """Return the template's bytes for the native library, with all its kernels loaded."""
+        with self._lock:
+            if not self._data:
+                load_all([self])
+                for variant in self.template.variants:
+                    run_plan.open_libraries(variant.plan)
+                handles = {key: kernel.handle for key, kernel in sorted(self.kernels.items())}
+                self._data = template_bytes(self.template, handles)
+            return self._data
+
+
+def load_all(templates: Iterable[PreparedTemplate]) -> None:
+    """Load the kernels of some templates, which are compiled in several threads.  Raises KernelError, NativeError."""
+    tasks: dict[tuple[int, str], tuple[PreparedTemplate, list[Launch]]] = {}
+    for template in templates:
+        for step in template.launches():
+            key = kernel_key(step.kernel)
+            if key not in template.kernels or not _is_allowed(template.kernels[key], step):
+                tasks.setdefault((id(template), key), (template, []))[1].append(step)
+    if not tasks:
+        return
+    if len(tasks) == 1:
+        ((template, steps),) = tasks.values()
+        template.load(steps)
+        return
+    with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1, len(tasks))) as pool:
+        for done in [pool.submit(template.load, steps) for template, steps in tasks.values()]:
+            done.result()
+
+
+def load_kernels(plan: Plan, backend: Backend, ordinal: int) -> tuple[LoadedKernel, ...]:
+    """Load the kernels of a plan's launches, in order.  Raises KernelError, NativeError."""
+    launches = (step for step in plan.steps if isinstance(step, Launch))
+    return tuple(allow_launch(backend.load(step.kernel, ordinal), step, ordinal) for step in launches)
+
+
+def allow_launch(kernel: LoadedKernel, step: Launch, ordinal: int) -> LoadedKernel:
+    """Allow a kernel the shared memory and the cluster size of a launch, and return it.  Raises NativeError."""
+    if not _is_allowed(kernel, step):
+        shared, cluster = max(step.shared, kernel.max_shared), max(step.cluster, kernel.max_cluster)
+        native.check(native.driver().onnxfuse_configure(ordinal, kernel.handle, shared, int(cluster > 8)))
+        kernel.max_shared, kernel.max_cluster = shared, cluster
+    return kernel
+
+
+def _is_allowed(kernel: LoadedKernel, step: Launch) -> bool:
+    return step.shared <= kernel.max_shared and step.cluster <= kernel.max_cluster
