@@ -1,12 +1,16 @@
-"""What hosts read off a node's tensors: storage types, element counts, vector widths, and the operands by name."""
+"""What hosts read off a node's tensors: storage types, element counts, vector widths, and the operands by name.
+
+Where dims are dynamic, what depends on them is no compile-time constant: see `macro` and `divisor`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from onnxfuse.runtime.plan import Argument, FusedNode, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
 
@@ -53,9 +57,27 @@ def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence
     return widest
 
 
-def is_streamed(tensors: Sequence[TensorSpec]) -> int:
-    """Return 1 if a kernel's inputs and outputs exceed what L2 keeps for the next operator, else 0."""
-    return int(sum(element_count(t) * ITEM_BYTES[t.dtype] for t in tensors) > STREAMED_FROM_BYTES)
+def macro(value: Callable[[], int | bool], expression: str, *sizes: int) -> int | str:
+    """Return a compile-time constant that depends on these sizes.
+
+    If any of them is symbolic, it is an expression over the kernel's arguments in place of the number.  The kernel
+    tests it by `if`, not `if constexpr`, and so has one source for both.
+    """
+    return f"({expression})" if is_symbolic(*sizes) else int(value())
+
+
+def divisor(size: int) -> tuple[Scalar, Scalar]:
+    """Return the two arguments of a kernel that makes a Divisor (types.cuh) of a size, `u32 value, u64 multiplier`."""
+    return Scalar(size, "int32"), Scalar((1 << 62) // size + 1, "int64")
+
+
+def is_streamed(tensors: Sequence[TensorSpec], expression: str = "0") -> int | str:
+    """Return 1 if a kernel's inputs and outputs exceed what L2 keeps for the next operator, else 0.
+
+    If dims are symbolic, it is what the kernel itself says, by an expression over its arguments; see `store_as`.
+    """
+    moved = sum(element_count(tensor) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
+    return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)
 
 
 def all_constant(tensors: Sequence[TensorSpec]) -> int:

@@ -27,6 +27,20 @@ __device__ __forceinline__ float reciprocal(float x) {  // 1 ulp; 0 for infinity
 
 constexpr float LOG2_E = 1.442695041f;
 
+// A size below 2^31 that is an argument and by which a kernel divides numbers below 2^31; `multiplier` is 2^62 / value + 1,
+// from the host. A macro may be a Divisor where sizes are dynamic, and a number elsewhere.
+struct Divisor {
+    u32 value;
+    u64 multiplier;
+};
+
+__device__ __forceinline__ u32 operator/(u32 n, Divisor d) {
+    return static_cast<u32>(__umul64hi(static_cast<u64>(n) << 2, d.multiplier));
+}
+__device__ __forceinline__ int operator/(int n, Divisor d) { return static_cast<int>(static_cast<u32>(n) / d); }
+__device__ __forceinline__ u32 operator%(u32 n, Divisor d) { return n - n / d * d.value; }
+__device__ __forceinline__ int operator%(int n, Divisor d) { return static_cast<int>(static_cast<u32>(n) % d); }
+
 // ---- programmatic dependent launch -------------------------------------------------------------------------------
 
 // In a launch with Launch.pdl, which may start before its predecessor has ended: returns when the kernels before it
@@ -208,6 +222,18 @@ __device__ __forceinline__ void store_pack(T* to, const Pack<T, N>& packed) {
 template <bool LEAVING, int N, class T>
 __device__ __forceinline__ void store(T* to, const float (&values)[N]) {
     store_pack<LEAVING>(to, pack<T, N>(values));
+}
+
+// The same where `leaving` may depend on a kernel's arguments; all threads of a warp agree.
+template <int N, class T>
+__device__ __forceinline__ void store_pack_as(bool leaving, T* to, const Pack<T, N>& packed) {
+    if (leaving) store_pack<true>(to, packed);
+    else store_pack<false>(to, packed);
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_as(bool leaving, T* to, const float (&values)[N]) {
+    store_pack_as(leaving, to, pack<T, N>(values));
 }
 
 // ---- copies to shared memory -------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def element_launch(
     node: FusedNode,
     tiling: VectorTiling,
     output: TensorSpec,
-    stream: int,
+    stream: int | str,
     defines: Defines,
     arguments: Sequence[Argument],
     device: Device,

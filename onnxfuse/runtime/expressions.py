@@ -113,6 +113,7 @@ class Expressions:
     def __init__(self) -> None:
         """Begin with none."""
         self.rows: list[tuple[Op, int, int]] = []
+        self.ties: dict[int, int] = {}  # sizes that usually equal an expression of other sizes; see symint.expect_equal
         self._numbers: dict[tuple[Op, int, int], int] = {}
 
     def number(self, op: Op, a: int = 0, b: int = 0) -> int:
@@ -134,6 +135,13 @@ class Expressions:
         """Return the value of an expression that is an integer constant; None if it is not."""
         op, value, _ = self.rows[number]
         return value if op is Op.CONSTANT else None
+
+    def sizes_in(self, number: int) -> set[int]:
+        """Return the numbers of the sizes on which an expression depends."""
+        op, a, b = self.rows[number]
+        if op in LEAVES:
+            return {a} if op is Op.SIZE else set()
+        return self.sizes_in(a) if op in UNARY else self.sizes_in(a) | self.sizes_in(b)
 
     def text(self, number: int) -> str:
         """Return an expression as text, for messages; sizes are s0, s1 and so on."""

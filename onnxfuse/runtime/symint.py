@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -33,6 +34,7 @@ class Trace:
     hard: dict[int, bool] = field(default_factory=dict)  # guards by expression, and what they are
     soft: dict[int, bool] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
+    is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
     def size(self, index: int, hint: int) -> int:
         """Return the size of that number, as a symbolic integer."""
@@ -306,6 +308,8 @@ def _compare_real(real: SymReal, other: Any, op: Op, swap: bool, compute: Callab
         return NotImplemented
     its = as_real(real.trace, other)
     a, b = (its, real) if swap else (real, its)
+    if not real.trace.is_choosing:
+        return compute(a.hint, b.hint)
     return _ask(real.trace, real.trace.soft, _REAL[op], a.number, b.number, compute(a.hint, b.hint))
 
 
@@ -401,6 +405,44 @@ def estimate(value: Any) -> Any:
 def is_symbolic(*values: Any) -> bool:
     """Return whether any of these numbers depends on dynamic sizes."""
     return any(isinstance(value, SymInt | SymReal) for value in values)
+
+
+@contextmanager
+def without_soft_guards(*values: Any) -> Iterator[None]:
+    """Compare estimates of these values' sizes without guards: for the order of plans that are not the first."""
+    traces = {id(each.trace): each.trace for each in values if isinstance(each, SymInt | SymReal)}
+    before = {key: trace.is_choosing for key, trace in traces.items()}
+    for trace in traces.values():
+        trace.is_choosing = False
+    try:
+        yield
+    finally:
+        for key, trace in traces.items():
+            trace.is_choosing = before[key]
+
+
+def expect_equal(first: Any, second: Any) -> bool:
+    """Return whether two sizes are equal, as they are in every usual run: those of a mask and of the keys under it.
+
+    If one of them is a dynamic dim by itself, a template's samples have it equal to the other from then on.
+    """
+    equal = bool(first == second)
+    if not equal:
+        for size, other in ((first, second), (second, first)):
+            if isinstance(size, SymInt) and _tie(size, other):
+                break
+    return equal
+
+
+def _tie(size: SymInt, other: int | SymInt) -> bool:
+    """Note that a size usually equals another number; return whether it can be computed from that."""
+    rows = size.trace.expressions
+    op, index, _ = rows.rows[size.number]
+    number, _ = size._number_of(other)
+    if op is not Op.SIZE or index in rows.ties or rows.sizes_in(number) & {index, *rows.ties}:
+        return False
+    rows.ties[index] = number
+    return True
 
 
 def always(condition: Callable[[], Any], *values: Any) -> bool:

@@ -112,24 +112,23 @@ def make_template(
     usual spread if there are none.  Raises what the host raises where it has a plan for no sample.
     """
     template = Template(node, tuple(inputs), device, Expressions())
-    count = size_count(inputs)
-    points = np.array(list(samples) or list(usual_samples(count)), dtype=np.int64).reshape(-1, count)
-    columns = [points[:, i] for i in range(count)]
-    left, values, error = np.ones(len(points), bool), list[Values](), None
-    while left.any() and len(template.variants) < MAX_VARIANTS:
-        at = int(np.argmax(left))
-        left[at] = False
+    ties, error = template.expressions.ties, None
+    points = _Samples(template.expressions, size_count(inputs), samples)
+    while len(template.variants) < MAX_VARIANTS and (sizes := points.take()) is not None:
+        known_ties, variant = len(ties), None
         try:
-            variant = candidates_at(host, template, tuple(map(int, points[at])))[0]
+            variant = candidates_at(host, template, sizes)[0]
         except ValueError as found:  # the shapes do not fit together, or no kernel takes them
             error = error or found
-            continue
-        template.variants.append(variant)
-        if count:
-            values = template.expressions.evaluate(columns, values)
-            left &= ~_holds(values, (*variant.hard, *variant.soft))
-    if left.any():
-        log.info("%s: %d of %d combinations of sizes take a plan of others", node.name, left.sum(), len(points))
+        if len(ties) > known_ties and not samples:
+            points = _Samples(template.expressions, size_count(inputs))
+            for each in template.variants:
+                points.cover(each)
+        elif variant:
+            template.variants.append(variant)
+            points.cover(variant)
+    if points.left.any():
+        log.info("%s: %d combinations of sizes take a plan of others", node.name, points.left.sum())
     if not template.variants and error:
         raise error
     return template
@@ -203,6 +202,38 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         spread = spread[::2]
     usual = sorted(spread, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
     yield from itertools.product(usual, repeat=count)
+
+
+class _Samples:
+    """Combinations of sizes, and for which of them no variant is so far."""
+
+    def __init__(self, expressions: Expressions, count: int, given: Sequence[Sequence[int]] = ()) -> None:
+        """Take those that are given; else the usual ones, in which tied sizes follow from the others."""
+        free = [i for i in range(count) if given or i not in expressions.ties]
+        points = np.array(list(given or usual_samples(len(free))), dtype=np.int64).reshape(-1, len(free))
+        columns = [np.ones(len(points), np.int64)] * count
+        for i, column in zip(free, points.T, strict=True):
+            columns[i] = column
+        if not given:
+            for i, number in reversed(expressions.ties.items()):  # a tie depends on no size that was tied before it
+                columns[i] = expressions.evaluate(columns)[number]
+        self.expressions, self.columns = expressions, columns
+        self.left = np.logical_and.reduce([column >= 0 for column in columns] or [np.ones(1, bool)])
+        self.values: list[Values] = []
+
+    def take(self) -> tuple[int, ...] | None:
+        """Return the next combination, which is then no longer left; None if there is none."""
+        if not self.left.any():
+            return None
+        at = int(np.argmax(self.left))
+        self.left[at] = False
+        return tuple(int(column[at]) for column in self.columns)
+
+    def cover(self, variant: Variant) -> None:
+        """Leave out the combinations that a variant is for."""
+        if self.columns:
+            self.values = self.expressions.evaluate(self.columns, self.values)
+            self.left &= ~_holds(self.values, (*variant.hard, *variant.soft))
 
 
 def _spread(per_octave: int) -> list[int]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_bytes import plan_words
-from onnxfuse.runtime.symint import SymInt
+from onnxfuse.runtime.symint import SymInt, SymReal
 from onnxfuse.runtime.template import Template, Variant, make_template, size_count, with_sizes
 
 Allowed = Callable[[Plan, Plan], bool]
@@ -29,6 +31,24 @@ def plan_at(template: Template, variant: Variant, sizes: Sequence[int]) -> tuple
     launches = range(len(variant.kernels))
     words = plan_words(variant.plan, launches)
     return list(variant.kernels), [int(values[w.number][0]) if isinstance(w, SymInt) else w for w in words]
+
+
+def concrete_plan(template: Template, variant: Variant, sizes: Sequence[int]) -> Plan:
+    """Return the plan of a variant at these sizes: every symbolic number in it is replaced by its value."""
+    values = [each[0] for each in template.expressions.evaluate([np.array([size]) for size in sizes])]
+
+    def concrete(part: Any) -> Any:
+        if isinstance(part, SymInt | SymReal):
+            return values[part.number].item()
+        if isinstance(part, tuple | list):
+            return type(part)(concrete(each) for each in part)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            fields = {each.name: concrete(getattr(part, each.name)) for each in dataclasses.fields(part) if each.init}
+            return dataclasses.replace(part, **fields)
+        return part
+
+    plan: Plan = concrete(variant.plan)
+    return plan
 
 
 def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:

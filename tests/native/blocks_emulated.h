@@ -98,6 +98,21 @@ static void store_pack(T* to, const Pack<T, N>& packed) {
 template <bool LEAVING, int N, class T>
 static void store(T* to, const float (&values)[N]) { store_pack<LEAVING>(to, pack<T, N>(values)); }
 
+template <int N, class T>
+static void store_pack_as(bool, T* to, const Pack<T, N>& packed) { store_pack<false>(to, packed); }
+
+template <int N, class T>
+static void store_as(bool, T* to, const float (&values)[N]) { store<false>(to, values); }
+
+struct Divisor {
+    u32 value;
+    u64 multiplier;
+};
+static u32 operator/(u32 n, Divisor d) { return u32((static_cast<unsigned __int128>(n) << 2) * d.multiplier >> 64); }
+static int operator/(int n, Divisor d) { return int(u32(n) / d); }
+static u32 operator%(u32 n, Divisor d) { return n - n / d * d.value; }
+static int operator%(int n, Divisor d) { return int(u32(n) % d); }
+
 static void wait_for_predecessor() {}
 static void release_successor() {}
 static void wait_for_copies() {}
