@@ -128,7 +128,9 @@ class Expressions:
         return found
 
     def constant(self, value: int) -> int:
-        """Return the number of an integer."""
+        """Return the number of an integer.  Raises ValueError if it does not fit into 64 bits."""
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"sizes as large as {value} do not fit into 64 bits")
         return self.number(Op.CONSTANT, value)
 
     def constant_of(self, number: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, check_version
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.load import read
-from onnxfuse.ir.protos import subgraphs
+from onnxfuse.ir.protos import RANDOM_OPERATORS, subgraphs
 from onnxfuse.runtime.plan import FusedNode
 from onnxfuse.runtime.planner import fused_node
 
@@ -74,7 +75,7 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
     nodes = list(_nodes(model.graph, ChainMap[str, Type]()))
     if not any(node.domain == DOMAIN for node, _ in nodes):
         return []
-    constants = {tensor.name for tensor in model.graph.initializer}
+    constants = _constants(model.graph)
     typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type](), constants))
     calls = [
         _call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if node.domain == DOMAIN
@@ -160,9 +161,9 @@ def _all_nodes(nodes: Collection[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _nodes(
-    graph: onnx.GraphProto, scope: ChainMap[str, Type], constants: Collection[str] = ()
+    graph: onnx.GraphProto, scope: ChainMap[str, Type], constants: AbstractSet[str] = frozenset()
 ) -> Iterator[tuple[onnx.NodeProto, Types]]:
-    """Yield every node with the types of the tensors that are visible to it; `constants` are the initializers."""
+    """Yield every node with the types of the tensors that are visible to it, of which `constants` never change."""
     types = scope.new_child()
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type
@@ -170,12 +171,23 @@ def _nodes(
             types[info.name] = Type(tensor.elem_type, _shape(info.name, tensor))
     for t in graph.initializer:
         types[t.name] = Type(t.data_type, tuple(t.dims))
-    for name in {*constants, *(t.name for t in graph.initializer)} & types.maps[0].keys():
+    for name in constants & types.maps[0].keys():
         types[name] = replace(types[name], constant=True)
     for node in graph.node:
         yield node, types
         for inner in subgraphs(node):
             yield from _nodes(inner, types)
+
+
+def _constants(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors of a graph that onnxruntime holds as constants: initializers, and what it computes of them."""
+    inputs = {each.name for each in graph.input}
+    found = {t.name for t in graph.initializer} - inputs
+    for node in graph.node:
+        is_plain = node.op_type not in RANDOM_OPERATORS and not any(subgraphs(node))
+        if is_plain and found.issuperset(filter(None, node.input)):
+            found.update(filter(None, node.output))
+    return found
 
 
 def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:

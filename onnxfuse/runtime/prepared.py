@@ -75,9 +75,9 @@ class PreparedTemplate:
 
     def data(self) -> bytes:
         """Return the template's bytes for the native library, with all its kernels loaded."""
+        load_all([self])  # without the lock, which the threads that load take
         with self._lock:
             if not self._data:
-                load_all([self])
                 for variant in self.template.variants:
                     run_plan.open_libraries(variant.plan)
                 handles = {key: kernel.handle for key, kernel in sorted(self.kernels.items())}

@@ -210,7 +210,8 @@ class _Samples:
     def __init__(self, expressions: Expressions, count: int, given: Sequence[Sequence[int]] = ()) -> None:
         """Take those that are given; else the usual ones, in which tied sizes follow from the others."""
         free = [i for i in range(count) if given or i not in expressions.ties]
-        points = np.array(list(given or usual_samples(len(free))), dtype=np.int64).reshape(-1, len(free))
+        rows = list(given or usual_samples(len(free)))
+        points = np.array(rows, dtype=np.int64).reshape(len(rows), len(free))
         columns = [np.ones(len(points), np.int64)] * count
         for i, column in zip(free, points.T, strict=True):
             columns[i] = column

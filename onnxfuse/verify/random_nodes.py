@@ -8,9 +8,7 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.protos import OneNode, nodes, tensors
-
-RANDOM_OPS = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+from onnxfuse.ir.protos import RANDOM_OPERATORS, OneNode, nodes, tensors
 
 
 def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, seeded: bool = False) -> str | None:
@@ -27,7 +25,7 @@ def describe_random_node(model: onnx.ModelProto, given: Mapping[str, Array], *, 
 
 
 def _draws(model: onnx.ModelProto, node: onnx.NodeProto, given: Mapping[str, Array], *, seeded: bool = False) -> bool:
-    is_random = node.op_type in RANDOM_OPS or (node.op_type == "Dropout" and _is_training(model, node, given))
+    is_random = node.op_type in RANDOM_OPERATORS or (node.op_type == "Dropout" and _is_training(model, node, given))
     return is_random and node.domain in ("", "ai.onnx") and (seeded or all(a.name != "seed" for a in node.attribute))
 
 
