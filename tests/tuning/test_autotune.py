@@ -15,11 +15,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
-from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, session, stage
+from stand_in import CPU, DEVICE, SHIFT, Stage, feed, model, stage
 
 from onnxfuse.bench.bench import bench
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.target import PlanChoice
+from onnxfuse.session import open_session
 from onnxfuse.tuning import autotune, cache
 from onnxfuse.tuning.autotune import plan_digest
 from onnxfuse.tuning.trial import array_difference
@@ -31,7 +33,6 @@ HERE = {"gpu": "a"}
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    autotune._spent.clear()
     monkeypatch.setattr(cache, "_unwritten", {})
 
 
@@ -83,11 +84,18 @@ class Pretended:
 
 
 def chosen(
-    trial: Pretended, plans: Sequence[int], *, environment: Mapping[str, str] = HERE, shapes: str = "2x3"
-) -> int:
-    taken = autotune.fastest_plan([plan(each) for each in plans], INPUTS, DEVICE, trial, environment, "node", shapes)
-    assert trial.open == 0
-    return number(taken)
+    trial: Pretended | None,
+    plans: Sequence[int],
+    *,
+    environment: Mapping[str, str] = HERE,
+    inputs: Sequence[TensorSpec] = INPUTS,
+    subject: str = "node",
+) -> int | None:
+    """Return the number of the plan that is chosen; None if none is."""
+    offered = [plan(each) for each in plans]
+    index = autotune.fastest_plan(offered, inputs, INPUTS, DEVICE, trial, environment, {"candidates of": subject})
+    assert trial is None or trial.open == 0
+    return None if index is None else plans[index]
 
 
 def test_the_fastest_wins() -> None:
@@ -117,8 +125,8 @@ def test_a_first_candidate_that_does_not_run_is_left_out_too(caplog: pytest.LogC
     assert "candidate 0 of 2 is left out: it does not run: RuntimeError: CUDA_ERROR_ILLEGAL" in caplog.text
 
 
-def test_where_none_runs_the_first_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen(Pretended({1: 5, 2: 1}, broken=[1, 2]), [1, 2]) == 1
+def test_where_none_runs_none_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, broken=[1, 2]), [1, 2]) is None
     assert "candidates cannot be timed, the first is taken: RuntimeError" in caplog.text
 
 
@@ -129,8 +137,8 @@ def test_what_most_compute_is_right(caplog: pytest.LogCaptureFixture) -> None:
     assert "candidate 0 of 3 is left out: differs in 3 of 3 elements, at 0 it is 2.0 where 1.0 is right" in caplog.text
 
 
-def test_without_room_the_first_is_taken_and_nothing_is_kept() -> None:
-    assert chosen(Pretended({1: 5, 2: 1}, too_large=True), [1, 2]) == 1
+def test_without_room_none_is_chosen_and_nothing_is_kept() -> None:
+    assert chosen(Pretended({1: 5, 2: 1}, too_large=True), [1, 2]) is None
     assert chosen(Pretended({1: 5, 2: 1}), [1, 2]) == 2
 
 
@@ -138,51 +146,34 @@ def test_a_choice_is_measured_once() -> None:
     first, later = Pretended({1: 5, 2: 3}), Pretended({1: 1, 2: 9})
     assert (chosen(first, [1, 2]), chosen(later, [1, 2])) == (2, 2)
     assert (first.timed, later.timed) == ([[1, 2]], [])
+    assert chosen(None, [1, 2]) == 2, "without a trial, too"
 
 
-@pytest.mark.parametrize("other", [{"environment": {"gpu": "b"}}, {"shapes": "4x3"}, {"plans": [1, 2, 4]}])
+def test_without_a_measurement_none_is_chosen() -> None:
+    assert chosen(None, [1, 2]) is None
+
+
+OTHER_INPUTS = (TensorSpec((4, 3), "float32"), INPUTS[1])
+
+
+@pytest.mark.parametrize(
+    "other", [{"environment": {"gpu": "b"}}, {"inputs": OTHER_INPUTS}, {"plans": [1, 2, 4]}, {"subject": "other"}]
+)
 def test_another_gpu_shape_or_set_of_candidates_is_measured_again(other: dict[str, Any]) -> None:
     chosen(Pretended({1: 5, 2: 3}), [1, 2])
     assert chosen(Pretended({1: 1, 2: 9, 4: 5}), **{"plans": [1, 2], **other}) == 1
 
 
-def test_only_so_many_shapes_of_a_node_are_measured() -> None:
-    trial = Pretended({1: 5, 2: 3})
-    found = [chosen(trial, [1, 2], shapes=str(length)) for length in range(autotune.MAX_SHAPES_MEASURED + 3)]
-    assert found == [2] * autotune.MAX_SHAPES_MEASURED + [1] * 3
-    assert chosen(trial, [1, 2], shapes="0") == 2  # this measurement is on disk
-    assert len(trial.timed) == autotune.MAX_SHAPES_MEASURED
-
-
-def test_that_enough_shapes_were_measured_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(autotune.time, "monotonic", lambda: 0.0)
-    caplog.set_level(logging.INFO)
-    for length in range(autotune.MAX_SHAPES_MEASURED + 3):
-        chosen(Pretended({1: 5, 2: 3}), [1, 2], shapes=str(length))
-    assert caplog.text.count("a node was measured at 16 shapes in 0 s; at others its first candidate is taken") == 1
-    timed = caplog.text.count("2 candidates are compiled and timed, once on GPUs of this kind")
-    assert timed == autotune.MAX_SHAPES_MEASURED
-
-
-def test_a_node_takes_so_many_seconds_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(0, 1000, 35))  # seconds; the clock is read before and after each measurement
-    monkeypatch.setattr(autotune.time, "monotonic", lambda: float(next(now)))
-    trial = Pretended({1: 5, 2: 3})
-    assert [chosen(trial, [1, 2], shapes=shapes) for shapes in ("1", "2", "3", "1")] == [2, 2, 1, 2]
-
-
 def test_without_a_place_on_disk_a_choice_lasts_as_long_as_the_process(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
     trial = Pretended({1: 5, 2: 3})
-    layers = [chosen(trial, [1, 2]) for _ in range(autotune.MAX_SHAPES_MEASURED + 3)]
+    layers = [chosen(trial, [1, 2]) for _ in range(5)]
     assert (layers, trial.timed) == ([2] * len(layers), [[1, 2]])
 
 
 def test_one_candidate_needs_no_measurement() -> None:
     trial = Pretended({})
-    assert (chosen(trial, [7]), trial.timed) == (7, [])
+    assert (chosen(trial, [7]), trial.timed) == (None, [])
 
 
 def test_equal_plans_are_one_candidate() -> None:
@@ -248,38 +239,45 @@ def offered(monkeypatch: pytest.MonkeyPatch, gpu: Stage, trial: Pretended) -> No
     monkeypatch.setitem(autotune.trials, CPU, trial)
 
 
-def grid_of_a_run(gpu: Stage, **arguments: Any) -> int:
+def grid_of_a_run(gpu: Stage, plans: PlanChoice = "known") -> int:
     given = feed(2, 3)
-    result = session(model(SHIFT), **arguments).run(None, given)[0]
-    np.testing.assert_array_equal(result, given["x"] + given["b"])
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans=plans)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
     return gpu.last()[0]
 
 
-def test_a_session_runs_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = stage(monkeypatch)
-    offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
-    assert grid_of_a_run(gpu) == 3
-    assert grid_of_a_run(gpu) == 3
-    assert trial.timed == [[1, 3]]
+def forget() -> None:
+    """Forget the templates of this process, as another process would not have them."""
+    planner._recent.clear()
+    planner._templates_of_nodes.clear()
 
 
-def test_never_takes_the_first_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = stage(monkeypatch)
     offered(monkeypatch, gpu, trial := OnHost({1: 5, 3: 4}))
-    assert grid_of_a_run(gpu, tune="never") == 1
+    assert grid_of_a_run(gpu) == 1
     assert trial.timed == []
 
 
-@pytest.mark.parametrize(("word", "timed"), [("never", []), ("cached", [[1, 3]])])
-def test_bench_times_candidates_unless_never(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: Any, timed: list[list[int]]
-) -> None:
+def test_what_was_measured_runs_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
+    assert grid_of_a_run(gpu, "measured") == 3
+    assert grid_of_a_run(gpu) == 3
+    forget()
+    assert grid_of_a_run(gpu) == 3, "the measurement is on disk"
+    assert grid_of_a_run(gpu, "first") == 1
+    assert trial.timed == [[1, 3]]
+
+
+@pytest.mark.parametrize("word", ["never", "cached"])
+def test_bench_times_no_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: Any) -> None:
     gpu = stage(monkeypatch)
     offered(monkeypatch, gpu, trial := OnHost({1: 5, 2: 1, 3: 4}))
     (tmp_path / "model.onnx").write_bytes(model(SHIFT))
     result = bench(tmp_path / "model.onnx", shapes=["x:2x3"], runs=2, tune=word)
     assert result.passed and result.ops[0].kernel is not None
-    assert trial.timed == timed
+    assert trial.timed == []
 
 
 def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +288,8 @@ def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPa
         return [dataclasses.replace(plan(each), outputs=(inputs[0],)) for each in (1, 3)]
 
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", empty)
-    assert session(model(SHIFT)).run(None, feed(0, 3))[0].shape == (0, 3)
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="measured")
+    assert run.run(None, feed(0, 3))[0].shape == (0, 3)
     assert trial.timed == []
 
 
@@ -298,7 +297,7 @@ def test_where_nothing_can_be_measured_the_first_candidate_runs(monkeypatch: pyt
     gpu = stage(monkeypatch)
     offered(monkeypatch, gpu, OnHost({}))
     monkeypatch.delitem(autotune.trials, CPU)
-    assert grid_of_a_run(gpu) == 1
+    assert grid_of_a_run(gpu, "measured") == 1
 
 
 def test_a_cache_is_placed_like_weights() -> None:
