@@ -125,6 +125,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
         "onnxfuse_keep_plans": (None, [size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
+        "onnxfuse_plans_made": (ctypes.c_int64, []),
         "onnxfuse_open_driver": (text, [text]),
         "onnxfuse_load": (text, [number, ctypes.c_char_p, text, ctypes.POINTER(handle), ctypes.POINTER(handle)]),
         "onnxfuse_configure": (text, [number, handle, unsigned, number]),

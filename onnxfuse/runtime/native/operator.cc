@@ -225,6 +225,8 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
 
 ONNXFUSE_EXPORT void onnxfuse_keep_plans(size_t count) { Template::set_max_recent_plans(count); }
 
+ONNXFUSE_EXPORT int64_t onnxfuse_plans_made() { return Template::plans_made(); }
+
 ONNXFUSE_EXPORT int64_t onnxfuse_kernels_alive() { return FusedKernel::alive(); }
 
 ONNXFUSE_EXPORT const char* onnxfuse_open_driver(const char* path) {

@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kMaxWords = 1 << 20;
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
 std::atomic<size_t> max_recent_plans{1};
+std::atomic<int64_t> plan_count{0};
 
 // How far sizes are from those of a variant: the sum of their ratios' logarithms to base 2.
 double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& hints) {
@@ -100,6 +101,8 @@ std::shared_ptr<Template> Template::shared(const std::string& bytes, const std::
   if (!found) slot = found = std::make_shared<Template>(bytes, output_dtypes, device);
   return found;
 }
+
+int64_t Template::plans_made() { return plan_count; }
 
 void Template::set_max_recent_plans(size_t count) { max_recent_plans = count; }
 
@@ -191,6 +194,7 @@ Template::SharedPlan Template::known_plan(const Key& key) {
 Template::SharedPlan Template::plan(const Key& key) {
   SharedPlan made = make(key);
   if (!made) return nullptr;
+  ++plan_count;
   std::unique_lock<std::shared_mutex> lock(mutex_);
   return add(key, std::move(made));
 }

@@ -47,6 +47,8 @@ class Template {
 
   // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
   static void set_max_recent_plans(size_t count);
+  // How many plans all templates have made.
+  static int64_t plans_made();
 
  private:
   struct Guard {
