@@ -97,3 +97,15 @@ def job_of(architecture: str, dtype: str = "fp16") -> Any:
     attention = "" if found.variants and not found.variants[0].attention else "sdpa"
     variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, dtype)
     return from_models("exporters").Job(found, variant, found.full)
+
+
+def export(case: Case, path: Path) -> None:
+    """Export the case's architecture in its public size; the file appears when it is complete."""
+    job = job_of(case.architecture, case.dtype)
+    exporters = from_models("exporters")
+    proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
+    exporters.strip_traces(proto)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(proto.SerializeToString())
+    part.replace(path)
