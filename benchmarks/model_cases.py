@@ -85,7 +85,11 @@ def feeds_of(work: Work) -> dict[str, Array]:
 
 
 def from_models(name: str) -> Any:
-    """Import and return a module of models/, which imports torch."""
+    """Import and return a module of models/, which imports torch.
+
+    Transformers would take benchmarks/kernels.py for a package of that name, which it uses where it can be imported.
+    """
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     if str(MODELS) not in sys.path:
         sys.path.insert(0, str(MODELS))
     return importlib.import_module(name)
