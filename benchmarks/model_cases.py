@@ -85,7 +85,11 @@ def feeds_of(work: Work) -> dict[str, Array]:
 
 
 def from_models(name: str) -> Any:
-    """Import and return a module of models/, which imports torch."""
+    """Import and return a module of models/, which imports torch.
+
+    Transformers would take benchmarks/kernels.py for a package of that name, which it uses where it can be imported.
+    """
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     if str(MODELS) not in sys.path:
         sys.path.insert(0, str(MODELS))
     return importlib.import_module(name)
@@ -97,3 +101,15 @@ def job_of(architecture: str, dtype: str = "fp16") -> Any:
     attention = "" if found.variants and not found.variants[0].attention else "sdpa"
     variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, dtype)
     return from_models("exporters").Job(found, variant, found.full)
+
+
+def export(case: Case, path: Path) -> None:
+    """Export the case's architecture in its public size; the file appears when it is complete."""
+    job = job_of(case.architecture, case.dtype)
+    exporters = from_models("exporters")
+    proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
+    exporters.strip_traces(proto)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(proto.SerializeToString())
+    part.replace(path)

@@ -45,9 +45,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from clocks import Clocks
-from model_cases import Case, Work, from_models, job_of
+from model_cases import Case, Work, export
 from model_tables import cell, tables
-from peers import CONVOLUTIONS, MAX_AUTOTUNE, PEERS, QUICK, Peer, reference, relative_error, release
+from peers import CONVOLUTIONS, MAX_AUTOTUNE, PEERS, QUICK, TOLERANCE, Peer, reference, relative_error, release
 from warm import in_processes
 
 from onnxfuse.bench.machine import device, versions
@@ -79,7 +79,6 @@ CASES = (
 )
 SECONDS, QUICK_SECONDS = 0.6, 0.25  # of timed runs
 PAUSE, PACED_RUNS = 2.0, 60
-TOLERANCE = 2e-2  # of the norm; fp16 models of this depth are off by 1e-3 to 5e-3
 LOST = ("illegal memory access", "CUDA failure 700", "CUDA failure 716", "CUDA failure 719", "misaligned address",
         "unspecified launch failure", "illegal instruction")  # fmt: skip
 EXPORT_SECONDS, REFERENCE_SECONDS = 14, 3  # of an architecture, of a model; estimated
@@ -89,18 +88,6 @@ Pair = tuple[Case, Peer]
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------
-
-
-def export(case: Case, path: Path) -> None:
-    """Export the case's architecture in its public size; the file appears when it is complete."""
-    job = job_of(case.architecture, case.dtype)
-    exporters = from_models("exporters")
-    proto = exporters.export_graph(job, exporters.build_model(job), job.variant.dtype)
-    exporters.strip_traces(proto)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(proto.SerializeToString())
-    part.replace(path)
 
 
 def measure(

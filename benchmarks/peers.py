@@ -24,6 +24,7 @@ from onnxfuse.tuning.bound_session import bind, start_session
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
 
 SAMPLE = 2**20  # values of an output that are compared
+TOLERANCE = 2e-2  # of the norm; fp16 models of this depth are off by 1e-3 to 5e-3
 Sampled = tuple[tuple[int, ...], Array]  # the shape of an output, and some of its values
 EXACT = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}  # an exhaustive search takes seconds a model
 GRAPH = {"enable_cuda_graph": 1}

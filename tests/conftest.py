@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import emulated_build
 import onnx
 import pytest
 from exported_models import unpack
@@ -114,6 +115,14 @@ def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         folder = folder_of_the_run(tmp_path_factory, "machine_code")
         patch.setattr(nvrtc, "_compile", shared(nvrtc._compile, folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_headers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile the headers of emulated kernels once, whichever process of the run wants them first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_build, "folder", folder_of_the_run(tmp_path_factory, "headers"))
         yield
 
 

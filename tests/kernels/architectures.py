@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from onnxfuse.runtime.plan import Device, Kernel
+import pytest
+
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 
 # Compute capability, multiprocessors and shared memory of a block on a GPU that has it.
 T4 = Device("T4", 75, 40, 65536)
@@ -43,3 +46,25 @@ def to_compile(
         return new
     taken = {repr(kernel) for kernel in new}
     return [*new, *(each for each in own if firsts[each.source] == repr(each) and repr(each) not in taken)]
+
+
+def check_compiles(kernel: Kernel, device: Device) -> None:
+    """Check that a kernel compiles for a device without warnings and keeps its values in registers."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    compiled = compile_cubin(kernel, device.arch)
+    spilled = compiled.spill_stores + compiled.spill_loads
+    assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+    assert "warning" not in compiled.log, compiled.log
+
+
+def check_sliced_launches(way: Implementation, device: Device, sums: int) -> Launch:
+    """Check the launches of a product that may divide k into slices, each of so many sums; return the first launch."""
+    first = way.steps[0]
+    assert isinstance(first, Launch)
+    assert first.shared <= device.shared_per_block and first.block[0] <= 1024
+    assert first.pdl == (device.arch >= 90)
+    assert len(way.steps) == (2 if first.grid[2] > 1 else 1)
+    assert list(way.scratch) == [4 * first.grid[2] * sums] * (len(way.steps) - 1)
+    return first

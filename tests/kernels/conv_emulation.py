@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
-import pytest
 from conv_cases import NUMPY, ConvCase
+from emulated_build import load
 
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT
-from onnxfuse.runtime.build_native import compiler
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Kernel, Launch, Pointer, Scalar
 
-NATIVE = Path(__file__).parents[1] / "native"
 # A GPU stops at a misaligned access; so does the emulation: in its stand-ins, and by these flags everywhere else.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 STOOD_IN = ("types.cuh", "gemm_multiply.cuh")  # headers that cuda_emulated.h replaces
@@ -26,24 +23,17 @@ CTYPES = {"int32": ctypes.c_int, "int64": ctypes.c_longlong, "float32": ctypes.c
 
 
 def library(step: Launch, folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
     scalars = [each if isinstance(each, Scalar) and each != ABSENT else None for each in step.arguments]
     arguments = [C_TYPES[each.type] if each else "T*" for each in scalars]
     parameters = ", ".join(f"{kind} a{i}" for i, kind in enumerate(arguments))
     passed = ", ".join(f"a{i}" for i in range(len(arguments)))
-    source = folder / "kernel.cc"
-    source.write_text(
+    text = (
         f'#include "cuda_emulated.h"\n{text_of(step.kernel)}\n'
         'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
         f'extern "C" void run(int grid_x, int grid_y, int threads, int shared, {parameters}) {{\n'
         f"    emulated::launch(grid_x, grid_y, threads, shared, [=] {{ {step.kernel.entry}({passed}); }});\n}}\n"
     )
-    defines = [f"-D{name}={value}" for name, value in step.kernel.defines.items()]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", *ALIGNMENT, f"-I{NATIVE}", *defines]
-    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    return load(text, step.kernel.defines, ALIGNMENT, folder / "kernel.cc")
 
 
 def text_of(kernel: Kernel) -> str:

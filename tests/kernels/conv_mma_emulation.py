@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
-import pytest
 from conv_cases import NUMPY, ConvCase
-from conv_emulation import CTYPES, NATIVE, STOOD_IN, placed
+from conv_emulation import CTYPES, STOOD_IN, placed
+from emulated_build import load
 
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.build_native import compiler
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
 
@@ -34,22 +32,15 @@ def text_of(kernel: Kernel) -> str:
 
 
 def library(kernel: Kernel, device: Device, at_once: bool, folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
-    source = folder / f"{kernel.source}.cc"
-    macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())
-    source.write_text(
+    macros = "".join(f"#define {name} {value}\n" for name, value in kernel.defines.items())  # the header has such names
+    text = (
         f'#include "conv_mma_emulated.h"\n{macros}{text_of(kernel)}\n'
         'extern "C" void allow(const char* start, i64 bytes) { emulated::ranges.push_back({start, start + bytes}); }\n'
         'extern "C" void run(void** arguments, int grid, int slices, int threads, int shared) {\n'
         f"    launch_all({kernel.entry}, arguments, grid, slices, threads, shared);\n}}\n"
     )
-    emulated = [f"-DEMULATED_ARCH={10 * device.arch}", f"-DCOPIES_AT_ONCE={int(at_once)}"]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{NATIVE}", *emulated]
-    target = source.with_suffix(".so")
-    subprocess.run([found, *flags, str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    emulated = {"EMULATED_ARCH": 10 * device.arch, "COPIES_AT_ONCE": int(at_once)}
+    return load(text, emulated, [], folder / f"{kernel.source}.cc")
 
 
 def launch(step: Launch, arrays: dict[Pointer, np.ndarray], device: Device, at_once: bool, folder: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+from emulated_build import load
 
-from onnxfuse.runtime.build_native import compiler
 from onnxfuse.runtime.plan import Kernel, TensorMap
 
-NATIVE = Path(__file__).parents[1] / "native"
 KERNELS = Path(__file__).parents[2] / "kernels"
 MAX_RANK = 5
 
@@ -42,17 +39,10 @@ def map_of(argument: TensorMap, address: int) -> Map:
 
 def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) -> ctypes.CDLL:
     """Return the library of a kernel's sources below the epilogue's, followed by the line `last`."""
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
     texts = [(KERNELS / name).read_text() for name in ("elementwise/activations.cuh", "epilogue.cuh", *sources)]
     text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
     memory = "extern __shared__ __align__(1024) char memory[];"
     assert memory in text
     text = text.replace(memory, "char* memory = emulated::here->memory;")
-    source = folder / "kernel.cc"
-    source.write_text(f'#include "hopper_emulated.h"\n{text}\n{last}\n')
-    defines = [f"-D{name}={value}" for name, value in kernel.defines.items()]
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{NATIVE}", *defines]
-    subprocess.run([found, *flags, str(source), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
+    return load(text, kernel.defines, ["-pthread"], folder / "kernel.cc")

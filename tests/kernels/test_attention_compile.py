@@ -11,7 +11,7 @@ import attention_cases
 import numpy as np
 import onnx
 import pytest
-from architectures import DEVICES, H200, to_compile
+from architectures import DEVICES, H200, check_compiles, to_compile
 from kernel_hosts import first_plan
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
@@ -99,16 +99,6 @@ def launches(device: Device) -> list[Launch]:
 
 def kernels(device: Device) -> list[Kernel]:
     return [step.kernel for step in launches(device)]
-
-
-def check_compiles(kernel: Kernel, device: Device) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
-    from onnxfuse.runtime.nvrtc import compile_cubin
-
-    compiled = compile_cubin(kernel, device.arch)
-    spilled = compiled.spill_stores + compiled.spill_loads
-    assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
-    assert "warning" not in compiled.log, compiled.log
 
 
 @by_parts(PARTS)

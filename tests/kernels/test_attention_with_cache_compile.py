@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 import pytest
-from architectures import DEVICES, H200, T4, to_compile
+from architectures import DEVICES, H200, T4, check_compiles, to_compile
 from attention_cases import formula
 from cache_cases import CachedCase, cached
 from kernel_hosts import first_plan
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from sampling import sampled
-from test_attention_compile import ARGUMENTS, check_compiles
+from sampling import by_parts, sampled
+from test_attention_compile import ARGUMENTS
 
 from onnxfuse.dsl.catalogue import builtin
 from onnxfuse.ir.domain import DOMAIN
@@ -26,6 +26,7 @@ from onnxfuse.rewrite.function_body import Variant, function
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 HALF = "float16"
+PARTS = 2  # of the kernels, of which one is compiled in a plain run
 
 
 def cases(dtype: str) -> Iterator[CachedCase]:
@@ -45,9 +46,10 @@ def launches(each: CachedCase, device: Device) -> list[Launch]:
     return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
 
 
+@by_parts(PARTS)
 @pytest.mark.parametrize("dtype", sampled([HALF, "float32"], 2))
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device, dtype: str) -> None:
+def test_compiles_without_spills(device: Device, dtype: str, part: int) -> None:
     own = ("attention_with_cache", "attention_append")
 
     @functools.cache
@@ -57,7 +59,7 @@ def test_compiles_without_spills(device: Device, dtype: str) -> None:
         return [kernel for kernel in found if kernel.source in own]
 
     assert {kernel.source for kernel in kernels(device)} == {*(own if device is not T4 else own[1:])}
-    for kernel in to_compile(device, kernels):
+    for kernel in to_compile(device, kernels, part, PARTS):
         check_compiles(kernel, device)
 
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from architectures import H200
 from conv_cases import ConvCase
+from emulated_build import load
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
-from onnxfuse.runtime.build_native import compiler
 from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan import Launch, TensorMap
 
-NATIVE = Path(__file__).parents[1] / "native"
 RECORD = 10  # numbers of a load, as conv_operands_emulated.h has them
 
 # One to three axes; strides, dilations and pads that differ by axis and by side; tiles that cross rows and images;
@@ -40,16 +38,12 @@ CASES = [
 
 
 def library(step: Launch, folder: Path) -> ctypes.CDLL:
-    found = compiler()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
     parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(step.kernel.source))
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     text = re.sub(r"(?m)^#(include|pragma).*$", "", texts["conv_operands.cuh"])
     names = r"TILE_M|TILE_N|K_BLOCK|CHANNELS|DIMS|(KERNEL|STRIDE|PAD|DILATION)_[DHW]"
     kept = {name: value for name, value in step.kernel.defines.items() if re.fullmatch(names, name)}
-    source = folder / "operands.cc"
-    source.write_text(
+    text = (
         f'#include "conv_operands_emulated.h"\n{text}\n'
         'extern "C" int run(int y_d, int y_h, int y_w, int row, int column, const int** found) {\n'
         "    const TensorMap x{true}, w{false};\n    records.clear();\n"
@@ -58,9 +52,7 @@ def library(step: Launch, folder: Path) -> ctypes.CDLL:
         "        operands.load_x(step << 20, 0, step);\n        operands.load_weights(step << 20, 0, step);\n    }\n"
         "    *found = records.data();\n    return int(records.size());\n}\n"
     )
-    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{NATIVE}", *(f"-D{n}={v}" for n, v in kept.items())]
-    subprocess.run([found, *flags, str(source), "-o", str(folder / "operands.so")], check=True)
-    return ctypes.CDLL(str(folder / "operands.so"))
+    return load(text, kept, [], folder / "operands.cc")
 
 
 def walked(x: np.ndarray, tensor_map: TensorMap, at: list[int], offsets: list[int]) -> np.ndarray:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from architectures import A100, DEVICES, H200, OF_ARCH, to_compile
+from architectures import A100, DEVICES, H200, OF_ARCH, check_compiles, check_sliced_launches, to_compile
 from conv_cases import with_vectors
 from conv_transpose_cases import BOTH, HOPPER, SAME, WITH_VECTORS, ConvTransposeCase, depthwise, shuffled
 from sampling import by_parts
@@ -73,13 +73,8 @@ def kernels(device: Device) -> list[Kernel]:
 @by_parts(PARTS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device, part: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
-    compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
     for kernel in to_compile(device, kernels, part, PARTS):
-        compiled = compile_cubin(kernel, device.arch)
-        spilled = compiled.spill_stores + compiled.spill_loads
-        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
-        assert "warning" not in compiled.log, compiled.log
+        check_compiles(kernel, device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
@@ -88,12 +83,7 @@ def test_launches_fit_the_device(device: Device) -> None:
         conv, found = case.problem(), ways(case, device)
         assert found and len({way.name for way in found}) == len(found)
         for way in found:
-            first = way.steps[0]
-            assert isinstance(first, Launch)
-            assert first.shared <= device.shared_per_block and first.block[0] <= 1024
-            assert first.pdl == (device.arch >= 90)
-            assert len(way.steps) == (2 if first.grid[2] > 1 else 1)
-            assert list(way.scratch) == [4 * first.grid[2] * conv.pixels * conv.m] * (len(way.steps) - 1)
+            check_sliced_launches(way, device, conv.pixels * conv.m)
             assert all(Pointer("scratch", 0) in step.arguments for step in way.steps if len(way.steps) > 1)  # type: ignore[union-attr]
 
 

@@ -77,7 +77,7 @@ class Spelling:
         """Return the outputs of the variant: the last ones are absent if their operands are."""
         found = self.fusion.outputs[:1] if self.only_first else self.fusion.outputs
         dtypes = {c.name: self.dtype for c in self.fusion.operands if c.name not in self.absent}
-        labels = {t.name: _label(self, t) for t in walk(*found) if is_choice(t)}
+        labels = {t.name: _label(self, t) for t in every_term(found) if is_choice(t)}
         sizes = defaultdict(lambda: 2, {"...": (3,)})  # any sizes: only which operands are there matters
         builder = BodyBuilder(Variant(NEWEST, dtypes, (self.dtype,), 2, {}, sizes, labels))
         while may_be_absent(self.fusion, len(found) - 1) and not builder.can_write(found[-1]):
@@ -102,6 +102,12 @@ class Unfused:
 
 
 # --- what a variant consists of ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def every_term(roots: tuple[Term, ...]) -> tuple[Term, ...]:
+    """Return every term below the roots, each once, parents first."""
+    return tuple(walk(*roots))
 
 
 def chosen(spelling: Spelling) -> dict[str, str]:
@@ -218,7 +224,7 @@ def _divisors(spelling: Spelling) -> dict[str, int]:
 
 
 def _guards(fusion: Fusion) -> list[Guard]:
-    return [*fusion.guards, *(guard for term in walk(*fusion.outputs) for guard in term.guards)]
+    return [*fusion.guards, *(guard for term in every_term(fusion.outputs) for guard in term.guards)]
 
 
 def find_sizes(spelling: Spelling, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -462,7 +468,7 @@ def complete_options(spelling: Spelling, variant: Variant, term: Alternatives) -
 
 def _body(spelling: Spelling, variant: Variant) -> tuple[list[onnx.NodeProto], list[str], frozenset[tuple[int, int]]]:
     written = set()
-    terms = [t for t in walk(*spelling.fusion.outputs) if has_spellings(t) and id(t) in spelling.picks]
+    terms = [t for t in every_term(spelling.fusion.outputs) if has_spellings(t) and id(t) in spelling.picks]
     alike = {_looks(t): spelling.picks[id(t)] for t in terms}  # an exporter writes two products in the same way
 
     def pick(term: Alternatives, possible: Sequence[Term]) -> Term:

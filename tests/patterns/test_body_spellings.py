@@ -8,7 +8,8 @@ inverse.  So these tests count the operators that remain of a stored body, and h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,20 +158,33 @@ class Case:
 def cases(fusion: Fusion) -> Iterator[Case]:
     """Yield the first variant wherever its body or an operator's version is another, others in two opsets."""
     for spelling in variants(fusion):
-        found: dict[Hashable, Case] = {}
-        for opset in OPSETS:
-            tried = replace(spelling, opset=opset)
-            try:
-                unfused = build(tried)
-            except Unwritable:
-                continue
-            nodes = unfused.model.graph.node
-            versions = {n.op_type: known.since_version for n in nodes if (known := schema(n.op_type, opset))}
-            body = tuple(n.SerializeToString(deterministic=True) for n in nodes)
-            key = body, tuple(sorted(versions.items())) if spelling.what == "first" else ()
-            found.setdefault(key, Case(tried, unfused))
-        each = list(found.values())
-        yield from each if spelling.what == "first" or len(each) < 2 else (each[0], each[-1])
+        if spelling.what == "first":
+            yield from {_body_and_versions(case): case for case in reversed([*_writable(spelling, OPSETS)])}.values()
+            continue
+        oldest, newest = next(_writable(spelling, OPSETS)), next(_writable(spelling, OPSETS[::-1]))
+        yield oldest
+        if _nodes(oldest) != _nodes(newest):
+            yield newest
+
+
+def _writable(spelling: Spelling, opsets: Iterable[int]) -> Iterator[Case]:
+    """Yield the variant in each of these opsets that can express it."""
+    for opset in opsets:
+        tried = replace(spelling, opset=opset)
+        with suppress(Unwritable):
+            yield Case(tried, build(tried))
+
+
+def _nodes(case: Case) -> tuple[bytes, ...]:
+    return tuple(node.SerializeToString(deterministic=True) for node in case.unfused.model.graph.node)
+
+
+def _body_and_versions(case: Case) -> Hashable:
+    """Return a key that is equal for two opsets in which the body has equal nodes, of operators of equal versions."""
+    ops = {node.op_type for node in case.unfused.model.graph.node}
+    return _nodes(case), frozenset(
+        (op, known.since_version) for op in ops if (known := schema(op, case.spelling.opset))
+    )
 
 
 # --- tests -------------------------------------------------------------------------------------------------------
