@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import KernelError, ModelError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import cupy_backend, run_plan
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.nvrtc import KernelError
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_bytes import plan_bytes
 from onnxfuse.runtime.run_plan import ReadyPlan
