@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from onnxfuse.dsl.declaration import *  # noqa: F403
     from onnxfuse.dsl.words import *  # noqa: F403
     from onnxfuse.errors import (
+        KernelError,
         MissingPackageError,
         ModelError,
         OnnxfuseError,
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     )
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import Report
+    from onnxfuse.runtime.kernel_folders import add_kernels
     from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, register
 
     __all__ = [
         *dsl.__all__,
         "InferenceSession",
+        "KernelError",
         "MissingPackageError",
         "ModelError",
         "NodeDispatch",
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         "Report",
         "UsageError",
         "VerificationError",
+        "add_kernels",
         "explain_session",
         "optimize",
         "register",
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 # The public names by the module that has them, those of the pattern language apart: onnxfuse.dsl has all of these.
 _MODULES = {
     "InferenceSession": "onnxfuse.session",
+    "KernelError": "onnxfuse.errors",
     "MissingPackageError": "onnxfuse.errors",
     "ModelError": "onnxfuse.errors",
     "NodeDispatch": "onnxfuse.session",
@@ -48,6 +53,7 @@ _MODULES = {
     "Report": "onnxfuse.report.report",
     "UsageError": "onnxfuse.errors",
     "VerificationError": "onnxfuse.errors",
+    "add_kernels": "onnxfuse.runtime.kernel_folders",
     "explain_session": "onnxfuse.session",
     "optimize": "onnxfuse.optimizer",
     "register": "onnxfuse.session",

@@ -39,6 +39,9 @@ skip_option = click.option("--skip", multiple=True, metavar="FUSION", help="Leav
 patterns_option = click.option(
     "--patterns", multiple=True, type=file_path, metavar="DIR", help="Also use the fusions in this folder (repeatable)."
 )
+kernels_option = click.option(
+    "--kernels", multiple=True, type=file_path, metavar="DIR", help="Also run the kernels in this folder (repeatable)."
+)
 shape_option = click.option(
     "--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Set the sizes of an input (repeatable)."
 )
@@ -316,6 +319,8 @@ def verify_command(
 
 @main.command("bench")
 @click.argument("model", type=file_path)
+@patterns_option
+@kernels_option
 @shape_option
 @click.option("--against", multiple=True, type=file_path, help="Time another model beside it (repeatable).")
 @click.option(
@@ -332,6 +337,8 @@ def verify_command(
 @click.option("--chart", "chart_file", type=file_path, help="Draw the result to a .html or .png file.")
 def bench_command(
     model: Path,
+    patterns: tuple[Path, ...],
+    kernels: tuple[Path, ...],
     shapes: tuple[str, ...],
     against: tuple[Path, ...],
     runs: int | None,
@@ -355,10 +362,12 @@ def bench_command(
 
     if chart_file:
         chart.check_name(chart_file)
+    provider = provider or default_provider()
+    _add_kernels(kernels, provider)
     inputs = load_inputs(npz, load(model)[0]) if npz else None
     with _progress() as progress:
         result = bench(
-            model, shapes=shapes, against=against, runs=runs, provider=provider or default_provider(),
+            model, patterns=patterns, shapes=shapes, against=against, runs=runs, provider=provider,
             cuda_graph=cuda_graph, inputs=inputs, ops=ops, tune=tune, progress=progress,
         )  # fmt: skip
     if json_file:
@@ -371,6 +380,8 @@ def bench_command(
 
 @main.command("tune")
 @click.argument("model", type=file_path)
+@patterns_option
+@kernels_option
 @shape_option
 @click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="The number of the GPU.")
 @provider_option
@@ -380,6 +391,8 @@ def bench_command(
 @click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file.")
 def tune_command(
     model: Path,
+    patterns: tuple[Path, ...],
+    kernels: tuple[Path, ...],
     shapes: tuple[str, ...],
     device_id: int,
     provider: Provider | None,
@@ -395,13 +408,28 @@ def tune_command(
     from onnxfuse.tuning.bound_session import default_provider
     from onnxfuse.verify.inputs import load_inputs
 
+    provider = provider or default_provider()
+    _add_kernels(kernels, provider)
     inputs = load_inputs(npz, load(model)[0]) if npz else {}
     with _progress() as progress:
         tuning = tune_file(
-            model, shapes=shapes, inputs=inputs, provider=provider or default_provider(), device_id=device_id,
+            model, patterns=patterns, shapes=shapes, inputs=inputs, provider=provider, device_id=device_id,
             options=dict(map(_named, options)), progress=progress,
         )  # fmt: skip
     console().print(tuning_tables(tuning), crop=False)
+
+
+def _add_kernels(folders: tuple[Path, ...], provider: Provider) -> None:
+    """Let the sessions of a command run the kernels in these folders too.
+
+    Raises an error before any work if these, or those of an installed package, do not load.
+    """
+    from onnxfuse.runtime.kernel_folders import add_kernels, kernel_folders
+
+    for folder in folders:
+        add_kernels(folder)
+    if provider == "cuda":
+        kernel_folders()
 
 
 def _named(option: str) -> tuple[str, str]:
@@ -420,12 +448,15 @@ def env_command() -> None:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
+    from onnxfuse.packages import extending_packages
+
     rows = {"onnxfuse": __version__, "python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
             rows[package] = version(package)
         except PackageNotFoundError:
             rows[package] = "not installed"
+    rows |= {name: f"{found} (adds fusions or kernels)" for name, found in extending_packages().items()}
     for name, value in rows.items():
         click.echo(f"{name:20} {value}")
     try:

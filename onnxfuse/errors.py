@@ -36,7 +36,11 @@ class MissingPackageError(UsageError, ImportError):
 
 
 class PatternError(OnnxfuseError):
-    """A fusion that is declared in a way that cannot work; its text names the fusion's file and line."""
+    """Fusions that are declared in a way that cannot work or do not load; its text names file and line, or package."""
+
+
+class KernelError(OnnxfuseError):
+    """Kernels that are missing, do not load or cannot be compiled; its text names the source, or who brings them."""
 
 
 class VerificationError(OnnxfuseError):

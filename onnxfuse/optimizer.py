@@ -246,7 +246,8 @@ def fuse_model(
             fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
             layouts = LayoutResult()
             if any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
-                layouts = assign_layouts(graph, shapes, layout, fusing.fused, exclude)
+                channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
+                layouts = assign_layouts(graph, shapes, layout, channels_last, fusing.fused, exclude)
                 records = {one.node: one for one in (*fusing.fused, *layouts.fused)}
                 fusing = replace(fusing, fused=tuple(records.values()))
         with timer.stage("write"):

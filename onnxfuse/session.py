@@ -217,7 +217,7 @@ def _reason(call: Call, target: Target) -> str | None:
     node = call.node
     host = find_host(node.fusion)
     if host is None:
-        return f"fusion {node.fusion} has no kernel in this version of onnxfuse"
+        return f"fusion {node.fusion} has no kernel in onnxfuse, an installed package or an added folder"
     if call.in_function:
         return "it stands inside a function"
     if "" in call.proto.output:

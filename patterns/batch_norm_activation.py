@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, attribute, fusion, op, scalar, tensor, weight
 from onnxfuse.patterns._activations import activation
 
 
-@fusion(out="n channels ...", last=True)
+@fusion(out="n channels ...", last=True, channels_last=["x"])
 def batch_norm_activation(
     x: Term = tensor("n channels ..."),
     scale: Term = weight("channels"),

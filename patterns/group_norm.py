@@ -39,7 +39,7 @@ def per_channel(value: Term) -> Term:
     return either(*(of_rank(rank, rearrange(value, f"{axes} -> {axes}")) for rank, axes in layouts))
 
 
-@fusion(out="n channels ...", casts=True)
+@fusion(out="n channels ...", casts=True, channels_last=["x"])
 def group_norm(
     x: Term = tensor("n channels ..."),
     scale: Term = weight(),

@@ -128,7 +128,7 @@ def main() -> None:
         sys.exit(work(given.worker))
     if not shutil.which("compute-sanitizer"):
         sys.exit("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE / "kernels"), str(HERE / "native")]
     importlib.import_module("kernel_runs").compile_native()  # once, before many processes want it
     ids, well = tests(given.tests), True
     for tool in given.tools.split(","):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,6 +102,7 @@ def write_text(path: Path, text: str) -> None:
 def bench(
     model: str | os.PathLike[str],
     *,
+    patterns: Iterable[str | os.PathLike[str]] = (),
     shapes: Sequence[str] = (),
     against: Sequence[str | os.PathLike[str]] = (),
     runs: int | None = None,
@@ -116,6 +117,7 @@ def bench(
 
     An unfused model is fused here; a fused model is compared with itself running as bodies.
 
+    patterns    folders with further fusions
     shapes      sizes of dynamic dims, as "input:8x512"; verification's choice of the others
     against     further models with the same inputs and outputs
     runs        of each model and mode; by default as many as fit into two seconds
@@ -134,7 +136,7 @@ def bench(
         raise VerificationError(drawn)
     others = [(name, *load(other)) for name, other in _named(against).items()]
     choices = list(feeds_to_try(original, shapes, inputs or {}))
-    fused, counts = _fused(path, original, progress)
+    fused, counts = _fused(path, original, patterns, progress)
     base = "bodies" if fused is original else "original"
     modes: tuple[Mode, ...] = (PLAIN, CUDA_GRAPH) if cuda_graph and provider == "cuda" else (PLAIN,)
     runner = _Runner(provider, progress, modes, "cached" if tune == "now" else tune)
@@ -160,10 +162,12 @@ def _in_order(contenders: Sequence[Contender], names: Sequence[str]) -> list[Con
     return sorted(contenders, key=lambda each: (names.index(each.name), each.mode != PLAIN))
 
 
-def _fused(path: Path, model: onnx.ModelProto, progress: Progress) -> tuple[onnx.ModelProto, dict[str, int]]:
+def _fused(
+    path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
+) -> tuple[onnx.ModelProto, dict[str, int]]:
     """Return the fused model, which is the same if it has fused nodes, and the number of its nodes by fusion."""
     if not any(node.domain == DOMAIN for node in model.graph.node):
-        fused, report = optimize(path, verify=False, progress=progress)
+        fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
         return fused, report.counts
     names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
              for node in model.graph.node if node.domain == DOMAIN]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,7 @@ GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 def tune_file(
     path: str | os.PathLike[str],
     *,
+    patterns: Iterable[str | os.PathLike[str]] = (),
     shapes: Sequence[str] = (),
     inputs: Mapping[str, Array] | None = None,
     provider: Provider = "cuda",
@@ -40,6 +41,7 @@ def tune_file(
 ) -> Tuning:
     """Tune a model; a model without fused nodes is fused first.
 
+    patterns folders with further fusions
     shapes   sizes of dynamic dims, as "input:8x512"
     inputs   to run on, instead of generated ones
     options  of the provider
@@ -51,7 +53,7 @@ def tune_file(
     feeds = feeds_of_known_sizes(original, shapes, inputs or {}, GIVE_SIZES)
     fused: onnx.ModelProto | None = None
     if not any(node.domain == DOMAIN for node in original.graph.node):
-        fused, _ = optimize(path, verify=False, progress=progress)
+        fused, _ = optimize(path, patterns=patterns, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
     given = {**(options or {}), **({"device_id": device_id} if device_id else {})}
     return tune(model, folder, feeds, provider, open_session, given, original=before, progress=progress)

@@ -10,24 +10,46 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import PatternError, UsageError
-
-PATTERNS = "onnxfuse.patterns"  # the package whose modules are loaded, and the entry-point group of other packages
+from onnxfuse.packages import PATTERNS, extensions
 
 
 @functools.cache
 def builtin() -> tuple[Fusion, ...]:
-    """Return the fusions of onnxfuse and of installed packages that offer some, in alphabetical order."""
+    """Return the fusions of onnxfuse itself, in alphabetical order."""
     package = importlib.import_module(PATTERNS)
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
     modules = [importlib.import_module(f"{PATTERNS}.{name}") for name in names]
-    modules += [entry.load() for entry in entry_points(group=PATTERNS)]
     return by_name(f for module in modules for f in declared(module))
+
+
+@functools.cache
+def installed() -> tuple[Fusion, ...]:
+    """Return the fusions of onnxfuse and of the packages that add some, in alphabetical order.
+
+    Raises PatternError for a package that does not load or declares none, and for a name that two of them declare.
+    """
+    found = {fusion.name: fusion for fusion in builtin()}
+    origins = dict.fromkeys(found, "onnxfuse")
+    for extension in extensions(PATTERNS):
+        fusions = declared(extension.load(PatternError))
+        if not fusions:
+            raise PatternError(
+                f"{extension.origin}: its module {extension.entry.value} declares no fusion; decorate a function with "
+                f"@onnxfuse.fusion(out=...), or {extension.remedy}"
+            )
+        for fusion in fusions:
+            if found.setdefault(fusion.name, fusion) is not fusion:
+                raise PatternError(
+                    f"{extension.origin} declares a fusion '{fusion.name}', and so does {origins[fusion.name]}; rename "
+                    f"it, or {extension.remedy}"
+                )
+            origins.setdefault(fusion.name, extension.origin)
+    return by_name(found.values())
 
 
 def declared(module: ModuleType) -> list[Fusion]:
@@ -61,8 +83,8 @@ def from_folder(folder: Path) -> list[Fusion]:
 
 
 def with_folders(folders: Iterable[str | os.PathLike[str]]) -> tuple[Fusion, ...]:
-    """Return the built-in fusions and those of the user's folders, which replace a built-in one of their name."""
-    return by_name([*builtin(), *(f for folder in folders for f in from_folder(Path(folder)))])
+    """Return the installed fusions and those of the user's folders, which replace an installed one of their name."""
+    return by_name([*installed(), *(f for folder in folders for f in from_folder(Path(folder)))])
 
 
 def select(fusions: Sequence[Fusion], only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Fusion]:

@@ -41,6 +41,7 @@ class Fusion:
     span: Span
     example: Mapping[str, ExampleValue] = field(default_factory=dict)
     last: bool = False
+    channels_last: tuple[str, ...] = ()
 
     def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
         return f"Fusion({self.name})"
@@ -70,6 +71,7 @@ def fusion(
     out: str | tuple[str, ...],
     casts: bool = False,
     last: bool = False,
+    channels_last: Sequence[str] = (),
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -78,6 +80,9 @@ def fusion(
             beside the first, computed from one of its operands
     casts   Casts between floating dtypes inside are absorbed: the body says what is computed in float32
     last    tried on what the other fusions leave, because its nodes may be part of larger ones that end elsewhere
+    channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
+            is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
+            with the attribute layout="nhwc".  Without this, a region ends at the fusion
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 
@@ -102,6 +107,7 @@ def fusion(
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
+            _checked_images(channels_last, captures, len(outputs), span),
         )  # fmt: skip
 
     return declare
@@ -120,3 +126,14 @@ def _checked_example(
     if unknown:
         raise PatternError(f"{span}: example= names '{unknown[0]}', which is no parameter")
     return example
+
+
+def _checked_images(names: Sequence[str], captures: tuple[Capture, ...], outputs: int, span: Span) -> tuple[str, ...]:
+    """Return the operands of channels_last=, which are tensors; such a fusion has one output."""
+    tensors = {capture.name for capture in captures if capture.kind == "tensor"}
+    for name in names:
+        if name not in tensors:
+            raise PatternError(f"{span}: channels_last= names '{name}', which is no parameter declared with tensor()")
+    if names and outputs > 1:
+        raise PatternError(f"{span}: channels_last= is for fusions of one output; this one has {outputs}")
+    return tuple(names)

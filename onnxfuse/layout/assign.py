@@ -55,6 +55,7 @@ def assign_layouts(
     graph: Graph,
     shapes: ShapeInfo,
     layout: Layout,
+    channels_last: Mapping[str, Sequence[str]],
     recorded: Collection[Fused] = (),
     exclude: Collection[tuple[str, str]] = frozenset(),
 ) -> LayoutResult:
@@ -63,12 +64,13 @@ def assign_layouts(
     A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in;
     so does a gate of channels, with the activation that follows it.
 
+    `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
     by LAYOUT and the name of its first output, and sums that stay Adds, by the name of a fusion and of the sum.
     """
     if layout == "nchw" or graph.opset < MIN_OPSET:
         return LayoutResult()
-    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN})
+    model = Model(graph, shapes, {f.name: f for f in graph.functions if f.domain == DOMAIN}, channels_last)
     kept = {output for name, output in exclude if name == LAYOUT}
     answers = {node: _answer(model, node, kept) for node in graph.nodes}
     chosen = _choose(model, answers, only_where_it_pays=layout == "auto")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
@@ -48,6 +48,7 @@ class Model:
     graph: Graph
     shapes: ShapeInfo
     functions: Mapping[str, onnx.FunctionProto]  # that fused nodes call, by name
+    channels_last: Mapping[str, Sequence[str]]  # which operands of a fusion can be channels-last, by its name
 
 
 # Returns the conversion of a node, or why it stays channels-first: the end of a sentence that begins with the node.

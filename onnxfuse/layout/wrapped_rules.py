@@ -36,13 +36,6 @@ CONVOLUTION: Final = "conv_bias_activation"
 MAX_STEM_CHANNELS: Final = 4  # of an image that a convolution reads channels-first: a Transpose would cost more
 # Fusions that compute element by element, unless they read slices: their functions stay as they are.
 NEUTRAL_FUSIONS: Final = frozenset({"activation", "gated_activation"})
-# Of other fused nodes: the operands that are images, besides the output.  Others have one value for each channel.
-IMAGE_OPERANDS: Final[Mapping[str, tuple[str, ...]]] = {
-    CONVOLUTION: ("x", "residual"),
-    TRANSPOSED_CONVOLUTION: ("x", "residual"),
-    "batch_norm_activation": ("x",),
-    "group_norm": ("x",),
-}
 
 
 # --- convolutions ------------------------------------------------------------------------------------------------
@@ -120,15 +113,15 @@ def fused(model: Model, node: Node) -> Conversion | str:
         return "it is channels-last already"
     if fusion in NEUTRAL_FUSIONS:
         return _element_by_element(model, node)
-    if fusion not in IMAGE_OPERANDS or len(node.outputs) != 1:
-        return "its fusion has no channels-last form"
     if fusion == CONVOLUTION:
         return fused_convolution(model, node)
     if fusion == TRANSPOSED_CONVOLUTION:
         return fused_conv_transpose(model, node)
     operands = _operands(node)
-    images = [name for name in IMAGE_OPERANDS[fusion] if name in operands]
-    if not all(image_rank(model.shapes, operands[name]) for name in images):
+    images = [name for name in model.channels_last.get(fusion, ()) if name in operands]
+    if not images or len(node.outputs) != 1:
+        return "its fusion has no channels-last form"
+    if not all(image_rank(model.shapes, tensor) for tensor in (*(operands[name] for name in images), *node.outputs)):
         return NOT_AN_IMAGE
     return _wrapped(node, fusion, operands, images, body_of_function(model.functions[node.op]), node.attrs)
 

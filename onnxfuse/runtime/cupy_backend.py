@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from onnxfuse.runtime.nvrtc import KernelError, arch_name, compile_cubin, compile_flags, source_text
+from onnxfuse.errors import KernelError
+from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, source_text
 from onnxfuse.runtime.plan import Device, Kernel
 
 log: Final = logging.getLogger("onnxfuse")

@@ -14,9 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-import onnxfuse.kernels
 from onnxfuse.runtime.cupy_backend import cupy_module
+from onnxfuse.runtime.kernel_folders import kernel_folders
 from onnxfuse.runtime.plan import Device
+from onnxfuse.version import __version__
 
 Environment = Mapping[str, str | int | bool]
 ALL_OPTIMIZATIONS: Final = "ORT_ENABLE_ALL"  # onnxruntime's default level of graph optimization
@@ -47,7 +48,7 @@ def kernel_environment(provider: str, device: Device) -> Environment:
         "driver": driver_version(),
         "cuda": cuda_version(),
         "libraries": library_versions(),
-        "onnxfuse": onnxfuse.__version__,
+        "onnxfuse": __version__,
         "onnxruntime": import_module("onnxruntime").__version__,
         "kernels": kernels_digest(),
     }
@@ -106,11 +107,22 @@ def library_versions() -> str:
 
 
 def kernels_digest() -> str:
-    """Return a digest of the kernels' sources and their hosts."""
-    return _digest_of_folders(tuple(onnxfuse.kernels.__path__))
+    """Return a digest of the sources and hosts of all kernels, which does not depend on where they are installed.
+
+    Of a package it covers the folder of its family and its version, which stands for what else the host imports.
+    """
+    return _digest_of_folders(tuple((each.origin.package, each.folder) for each in kernel_folders()))
 
 
 @functools.cache
-def _digest_of_folders(folders: tuple[str, ...]) -> str:
-    files = sorted(path for folder in folders for path in Path(folder).rglob("*.*") if path.suffix in KERNEL_SUFFIXES)
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+def _digest_of_folders(folders: tuple[tuple[str, Path], ...]) -> str:
+    digests = sorted(_digest_of_folder(package, folder) for package, folder in folders)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _digest_of_folder(package: str, folder: Path) -> str:
+    digest = hashlib.sha256(package.encode())
+    for path in sorted(path for path in folder.rglob("*.*") if path.suffix in KERNEL_SUFFIXES):
+        name, content = path.relative_to(folder).as_posix().encode(), path.read_bytes()
+        digest.update(b"\0%d %b\0%d " % (len(name), name, len(content)) + content)
+    return digest.hexdigest()

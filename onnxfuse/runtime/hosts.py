@@ -1,18 +1,13 @@
-"""Find the host of a fusion: the Python module that says whether kernels can run a node, and plans how.
-
-The kernels of related fusions are a family: a folder of `onnxfuse.kernels` whose `__init__.py` names its fusions in
-`FUSIONS`, and whose `host.py` is their `Host`. Adding a folder adds a family; nothing else has to know of it.
-"""
+"""Find the host of a fusion: the Python module that says whether kernels can run a node, and plans how."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-import onnxfuse.kernels
+from onnxfuse.runtime.kernel_folders import Family, kernel_folders
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 
 
@@ -30,17 +25,23 @@ class Host(Protocol):
 
 
 def find_host(fusion: str) -> Host | None:
-    """Return the host of a fusion; None if the fusion has no kernels."""
-    return _find_host(fusion, tuple(onnxfuse.kernels.__path__))
+    """Return the host of a fusion; None if the fusion has no kernels.
+
+    Raises KernelError, which names who brings the family, if its host does not load.
+    """
+    families = (family for each in kernel_folders() for family in each.families)
+    return next((_host(family) for family in families if fusion in family.fusions), None)
 
 
-@functools.cache  # listing the folders takes 1 ms, and every plan asks for its host
-def _find_host(fusion: str, folders: tuple[str, ...]) -> Host | None:
-    """Return the host of a fusion among the families in these folders."""
-    for module in pkgutil.iter_modules(folders):
-        if module.ispkg:
-            name = f"{onnxfuse.kernels.__name__}.{module.name}"
-            family = importlib.import_module(name)
-            if fusion in family.FUSIONS:
-                return cast(Host, importlib.import_module(f"{name}.host"))
-    return None
+@functools.cache
+def _host(family: Family) -> Host:
+    name = f"{family.module}.host"
+    try:
+        host = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        what = f"has a host {name} that does not load: {type(error).__name__}: {error}"
+        raise family.origin.error(what, "repair it") from error
+    for function in "supports", "candidates":
+        if not callable(getattr(host, function, None)):
+            raise family.origin.error(f"has a host {name} without the function {function}", "add it")
+    return cast(Host, host)

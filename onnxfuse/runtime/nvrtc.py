@@ -6,13 +6,13 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import onnxfuse.kernels
-from onnxfuse.errors import OnnxfuseError
+from onnxfuse.errors import KernelError
+from onnxfuse.runtime.kernel_folders import OWN, KernelFolder, kernel_folders
 from onnxfuse.runtime.plan import Kernel
 
 # CuPy always adds these flags; with them both ways to call NVRTC make the same code.
@@ -25,10 +25,6 @@ PTXAS_REPORT: Final = re.compile(
 )
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
-
-
-class KernelError(OnnxfuseError):
-    """A kernel is missing or cannot be compiled."""
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------
@@ -60,12 +56,23 @@ def _literal(value: int | float | str) -> str:
 
 
 def _find_source(name: str) -> Path:
-    for folder in onnxfuse.kernels.__path__:
-        for path in (Path(folder, name), *sorted(Path(folder).glob(f"*/{name}"))):
-            if path.is_file():
-                return path
-    folders = ", ".join(onnxfuse.kernels.__path__)
-    raise KernelError(f"kernel source {name} was not found in {folders} or a family's folder there")
+    """Return the source of a name, which no two families have."""
+    return _first(name, kernel_folders())
+
+
+def _find_header(name: str, included_by: Path) -> Path:
+    """Return the header of a name: that beside the kernels of the file which includes it, or else onnxfuse's own."""
+    folders = kernel_folders()
+    beside = [each for each in folders if included_by.is_relative_to(each.folder)]
+    return _first(name, [*beside, *(each for each in folders if each.origin is OWN)])
+
+
+def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
+    for folder in folders:
+        for path in folder.sources(name):
+            return path
+    where = ", ".join(dict.fromkeys(str(each.folder) for each in folders))
+    raise KernelError(f"kernel source {name} was not found in {where} or a family's folder there")
 
 
 def _with_headers(path: Path, seen: set[Path]) -> str:
@@ -74,7 +81,7 @@ def _with_headers(path: Path, seen: set[Path]) -> str:
     text = PRAGMA_ONCE.sub("", _read(path))
     parts, end = [f'#line 1 "{path.name}"\n'], 0
     for include in INCLUDE.finditer(text):
-        header = _find_source(include[1])
+        header = _find_header(include[1], path)
         parts.append(text[end : include.start()])
         if header not in seen:
             line = text.count("\n", 0, include.end()) + 1

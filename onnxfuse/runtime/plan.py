@@ -75,7 +75,7 @@ class FusedNode:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point of a .cu file of onnxfuse.kernels, with its compile-time constants."""
+    """An entry point of a .cu file, with its compile-time constants."""
 
     source: str  # the file's stem
     entry: str

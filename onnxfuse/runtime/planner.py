@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import KernelError, ModelError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import cupy_backend
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.hosts import Host, find_host
-from onnxfuse.runtime.nvrtc import KernelError
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.run_plan import ReadyPlan

@@ -637,6 +637,23 @@ def no_parameter() -> Fusion:
     return wrong
 
 
+def no_image() -> Fusion:
+    @fusion(out="n", channels_last=["x", "w"])
+    def wrong(x=tensor("n"), w=weight("n")):
+        return x + w
+
+    return wrong
+
+
+def two_images() -> Fusion:
+    @fusion(out=("n", "n"), channels_last=["x"])
+    def wrong(x=tensor("n")):
+        y = op.Relu(x)
+        return op.Sqrt(y), y
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("declare", "sentence"),
     [
@@ -651,6 +668,8 @@ def no_parameter() -> Fusion:
         (no_node, "results() needs an operator as its first argument"),
         (not_stored, "'wrong' has results() outside stored(ort=...)"),
         (no_parameter, "example= names 'z', which is no parameter"),
+        (no_image, "channels_last= names 'w', which is no parameter declared with tensor()"),
+        (two_images, "channels_last= is for fusions of one output; this one has 2"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -119,6 +119,7 @@ static void wait_for_copies() {}
 static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
+#define __sinf sinf  // the C library declares a function of that name
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import onnxfuse
 from onnxfuse.runtime import environment
 from onnxfuse.runtime.environment import kernel_environment, session_environment
 from onnxfuse.runtime.plan import Device
@@ -61,7 +60,7 @@ def test_another_onnxfuse_is_another_environment(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(environment, "version", missing)
     one = kernel_environment(CUDA, DEVICE)
-    monkeypatch.setattr(onnxfuse, "__version__", "9.9")
+    monkeypatch.setattr(environment, "__version__", "9.9")
     assert kernel_environment(CUDA, DEVICE) != one
 
 

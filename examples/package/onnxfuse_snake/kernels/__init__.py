@@ -1,0 +1,1 @@
+"""How it runs: one folder a family of kernels."""

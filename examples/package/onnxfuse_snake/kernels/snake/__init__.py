@@ -1,0 +1,5 @@
+"""The kernels of the snake activation."""
+
+from typing import Final
+
+FUSIONS: Final = ("snake",)

@@ -1,0 +1,1 @@
+"""What is fused: one file a fusion."""

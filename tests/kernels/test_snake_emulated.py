@@ -1,0 +1,84 @@
+"""The kernel of examples/package on a CPU: compiled, and run by the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from architectures import H200, T4
+from emulated_launches import emulate
+from kernel_hosts import host_of
+from outside import install_example, site
+from sampling import sampled
+from snake_cases import TOLERANCE, Snake, cases, check
+
+from onnxfuse.runtime.nvrtc import compile_cubin
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
+
+__all__ = ["site"]
+pytestmark = pytest.mark.usefixtures("example")
+
+
+@pytest.fixture
+def example(site: Path) -> None:
+    install_example(site)
+
+
+def plan(case: Snake, device: Device, aligned: bool = True) -> Plan:
+    host, specs = host_of("snake"), case.specs(aligned)
+    assert host.supports(case.node, [spec.dtype for spec in specs], device) is None
+    (found,) = host.candidates(case.node, specs, device)
+    return found
+
+
+def kernels(device: Device) -> Iterator[Kernel]:
+    """Yield kernels with the widest vectors and with narrow ones."""
+    for shape in (8, 512, 8192), (2, 7, 33):
+        for dtype in TOLERANCE:
+            for form, layout in ("product", "nchw"), ("quotient", "nhwc"):
+                for step in plan(Snake(shape, dtype, form, layout), device).steps:
+                    assert isinstance(step, Launch)
+                    yield step.kernel
+
+
+@pytest.mark.parametrize("device", [T4, H200], ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device) -> None:
+    """The tests of the package itself compile it for every architecture."""
+    for kernel in kernels(device):
+        compiled = compile_cubin(kernel, device.arch)
+        assert compiled.spill_stores + compiled.spill_loads == 0, f"{kernel} spills on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("case", sampled(cases(), 3), ids=str)
+def test_the_emulated_kernel(case: Snake, aligned: bool, tmp_path: Path) -> None:
+    arrays = case.arrays()
+    (y,) = emulate(plan(case, T4 if aligned else H200, aligned), list(arrays.values()), tmp_path, aligned)
+    check(case, arrays, y)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_angles_of_thousands_of_periods(dtype: str, tmp_path: Path) -> None:
+    case = Snake((2, 8, 100), dtype)
+    arrays = case.arrays(factor=4096.0)
+    (y,) = emulate(plan(case, H200), list(arrays.values()), tmp_path)
+    check(case, arrays, y)
+
+
+def test_whole_vectors_are_read_where_rows_are_odd() -> None:
+    wide = Snake((64, 32, 1023), "float16")
+    assert plan(wide, T4).steps[0].kernel.defines["WIDTH"] == 8
+
+
+def test_shapes_that_do_not_fit_are_an_error() -> None:
+    case = Snake((2, 8, 16))
+    x, alpha, gain = case.specs()
+    with pytest.raises(ValueError, match=r"snake: gain has shape \[1, 9, 1\]; required 8 elements"):
+        host_of("snake").candidates(case.node, [x, alpha, TensorSpec((1, 9, 1), gain.dtype)], H200)
+
+
+def test_dtypes_without_a_kernel_are_refused() -> None:
+    case = Snake((2, 8, 16), "float64")
+    assert "x is float64" in str(host_of("snake").supports(case.node, ["float64"] * 3, H200))
