@@ -9,10 +9,13 @@ from typing import Final
 
 from onnxfuse.kernels.tensors import (
     ABSENT,
+    ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
     element_count,
+    is_released,
     is_streamed,
     required_spec,
     unsupported_choice,
@@ -105,11 +108,13 @@ def _plan(
     resident = RESIDENT_THREADS * device.multiprocessors
     chunks = next((each for each in CHUNKS if math.ceil(pixels / each) * row <= resident), CHUNKS[-1])
     blocks = math.ceil(math.ceil(pixels / chunks) * row / THREADS)
+    pixel_bytes = 2 * whole.shape[-1] * ITEM_BYTES[whole.dtype]
+    streamed = is_streamed([*parts, whole], f"pixels > {STREAMED_FROM_BYTES // pixel_bytes}")
     defines: Defines = {
         "T": STORAGE[whole.dtype], "CHANNELS": whole.shape[-1], "PARTS": len(parts), "WIDTH": width,
         "BEGINS": ",".join(map(str, accumulate(sizes[:-1], initial=0))), "THREADS": THREADS, "CHUNKS": chunks,
-        "STREAMED": is_streamed([*parts, whole]), "INDEX": "u32" if count < 2**31 else "u64",
-        "RELEASE": int(blocks <= 2 * device.multiprocessors),
+        "STREAMED": streamed, "INDEX": "u32" if count < 2**31 else "u64",
+        "RELEASE": is_released(blocks, device),
     }  # fmt: skip
     kernel = Kernel(node.fusion, node.fusion, defines)
     every = (*arguments, Scalar(pixels, "int64"))

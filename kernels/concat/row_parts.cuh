@@ -8,6 +8,8 @@
 //   T         storage type                          WIDTH    elements of a vector access, which divide all parts
 //   STREAMED  1: what is written leaves L2 first    RELEASE  1: the next kernel may start before this one stores
 //   INDEX     u32, or u64 where u32 cannot count all elements
+//
+// STREAMED and RELEASE may depend on `pixels` and gridDim.
 #pragma once
 #include "types.cuh"
 
@@ -63,10 +65,10 @@ __device__ __forceinline__ void copy_pixels(const T* from, INDEX from_pitch, T* 
         const INDEX pixel = place.pixel + k * place.pixels_apart;
         if (k == 0 || pixel < pixels) raw[k] = load_once<WIDTH>(from + pixel * from_pitch);
     }
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
         const INDEX pixel = place.pixel + k * place.pixels_apart;
-        if (k == 0 || pixel < pixels) store_pack<STREAMED>(to + pixel * to_pitch, raw[k]);
+        if (k == 0 || pixel < pixels) store_pack_as(STREAMED, to + pixel * to_pitch, raw[k]);
     }
 }

@@ -12,6 +12,7 @@ struct Activation {
     const X_T* x;
     Y_T* y;
     float alpha, beta;
+    bool streamed;
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
@@ -24,10 +25,10 @@ struct Activation {
         unpack(raw, values);
 #pragma unroll
         for (int i = 0; i < W; ++i) values[i] = activate::ACTIVATION(values[i], alpha, beta);
-        store<STREAMED>(y + at, values);
+        store_as(streamed, y + at, values);
     }
 };
 
 ELEMENT_KERNEL activation(const X_T* x, Y_T* y, float alpha, float beta, long long count) {
-    each_element(Activation{x, y, alpha, beta}, INDEX(count));
+    each_element(Activation{x, y, alpha, beta, STREAMED}, INDEX(count));
 }

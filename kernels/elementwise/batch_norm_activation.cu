@@ -40,7 +40,7 @@ batch_norm_activation(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
         slopes[i] = __fdiv_rn(slopes[i], __fsqrt_rn(variances[i] + epsilon));
         offsets[i] = fmaf(-means[i], slopes[i], offsets[i]);
     }
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
 #pragma unroll
     for (int k = 0; k < PIXELS; ++k) {
         if (first + k * LANES_P >= pixels) break;
@@ -49,6 +49,6 @@ batch_norm_activation(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = activate::ACTIVATION(fmaf(values[i], slopes[i], offsets[i]), alpha, beta);
-        store<STREAMED>(y + start + (long long)k * (LANES_P * CHANNELS), values);
+        store_as(STREAMED, y + start + (long long)k * (LANES_P * CHANNELS), values);
     }
 }

@@ -8,17 +8,22 @@ from typing import Final
 
 from onnxfuse.kernels.elementwise.elements import activation_arguments
 from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
     all_constant,
     check_element_count,
+    element_count,
+    is_released,
     is_streamed,
     operand_pointer,
     required_spec,
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 LANES: Final = 32  # threads side by side in a pixel, at most
 THREADS: Final = 256  # of a block, at most
@@ -33,9 +38,9 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     Raises ValueError if one of these has another number of elements.
     """
     x, *weights = (required_spec(node, inputs, name) for name in ("x", *WEIGHTS))
-    channels, pixels = x.shape[-1], math.prod(x.shape[:-1])
+    channels, pixels = element_count(weights[0]), math.prod(x.shape[:-1])
     for name, weight in zip(WEIGHTS, weights, strict=True):
-        check_element_count(node, name, weight, channels)
+        check_element_count(node, name, weight, x.shape[-1])
     y = TensorSpec(x.shape, node.output_dtypes[0], x.aligned)
     if not pixels * channels:
         return [Plan((y,), ())]
@@ -44,14 +49,17 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     lanes_c = math.ceil(vectors / math.ceil(vectors / LANES))
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
     each = MAX_PIXELS
+    step = 4 if is_symbolic(pixels) else 2  # of fewer kernels one is compiled for each number
     while each > 1 and pixels * vectors < each * BUSY_THREADS * device.multiprocessors:
-        each //= 2
+        each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))
+    pixel_bytes = channels * sum(ITEM_BYTES[tensor.dtype] for tensor in (x, y))
+    streamed = is_streamed([x, y], f"pixels > {STREAMED_FROM_BYTES // pixel_bytes}")
     defines: Defines = {
-        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "STREAMED": is_streamed([x, y]), "WIDTH": width,
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "STREAMED": streamed, "WIDTH": width,
         **{f"{name.upper()}_T": STORAGE[weight.dtype] for name, weight in zip(WEIGHTS, weights, strict=True)},
         "CHANNELS": channels, "LANES_C": lanes_c, "LANES_P": lanes_p, "PIXELS": each,
-        "WEIGHTS_CONSTANT": all_constant(weights), "RELEASE": int(blocks <= 2 * device.multiprocessors),
+        "WEIGHTS_CONSTANT": all_constant(weights), "RELEASE": is_released(blocks, device),
         "ACTIVATION": node.text("activation", "none"), "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
     pointers = (*(operand_pointer(node, name) for name in ("x", *WEIGHTS)), Pointer("output", 0))

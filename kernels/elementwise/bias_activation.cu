@@ -17,6 +17,7 @@ struct BiasActivation {
     const BIAS_T* bias;
     Y_T* y;
     float alpha, beta;
+    bool streamed;
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
@@ -51,10 +52,10 @@ struct BiasActivation {
         }
 #pragma unroll
         for (int i = 0; i < W; ++i) values[i] = activate::ACTIVATION(values[i] + added[i], alpha, beta);
-        store<STREAMED>(y + at, values);
+        store_as(streamed, y + at, values);
     }
 };
 
 ELEMENT_KERNEL bias_activation(const X_T* x, const BIAS_T* bias, Y_T* y, float alpha, float beta, long long count) {
-    each_element(BiasActivation{x, bias, y, alpha, beta}, INDEX(count));
+    each_element(BiasActivation{x, bias, y, alpha, beta, STREAMED}, INDEX(count));
 }

@@ -23,6 +23,7 @@ struct ChannelScale {
     Y_T* y;
     float alpha, beta;
     INDEX image;
+    bool streamed;
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
@@ -43,11 +44,11 @@ struct ChannelScale {
         for (int i = 0; i < W; ++i)
             values[i] = activate::ACTIVATION(HAS_RESIDUAL ? fmaf(values[i], gates[i], added[i]) : values[i] * gates[i],
                                              alpha, beta);
-        store<STREAMED>(y + at, values);
+        store_as(streamed, y + at, values);
     }
 };
 
 ELEMENT_KERNEL channel_scale(const X_T* x, const GATE_T* gate, const RESIDUAL_T* residual, Y_T* y, float alpha,
                              float beta, long long image, long long count) {
-    each_element(ChannelScale{x, gate, residual, y, alpha, beta, INDEX(image)}, INDEX(count));
+    each_element(ChannelScale{x, gate, residual, y, alpha, beta, INDEX(image), STREAMED}, INDEX(count));
 }

@@ -7,8 +7,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.activations import ACTIVATIONS, PRELU
-from onnxfuse.kernels.tensors import PDL_ARCH, Defines, element_count, is_streamed, vector_width
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    PDL_ARCH,
+    STREAMED_FROM_BYTES,
+    Defines,
+    element_count,
+    is_released,
+    is_streamed,
+    known_equal,
+    macro,
+    vector_width,
+)
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
+from onnxfuse.runtime.symint import always, is_symbolic, maximum, minimum
 
 THREADS: Final = 128  # of a block
 SMALL_THREADS: Final = 256  # of a block, where a tensor has few vectors
@@ -27,8 +39,13 @@ class VectorTiling:
 
 
 def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
-    """Return the tiling for `count` elements, of which one load takes at most `max_width`."""
+    """Return the tiling for `count` elements, of which one load takes at most `max_width`.
+
+    For a symbolic count, there are three: narrow vectors, wide ones, and two wide ones for a thread.
+    """
     small = SMALL_VECTORS * device.multiprocessors
+    if is_symbolic(count):
+        return _vector_tiling_of_any_count(count, max_width, device)
     chosen = max_width
     while chosen > 1 and count // chosen < small and (chosen > SMALL_WIDTH or count % chosen):
         chosen //= 2
@@ -38,6 +55,13 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
     resident = RESIDENT_THREADS * device.multiprocessors
     two_make_all_resident = resident < vectors <= 2 * resident
     return VectorTiling(chosen, THREADS, 2 if two_make_all_resident else 1)
+
+
+def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> VectorTiling:
+    if count // max_width < SMALL_VECTORS * device.multiprocessors:
+        return VectorTiling(min(max_width, SMALL_WIDTH), SMALL_THREADS, 1)
+    vectors, resident = count // max_width, RESIDENT_THREADS * device.multiprocessors
+    return VectorTiling(max_width, THREADS, 2 if vectors > resident and vectors <= 2 * resident else 1)
 
 
 def activation_parameters(node: FusedNode) -> tuple[float, float]:
@@ -68,10 +92,12 @@ def element_plan(
     count = element_count(output)
     if not count:
         return Plan((output,), ())
-    read = [tensor for tensor in inputs if tensor.shape == output.shape]
+    read = [tensor for tensor in inputs if known_equal(tensor.shape, output.shape)]
     max_width = vector_width([*read, output], *multiples, weights=inputs)
-    tiling, stream = vector_tiling(count, max_width, device), is_streamed([*read, output])
-    largest = max(map(element_count, (*inputs, output)))
+    count_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in (*read, output))
+    stream = is_streamed([*read, output], f"count > {STREAMED_FROM_BYTES // count_bytes}")
+    tiling = vector_tiling(count, max_width, device)
+    largest = maximum(*map(element_count, (*inputs, output)))
     return Plan((output,), (element_launch(node, tiling, output, stream, defines, arguments, device, largest),))
 
 
@@ -92,15 +118,17 @@ def element_launch(
     """
     count = element_count(output)
     vectors, block = count // tiling.width, tiling.threads * tiling.chunks
-    rest = int(count % tiling.width > 0)
-    constants = {
-        "WHOLE": int(vectors % block == 0), "REST": rest,
+    rest = minimum(1, count % tiling.width)
+    whole = vectors % block
+    constants: Defines = {
+        "WHOLE": int(always(lambda: whole == 0, whole)),
+        "REST": macro(lambda: rest, f"count % {tiling.width} > 0", rest),
         "WIDTH": tiling.width, "THREADS": tiling.threads, "CHUNKS": tiling.chunks, "STREAMED": stream,
-        "INDEX": "u32" if max(count, largest) < 2**31 else "u64", "PRECISE": int(output.dtype == "float32"),
+        "INDEX": "u32" if maximum(count, largest) < 2**31 else "u64", "PRECISE": int(output.dtype == "float32"),
         "ACTIVATION": node.text("activation", "none"),
     }  # fmt: skip
     blocks = -(-vectors // block) + rest
-    constants["RELEASE"] = int(blocks <= 2 * device.multiprocessors)
+    constants["RELEASE"] = is_released(blocks, device)
     kernel = Kernel(node.fusion, node.fusion, {**defines, **constants})
     threads, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
     return Launch(kernel, (blocks, 1, 1), threads, (*arguments, Scalar(count, "int64")), pdl=pdl)

@@ -6,6 +6,8 @@
 //   RELEASE   1: the next kernel may start before this one stores
 //   STREAMED  1: outputs leave the L2 cache first        INDEX  u32, or u64 where u32 cannot count all elements
 //
+// REST, RELEASE and STREAMED may depend on `count` and gridDim.
+//
 // An elementwise op has, for a vector of W elements that begins at element `at`,
 //   Raw<W> fetch<W>(at)       the loads
 //   void finish<W>(at, raw)   the computation and the store
@@ -13,7 +15,7 @@
 
 #define ELEMENT_KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 
-static_assert(REST == 0 || WIDTH <= THREADS, "one block computes what is left over");
+static_assert(WIDTH <= THREADS, "one block computes what is left over");
 
 template <class Op>
 __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vectors) {
@@ -21,7 +23,7 @@ __device__ __forceinline__ void each_vector(const Op& op, INDEX first, INDEX vec
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) raw[k] = op.template fetch<WIDTH>((first + k * THREADS) * WIDTH);
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
         if (WHOLE || first + k * THREADS < vectors) op.template finish<WIDTH>((first + k * THREADS) * WIDTH, raw[k]);

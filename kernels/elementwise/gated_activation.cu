@@ -25,6 +25,7 @@ struct GatedActivation {
     const GATE_T* gate;
     const UP_T* up;
     Y_T* y;
+    bool streamed;
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
@@ -39,10 +40,10 @@ struct GatedActivation {
         unpack(raw.up, values);
 #pragma unroll
         for (int i = 0; i < W; ++i) values[i] *= activate::ACTIVATION(gates[i], 0.0f, 0.0f);
-        store<STREAMED>(y + at, values);
+        store_as(streamed, y + at, values);
     }
 };
 
 ELEMENT_KERNEL gated_activation(const GATE_T* gate, const UP_T* up, Y_T* y, long long count) {
-    each_element(GatedActivation{gate, up, y}, INDEX(count));
+    each_element(GatedActivation{gate, up, y, STREAMED}, INDEX(count));
 }

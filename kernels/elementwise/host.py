@@ -14,12 +14,14 @@ from onnxfuse.kernels.tensors import (
     STORAGE,
     Defines,
     check_element_count,
+    element_count,
     operand_pointer,
     required_spec,
     unsupported_choice,
     unsupported_dtype,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 CHANNELS_LAST: Final = ("channel_scale", "batch_norm_activation")  # fusions whose x is (n, spatial..., channels)
 WITHOUT_PARAMETERS: Final = tuple(a.name for a in ACTIVATIONS.values() if not a.parameters)
@@ -51,7 +53,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if node.fusion == "bias_activation":
         bias = required_spec(node, inputs, "bias")
         check_element_count(node, "bias", bias, x.shape[-1])
-        defines |= {"BIAS_T": STORAGE[bias.dtype], "ROW": x.shape[-1]}
+        defines |= {"BIAS_T": STORAGE[bias.dtype], "ROW": element_count(bias)}
         read.append(operand_pointer(node, "bias"))
     arguments = [*read, Pointer("output", 0), *activation_arguments(node)]
     return [element_plan(node, inputs, y, defines, arguments, device)]
@@ -67,6 +69,8 @@ def _gated_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
         )
     y = TensorSpec(shapes["gate"], node.output_dtypes[0], operands["gate"].aligned)
     row = math.prod(y.shape[-1:])
+    if is_symbolic(row) and not any(f"{name}_offset" in node.attributes for name in operands):
+        row = 1  # rows do not matter without slices
     defines: Defines = {"Y_T": STORAGE[y.dtype], "ROW": row}
     multiples: list[int] = []  # what vectors must divide, so that none crosses the border of a slice
     for name, tensor in operands.items():

@@ -128,6 +128,6 @@ struct EmbeddingNorm : Norm<Statistic, false> {
         raw.Two::add_to(values);
         raw.Three::add_to(values);
         if constexpr (SUM)
-            if (first) store<STREAMED>(this->sum + this->at(row, pack), values);
+            if (first) store_as(this->streamed, this->sum + this->at(row, pack), values);
     }
 };

@@ -8,6 +8,6 @@
 
 ROW_KERNEL embedding_rms_norm(const TABLE_T* table, const IDS_T* ids, long long count, const SCALE_T* scale, Y_T* y,
                               SUM_T* sum, float factor, float epsilon, long long rows) {
-    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon}, {table, ids, count}, {}, {},
+    each_row(EmbeddingNorm<Squares>{{nullptr, nullptr, scale, nullptr, y, sum, epsilon, STREAMED}, {table, ids, count}, {}, {},
                                     factor, 1}, rows);
 }

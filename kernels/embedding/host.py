@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.norms.norm import norm_tilings, present, weight_item_bytes
-from onnxfuse.kernels.norms.rows import USUAL_THREADS, RowTiling, row_launch, row_tiling
+from onnxfuse.kernels.norms.rows import USUAL_THREADS, RowTiling, row_launch, row_tiling, streamed_rows
 from onnxfuse.kernels.tensors import (
     ABSENT,
     ITEM_BYTES,
@@ -16,7 +16,7 @@ from onnxfuse.kernels.tensors import (
     Defines,
     all_constant,
     check_element_count,
-    is_streamed,
+    known_equal,
     operand_pointer,
     operand_spec,
     required_spec,
@@ -24,6 +24,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import expect_equal, is_symbolic
 
 IDS: Final = {"int32": "int32_t", "int64": "int64_t"}  # embedding.cuh's names
 TABLES: Final = (("table", "ids"), ("table_2", "ids_2"), ("table_3", "ids_3"))
@@ -71,11 +72,13 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     outputs = tuple(TensorSpec((*ids.shape, length), dtype, aligned) for dtype in node.output_dtypes)
     if rows * length == 0:
         return [Plan(outputs, ())]
+    if is_symbolic(rows) and rows >= 2**32:
+        raise ValueError(f"{node.fusion}: {rows} rows are more than a plan for any number of them takes")
     read = [source.values for source in (tokens, *addends)]
     item_bytes = [ITEM_BYTES[tensor.dtype] for tensor in read]
     defines = {
         **_types(node, inputs, outputs), **_addends(node, tokens, addends, ids.shape), "ROW": length,
-        "STREAMED": is_streamed([*outputs, TensorSpec(outputs[0].shape, tokens.values.dtype)]),
+        "STREAMED": streamed_rows([*outputs, TensorSpec(outputs[0].shape, tokens.values.dtype)], length),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
         "INDEX_T": "uint32_t" if rows < 2**32 else "uint64_t",
     }  # fmt: skip
@@ -129,19 +132,31 @@ def _check(node: FusedNode, inputs: Sequence[TensorSpec], sources: Sequence[RowS
 
 
 def _broadcast(node: FusedNode, source: RowSource, ids: tuple[int, ...]) -> int:
-    """Return how an addend, or its ids, broadcast over the ids of tokens, whose last axis is seq."""
+    """Return how an addend, or its ids, broadcast over the ids of tokens, whose last axis is seq.
+
+    The positions of a sequence may have a dynamic dim of their own, which equals seq in usual runs.
+    """
     lead = (1,) * (len(ids) - len(source.lead)) + source.lead
-    if len(lead) == len(ids) and all(size in (1, full) for size, full in zip(lead, ids, strict=True)):
-        if lead == ids:
+    if len(lead) == len(ids):
+        full = [_is_full(size, of) for size, of in zip(lead, ids, strict=True)]
+        single = [not (is_symbolic(size) and whole) and size == 1 for size, whole in zip(lead, full, strict=True)]
+        if all(full):
             return PER_ROW
-        if math.prod(lead) == 1:
+        if all(single):
             return PER_ALL
-        if lead[-1] == ids[-1] and math.prod(lead[:-1]) == 1:
+        if full[-1] and all(single[:-1]):
             return PER_POSITION
-        if lead[:-1] == ids[:-1]:
+        if single[-1] and all(full[:-1]):
             return PER_BATCH
     name = source.ids or source.name
     raise ValueError(f"{node.fusion}: {name} has {list(source.lead)} rows, which do not broadcast over {list(ids)} ids")
+
+
+def _is_full(size: int, full: int) -> bool:
+    """Return whether an axis of an addend is as long as that of the ids; length 1 is broadcast to any dynamic dim."""
+    if known_equal((size,), (full,)):
+        return True
+    return is_symbolic(size) and expect_equal(size, full)
 
 
 def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Defines:

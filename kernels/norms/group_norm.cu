@@ -3,13 +3,12 @@
 // A group of an image is a row in memory: c / groups channels of SPATIAL elements. The kernel moves each element of x
 // and y once, 4 bytes an element in fp16, and computes in fp32, mean and variance as statistics.cuh's Moments.
 //
-//   GROUPS  of an image    SPATIAL  elements of a channel, a multiple of WIDTH    CHANNELS  of a group
+//   GROUPS         of an image    CHANNELS  of a group
+//   CHANNEL_PACKS  vectors of a channel, which no vector crosses; `packs`, a Divisor, where the length is an argument
 #include "types.cuh"
 #include "activations.cuh"
 #include "rows.cuh"
 #include "statistics.cuh"
-
-static_assert(SPATIAL % WIDTH == 0, "a vector does not cross channels");
 
 struct GroupNorm {
     static constexpr bool WEIGHTS_VARY = true;
@@ -22,6 +21,9 @@ struct GroupNorm {
     const BIAS_T* bias;
     Y_T* y;
     float epsilon;
+    Divisor packs;
+    int length;
+    bool streamed;
     Pack<SCALE_T, 1> scales[CHUNKS];
     Pack<BIAS_T, 1> biases[CHUNKS];
     float shift, slope;
@@ -36,7 +38,7 @@ struct GroupNorm {
         unpack(raw, values);
     }
     __device__ __forceinline__ void load_weights(int k, long long row, int pack) {
-        const int channel = int(row % GROUPS) * CHANNELS + pack / (SPATIAL / WIDTH);
+        const int channel = int(row % GROUPS) * CHANNELS + pack / CHANNEL_PACKS;
         scales[k] = load_cached<1, WEIGHTS_CONSTANT>(scale + channel);
         biases[k] = load_cached<1, WEIGHTS_CONSTANT>(bias + channel);
     }
@@ -46,7 +48,7 @@ struct GroupNorm {
     }
     __device__ __forceinline__ void set_statistics(const Partial& row) {
         shift = row.shift();
-        slope = row.slope(epsilon);
+        slope = row.slope(ROW, epsilon);
     }
     __device__ __forceinline__ void store_result(long long row, int k, int pack, float (&values)[WIDTH]) const {
         float weight[1], offset[1];
@@ -55,10 +57,11 @@ struct GroupNorm {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = activate::ACTIVATION(fmaf((values[i] - shift) * slope, weight[0], offset[0]), 0.0f, 0.0f);
-        store<STREAMED>(y + row * ROW + pack * WIDTH, values);
+        store_as(streamed, y + row * ROW + pack * WIDTH, values);
     }
 };
 
-ROW_KERNEL group_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, long long rows) {
-    each_row(GroupNorm{x, scale, bias, y, epsilon}, rows);
+ROW_KERNEL group_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, u32 packs,
+                      u64 packs_multiplier, int length, long long rows) {
+    each_row(GroupNorm{x, scale, bias, y, epsilon, {packs, packs_multiplier}, length, STREAMED}, rows, length);
 }

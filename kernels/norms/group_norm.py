@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnxfuse.kernels.norms.rows import row_launch, row_tiling
+from onnxfuse.kernels.norms.any_length import long_rows
+from onnxfuse.kernels.norms.rows import row_launch, row_tiling, streamed_rows
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     STORAGE,
     Defines,
     all_constant,
     check_element_count,
-    is_streamed,
+    divisor,
+    macro,
     operand_pointer,
     required_spec,
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 
 def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -33,16 +36,21 @@ def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     rows, length = batch * groups, channels // groups * spatial
     if rows * length == 0:
         return Plan((y,), ())
-    item_bytes = [ITEM_BYTES[x.dtype]]
-    tiling = row_tiling(rows, length, vector_width([x, y], spatial, weights=[scale, bias]), device, item_bytes)
+    item_bytes, width = [ITEM_BYTES[x.dtype]], vector_width([x, y], spatial, weights=[scale, bias])
+    if is_symbolic(length):
+        tiling = long_rows(length, width, device, item_bytes)
+    else:
+        tiling = row_tiling(rows, length, width, device, item_bytes)
+    packs = spatial // width
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": is_streamed([x, y]), "GROUPS": groups, "SPATIAL": spatial,
-        "CHANNELS": channels // groups, "WEIGHTS_CONSTANT": all_constant([scale, bias]),
+        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length), "GROUPS": groups,
+        "CHANNEL_PACKS": macro(lambda: packs, "packs", packs), "CHANNELS": channels // groups,
+        "WEIGHTS_CONSTANT": all_constant([scale, bias]),
         "ACTIVATION": node.text("activation", "none"), "PRECISE": 1,
     }  # fmt: skip
     epsilon = Scalar(node.number("epsilon", 1e-5), "float32")
     pointers = [*(operand_pointer(node, name) for name in ("x", "scale", "bias")), Pointer("output", 0)]
-    arguments = [*pointers, epsilon, Scalar(rows, "int64")]
+    arguments = [*pointers, epsilon, *divisor(packs), Scalar(length, "int32"), Scalar(rows, "int64")]
     launch = row_launch("group_norm", tiling, rows, defines, arguments, item_bytes, device)
     return Plan((y,), (launch,))

@@ -69,5 +69,6 @@ group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, 
     normalization.set(thread, memory.means, memory.slopes);
     Y_T* to = y + first + (u64)(begin + thread.row) * CHANNELS;
 #pragma unroll 2
-    for (int k = 0; k < count; ++k) normalization.store_result(to + (u64)k * (LANES_P * CHANNELS), slots[k * BLOCK]);
+    for (int k = 0; k < count; ++k)
+        normalization.store_result(to + (u64)k * (LANES_P * CHANNELS), slots[k * BLOCK], STREAMED);
 }

@@ -8,7 +8,8 @@
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
 //   SHARES      rows of partial sums on the way from LANES_P rows to one
-//   PRECISE, ACTIVATION, STREAMED, WEIGHTS_CONSTANT  as in activations.cuh and rows.cuh
+//   PRECISE, ACTIVATION, STREAMED, WEIGHTS_CONSTANT  as in activations.cuh and rows.cuh; STREAMED may depend on the
+//               arguments and gridDim
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
@@ -128,12 +129,12 @@ struct Normalization {
             slopes[i] *= group_slopes[thread.group(i)];
         }
     }
-    __device__ __forceinline__ void store_result(Y_T* to, const Pack<X_T, WIDTH>& raw) const {
+    __device__ __forceinline__ void store_result(Y_T* to, const Pack<X_T, WIDTH>& raw, bool streamed) const {
         float values[WIDTH];
         unpack(raw, values);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = activate::ACTIVATION(fmaf(values[i] - means[i], slopes[i], offsets[i]), 0.0f, 0.0f);
-        store<STREAMED>(to, values);
+        store_as(streamed, to, values);
     }
 };

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
     all_constant,
     check_element_count,
-    is_streamed,
+    macro,
     operand_pointer,
     required_spec,
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (1, 2, 4, 8)
@@ -30,6 +35,10 @@ STATIC_BYTES: Final = 48 << 10  # of shared memory of a block, without asking
 MAX_CHUNKS: Final = 256  # of an image, in two launches
 CHUNK_PIXELS: Final = 4  # of a thread, at least
 MAX_CANDIDATES: Final = 2  # of one launch
+USUAL_IMAGES: Final = (1, 2, 8, 32)  # for which tilings are chosen where the numbers are symbolic
+USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
+MAX_USUAL_TILINGS: Final = 4  # each is a kernel
+LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of symbolic size gets a half of it or all
 
 # What one launch is expected to take, in microseconds: the bytes of a multiprocessor's blocks at what it moves alone,
 # or all bytes at what the memory moves, and a barrier over a cluster. Not measured; tuning times the candidates.
@@ -106,7 +115,7 @@ def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device:
     width = vector_width([x, y], channels, weights=[scale, bias])
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": channels // groups, "STREAMED": is_streamed([x, y]),
+        "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "GROUP": channels // groups,
         "WEIGHTS_CONSTANT": all_constant([scale, bias]), "ACTIVATION": node.text("activation", "none"),
         "PRECISE": int(y.dtype == "float32"),
     }  # fmt: skip
@@ -115,10 +124,12 @@ def group_norm_nhwc_plans(node: FusedNode, inputs: Sequence[TensorSpec], device:
         tuple(operand_pointer(node, name) for name in ("x", "scale", "bias")),
         Scalar(node.number("epsilon", 1e-5), "float32"),
     )  # fmt: skip
-    tilings = one_launch_tilings(images, pixels, channels, norm.group, width, norm.item_bytes, device)
+    find = tilings_of_any_size if is_symbolic(images, pixels) else one_launch_tilings
+    tilings = find(images, pixels, channels, norm.group, width, norm.item_bytes, device)
     plans = [_one_launch_plan(norm, tiling, device) for tiling in tilings]
     halved = two_launch_tiling(channels, norm.group, width)
-    if halved is not None and ((chunks := _chunks(norm, halved, device)) > 1 or not plans):
+    chunks = _chunks(norm, halved, device) if halved is not None else 0
+    if halved is not None and (not plans or is_symbolic(chunks) or chunks > 1):
         plans.append(_two_launch_plan(norm, halved, chunks, device))
     if not plans:
         raise ValueError(f"group_norm: a group has {norm.group} channels, which are too many for a block")
@@ -129,22 +140,50 @@ def _one_launch_plan(norm: GroupNorm, tiling: GroupTiling, device: Device) -> Pl
     memory = tiling.memory_bytes(norm.group)
     kernel = Kernel("group_norm_nhwc", "group_norm_nhwc", {
         **norm.defines, **_constants(tiling), "CLUSTER": tiling.cluster, "MEMORY_BYTES": memory,
+        "STREAMED": _streamed(norm, "SUBSETS * CLUSTER"),
     })  # fmt: skip
     grid = (norm.images * (norm.channels // tiling.subset) * tiling.cluster, 1, 1)
     arguments = (*norm.operands, Pointer("output", 0), norm.epsilon, Scalar(norm.pixels, "int32"))
-    shared, pdl = memory + tiling.pixel_bytes(norm.pixels, norm.item_bytes), device.arch >= PDL_ARCH
-    launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, shared, tiling.cluster, pdl)
+    kept = tiling.pixel_bytes(norm.pixels, norm.item_bytes)
+    if is_symbolic(kept):
+        kept = _room(tiling, kept, norm.item_bytes, device.shared_per_block - memory)
+    pdl = device.arch >= PDL_ARCH
+    launch = Launch(kernel, grid, (tiling.threads, 1, 1), arguments, memory + kept, tiling.cluster, pdl)
     return Plan((norm.y,), (launch,))
+
+
+def _room(tiling: GroupTiling, kept: int, item_bytes: int, most: int) -> int:
+    """Return the shared memory for an image whose size is symbolic: the most, or a half of it, and so on.
+
+    More than an image needs is right as well, so that only the upper bound is a hard guard.
+    """
+    one = tiling.pixel_bytes(tiling.lanes_p * tiling.cluster, item_bytes)  # a pixel of each thread
+    room = most // one
+    while room * one > LEAST_ROOM and estimate(kept) <= room // 2 * one:
+        room //= 2
+    if kept > room * one:
+        raise ValueError(f"group_norm: {kept} bytes of an image are more than a block's shared memory")
+    return room * one
+
+
+def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
+    """Return STREAMED, by the kernel's pixels and blocks if the numbers of them are symbolic."""
+    pixel_bytes = norm.channels * (norm.item_bytes + ITEM_BYTES[norm.y.dtype])
+    moved = norm.images * norm.pixels * pixel_bytes
+    expression = f"u64(gridDim.x / ({blocks_of_image})) * pixels > {STREAMED_FROM_BYTES // pixel_bytes}"
+    return macro(lambda: moved > STREAMED_FROM_BYTES, expression, moved)
 
 
 def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
     """Return the parts of an image, each of which blocks of their own add up in the first of two launches."""
-    most = max(1, min(MAX_CHUNKS, norm.pixels // (tiling.lanes_p * CHUNK_PIXELS)))
-    return min(most, math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset))))
+    most = maximum(1, minimum(MAX_CHUNKS, norm.pixels // (tiling.lanes_p * CHUNK_PIXELS)))
+    wanted = math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset)))
+    return minimum(most, wanted)  # type: ignore[no-any-return]
 
 
 def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: Device) -> Plan:
-    constants: Defines = {**norm.defines, **_constants(tiling), "CLUSTER": 1}
+    streamed = _streamed(norm, "SUBSETS * chunks")
+    constants: Defines = {**norm.defines, **_constants(tiling), "CLUSTER": 1, "STREAMED": streamed}
     partials, sizes = Pointer("scratch", 0), (Scalar(norm.pixels, "int32"), Scalar(chunks, "int32"))
     grid = (norm.images * (norm.channels // tiling.subset) * chunks, 1, 1)
     block, pdl = (tiling.threads, 1, 1), device.arch >= PDL_ARCH
@@ -171,16 +210,52 @@ def one_launch_tilings(
             part = tiling.pixel_bytes(pixels, item_bytes)
             if (cluster > 1 and rows < 2) or tiling.memory_bytes(group) + part > device.shared_per_block:
                 continue
-            bytes_of_pixel = subset * item_bytes
-            sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
-            blocks = images * (channels // subset) * cluster
-            busiest = math.ceil(blocks / device.multiprocessors)
-            time = max(
-                busiest * 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR,
-                blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # the other half of a sector is in L2
-            )
-            found[tiling] = time + (CLUSTER_BARRIER + 0.05 * cluster if cluster > 1 else 0.0)
+            found[tiling] = _time(tiling, images, pixels, channels, item_bytes, device)
     return sorted(found, key=found.__getitem__)[:MAX_CANDIDATES]
+
+
+def _time(tiling: GroupTiling, images: int, pixels: int, channels: int, item_bytes: int, device: Device) -> float:
+    """Return what one launch is expected to take, in microseconds."""
+    rows, bytes_of_pixel = math.ceil(pixels / tiling.cluster), tiling.subset * item_bytes
+    sectors = bytes_of_pixel + (0 if bytes_of_pixel % SECTOR_BYTES == 0 else SECTOR_BYTES // 2)
+    blocks = images * (channels // tiling.subset) * tiling.cluster
+    busiest = math.ceil(blocks / device.multiprocessors)
+    time: float = maximum(
+        busiest * 2 * rows * sectors / BYTES_PER_MULTIPROCESSOR,
+        blocks * 2 * rows * bytes_of_pixel / BYTES_OF_MEMORY,  # the other half of a sector is in L2
+    )
+    return time + (CLUSTER_BARRIER + 0.05 * tiling.cluster if tiling.cluster > 1 else 0.0)
+
+
+def tilings_of_any_size(
+    images: int, pixels: int, channels: int, group: int, width: int, item_bytes: int, device: Device
+) -> list[GroupTiling]:
+    """Return the same for symbolic sizes: of a few tilings the one that is expected to be the fastest, if any fits."""
+    sizes = (None if is_symbolic(images) else images, None if is_symbolic(pixels) else pixels)
+    fitting = [
+        tiling
+        for tiling in _usual_tilings(*sizes, channels, group, width, item_bytes, device)
+        if estimate(tiling.memory_bytes(group) + tiling.pixel_bytes(pixels, item_bytes)) <= device.shared_per_block
+    ]
+    return best_first(fitting, lambda tiling: _time(tiling, images, pixels, channels, item_bytes, device))[:1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _usual_tilings(
+    images: int | None, pixels: int | None, channels: int, group: int, width: int, item_bytes: int, device: Device
+) -> tuple[GroupTiling, ...]:
+    """Return the tilings that are the best for most of the usual sizes; a size that is None is not known.
+
+    With an unknown number of pixels, a block has as many rows of threads as with many pixels.
+    """
+    counts = Counter[GroupTiling]()
+    for each_images, each_pixels in itertools.product(
+        USUAL_IMAGES if images is None else (images,), USUAL_PIXELS if pixels is None else (pixels,)
+    ):
+        for tiling in one_launch_tilings(each_images, each_pixels, channels, group, width, item_bytes, device)[:1]:
+            lanes = max(1, THREADS // (tiling.subset // width)) if pixels is None else tiling.lanes_p
+            counts[replace(tiling, lanes_p=lanes)] += 1
+    return tuple(tiling for tiling, _ in counts.most_common(MAX_USUAL_TILINGS))
 
 
 def two_launch_tiling(channels: int, group: int, width: int) -> GroupTiling | None:

@@ -50,9 +50,9 @@ group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
         for (int k = 0; k < LOADS; ++k) raw[k] = load_once<WIDTH>(x + first + (u64)(pixel + k * LANES_P) * CHANNELS);
 #pragma unroll
         for (int k = 0; k < LOADS; ++k)
-            normalization.store_result(y + first + (u64)(pixel + k * LANES_P) * CHANNELS, raw[k]);
+            normalization.store_result(y + first + (u64)(pixel + k * LANES_P) * CHANNELS, raw[k], STREAMED);
     }
     for (; pixel < end; pixel += LANES_P)
         normalization.store_result(y + first + (u64)pixel * CHANNELS,
-                                   load_once<WIDTH>(x + first + (u64)pixel * CHANNELS));
+                                   load_once<WIDTH>(x + first + (u64)pixel * CHANNELS), STREAMED);
 }

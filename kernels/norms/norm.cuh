@@ -37,6 +37,7 @@ struct Norm {
     Y_T* y;
     SUM_T* sum;
     float epsilon;
+    bool streamed;
     Weights packs[CHUNKS];
     float shift, slope;
 
@@ -64,7 +65,7 @@ struct Norm {
             for (int i = 0; i < WIDTH; ++i) values[i] += added[i];
         }
         if constexpr (SUM)
-            if (first) store<STREAMED>(sum + at(row, pack), values);
+            if (first) store_as(streamed, sum + at(row, pack), values);
     }
 
     __device__ __forceinline__ void load_weights(int k, long long, int pack) {
@@ -79,7 +80,7 @@ struct Norm {
 
     __device__ __forceinline__ void set_statistics(const Partial& row) {
         shift = row.shift();
-        slope = row.slope(epsilon);
+        slope = row.slope(ROW, epsilon);
     }
 
     __device__ __forceinline__ void store_result(long long row, int k, int pack, float (&values)[WIDTH]) const {
@@ -91,6 +92,6 @@ struct Norm {
             const float normalized = (Statistic::CENTRED ? values[i] - shift : values[i]) * slope;
             values[i] = BIAS ? fmaf(normalized, scales[i], biases[i]) : normalized * scales[i];
         }
-        store<STREAMED>(y + at(row, pack), values);
+        store_as(streamed, y + at(row, pack), values);
     }
 };

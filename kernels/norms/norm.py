@@ -14,6 +14,7 @@ from onnxfuse.kernels.norms.rows import (
     persistent_tiling,
     row_launch,
     row_tiling,
+    streamed_rows,
 )
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
@@ -21,7 +22,7 @@ from onnxfuse.kernels.tensors import (
     Defines,
     all_constant,
     check_element_count,
-    is_streamed,
+    element_count,
     operand_pointer,
     operand_spec,
     required_spec,
@@ -41,15 +42,15 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     Kernels take the operands of the fusion, then y, the sum if the fusion adds, epsilon and the number of rows.
     """
     x = required_spec(node, inputs, "x")
-    length, rows = x.shape[-1], math.prod(x.shape[:-1])
-    _check(node, inputs, x, length)
+    length, rows = element_count(required_spec(node, inputs, "scale")), math.prod(x.shape[:-1])
+    _check(node, inputs, x, x.shape[-1])
     outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)
     if rows * length == 0:
         return [Plan(outputs, ())]
     read = present(node, inputs, "x", "residual")
     moved, item_bytes = [*read, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in read]
     defines = {
-        **_types(node, inputs, outputs), "ROW": length, "STREAMED": is_streamed(moved),
+        **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed_rows(moved, length),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
     }  # fmt: skip
     arguments = _arguments(node, len(outputs), len(read) > 1, rows)

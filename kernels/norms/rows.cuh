@@ -6,18 +6,22 @@
 // A row too long for the registers of its threads is processed in batches of what fits. Between its two passes it is
 // kept in shared memory (IN_SHARED), or it is read a second time.
 //
-//   ROW               elements of a row                      WIDTH    elements of a vector access; divides ROW
+//   ROW               elements of a row, see below           WIDTH    elements of a vector access; divides ROW
 //   THREADS           per row and block                      CHUNKS   vectors per thread and batch
 //   ROWS_PER_BLOCK    rows side by side; 1 if THREADS > 32   CLUSTER  blocks that share a row (sm_90 and later)
 //   FULL_BLOCKS       1: ROWS_PER_BLOCK divides the number of rows
 //   PERSISTENT        1: blocks take further rows, and load the next one while they compute this one
-//   STREAMED          1: outputs leave the L2 cache first
+//   STREAMED          1: outputs leave the L2 cache first; an expression over the kernel's arguments
 //   PREFETCH_WEIGHTS  1: weights are loaded along with the row, which hides their latency and costs registers
 //   WEIGHTS_CONSTANT  1: no kernel writes the weights
 //   RELEASE           1: the next kernel may start before this one stores
-//   IN_SHARED         1: BATCHES * CHUNKS * THREADS of Raw in dynamic shared memory keep the row; all loads of a block
-//                     are in flight at once, without registers
+//   IN_SHARED         1: CHUNKS * THREADS of Raw for every batch in dynamic shared memory keep the row; all loads of a
+//                     block are in flight at once, without registers
 //   MIN_BLOCKS        blocks that must fit on a multiprocessor: a bound on registers
+//
+// Where the length of rows is an argument, ROW is `length`, a member of the row op, and
+//   BATCHED           1: a row may be longer than a batch; 0: no row is
+// FULL_BLOCKS is 0 where the number of rows is not known, and RELEASE may depend on gridDim.
 //
 // A row op has
 //   LOCATES, void locate(row)                   what it does once before it fetches packs of a row
@@ -35,14 +39,17 @@
 
 constexpr int LANES = THREADS < 32 ? THREADS : 32;
 constexpr int WARPS = THREADS / LANES;
-constexpr int PACKS = ROW / WIDTH;
 constexpr int STRIDE = THREADS * CLUSTER;
-constexpr int BATCHES = (PACKS + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS);
-constexpr bool IN_REGISTERS = BATCHES == 1 && !IN_SHARED;
-constexpr bool FULL = IN_REGISTERS && PACKS == STRIDE * CHUNKS;  // every thread has CHUNKS packs
+#ifdef BATCHED
+constexpr bool IN_REGISTERS = !BATCHED && !IN_SHARED;
+constexpr bool FULL = false;
+#else
+constexpr bool IN_REGISTERS = ROW / WIDTH <= STRIDE * CHUNKS && !IN_SHARED;
+constexpr bool FULL = IN_REGISTERS && ROW / WIDTH == STRIDE * CHUNKS;  // every thread has CHUNKS packs
+static_assert(ROW % WIDTH == 0, "a vector would cross the end of a row");
+#endif
 constexpr int PARTIALS = WARPS * CLUSTER;  // of a row, which meet in shared memory
 
-static_assert(ROW % WIDTH == 0, "a vector would cross the end of a row");
 static_assert((THREADS & (THREADS - 1)) == 0 && (CLUSTER & (CLUSTER - 1)) == 0, "powers of two");
 static_assert(THREADS <= 32 || ROWS_PER_BLOCK == 1, "rows side by side are rows of one warp");
 
@@ -104,15 +111,24 @@ struct Rows {
     Op& op;
     int thread;       // index among the threads of the row
     long long count;  // of rows
+    int length;       // elements of a row
 
     __device__ __forceinline__ static int pack_index(int thread, int batch, int k) {
         return thread + (batch * CHUNKS + k) * STRIDE;
     }
 
-    // True at compile time for all but the last packs of a row; the last rows of the last block may not exist.
+    __device__ __forceinline__ int packs() const { return ROW / WIDTH; }
+    __device__ __forceinline__ int batches() const { return (packs() + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS); }
+
+    // True at compile time for all but the last packs of a row of known length; the last rows of the last block may not
+    // exist.
     __device__ __forceinline__ bool exists(long long row, int batch, int k) const {
-        return (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) &&
-               ((batch * CHUNKS + k + 1) * STRIDE <= PACKS || pack_index(thread, batch, k) < PACKS);
+#ifdef BATCHED
+        const bool whole = false;
+#else
+        const bool whole = (batch * CHUNKS + k + 1) * STRIDE <= packs();
+#endif
+        return (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) && (whole || pack_index(thread, batch, k) < packs());
     }
 
     __device__ __forceinline__ void locate(long long row) const {
@@ -132,7 +148,7 @@ struct Rows {
         Raw* slots = reinterpret_cast<Raw*>(row_memory) + threadIdx.x;
         locate(row);
 #pragma unroll 4
-        for (int i = 0; i < BATCHES * CHUNKS; ++i)
+        for (int i = 0; i < batches() * CHUNKS; ++i)
             if (exists(row, 0, i)) op.copy_async(slots[i * THREADS], row, pack_index(thread, 0, i));
         wait_for_copies();
     }
@@ -183,15 +199,15 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
     typename Op::Partial partial = Op::Partial::none();
     if constexpr (IN_SHARED) rows.copy_row(row);
 #pragma unroll 1
-    for (int batch = 0; batch < BATCHES; ++batch) {
+    for (int batch = 0; batch < rows.batches(); ++batch) {
         rows.read(row, batch, raw);
         rows.convert(raw, row, batch, true, values);
         partial = partial.merge(rows.reduce_thread(row, batch, values));
     }
     rows.op.set_statistics(merge_row(partial, partials));
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
 #pragma unroll 1
-    for (int batch = 0; batch < BATCHES; ++batch) {
+    for (int batch = 0; batch < rows.batches(); ++batch) {
         rows.read(row, batch, raw);
         rows.convert(raw, row, batch, false, values);
         rows.template store_result<true>(row, batch, values);
@@ -226,10 +242,10 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
 }
 
 template <class Op>
-__device__ __forceinline__ void each_row(Op op, long long count) {
+__device__ __forceinline__ void each_row(Op op, long long count, int length = 0) {
     __shared__ float partials[2][PARTIALS][Op::Partial::VALUES];
     cluster_arrive();
-    const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count};
+    const Rows<Op> rows{op, int(threadIdx.x + cluster_rank() * THREADS), count, length};
     const long long first = (long long)(blockIdx.x / CLUSTER) * ROWS_PER_BLOCK;
     const long long step = (long long)(gridDim.x / CLUSTER) * ROWS_PER_BLOCK;
     if constexpr (IN_REGISTERS) {

@@ -1,4 +1,8 @@
-"""How rows are divided among threads, warps, blocks and clusters: the host side of rows.cuh."""
+"""How rows are divided among threads, warps, blocks and clusters: the host side of rows.cuh.
+
+Where the number of rows is symbolic, there are fewer tilings, as each kernel of them is compiled before the first run.
+Where their length is, tilings come from any_length.py.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels.tensors import PDL_ARCH, VECTOR_BYTES, Defines
-from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch
+from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
+    PDL_ARCH,
+    STREAMED_FROM_BYTES,
+    VECTOR_BYTES,
+    Defines,
+    is_streamed,
+    macro,
+)
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, TensorSpec
+from onnxfuse.runtime.symint import always, is_symbolic
 
 MAX_GRID: Final = 2**31 - 1  # blocks of a launch
 CLUSTER_ARCH: Final = 90  # compute capability from which blocks form clusters
@@ -74,6 +87,7 @@ class RowTiling:
     in_shared: bool = False
     min_blocks: int = 1
     max_blocks: int = MAX_GRID  # of a launch; with fewer blocks than rows, blocks take further rows
+    longest: int | None = None  # elements of the longest row, where the length is symbolic; 0: there is no limit
 
     @property
     def defines(self) -> Defines:
@@ -110,7 +124,9 @@ def row_tiling(
     few = rows <= 2 * device.multiprocessors
     if length <= 32 * MAX_WARP_VALUES and not (few and length // width > 32):
         tiling = _rows_of_warps(rows, length, width, few, len(item_bytes) > 1, device)
-        return replace(tiling, min_blocks=_blocks_of_one_wave(rows, tiling, device, item_bytes, weight_bytes))
+        resident = resident_blocks(tiling, device, item_bytes, weight_bytes)
+        wanted = 1 if few else _ceil_div(_ceil_div(rows, tiling.rows_per_block), device.multiprocessors)
+        return replace(tiling, min_blocks=resident if is_symbolic(wanted) else min(resident, wanted))
     if length <= USUAL_THREADS * USUAL_VALUES:
         values = min(USUAL_VALUES, FEW_ROWS_CHUNKS * width) if few else USUAL_VALUES
         threads = min(USUAL_THREADS if few else max_threads, max(32, _next_power_of_two(length / values)))
@@ -157,33 +173,36 @@ def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, dev
 
 
 def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, device: Device) -> RowTiling:
-    """Return a tiling that gives each row a warp or less, with fewer rows in a block where blocks would be too few."""
-    threads = min(32, _next_power_of_two(length // width))
+    """Return a tiling that gives each row a warp or less, with fewer rows in a block where blocks would be too few.
+
+    Blocks have 32 to 128 threads; where the number of rows is symbolic, 64 or 128.
+    """
+    threads, most, least = min(32, _next_power_of_two(length // width)), WARP_BLOCK_THREADS, 32
+    if is_symbolic(rows) and not few:
+        least = WARP_BLOCK_THREADS // 2
     if rows * length <= SMALL_ELEMENTS and few:
         width = min(width, max(1, _next_power_of_two(length / 32 + 1) // 2))
         threads = min(32, _next_power_of_two(length // width))
     elif rows * length <= SMALL_ELEMENTS and length <= SHORT_ROW:
         width = min(width, SHORT_ROW_WIDTH)
         threads = min(threads, max(SHORT_ROW_VALUES, _next_power_of_two(length / SHORT_ROW_VALUES)))
-    chunks, rows_per_block = _ceil_div(length // width, threads), WARP_BLOCK_THREADS // threads
-    while not few and rows_per_block * threads > 32 and _ceil_div(rows, rows_per_block) < 2 * device.multiprocessors:
+        most = least if is_symbolic(rows) else most
+    chunks, rows_per_block = _ceil_div(length // width, threads), most // threads
+    while not few and rows_per_block * threads > least and _ceil_div(rows, rows_per_block) < 2 * device.multiprocessors:
         rows_per_block //= 2
     prefetch = chunks * width <= (MAX_PREFETCH_VALUES if adds else MAX_WARP_PREFETCH_VALUES)
     return RowTiling(width, threads, chunks, rows_per_block, prefetch_weights=prefetch)
 
 
-def _blocks_of_one_wave(
-    rows: int, tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int
-) -> int:
-    """Return the resident blocks that take all rows at once, as far as registers hold inputs or values, and weights."""
+def resident_blocks(tiling: RowTiling, device: Device, item_bytes: Sequence[int], weight_bytes: int) -> int:
+    """Return how many blocks are resident if registers hold the inputs or values of a warp's row, and its weights."""
     if device.arch < 80:
         return 1  # the code for it needs more registers than are counted here
     words = max(4, sum(item_bytes)) + weight_bytes  # of a value, in bytes
     registers = 16 + tiling.width * tiling.chunks * words // 4
-    wanted = _ceil_div(_ceil_div(rows, tiling.rows_per_block), device.multiprocessors)
     per_thread = max(MIN_REGISTERS, 8 * _ceil_div(registers, 8))
     fitting = REGISTERS // (per_thread * tiling.threads * tiling.rows_per_block)
-    return max(1, min(wanted, fitting, 32 if device.arch in ARCHS_OF_32_BLOCKS else MAX_RESIDENT_BLOCKS))
+    return max(1, min(fitting, 32 if device.arch in ARCHS_OF_32_BLOCKS else MAX_RESIDENT_BLOCKS))
 
 
 def _row_of_a_block(packs: int, width: int, threads: int) -> RowTiling:
@@ -197,7 +216,7 @@ def _row_of_a_block(packs: int, width: int, threads: int) -> RowTiling:
 def _few_rows_of_clusters(packs: int, width: int, device: Device) -> RowTiling | None:
     """Return a tiling of many small blocks to a row, then of larger ones; None if their registers cannot hold it."""
     chunks = FEW_ROWS_VALUES // width
-    cluster = _cluster_size(packs / (FEW_ROWS_THREADS * chunks), device)
+    cluster = cluster_size(packs / (FEW_ROWS_THREADS * chunks), device)
     threads = _next_power_of_two(packs / (cluster * chunks))
     if threads > USUAL_THREADS:
         threads, chunks = MAX_THREADS, MAX_BLOCK_VALUES // width
@@ -209,7 +228,7 @@ def _few_rows_of_clusters(packs: int, width: int, device: Device) -> RowTiling |
 def _many_rows_of_clusters(packs: int, width: int, item_bytes: Sequence[int], device: Device) -> RowTiling | None:
     """Return a tiling of as many blocks to a row as leave a thread few enough values; None if the row is too long."""
     chunks = (MAX_VALUES if max(item_bytes) <= 2 else USUAL_VALUES) // width
-    cluster = _cluster_size(packs / (CLUSTER_THREADS * chunks), device)
+    cluster = cluster_size(packs / (CLUSTER_THREADS * chunks), device)
     if not _fits(packs, CLUSTER_THREADS, chunks, cluster):
         return None
     chunks = _ceil_div(packs, CLUSTER_THREADS * cluster)
@@ -222,7 +241,7 @@ def _row_in_shared_memory(length: int, width: int, item_bytes: Sequence[int], de
     The row is read twice where it does not fit, and where inputs differ in width: in shared memory a thread's vectors
     of all inputs lie side by side, each of them at a multiple of its size.
     """
-    cluster = _cluster_size(length * sum(item_bytes) / SHARED_BYTES, device)
+    cluster = cluster_size(length * sum(item_bytes) / SHARED_BYTES, device)
     threads, resident = SHARED_BLOCKS[cluster > 1]
     chunks = min(SHARED_CHUNKS if device.arch >= CLUSTER_ARCH else 2, MAX_VALUES // width)
     tiling = RowTiling(width, threads, chunks, 1, cluster, in_shared=True, min_blocks=resident)
@@ -230,7 +249,7 @@ def _row_in_shared_memory(length: int, width: int, item_bytes: Sequence[int], de
     if same_width and shared_bytes(tiling, length, item_bytes) <= device.shared_per_block - SPARE_SHARED_BYTES:
         return tiling
     chunks = min(REREAD_CHUNKS, USUAL_VALUES // width)
-    return RowTiling(width, REREAD_THREADS, chunks, 1, _cluster_size(MAX_CLUSTER, device))
+    return RowTiling(width, REREAD_THREADS, chunks, 1, cluster_size(MAX_CLUSTER, device))
 
 
 def shared_bytes(tiling: RowTiling, length: int, item_bytes: Sequence[int]) -> int:
@@ -244,7 +263,7 @@ def _fits(packs: int, threads: int, chunks: int, cluster: int) -> bool:
     return packs <= threads * chunks * cluster
 
 
-def _cluster_size(wanted: float, device: Device) -> int:
+def cluster_size(wanted: float, device: Device) -> int:
     """Return how many blocks share a row, where so many are wanted."""
     return min(MAX_CLUSTER if device.arch >= CLUSTER_ARCH else 1, _next_power_of_two(wanted))
 
@@ -261,6 +280,14 @@ def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
+def streamed_rows(tensors: Sequence[TensorSpec], length: int) -> int | str:
+    """Return STREAMED for tensors of these rows, by the kernel's arguments if it depends on symbolic sizes."""
+    row_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in tensors)
+    if is_symbolic(length):
+        return is_streamed(tensors, f"rows * length > {STREAMED_FROM_BYTES // row_bytes}")
+    return is_streamed(tensors, f"rows > {STREAMED_FROM_BYTES // (row_bytes * length)}")
+
+
 def row_launch(
     kernel: str,
     tiling: RowTiling,
@@ -270,22 +297,42 @@ def row_launch(
     item_bytes: Sequence[int],
     device: Device,
 ) -> Launch:
-    """Return the launch of a kernel of rows.cuh; an element takes `item_bytes` of each input."""
+    """Return the launch of a kernel of rows.cuh; an element takes `item_bytes` of each input.
+
+    Raises ValueError if the number of rows is symbolic, and there are more than a launch has blocks for.
+    """
     groups, max_blocks = _ceil_div(rows, tiling.rows_per_block), min(tiling.max_blocks, MAX_GRID // tiling.cluster)
     many, constant = tiling.width * tiling.chunks > MAX_PREFETCH_VALUES, bool(defines["WEIGHTS_CONSTANT"])
     prefetch = tiling.prefetch_weights and (constant or not many)  # loads that must precede the sum's store would spill
-    tiling = replace(tiling, persistent=tiling.persistent or groups > max_blocks, prefetch_weights=prefetch)
-    blocks = min(groups, max_blocks)
-    constants = {
-        **defines, **tiling.defines, "FULL_BLOCKS": int(rows % tiling.rows_per_block == 0),
-        "RELEASE": int(rows <= 2 * device.multiprocessors),
-    }  # fmt: skip
+    further = groups > max_blocks
+    if further and is_symbolic(rows) and tiling.max_blocks == MAX_GRID:
+        raise ValueError(f"{kernel}: {rows} rows are more than a launch has blocks for")
+    tiling = replace(tiling, persistent=tiling.persistent or further, prefetch_weights=prefetch)
+    blocks, length = max_blocks if further else groups, defines["ROW"]
+    constants = {**defines, **tiling.defines, **_whole_rows(tiling, rows, device)}
+    if tiling.longest is not None:
+        constants |= {"ROW": "length", "BATCHED": int(tiling.in_shared or not tiling.longest)}
+        length = tiling.longest
     return Launch(
         Kernel(kernel, kernel, constants),
         (blocks * tiling.cluster, 1, 1),
         (tiling.threads, tiling.rows_per_block, 1),
         tuple(arguments),
-        shared=shared_bytes(tiling, int(defines["ROW"]), item_bytes) if tiling.in_shared else 0,
+        shared=shared_bytes(tiling, int(length), item_bytes) if tiling.in_shared else 0,
         cluster=tiling.cluster,
         pdl=device.arch >= PDL_ARCH,
     )
+
+
+def _whole_rows(tiling: RowTiling, rows: int, device: Device) -> Defines:
+    """Return what the number of rows decides: whether all blocks are whole, and whether the next kernel starts early.
+
+    Where the length is known, `row_tiling` has asked already whether rows are few.
+    """
+    few, rest = 2 * device.multiprocessors, rows % tiling.rows_per_block
+    if tiling.longest is None:
+        release: int | str = int(rows <= few)
+    else:
+        blocks = few // tiling.rows_per_block * tiling.cluster
+        release = macro(lambda: rows <= few, f"gridDim.x <= {blocks}", rows)
+    return {"FULL_BLOCKS": int(always(lambda: rest == 0, rest)), "RELEASE": release}

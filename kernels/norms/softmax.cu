@@ -32,6 +32,8 @@ struct Softmax {
 
     const X_T* x;
     Y_T* y;
+    int length;
+    bool streamed;
     float own_top;  // the maximum that this thread's exponentials subtract
     float top, factor;
 
@@ -82,8 +84,10 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i)
             values[i] = (IN_REGISTERS ? values[i] : exp2_fast(LOG2_E * (values[i] - top))) * factor;
-        store<STREAMED>(y + row * ROW + pack * WIDTH, values);
+        store_as(streamed, y + row * ROW + pack * WIDTH, values);
     }
 };
 
-ROW_KERNEL softmax(const X_T* x, Y_T* y, long long rows) { each_row(Softmax{x, y}, rows); }
+ROW_KERNEL softmax(const X_T* x, Y_T* y, int length, long long rows) {
+    each_row(Softmax{x, y, length, STREAMED}, rows, length);
+}

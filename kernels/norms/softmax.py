@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onnxfuse.kernels.norms.rows import row_launch, row_tiling
+from onnxfuse.kernels.norms.any_length import short_rows
+from onnxfuse.kernels.norms.rows import row_launch, row_tiling, streamed_rows
 from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     STORAGE,
     Defines,
-    is_streamed,
     operand_pointer,
     required_spec,
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 
 def softmax_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
@@ -26,10 +27,13 @@ def softmax_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     if rows * length == 0:
         return Plan((y,), ())
     defines: Defines = {
-        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": is_streamed([x, y]),
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length),
         "WEIGHTS_CONSTANT": 1,
     }  # fmt: skip
-    arguments = [operand_pointer(node, "x"), Pointer("output", 0), Scalar(rows, "int64")]
-    item_bytes = [ITEM_BYTES[x.dtype]]
-    tiling = row_tiling(rows, length, vector_width([x, y], length), device, item_bytes)
+    arguments = [operand_pointer(node, "x"), Pointer("output", 0), Scalar(length, "int32"), Scalar(rows, "int64")]
+    item_bytes, width = [ITEM_BYTES[x.dtype]], vector_width([x, y], length)
+    if is_symbolic(length):
+        tiling = short_rows(length, width, device, item_bytes)
+    else:
+        tiling = row_tiling(rows, length, width, device, item_bytes)
     return Plan((y,), (row_launch("softmax", tiling, rows, defines, arguments, item_bytes, device),))

@@ -67,7 +67,9 @@ struct Moments {
     }
 
     __device__ __forceinline__ float shift() const { return mean; }
-    __device__ __forceinline__ float slope(float epsilon) const { return rsqrtf(squares * (1.0f / ROW) + epsilon); }
+    __device__ __forceinline__ float slope(int length, float epsilon) const {
+        return rsqrtf(squares * (1.0f / length) + epsilon);
+    }
 };
 
 // The sum of squares, for RMSNorm.
@@ -98,5 +100,7 @@ struct Squares {
     __device__ __forceinline__ void save(float (&to)[VALUES]) const { to[0] = sum; }
     static __device__ __forceinline__ Squares load(const float (&from)[VALUES], float) { return {from[0]}; }
     __device__ __forceinline__ float shift() const { return 0.0f; }
-    __device__ __forceinline__ float slope(float epsilon) const { return rsqrtf(sum * (1.0f / ROW) + epsilon); }
+    __device__ __forceinline__ float slope(int length, float epsilon) const {
+        return rsqrtf(sum * (1.0f / length) + epsilon);
+    }
 };

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
+    is_released,
     is_streamed,
     operand_pointer,
     required_spec,
@@ -73,10 +76,12 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     blocks = math.ceil(threads / THREADS)
     if blocks > 2**31 - 1:
         raise ValueError(f"{node.fusion}: y has shape {list(y_shape)}, which is more than one launch can compute")
+    thread_bytes = 2 * vector * pixels * ITEM_BYTES[x.dtype]
+    streamed = is_streamed([x, y], f"count > {STREAMED_FROM_BYTES // thread_bytes}")
     defines: Defines = {
         "T": STORAGE[x.dtype], "BLOCK": block, "CHANNELS": channels, "WIDTH": vector, "TO_SPACE": int(to_space),
         "BY_CHANNEL": int(by_channel), "DEEP_WIDTH": vector_width([x, y], vector * pixels) if by_channel else vector,
-        "THREADS": THREADS, "STREAMED": is_streamed([x, y]), "RELEASE": int(blocks <= 2 * device.multiprocessors),
+        "THREADS": THREADS, "STREAMED": streamed, "RELEASE": is_released(blocks, device),
     }  # fmt: skip
     arguments = (operand_pointer(node, "x"), Pointer("output", 0), Scalar(width, "int32"), Scalar(threads, "int64"))
     launch = Launch(

@@ -8,6 +8,8 @@
 //   T           storage type                       WIDTH       channels of an access to the wide tensor
 //   TO_SPACE    1: x is the deep tensor, 0: y is   DEEP_WIDTH  elements of an access to the deep one
 //   STREAMED    1: y leaves L2 first               RELEASE     1: the next kernel may start before this one stores
+//
+// STREAMED and RELEASE may depend on `count` and gridDim.
 #include "types.cuh"
 
 constexpr int PIXELS = BLOCK * BLOCK, HELD = PIXELS * WIDTH;  // of a block, and elements of a thread
@@ -63,10 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pixel_blocks(const T* x, T
         for (int i = 0; i < PIXELS; ++i)
             block[i] = load_once<WIDTH>(x + wide + i / BLOCK * pitch + i % BLOCK * CHANNELS);
     }
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
-        if constexpr (TO_SPACE) store_pack<STREAMED>(y + wide + i / BLOCK * pitch + i % BLOCK * CHANNELS, block[i]);
-        else store_pack<STREAMED>(y + deep + i * CHANNELS, block[i]);
+        if constexpr (TO_SPACE) store_pack_as(STREAMED, y + wide + i / BLOCK * pitch + i % BLOCK * CHANNELS, block[i]);
+        else store_pack_as(STREAMED, y + deep + i * CHANNELS, block[i]);
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import (
@@ -16,8 +16,10 @@ from onnxfuse.kernels.tensors import (
     STREAMED_FROM_BYTES,
     VECTOR_BYTES,
     Defines,
+    macro,
 )
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, TensorSpec
+from onnxfuse.runtime.symint import gcd, is_symbolic, maximum
 
 THREADS: Final = 128  # of a block
 THREAD_HEADS: Final = 2  # of a thread, which reads its piece of the tables once for them
@@ -66,7 +68,7 @@ def launch(problem: Rotary, device: Device) -> Launch:
     lanes = pieces
     if problem.scale_dtype:
         lanes = min(WARP, 1 << (pieces - 1).bit_length())
-    heads = [tensor.heads for tensor in problem.tensors]
+    heads, table_batch = [tensor.heads for tensor in problem.tensors], problem.tables.shape[0]
     threads_per_head = problem.batch * problem.length * lanes
     elements = problem.batch * problem.length * problem.size * sum(heads)
     moved = elements * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
@@ -75,6 +77,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
     thread_heads = 1 if few or moved > MEMORY_BYTES else THREAD_HEADS
     groups = sum(-(-count // thread_heads) for count in heads)
     count = threads_per_head * groups
+    bytes_of_position = problem.size * sum(heads) * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
+    streamed_threads = STREAMED_FROM_BYTES // bytes_of_position * (lanes * groups)
     defines: Defines = {
         "X_T": STORAGE[problem.x_dtype], "COS_T": STORAGE[problem.tables.dtype], "SIN_T": STORAGE[problem.sin_dtype],
         "Y_T": STORAGE[problem.y_dtype], "SCALE_T": STORAGE[problem.scale_dtype or "float32"],
@@ -82,8 +86,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "THREAD_HEADS": thread_heads, "ADJACENT_GROUPS": math.gcd(groups, MAX_ADJACENT_GROUPS),
         "WIDTH": width, "LANES": lanes, "NORM": int(bool(problem.scale_dtype)),
         "INTERLEAVED": int(problem.interleaved), "WHOLE_TABLE": int(problem.whole_table),
-        "TABLE_BATCHED": int(problem.tables.shape[0] > 1), "THREADS": THREADS,
-        "STREAMED": int(moved > STREAMED_FROM_BYTES),
+        "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "THREADS": THREADS,
+        "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",
     }  # fmt: skip
     first, *rest = problem.tensors
@@ -108,15 +112,17 @@ def _width(problem: Rotary) -> int:
     offsets = [heads.pointer.offset // item.get(heads.pointer.kind, ITEM_BYTES[problem.y_dtype]) for heads in all_heads]
     strides = [stride for heads in all_heads for stride in heads.strides]
     widest = VECTOR_BYTES // max(ITEM_BYTES[problem.x_dtype], ITEM_BYTES[problem.y_dtype])
-    return math.gcd(widest, problem.rotated // 2, problem.size - problem.rotated, *offsets, *strides)
+    return int(gcd(widest, problem.rotated // 2, problem.size - problem.rotated, *offsets, *strides))
 
 
-def _max_index(problem: Rotary) -> int:
+def _max_index(problem: Rotary) -> Any:
     """Return a bound on the index of every element of every tensor."""
-    return max(
-        problem.batch * heads.batch_stride + problem.length * heads.row_stride + tensor.heads * heads.head_stride
-        for tensor in problem.tensors
-        for heads in (tensor.x, tensor.y)
+    return maximum(
+        *(
+            problem.batch * heads.batch_stride + problem.length * heads.row_stride + tensor.heads * heads.head_stride
+            for tensor in problem.tensors
+            for heads in (tensor.x, tensor.y)
+        )
     )
 
 

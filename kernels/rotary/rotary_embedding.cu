@@ -144,7 +144,7 @@ __device__ __forceinline__ void load(const Heads& heads, int lane, Vectors (&raw
 }
 
 __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, int k, const Vectors& raw, float factor,
-                                       const Rotation& rotation) {
+                                       const Rotation& rotation, bool streamed) {
     Y_T* row = heads.y + k * heads.to;
     float one[WIDTH], other[WIDTH];
     unpack(raw.first, one);
@@ -155,9 +155,9 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
         if (INTERLEAVED) deinterleave(one, other);
         rotation.apply(one, other);
         if (INTERLEAVED) interleave(one, other);
-        store<STREAMED>(row + piece.second, other);
+        store_as(streamed, row + piece.second, other);
     }
-    store<STREAMED>(row + piece.first, one);
+    store_as(streamed, row + piece.first, one);
 }
 
 #define STRIDES(name) long long name##_batch, long long name##_head, long long name##_row
@@ -198,6 +198,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (piece.rotated) rotation.load(cos, sin, table + (lane + s * LANES) * WIDTH);
 #pragma unroll
         for (int k = 0; k < THREAD_HEADS; ++k)
-            if (k < heads.count) finish(heads, piece, k, raw[k][s], factors[k], rotation);
+            if (k < heads.count) finish(heads, piece, k, raw[k][s], factors[k], rotation, STREAMED);
     }
 }

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.tensors import ITEM_BYTES, operand_pointer, required_spec, unsupported_dtype
+from onnxfuse.kernels.tensors import ITEM_BYTES, known_equal, operand_pointer, required_spec, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, TensorSpec
 
 LAYOUTS: Final = ("packed", "bshd", "bhsd")
@@ -85,5 +85,6 @@ def check_tables(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size
         raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
     if cos.shape != sin.shape:
         raise ValueError(f"rotary_embedding: sin has shape {list(sin.shape)}; required {list(cos.shape)}, as cos")
-    if cos.shape[0] not in (1, batch) or cos.shape[-2:] != (length, row):
+    batched = known_equal(cos.shape[:1], (batch,)) or cos.shape[0] in (1, batch)
+    if not batched or cos.shape[-2:] != (length, row):
         raise ValueError(f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {batch}, {length}, {row})")

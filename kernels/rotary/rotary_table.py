@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onnxfuse.kernels.tensors import PDL_ARCH, STORAGE, Defines, element_count, operand_pointer, required_spec
+from onnxfuse.kernels.tensors import (
+    PDL_ARCH,
+    STORAGE,
+    Defines,
+    element_count,
+    is_released,
+    operand_pointer,
+    required_spec,
+)
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 
 POSITIONS: Final = {"int64": "long long", "int32": "int"}  # by dtype, the C++ type
@@ -39,7 +47,7 @@ def rotary_table_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Dev
     defines: Defines = {
         "POSITION_T": POSITIONS[positions.dtype], "FREQUENCY_T": STORAGE[frequencies.dtype],
         "COS_T": STORAGE[outputs[0].dtype], "SIN_T": STORAGE[outputs[1].dtype], "HALF": half, "REPEATS": repeats,
-        "THREADS": THREADS, "RELEASE": int(blocks <= 2 * device.multiprocessors),
+        "THREADS": THREADS, "RELEASE": is_released(blocks, device),
         "INDEX": "u32" if count * repeats < 2**31 else "u64",
     }  # fmt: skip
     arguments = (

@@ -1,0 +1,82 @@
+"""How rows of a symbolic length are divided among threads: a tiling for each range of lengths, for rows.cuh.
+
+A kernel has the length as an argument, and room for the longest row of its range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.norms.rows import (
+    MAX_CLUSTER,
+    MAX_VALUES,
+    REREAD_CHUNKS,
+    REREAD_THREADS,
+    RESIDENT_BYTES,
+    SHARED_BLOCKS,
+    SHARED_BYTES,
+    SHARED_CHUNKS,
+    SHORT_ROW,
+    USUAL_VALUES,
+    WARP_BLOCK_THREADS,
+    RowTiling,
+    cluster_size,
+    resident_blocks,
+)
+from onnxfuse.kernels.tensors import VECTOR_BYTES
+from onnxfuse.runtime.plan import Device
+
+BLOCK_THREADS: Final = 256  # of a block that has a row in registers
+WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row of a warp
+BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # of the longest one of a block
+
+
+def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
+    """Return the tiling of rows that are mostly short, and of any width: those of scores along a sequence.
+
+    Most lengths of a sequence are no multiple of a vector, so that rows of single elements have two ranges of their
+    own. Long rows, which share one kernel, are read twice, element by element.
+    """
+    if length <= SHORT_ROW:
+        return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
+    if length <= WARP_ROW:
+        return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
+    if width > 1 and length <= BLOCK_ROW:
+        return _row_of_a_block(width)
+    return _row_read_twice(1, 1)
+
+
+def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
+    """Return the tiling of rows that may be long, and are mostly whole vectors: those of the pixels of an image."""
+    if width == 1:
+        return _row_read_twice(width, 1)
+    if length <= WARP_ROW:
+        return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
+    if length <= BLOCK_ROW:
+        return _row_of_a_block(width)
+    cluster = cluster_size(MAX_CLUSTER, device)
+    threads, resident = SHARED_BLOCKS[cluster > 1]
+    chunks = min(SHARED_CHUNKS if cluster > 1 else 2, MAX_VALUES // width)
+    batch = threads * chunks * width  # elements
+    longest = SHARED_BYTES // (batch * sum(item_bytes)) * batch * cluster
+    if length <= longest:
+        return RowTiling(width, threads, chunks, 1, cluster, in_shared=True, min_blocks=resident, longest=longest)
+    return _row_read_twice(width, cluster)
+
+
+def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
+    tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
+    return replace(tiling, min_blocks=resident_blocks(tiling, device, item_bytes, 0))
+
+
+def _row_of_a_block(width: int) -> RowTiling:
+    chunks = MAX_VALUES // width
+    resident = RESIDENT_BYTES // (BLOCK_THREADS * chunks * VECTOR_BYTES)
+    return RowTiling(width, BLOCK_THREADS, chunks, min_blocks=max(1, resident), longest=BLOCK_ROW)
+
+
+def _row_read_twice(width: int, cluster: int) -> RowTiling:
+    chunks = min(REREAD_CHUNKS, USUAL_VALUES // width)
+    return RowTiling(width, REREAD_THREADS, chunks, 1, cluster, longest=0)
