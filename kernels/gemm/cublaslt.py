@@ -10,10 +10,19 @@ from typing import Final, Literal, TypeAlias, TypeGuard, get_args
 from onnxfuse.kernels.elementwise.elements import element_launch, vector_tiling
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines, is_streamed, vector_width
+from onnxfuse.kernels.tensors import (
+    ABSENT,
+    ITEM_BYTES,
+    STREAMED_FROM_BYTES,
+    VECTOR_BYTES,
+    Defines,
+    is_streamed,
+    vector_width,
+)
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Matmul, Matrix, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 log: Final = logging.getLogger("onnxfuse")
 
@@ -35,10 +44,10 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
         complete = replace(
             _product(gemm, gemm.w, gemm.y, gemm.dtype), c=_residual(gemm), bias=gemm.bias, activation=gemm.activation
         )
-        if found := run_plan.algorithms(complete, device.ordinal, MAX_ALGORITHMS):
+        if found := _algorithms(complete, device):
             return [_with_own_epilogue(complete, algorithm, rank) for rank, algorithm in enumerate(found)]
     product = _product(gemm, gemm.w, Pointer("scratch", 0), "float32")
-    found = run_plan.algorithms(product, device.ordinal, MAX_ALGORITHMS)
+    found = _algorithms(product, device)
     return [_with_epilogue_kernel(gemm, product, algorithm, rank, device) for rank, algorithm in enumerate(found)]
 
 
@@ -50,6 +59,16 @@ def _is_available() -> bool:
         log.warning("matrix products run without cuBLASLt, which some sizes are faster with: %s", error)
         return False
     return True
+
+
+def _algorithms(matmul: Matmul, device: Device) -> list[run_plan.Algorithm]:
+    """Return the algorithms that cuBLASLt proposes, its first choice first.
+
+    Where sizes are symbolic there is one without words: the native library asks cuBLASLt once it knows the sizes.
+    """
+    if is_symbolic(*(size for matrix in (matmul.x, matmul.w) for size in (matrix.rows, matrix.columns))):
+        return [run_plan.Algorithm((), matmul.workspace_bytes)]
+    return run_plan.algorithms(matmul, device.ordinal, MAX_ALGORITHMS)
 
 
 def _is_cublaslt_activation(activation: str) -> TypeGuard[CublasltActivation]:
@@ -139,5 +158,7 @@ def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
     tiling = vector_tiling(gemm.m * gemm.n, vector_width([*read, y]), device)
+    moved = sum(ITEM_BYTES[tensor.dtype] for tensor in (*read, y))  # bytes for each element of y
+    streamed = is_streamed([*read, y], f"count > {STREAMED_FROM_BYTES // moved}")
     largest = gemm.m * gemm.n * slices
-    return element_launch(node, tiling, y, is_streamed([*read, y]), defines, arguments, device, largest)
+    return element_launch(node, tiling, y, streamed, defines, arguments, device, largest)

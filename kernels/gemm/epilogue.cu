@@ -49,7 +49,8 @@ struct EpilogueOp {
             for (int j = 0; j < W; ++j) acc[j] += more[j];
         }
         if constexpr (GATED) unpack(raw.up, ups);
-        epilogue.finish<STREAMED>(at, raw.loads, acc, ups);
+        if (STREAMED) epilogue.finish<true>(at, raw.loads, acc, ups);
+        else epilogue.finish<false>(at, raw.loads, acc, ups);
     }
 };
 

@@ -10,6 +10,7 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
 TILE_K: Final = 64  # elements of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
@@ -17,9 +18,10 @@ SUBTILE: Final = 64  # rows of y that one TMA store writes, and columns where th
 NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
 MIN_STAGES: Final = 3
 MAX_STAGES: Final = 12
-MAX_CONFIGS: Final = 6
+MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
+PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     if not all(is_supported(each, device) for each in gemm.products):
         return []
     fitting = [config for config in CONFIGS if fits(gemm, config, device)]
-    fitting.sort(key=lambda config: cycles(gemm, config, device))
-    return [implementation(gemm, config, device) for config in fitting[:MAX_CONFIGS]]
+    ordered = best_first(fitting, lambda config: cycles(gemm, config, device))
+    return [implementation(gemm, config, device) for config in ordered[:MAX_CONFIGS]]
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:
@@ -81,7 +83,7 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
         device.arch == 90
         and gemm.dtype in ("float16", "bfloat16")
         and gemm.m * gemm.n * gemm.k > 0
-        and max(gemm.m, gemm.n, gemm.k) < 2**31 - 2**16
+        and all(size < 2**31 - 2**16 for size in (gemm.m, gemm.n, gemm.k))
     )
 
 
@@ -95,24 +97,24 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
     mainloop = -(-gemm.k // (TILE_K * config.split_k)) * max(multiply, load)
     if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
         others = config.split_k - 1
-        return mainloop + 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
+        exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
+        waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
+        return mainloop + exchange + PENALTY * waiting
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     epilogue = config.tile_m * tile_columns(gemm, config) * instructions / 128
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
     if config.pingpong:  # a seventh of an epilogue is hidden
-        return rounds * (mainloop + 250) + (1 + 6 / 7 * (rounds - 1)) * epilogue
+        return rounds * (mainloop + 250 + 6 / 7 * epilogue) + epilogue / 7
     return rounds * (mainloop + epilogue)
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether registers and shared memory have room for the config, and whether a split of k has its use."""
     if config.split_k > 1:
-        if gemm.grouped:
+        if gemm.grouped or gemm.k <= (config.split_k - 1) * TILE_K:  # then a block would have nothing of k
             return False
-        # Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
-        room = device.multiprocessors * {2: 20, 3: 19}.get(config.split_k, 15) // 20
-        every_block_has_k = gemm.k > (config.split_k - 1) * TILE_K
-        if tile_count(gemm, config) * config.split_k > room or not every_block_has_k:
+        beyond = blocks_beyond_room(gemm, config, device)
+        if always(lambda: beyond > 0, beyond):  # where that depends on dynamic sizes, `cycles` says so
             return False
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and column_vectors(gemm) + bool(gemm.residual) > 2:
         return False  # they would not fit into registers beside the accumulators
@@ -120,6 +122,15 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
     return narrow % NARROW_SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+
+
+def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
+    """Return how many blocks of clusters that share tiles would have to wait for others; none if it is not positive.
+
+    Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
+    """
+    room = device.multiprocessors * {2: 20, 3: 19}.get(config.split_k, 15) // 20
+    return tile_count(gemm, config) * config.split_k - room
 
 
 def tile_count(gemm: Gemm, config: HopperConfig) -> int:
@@ -179,8 +190,13 @@ def implementation(gemm: Gemm, config: HopperConfig, device: Device) -> Implemen
 def kernel_launch(
     source: str, gemm: Gemm, config: HopperConfig, device: Device, defines: Defines, arguments: tuple[Argument, ...]
 ) -> Launch:
-    """Return the launch of a kernel of gemm_hopper.cuh: at most one block on a multiprocessor, in whole clusters."""
-    blocks = min(tile_count(gemm, config), device.multiprocessors // config.split_k) * config.split_k
+    """Return the launch of a kernel of gemm_hopper.cuh.
+
+    A block of it takes tiles until none is left, so that there is one on a multiprocessor at most; a cluster of blocks
+    that share a tile takes that one alone.
+    """
+    tiles = tile_count(gemm, config)
+    blocks = tiles * config.split_k if config.split_k > 1 else minimum(tiles, device.multiprocessors)
     return Launch(
         Kernel(source, source, defines, arch_specific=True),
         (blocks, 1, 1),

@@ -14,6 +14,7 @@ from onnxfuse.kernels.gemm.problem import Gemm, group
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
 
 MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
 SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
@@ -30,9 +31,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
     gemms, outputs = zip(*products, strict=True)
-    found = _one_after_the_other(gemms, device)
-    if len(gemms) > 1:
-        found = [*_in_one_launch(gemms, device)[:MAX_GROUPED], *found]
+    together = _in_one_launch(gemms, device)[:MAX_GROUPED] if len(gemms) > 1 else []
+    with for_later_plans(gemms[0].m if together else 0):
+        found = [*together, *_one_after_the_other(gemms, device)]
     return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
 
 
@@ -48,7 +49,9 @@ def _in_one_launch(gemms: Sequence[Gemm], device: Device) -> list[Implementation
     gemm = group(gemms)
     if not gemm:
         return []
-    return [*small.implementations(gemm, device)[: MAX_GROUPED - 1], *hopper.implementations(gemm, device)]
+    for_few_rows = small.implementations(gemm, device)[: MAX_GROUPED - 1]
+    with for_later_plans(gemm.m if for_few_rows else 0):
+        return [*for_few_rows, *hopper.implementations(gemm, device)]
 
 
 def _one_after_the_other(gemms: Sequence[Gemm], device: Device) -> list[Implementation]:

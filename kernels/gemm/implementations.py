@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.kernels.gemm import cublaslt, hopper, mma, small
+from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
 
@@ -25,9 +27,14 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the same, or none if there is none."""
-    for_few_rows, wgmma = small.implementations(gemm, device), hopper.implementations(gemm, device)
-    library, general = cublaslt.implementations(gemm, device), mma.implementations(gemm, device)
-    fast = wgmma or mma.implementations_of_copies(gemm, device)
+    for_few_rows = small.implementations(gemm, device)
+    with for_later_plans(gemm.m if for_few_rows and not padded(gemm, residual=True)[1] else 0):
+        wgmma = hopper.implementations(gemm, device)
+        fast = wgmma or mma.implementations_of_copies(gemm, device)
+    with for_later_plans(gemm.m if for_few_rows or fast else 0):
+        library = cublaslt.implementations(gemm, device)
+    with for_later_plans(gemm.m if for_few_rows or fast or library else 0):
+        general = mma.implementations(gemm, device)
     if for_few_rows and wgmma and len(wgmma[0].steps) > 1:
         # The other kernels would load element by element: 16x4095x4095 takes 109 us so, and 34 us after a copy.
         found = [*wgmma[:2], *library[:2], *for_few_rows[:4]]

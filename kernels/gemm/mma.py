@@ -11,6 +11,7 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import best_first
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
 SUMS_PADDING: Final = 8  # floats: SUMS_PITCH - TILE_N of gemm_mma.cu
@@ -81,7 +82,7 @@ def _configs(gemm: Gemm, device: Device) -> list[MmaConfig]:
         return []
     configs = GATED_CONFIGS if gemm.up else PLAIN_CONFIGS
     fitting = [config for config in configs if config.shared(gemm.weight_count) <= device.shared_per_block]
-    return sorted(fitting, key=lambda config: cost(gemm, config, device))
+    return best_first(fitting, lambda config: cost(gemm, config, device))
 
 
 def is_supported(gemm: Gemm, device: Device) -> bool:

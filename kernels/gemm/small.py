@@ -11,6 +11,7 @@ from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.symint import for_later_plans
 
 MAX_ROWS: Final = 64  # of x: beyond, arithmetic counts as much as the weights' bytes
 MAX_DOT_ROWS: Final = 8
@@ -42,9 +43,12 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
         return streamed
     configs = _mma_configs(gemm, device) if mma.is_supported(gemm, device) and not streamed else []
     tiled = [mma.implementation(gemm, config, device) for config in configs]
-    has_dots = gemm.m <= (1 if streamed else MAX_DOT_ROWS)
-    dots = [dot_implementation(gemm, _dot_config(gemm, device), device)] if has_dots else []
-    return [*streamed, *dots, *tiled] if gemm.m == 1 else [*streamed, *tiled, *dots]
+    if not streamed and gemm.m == 1:
+        return [dot_implementation(gemm, _dot_config(gemm, device), device), *tiled]
+    with for_later_plans(gemm.m if streamed or tiled else 0):
+        has_dots = gemm.m <= (1 if streamed else MAX_DOT_ROWS)
+        dots = [dot_implementation(gemm, _dot_config(gemm, device), device)] if has_dots else []
+    return [*streamed, *tiled, *dots]
 
 
 def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Implementation:

@@ -129,7 +129,12 @@ def _rank(gemm: Gemm, config: StreamConfig, device: Device) -> int:
 
 
 def _tile_count(gemm: Gemm, tile_m: int, tile_n: int) -> int:
-    return -(-gemm.m // tile_m) * sum(-(-each.n // tile_n) for each in gemm.products)
+    return _row_count(gemm, tile_m) * sum(-(-each.n // tile_n) for each in gemm.products)
+
+
+def _row_count(gemm: Gemm, tile_m: int) -> int:
+    """Return the rows of tiles, which is 1 for every number of rows that the host chooses the tile for."""
+    return 1 if gemm.m <= tile_m else -(-gemm.m // tile_m)
 
 
 def _block_count(gemm: Gemm, config: StreamConfig) -> int:
@@ -153,7 +158,7 @@ def implementation(gemm: Gemm, config: StreamConfig) -> Implementation:
         "CLUSTER": config.cluster,
         "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemms)),
     }  # fmt: skip
-    grid = (sum(tiles) * config.cluster, -(-gemm.m // config.tile_m), 1)
+    grid = (sum(tiles) * config.cluster, _row_count(gemm, config.tile_m), 1)
     launch = Launch(
         Kernel("gemm_stream", "gemm_stream", kernel_defines), grid, (32 * config.warps, 1, 1),
         _arguments(gemms, config), config.shared(gemm.weight_count), config.cluster, pdl=True,

@@ -44,9 +44,12 @@ class Op(IntEnum):
     REAL_MAXIMUM = 26
     POWER = 27
 
+    __hash__ = int.__hash__  # that of an enum hashes its name, in Python: a trace hashes thousands
+
 
 LEAVES: Final = (Op.CONSTANT, Op.SIZE, Op.REAL_CONSTANT)
 UNARY: Final = (Op.CEILING, Op.FLOOR, Op.FLOAT_BITS, Op.TO_REAL)
+COMPARISONS: Final = (Op.REAL_LESS, Op.REAL_LESS_EQUAL, Op.REAL_EQUAL)
 Values = NDArray[Any]  # int64 or float64, one for each of several combinations of sizes
 
 
@@ -157,6 +160,18 @@ class Expressions:
         if op in UNARY:
             return f"{op.name.lower()}({self.text(a)})"
         return f"{op.name.lower()}({self.text(a)}, {self.text(b)})"
+
+    def miss(self, number: int, answer: bool, values: Sequence[Values]) -> Values:
+        """Return how far the sides of a comparison are from an answer: the greater over the lesser, minus 1.
+
+        It is 0 where the comparison has that answer, and infinite where a side is not positive or no real number.
+        """
+        op, a, b = self.rows[number]
+        right = values[number].astype(bool) == answer
+        if op not in COMPARISONS:
+            return np.where(right, 0.0, np.inf)
+        less, greater = np.minimum(values[a], values[b]), np.maximum(values[a], values[b])
+        return np.where(right, 0.0, np.where(less > 0, _divide(greater, less) - 1, np.inf))
 
     def evaluate(self, sizes: Sequence[Values], known: list[Values] | None = None) -> list[Values]:
         """Return the values of all expressions; `sizes` holds arrays of one length, a size's values in each.

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar, cast
 from onnxfuse.runtime.expressions import Expressions, Op, float_bits, real_bits
 
 T = TypeVar("T")
+SLACK: Final = 0.03  # by how much a choice may cost more than the best one: estimates are no more exact than that
 _HERE: Final = Path(__file__).name
 
 
@@ -33,6 +34,7 @@ class Trace:
     expressions: Expressions
     hard: dict[int, bool] = field(default_factory=dict)  # guards by expression, and what they are
     soft: dict[int, bool] = field(default_factory=dict)
+    later: dict[int, bool] = field(default_factory=dict)  # hard guards of the plans behind the first alone
     fixed: dict[str, int] = field(default_factory=dict)  # where a size was used as a plain integer, and its value
     is_choosing: bool = True  # comparisons of estimates become soft guards; see `without_soft_guards`
 
@@ -81,9 +83,9 @@ class SymInt:
             return hint
         if (op is Op.MULTIPLY and 0 in (left, right)) or (op is Op.MODULO and right == 1):
             return 0
-        if right == {Op.ADD: 0, Op.SUBTRACT: 0, Op.MULTIPLY: 1, Op.FLOOR_DIVIDE: 1}.get(op, object()):
+        if (right == 0 and op in (Op.ADD, Op.SUBTRACT)) or (right == 1 and op in (Op.MULTIPLY, Op.FLOOR_DIVIDE)):
             return SymInt(self.trace, a[0], hint)
-        if left == {Op.ADD: 0, Op.MULTIPLY: 1}.get(op, object()):
+        if (left == 0 and op is Op.ADD) or (left == 1 and op is Op.MULTIPLY):
             return SymInt(self.trace, b[0], hint)
         if right and op in (Op.MODULO, Op.FLOOR_DIVIDE) and divisor_of(rows, a[0]) % right == 0:
             if op is Op.MODULO:
@@ -421,6 +423,25 @@ def without_soft_guards(*values: Any) -> Iterator[None]:
             trace.is_choosing = before[key]
 
 
+@contextmanager
+def for_later_plans(*values: Any) -> Iterator[None]:
+    """Make plans that come behind a host's first one: choices among them are no guards, and hard guards theirs alone.
+
+    `values` are symbolic sizes; without any, nothing changes.
+    """
+    trace = next((each.trace for each in values if isinstance(each, SymInt | SymReal)), None)
+    if trace is None:
+        yield
+        return
+    hard = trace.hard
+    trace.hard = trace.later
+    try:
+        with without_soft_guards(*values):
+            yield
+    finally:
+        trace.hard = hard
+
+
 def expect_equal(first: Any, second: Any) -> bool:
     """Return whether two sizes are equal, as they are in every usual run: those of a mask and of the keys under it.
 
@@ -450,12 +471,17 @@ def always(condition: Callable[[], Any], *values: Any) -> bool:
     return not is_symbolic(*values) and bool(condition())
 
 
-def best_first(items: Iterable[T], cost: Callable[[T], Any]) -> list[T]:
-    """Return the items by their cost, the lowest first; soft guards say that none is lower than the first's."""
+def best_first(items: Iterable[T], cost: Callable[[T], Any], slack: float = SLACK) -> list[T]:
+    """Return the items by their cost, the lowest first; a soft guard says for which sizes the first is good enough.
+
+    It is where its cost exceeds the lowest by a share of `slack` at most, so that a template needs few of the items.
+    """
     costs = [(cost(item), item) for item in items]
     ordered = sorted(costs, key=lambda pair: _hint(pair[0]))
-    for other, _ in ordered[1:]:
-        _ = ordered[0][0] <= other
+    symbolic = next((each for each, _ in costs if is_symbolic(each)), None)
+    if symbolic is not None and symbolic.trace.is_choosing and len(costs) > 1:
+        # The lowest is an expression of the items in their order: one for all sizes at which a host is asked.
+        _ = ordered[0][0] * 1.0 <= minimum(*(each for each, _ in costs)) * (1.0 + slack)
     return [item for _, item in ordered]
 
 

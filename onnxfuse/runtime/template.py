@@ -21,6 +21,8 @@ T = TypeVar("T")
 MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
 MAX_VARIANTS: Final = 48
 LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
+MAX_LOSS: Final = 0.1  # of time at a sample, as the host estimates it, up to which a kernel may be left out
+MAX_MEAN_LOSS: Final = 0.001  # the same in the mean of all samples
 MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
 
 
@@ -34,6 +36,11 @@ class Variant:
     hints: tuple[int, ...]  # sizes at which it was chosen
     fixed: tuple[tuple[str, int], ...]  # where the host used a size as a plain integer, and its value
     tuned: bool = False  # it was chosen by measuring, and counts for sizes near its hints
+
+    @property
+    def guards(self) -> tuple[tuple[int, bool], ...]:
+        """The hard guards and the soft ones."""
+        return (*self.hard, *self.soft)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -58,17 +65,28 @@ class Template:
 
     def chosen(self, sizes: Sequence[int]) -> Variant | None:
         """Return the variant that the native library takes for these sizes; None if it has none for them."""
-        values = [bool(each[0]) for each in self.expressions.evaluate([np.array([size]) for size in sizes])]
+        values = self.expressions.evaluate([np.array([size]) for size in sizes])
+        right = [each for each in self.variants if _holds(values, each.hard).all()]
 
-        def hold(guards: Sequence[tuple[int, bool]]) -> bool:
-            return all(values[number] == answer for number, answer in guards)
+        def away(variant: Variant) -> float:
+            return distance(sizes, variant.hints)
 
-        right = [each for each in self.variants if hold(each.hard)]
-        tuned = min((each for each in right if each.tuned), key=lambda each: distance(sizes, each.hints), default=None)
-        if tuned and distance(sizes, tuned.hints) <= MAX_TUNED_DISTANCE:
+        def cost(variant: Variant) -> tuple[float, float]:
+            loss = float(self.loss(variant, values).max())
+            return loss, away(variant) if loss else 0.0
+
+        tuned = min((each for each in right if each.tuned), key=away, default=None)
+        if tuned and away(tuned) <= MAX_TUNED_DISTANCE:
             return tuned
-        exact = next((each for each in right if not each.tuned and hold(each.soft)), None)
-        return exact or min(right, key=lambda each: distance(sizes, each.hints), default=None)
+        return min((each for each in right if not each.tuned), key=cost, default=tuned)
+
+    def loss(self, variant: Variant, values: Sequence[Values]) -> Values:
+        """Return how much slower than its choice the host expects a variant to be: 0 where the soft guards hold.
+
+        `values` are those of all expressions.  It is infinite for sizes for which the plan is not right.
+        """
+        missed = [self.expressions.miss(number, answer, values) for number, answer in variant.soft]
+        return np.where(_holds(values, variant.hard), np.maximum.reduce(missed) if missed else 0.0, np.inf)
 
 
 def distance(sizes: Sequence[int], hints: Sequence[int]) -> float:
@@ -116,34 +134,40 @@ def make_template(
     ties, error = template.expressions.ties, None
     points = _Samples(template.expressions, size_count(inputs), samples)
     while len(template.variants) < MAX_VARIANTS and (sizes := points.take()) is not None:
-        known_ties, variant = len(ties), None
+        known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
-            variant = candidates_at(host, template, sizes)[0]
+            variant = candidates_at(host, template, sizes, record)[0]
         except ValueError as found:  # the shapes do not fit together, or no kernel takes them
             error = error or found
         if len(ties) > known_ties and not samples:
             points = _Samples(template.expressions, size_count(inputs))
             for each in template.variants:
-                points.cover(each)
-        elif variant:
-            template.variants.append(variant)
-            points.cover(variant)
+                points.cover(each.guards)
+            continue
+        template.variants.extend([variant] if variant else [])
+        points.cover((*record.hard.items(), *record.soft.items()))  # if the host refused, it does so wherever they hold
     if points.left.any():
         log.info("%s: %d combinations of sizes take a plan of others", node.name, points.left.sum())
+    if len(template.variants) > 1:
+        template.variants[:] = points.needed(template)
     if not template.variants and error:
         raise error
     return template
 
 
-def candidates_at(host: Host, template: Template, sizes: Sequence[int]) -> list[Variant]:
-    """Return all plans that a host offers at these sizes, the expected fastest first; raises what the host raises."""
-    record = Trace(template.expressions)
+def candidates_at(host: Host, template: Template, sizes: Sequence[int], record: Trace | None = None) -> list[Variant]:
+    """Return all plans that a host offers at these sizes, the expected fastest first; raises what the host raises.
+
+    `record`, an empty trace, then has the guards of that answer.
+    """
+    record = record or Trace(template.expressions)
     symbolic = [record.size(i, size) for i, size in enumerate(sizes)]
     plans = host.candidates(template.node, with_sizes(template.inputs, symbolic), template.device)
-    plans = [_finished(plan) for plan in plans]
-    hard, soft = (tuple(sorted(of.items())) for of in (record.hard, record.soft))
-    fixed = tuple(record.fixed.items())
-    return [Variant(plan, hard, soft, tuple(sizes), fixed) for plan in plans]
+    first, *others = (_finished(plan) for plan in plans)
+    soft, fixed, hard = tuple(sorted(record.soft.items())), tuple(record.fixed.items()), record.hard
+    found = [Variant(first, tuple(sorted(hard.items())), soft, tuple(sizes), fixed)]
+    later = tuple(sorted((hard | record.later).items()))
+    return [*found, *(Variant(plan, later, soft, tuple(sizes), fixed) for plan in others)]
 
 
 def _holds(values: Sequence[Values], guards: Sequence[tuple[int, bool]]) -> Any:
@@ -203,9 +227,11 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         coarse = coarse[::2]
     usual = sorted(coarse, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
     yield from itertools.product(usual, repeat=count)
-    if len(coarse) < len(spread):  # it has hardly any odd sizes
+    if len(coarse) < len(spread):  # it has hardly any odd sizes, and few small products
         chance = random.Random(0)
         yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
+        for axis, size in itertools.product(range(count), spread):
+            yield tuple(size if i == axis else 1 for i in range(count))
 
 
 class _Samples:
@@ -223,7 +249,8 @@ class _Samples:
             for i, number in reversed(expressions.ties.items()):  # a tie depends on no size that was tied before it
                 columns[i] = expressions.evaluate(columns)[number]
         self.expressions, self.columns = expressions, columns
-        self.left = np.logical_and.reduce([column >= 0 for column in columns] or [np.ones(1, bool)])
+        self.meant = np.logical_and.reduce([column >= 0 for column in columns] or [np.ones(1, bool)])
+        self.left = self.meant.copy()
         self.values: list[Values] = []
 
     def take(self) -> tuple[int, ...] | None:
@@ -234,11 +261,31 @@ class _Samples:
         self.left[at] = False
         return tuple(int(column[at]) for column in self.columns)
 
-    def cover(self, variant: Variant) -> None:
-        """Leave out the combinations that a variant is for."""
+    def cover(self, guards: Sequence[tuple[int, bool]]) -> None:
+        """Leave out the combinations for which guards hold."""
         if self.columns:
             self.values = self.expressions.evaluate(self.columns, self.values)
-            self.left &= ~_holds(self.values, (*variant.hard, *variant.soft))
+            self.left &= ~_holds(self.values, guards)
+
+    def needed(self, template: Template) -> list[Variant]:
+        """Return a template's variants without those that no combination needs, and without kernels that gain little.
+
+        A kernel is left out if it is hardly faster than others, and that at few combinations.
+        """
+        variants, shape = template.variants, self.meant.shape
+        losses = [np.broadcast_to(template.loss(each, self.values), shape)[self.meant] for each in variants]
+        least = np.minimum.reduce(losses)
+        covered, kept = np.isfinite(least), list(range(len(variants)))
+        for i in sorted(kept, key=lambda i: np.count_nonzero(losses[i] == 0)):
+            rest = [other for other in kept if other != i]
+            known = [kernel for other in rest for kernel in variants[other].kernels]
+            if not rest or not covered.any():
+                break
+            lost = np.minimum.reduce([losses[other] for other in rest])[covered] - least[covered]
+            little = lost.max() <= MAX_LOSS and lost.mean() <= MAX_MEAN_LOSS
+            if not lost.any() or (little and any(kernel not in known for kernel in variants[i].kernels)):
+                kept = rest
+        return [variants[i] for i in kept]
 
 
 def _spread(per_octave: int) -> list[int]:

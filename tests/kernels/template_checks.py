@@ -51,6 +51,16 @@ def concrete_plan(template: Template, variant: Variant, sizes: Sequence[int]) ->
     return plan
 
 
+def right_variants(template: Template, sizes: Sequence[int]) -> list[Variant]:
+    """Return the variants whose plans are right at these sizes, whether or not the host would choose them there."""
+    values = template.expressions.evaluate([np.array([size]) for size in sizes])
+    return [
+        variant
+        for variant in template.variants
+        if all(bool(values[number][0]) == answer for number, answer in variant.hard)
+    ]
+
+
 def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
     """Return the same of the plan that the host has first for these very sizes; raises what the host raises."""
     host = find_host(template.node.fusion)

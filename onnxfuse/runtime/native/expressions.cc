@@ -140,4 +140,13 @@ std::vector<int64_t> Expressions::evaluate(const std::vector<int64_t>& sizes, bo
   return values;
 }
 
+double Expressions::miss(size_t expression, bool answer, const std::vector<int64_t>& values) const {
+  if ((values[expression] != 0) == answer) return 0.0;
+  const Row& row = rows_[expression];
+  if (row.op != kRealLess && row.op != kRealLessEqual && row.op != kRealEqual) return HUGE_VAL;
+  const double a = real(values[static_cast<size_t>(row.a)]), b = real(values[static_cast<size_t>(row.b)]);
+  const double less = std::min(a, b), greater = std::max(a, b);
+  return less > 0 ? greater / less - 1 : HUGE_VAL;
+}
+
 }  // namespace onnxfuse

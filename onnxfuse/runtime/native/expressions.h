@@ -19,6 +19,10 @@ class Expressions {
   // an integer does not fit into 64 bits.
   std::vector<int64_t> evaluate(const std::vector<int64_t>& sizes, bool& overflowed) const;
 
+  // Returns how far the sides of a comparison are from an answer, among all expressions' values: the greater over the
+  // lesser, minus 1.  It is 0 where the comparison has that answer, infinite where a side is not positive or not real.
+  double miss(size_t expression, bool answer, const std::vector<int64_t>& values) const;
+
  private:
   struct Row {
     int64_t op, a, b;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 namespace onnxfuse {
 namespace {
@@ -136,31 +137,32 @@ std::vector<int64_t> Template::sizes_of(const Key& key) const {
 
 const Template::Variant* Template::choose(const std::vector<int64_t>& sizes,
                                           const std::vector<int64_t>& values) const {
-  const auto hold = [&](const std::vector<Guard>& guards) {
-    return std::all_of(guards.begin(), guards.end(),
-                       [&](const Guard& guard) { return (values[guard.expression] != 0) == guard.answer; });
-  };
-  struct Nearest {
+  struct Best {
     const Variant* variant = nullptr;
-    double away = 0.0;
-    void offer(const Variant& other, double distance) {
-      if (!variant || distance < away) variant = &other, away = distance;
+    std::pair<double, double> cost;
+    void offer(const Variant& other, std::pair<double, double> its) {
+      if (!variant || its < cost) variant = &other, cost = its;
     }
   };
-  Nearest tuned, any;
-  const Variant* exact = nullptr;
+  Best tuned, expected;
   for (const Variant& variant : variants_) {
-    if (!hold(variant.hard)) continue;
+    const bool right = std::all_of(variant.hard.begin(), variant.hard.end(), [&](const Guard& guard) {
+      return (values[guard.expression] != 0) == guard.answer;
+    });
+    if (!right) continue;
     const double away = distance(sizes, variant.hints);
-    any.offer(variant, away);
     if (variant.tuned) {
-      tuned.offer(variant, away);
-    } else if (!exact && hold(variant.soft)) {
-      exact = &variant;
+      tuned.offer(variant, {away, 0.0});
+      continue;
     }
+    double loss = 0.0;  // how much slower than its choice the host expects this variant to be
+    for (const Guard& guard : variant.soft) {
+      loss = std::max(loss, expressions_->miss(guard.expression, guard.answer, values));
+    }
+    expected.offer(variant, {loss, loss > 0.0 ? away : 0.0});
   }
-  if (tuned.variant && tuned.away <= kMaxTunedDistance) return tuned.variant;
-  return exact ? exact : any.variant;
+  const bool near = tuned.variant && tuned.cost.first <= kMaxTunedDistance;
+  return near || !expected.variant ? tuned.variant : expected.variant;
 }
 
 Template::SharedPlan Template::make(const Key& key) const {

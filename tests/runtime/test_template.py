@@ -1,0 +1,117 @@
+"""Which variants a plan template has, and which of them it takes; no GPU needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
+from onnxfuse.runtime.symint import SLACK, best_first, for_later_plans, minimum
+from onnxfuse.runtime.template import (
+    MAX_LOSS,
+    Template,
+    Variant,
+    candidates_at,
+    make_template,
+    usual_samples,
+)
+
+GPU = Device("GPU", 90, 132, 1 << 17)
+ROWS = TensorSpec((-1, 8), "float16")
+
+
+@dataclasses.dataclass
+class Tiles:
+    """A host of kernels that each have a tile of some rows, and `cost` says how long a kernel takes for m rows."""
+
+    tiles: Sequence[int]
+    cost: Callable[[Any, int], Any]
+    most: int = 1 << 40
+    asked: list[int] = dataclasses.field(default_factory=list)
+
+    def supports(self, *_: object) -> str | None:
+        return None
+
+    def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        m: Any = inputs[0].shape[0]
+        self.asked.append(m.hint)
+        if m > self.most:
+            raise ValueError("too many rows")
+        found = best_first(self.tiles, lambda tile: self.cost(m, tile))
+        kernels = [Kernel("rows", "rows", {"TILE": tile}) for tile in found]
+        return [Plan((inputs[0],), (Launch(each, (m, 1, 1), (32, 1, 1), ()),)) for each in kernels]
+
+
+def template_of(host: Tiles, samples: Sequence[Sequence[int]] = ()) -> Template:
+    return make_template(host, FusedNode("rows", "rows", ("x",), {}, ("float16",)), [ROWS], GPU, samples)
+
+
+def tile_of(variant: Variant | None) -> int:
+    assert variant
+    return int(variant.kernels[0].defines["TILE"])
+
+
+def waves(m: Any, tile: int) -> Any:
+    """Return the time of tiles of some rows on eight multiprocessors."""
+    return -(-m // (8 * tile)) * (tile + 4.0)
+
+
+def test_a_template_takes_kernels_that_are_good_enough() -> None:
+    tiles = (16, 32, 64, 128, 256)
+    template = template_of(Tiles(tiles, waves))
+    assert len(template.kernels) == len(template.variants) <= len(tiles)
+    for (m,) in usual_samples(1):
+        taken, least = waves(m, tile_of(template.chosen([m]))), min(waves(m, tile) for tile in tiles)
+        assert taken <= least * (1 + SLACK) * (1 + MAX_LOSS), f"{taken} and not {least} for {m} rows"
+
+
+def test_where_no_guard_holds_the_least_loss_counts_and_not_the_distance() -> None:
+    """At 16 rows the host is asked; at 17 a tile of 16 takes twice as long, although 16 rows are nearer than 128."""
+
+    def cost(m: Any, tile: int) -> Any:
+        return -(-m // tile) * (10.0 if tile == 16 else 12.0 if tile == 128 else 0.05 * m + 10.0)
+
+    template = template_of(Tiles((16, 128, 4096), cost), [(16,), (128,)])
+    assert [tile_of(each) for each in template.variants] == [16, 128]
+    assert tile_of(template.chosen([17])) == 128
+
+
+@pytest.mark.parametrize(("gain", "kernels"), [(0.08, 1), (0.5, 2)])
+def test_a_kernel_that_gains_little_for_a_sliver_of_sizes_is_left_out(gain: float, kernels: int) -> None:
+    """One kernel takes 1, and the other one 2, but less than 1 for 113 to 127 rows."""
+
+    def cost(m: Any, tile: int) -> Any:
+        inside = minimum(1, (m + 15) // 128) * (1 - minimum(1, m // 128))
+        return 1.0 if tile == 1 else 2.0 - (1 + gain) * inside
+
+    assert len(template_of(Tiles((1, 2), cost)).kernels) == kernels
+
+
+def test_a_host_that_refuses_is_asked_once() -> None:
+    host = Tiles((16,), waves, most=1000)
+    template = template_of(host)
+    assert len(template.variants) == 1 and len(host.asked) == 2
+    assert template.chosen([1000]) is template.variants[0] and template.chosen([1001]) is None
+    with pytest.raises(ValueError, match="too many rows"):
+        template_of(Tiles((16,), waves, most=0))
+
+
+def test_guards_of_later_plans_are_theirs_alone() -> None:
+    """What a host asks for the plans behind the first one does not split the sizes for which it has the first one."""
+
+    class Two(Tiles):
+        def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+            m: Any = inputs[0].shape[0]
+            first = super().candidates(node, inputs, device)
+            with for_later_plans(m):
+                best_first((1, 2), lambda tile: waves(m, tile))
+                return first * (2 if m > 100 else 1)
+
+    template = template_of(Two((16,), waves))
+    assert len(template.variants) == 1 and not template.variants[0].soft
+    first, later = candidates_at(Two((16,), waves), template, (200,))
+    assert template.expressions.text(next(number for number, _ in set(later.hard) - set(first.hard))) == "less(100, s0)"
+    assert first.hard == template.variants[0].hard
