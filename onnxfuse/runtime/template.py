@@ -210,10 +210,10 @@ class _Samples:
     def __init__(self, expressions: Expressions, count: int, given: Sequence[Sequence[int]] = ()) -> None:
         """Take those that are given; else the usual ones, in which tied sizes follow from the others."""
         free = [i for i in range(count) if given or i not in expressions.ties]
-        points = np.array(list(given or usual_samples(len(free))), dtype=np.int64).reshape(-1, len(free))
+        points = np.array(list(given or usual_samples(len(free))), dtype=np.int64)
         columns = [np.ones(len(points), np.int64)] * count
-        for i, column in zip(free, points.T, strict=True):
-            columns[i] = column
+        for i, place in enumerate(free):
+            columns[place] = points[:, i]
         if not given:
             for i, number in reversed(expressions.ties.items()):  # a tie depends on no size that was tied before it
                 columns[i] = expressions.evaluate(columns)[number]
