@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from onnxfuse.runtime.plan import Argument, FusedNode, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import is_symbolic
+from onnxfuse.runtime.plan import Argument, Device, FusedNode, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import gcd, is_symbolic
 
 Defines: TypeAlias = dict[str, int | float | str]  # the compile-time constants (macros) of a kernel
 
@@ -46,15 +46,21 @@ def unsupported_choice(node: FusedNode, choice: str, known: Sequence[str], defau
 def vector_width(tensors: Sequence[TensorSpec], *extents: int, weights: Sequence[TensorSpec] = ()) -> int:
     """Return the elements of a vector access: a divisor of every extent, at most 16 bytes of each of `tensors`.
 
-    The width is 1 if any tensor is misaligned.  `weights` must be aligned too, but their vectors may be wider than 16
+    The width is 1 if any tensor is misaligned.  Where extents are symbolic, it is either the widest one or what divides
+    them for all sizes.  `weights` must be aligned too, but their vectors may be wider than 16
     bytes: they come from a cache, so that a second access costs little.
     """
     if not all(tensor.aligned for tensor in (*tensors, *weights)):
         return 1
     widest = VECTOR_BYTES // max(ITEM_BYTES[tensor.dtype] for tensor in tensors)
     while any(extent % widest for extent in extents):
-        widest //= 2
+        widest = gcd(widest, *extents) if is_symbolic(*extents) else widest // 2
     return widest
+
+
+def known_equal(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Return whether two shapes are equal whatever the sizes of dynamic dims are; it takes no guard to say so."""
+    return list(map(repr, first)) == list(map(repr, second))  # a symbolic dim is its expression
 
 
 def macro(value: Callable[[], int | bool], expression: str, *sizes: int) -> int | str:
@@ -69,6 +75,12 @@ def macro(value: Callable[[], int | bool], expression: str, *sizes: int) -> int 
 def divisor(size: int) -> tuple[Scalar, Scalar]:
     """Return the two arguments of a kernel that makes a Divisor (types.cuh) of a size, `u32 value, u64 multiplier`."""
     return Scalar(size, "int32"), Scalar((1 << 62) // size + 1, "int64")
+
+
+def is_released(blocks: int, device: Device) -> int | str:
+    """Return 1 if so few blocks may let the next kernel start before they store, else 0; see `macro`."""
+    few = 2 * device.multiprocessors
+    return macro(lambda: blocks <= few, f"gridDim.x <= {few}", blocks)
 
 
 def is_streamed(tensors: Sequence[TensorSpec], expression: str = "0") -> int | str:

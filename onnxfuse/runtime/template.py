@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, TypeVar, cast
@@ -197,11 +198,14 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
-    spread = _spread(per_octave)
-    while len(spread) ** count > 4 * MAX_SAMPLES:
-        spread = spread[::2]
-    usual = sorted(spread, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
+    spread = coarse = _spread(per_octave)
+    while len(coarse) ** count > 4 * MAX_SAMPLES:
+        coarse = coarse[::2]
+    usual = sorted(coarse, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
     yield from itertools.product(usual, repeat=count)
+    if len(coarse) < len(spread):  # it has hardly any odd sizes
+        chance = random.Random(0)
+        yield from (tuple(chance.choices(spread, k=count)) for _ in range(MAX_SAMPLES))
 
 
 class _Samples:
