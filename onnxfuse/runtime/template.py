@@ -199,8 +199,9 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:
-        coarse = coarse[::2]
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # odd sizes are left out first, then the largest or every second
+        powers = [size for size in coarse if not size & (size - 1)]
+        coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     usual = sorted(coarse, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
     yield from itertools.product(usual, repeat=count)
     if len(coarse) < len(spread):  # it has hardly any odd sizes
