@@ -7,29 +7,78 @@
 //          wgmma accumulator of 64 x BLOCK_N, so that each thread of a consumer warpgroup loads the bits of its scores
 // Elements beyond the last query or key do not matter.
 //
-// Macros: BLOCK_N; WIDTH; MASK 1 boolean, 2 additive; INVERTED; NEGLIGIBLE; MASK_T, the element type; MASK_KEY, the
-// stride of keys, 0 or 1.
+// Macros: BLOCK_N; WIDTH; WIDTH_DIVIDES 1 if it divides the strides and the number of keys, which may be an expression
+// over the arguments (elements are read one by one where it does not); MASK 1 boolean, 2 additive; INVERTED;
+// NEGLIGIBLE; MASK_T, the element type; MASK_KEY, the stride of keys, 0 or 1.
 #include "attention_blocks.cuh"
 
 constexpr bool BOOLEAN = MASK == 1;
 constexpr int BIT_WORDS = (BLOCK_N / 2 + 31) / 32;  // of a thread, as in attention_hopper.cu
 constexpr u32 ONE = sizeof(MASK_T) == 4 ? ~0u : (1u << 8 * sizeof(MASK_T)) - 1;  // one element of a word
-constexpr int LANES = BLOCK_N / WIDTH;               // threads to a row
-constexpr int ACCESSES = 64 * LANES / 128;           // of a thread
-constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of accesses in flight
-constexpr int PITCH = BLOCK_N + 16;                  // bytes of a row, so that eight rows are in different banks
-static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
+constexpr int PITCH = BLOCK_N + 16;  // bytes of a row, so that eight rows are in different banks
 
 // Stores a byte for each score: 1 if it counts, else 0.
-__device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[WIDTH]) {
-    u32 words[(WIDTH + 3) / 4] = {};
+template <int N>
+__device__ __forceinline__ void put(unsigned char* to, const int (&kinds)[N]) {
+    u32 words[(N + 3) / 4] = {};
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) words[i / 4] |= u32(kinds[i] != 0) << i % 4 * 8;
-    if constexpr (WIDTH == 1) *to = words[0];
-    else if constexpr (WIDTH == 2) *reinterpret_cast<unsigned short*>(to) = words[0];
+    for (int i = 0; i < N; ++i) words[i / 4] |= u32(kinds[i] != 0) << i % 4 * 8;
+    if constexpr (N == 1) *to = words[0];
+    else if constexpr (N == 2) *reinterpret_cast<unsigned short*>(to) = words[0];
     else
 #pragma unroll
-        for (int w = 0; w < WIDTH / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
+        for (int w = 0; w < N / 4; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
+}
+
+// What the mask leaves of a tile, as far as a thread has seen.
+struct Left {
+    bool none = true, all = true, plain = true;
+
+    __device__ __forceinline__ void take(bool inside, int kind) {
+        none &= !inside || kind == 0;
+        all &= !inside || kind == 2;
+        plain &= !inside || kind != 1;
+    }
+};
+
+// Reads the tile at `first_row` and `first_key`, N elements an access, and stores which of its scores count.
+template <int N>
+__device__ __forceinline__ Left read_tile(const MASK_T* from, long long query_stride, int first_row, int queries,
+                                          int first_key, int keys, unsigned char* counts) {
+    constexpr int LANES = BLOCK_N / N;          // threads to a row
+    constexpr int ACCESSES = 64 * LANES / 128;  // of a thread
+    constexpr int BATCH = ACCESSES <= 16 ? ACCESSES : ACCESSES % 8 ? 4 : 8;  // of accesses in flight
+    static_assert(64 * LANES % 128 == 0 && ACCESSES % BATCH == 0, "each thread has as many accesses, in whole batches");
+    Left left;
+#pragma unroll 1
+    for (int batch = 0; batch < ACCESSES; batch += BATCH) {
+        Pack<MASK_T, N> elements[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x;
+            const int q = min(first_row + access / LANES, queries - 1);
+            const int k = first_key + access % LANES * N;
+            elements[i] = load_mask<N>(from + q * query_stride + (k < keys ? k : 0) * MASK_KEY);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * N;
+            const bool inside = first_row + row < queries && first_key + column < keys;
+            int kinds[N], one[1];
+            if (equal(elements[i])) {  // as in most of the masks of models
+                mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
+                left.take(inside, one[0]);
+#pragma unroll
+                for (int& kind : kinds) kind = one[0];
+            } else {
+                mask_kinds(elements[i], kinds);
+#pragma unroll
+                for (int kind : kinds) left.take(inside, kind);
+            }
+            put(counts + row * PITCH + column, kinds);
+        }
+    }
+    return left;
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4)
@@ -43,44 +92,12 @@ attention_blocks(const MASK_T* mask, unsigned char* flags, u32* bits, int querie
     wait_for_predecessor();
     release_successor();
     __shared__ alignas(16) unsigned char counts[64 * PITCH];
-    bool none = true, all = true, plain = true;
-#pragma unroll 1
-    for (int batch = 0; batch < ACCESSES; batch += BATCH) {
-        Pack<MASK_T, WIDTH> elements[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int access = (batch + i) * 128 + threadIdx.x;
-            const int q = min(first_row + access / LANES, queries - 1);
-            const int k = first_key + access % LANES * WIDTH;
-            elements[i] = load_mask<WIDTH>(from + q * query_stride + (k < keys ? k : 0) * MASK_KEY);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int access = (batch + i) * 128 + threadIdx.x, row = access / LANES, column = access % LANES * WIDTH;
-            const bool inside = first_row + row < queries && first_key + column < keys;
-            int kinds[WIDTH], one[1];
-            if (equal(elements[i])) {  // as in most of the masks of models
-                mask_kinds(Pack<MASK_T, 1>{{elements[i].words[0] & ONE}}, one);
-                none &= !inside || one[0] == 0;
-                all &= !inside || one[0] == 2;
-                plain &= !inside || one[0] != 1;
-#pragma unroll
-                for (int& kind : kinds) kind = one[0];
-            } else {
-                mask_kinds(elements[i], kinds);
-#pragma unroll
-                for (int kind : kinds) {
-                    none &= !inside || kind == 0;
-                    all &= !inside || kind == 2;
-                    plain &= !inside || kind != 1;
-                }
-            }
-            put(counts + row * PITCH + column, kinds);
-        }
-    }
-    none = __syncthreads_and(none);
-    all = __syncthreads_and(all);
-    plain = __syncthreads_and(plain);
+    Left left;
+    if (WIDTH_DIVIDES) left = read_tile<WIDTH>(from, query_stride, first_row, queries, first_key, keys, counts);
+    else left = read_tile<1>(from, query_stride, first_row, queries, first_key, keys, counts);
+    const bool none = __syncthreads_and(left.none);
+    const bool all = __syncthreads_and(left.all);
+    const bool plain = __syncthreads_and(left.plain);
     const int kind = none ? 0 : all ? 2 : plain ? 3 : 1;
     if (threadIdx.x == 0) flags[tile] = kind;
     if (BOOLEAN || kind == 3) {

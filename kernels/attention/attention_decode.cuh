@@ -1,11 +1,12 @@
 // Combining the results of blocks that share the keys of a head: in a cluster through distributed shared memory
-// (CLUSTER > 1), or in scratch memory for attention_combine; a block that has all keys writes its result itself.
+// (CLUSTER blocks; 0: as many as the launch says), or in scratch memory for attention_combine; a block that has all
+// keys writes its result itself.
 #pragma once
 
 #include "attention_mma.cuh"
 #include "attention_mma_shares.cuh"
 
-constexpr int CLUSTER_BLOCKS = CLUSTER > 1 ? CLUSTER : 1;
+constexpr int CLUSTER_BLOCKS = CLUSTER ? CLUSTER : 8;  // the most
 
 #if CLUSTER > 1
 #define IN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
@@ -14,7 +15,7 @@ constexpr int CLUSTER_BLOCKS = CLUSTER > 1 ? CLUSTER : 1;
 #endif
 
 __device__ __forceinline__ void cluster_sync() {
-#if CLUSTER > 1
+#if CLUSTER != 1
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
@@ -25,7 +26,7 @@ __device__ __forceinline__ u32 address_of(const float* shared) {
 
 __device__ __forceinline__ float load_peer(u32 address, int rank) {
     float value = 0.0f;
-#if CLUSTER > 1
+#if CLUSTER != 1
     asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %1, %2; ld.shared::cluster.f32 %0, [peer]; }"
                  : "=f"(value) : "r"(address), "r"(rank) : "memory");
 #endif
@@ -50,23 +51,25 @@ struct BlockResult {
     }
 };
 
-// Combines the results of the cluster's blocks; each block writes an equal part of the rows.
-__device__ __forceinline__ void write_cluster(const BlockResult& share, const Out& out, int rank) {
-    for (int i = rank * THREADS + threadIdx.x; i < out.count * OUT_VECTORS; i += CLUSTER_BLOCKS * THREADS) {
+// Combines the results of the cluster's `blocks` blocks; each block writes an equal part of the rows.
+__device__ __forceinline__ void write_cluster(const BlockResult& share, const Out& out, int rank, int blocks) {
+    for (int i = rank * THREADS + threadIdx.x; i < out.count * OUT_VECTORS; i += blocks * THREADS) {
         const int row = i / OUT_VECTORS, column = i % OUT_VECTORS * OUT_WIDTH;
         float tops[CLUSTER_BLOCKS], sums[CLUSTER_BLOCKS], y[OUT_WIDTH] = {};
 #pragma unroll
         for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer) {
-            tops[peer] = load_peer(address_of(share.top + row), peer);
-            sums[peer] = load_peer(address_of(share.sum + row), peer);
+            tops[peer] = peer < blocks ? load_peer(address_of(share.top + row), peer) : MINUS_INFINITY;
+            sums[peer] = peer < blocks ? load_peer(address_of(share.sum + row), peer) : 0.0f;
         }
         const Combination<CLUSTER_BLOCKS> combination(tops, sums);
 #pragma unroll
-        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer)
+        for (int peer = 0; peer < CLUSTER_BLOCKS; ++peer) {
+            if (peer >= blocks) break;
 #pragma unroll
             for (int e = 0; e < OUT_WIDTH; ++e)
                 y[e] = fmaf(
                     load_peer(address_of(share.o + row * PITCH + column + e), peer), combination.factors[peer], y[e]);
+        }
 #pragma unroll
         for (float& value : y) value = normalized(value, combination.sum);
         store<false, OUT_WIDTH>(out.at(row) + column, y);
@@ -87,18 +90,18 @@ __device__ __forceinline__ void write_partial(const WarpResults& results, int co
     }
 }
 
-// `rank`: of the block in its cluster. If `partial` is null, the block has all keys.
+// `split` of `splits`: the block's slice of the keys. The slices are one cluster if `partial` is null.
 __device__ __forceinline__ void write_rows(
-    const WarpState& warp, const Out& out, int rank, float* partial, float2* totals) {
+    const WarpState& warp, const Out& out, int split, int splits, float* partial, float2* totals) {
     const WarpResults results;
     results.store_warp(warp);
-    if constexpr (CLUSTER > 1) {
+    if (CLUSTER <= 1 && partial) {
+        write_partial(results, out.count, partial, totals);
+    } else if (CLUSTER > 1 || (CLUSTER == 0 && splits > 1)) {
         const BlockResult share(results, out.count);
         cluster_sync();
-        write_cluster(share, out, rank);
+        write_cluster(share, out, split, CLUSTER ? CLUSTER : splits);
         cluster_sync();  // no block ends while others read its shared memory
-    } else if (partial) {
-        write_partial(results, out.count, partial, totals);
     } else {
         write_combined(results, out);
     }

@@ -34,7 +34,7 @@
 //   LAZY_RESCALE   results are rescaled only if a row's maximum has grown by much: attention_hopper_scores.cuh
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
 //   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS   element type; whether it differs along keys and queries; whether two
-//                  neighbouring keys are one access. BIAS_T and so on likewise
+//                  neighbouring keys are one access, 2: if lengths are even. BIAS_T and so on likewise
 #include "attention_hopper_copies.cuh"
 #include "attention_hopper_scores.cuh"
 
@@ -248,6 +248,8 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     score_mod.mask = mask + mask_plane + first_row * mask_query, score_mod.next_mask = second_row * int(mask_query);
     score_mod.bias = bias + at.batch * bias_batch + at.head * bias_head + first_row * bias_query;
     score_mod.next_bias = second_row * int(bias_query);
+    score_mod.mask_pairs = (mask_batch | mask_head | mask_query | keys) % 2 == 0;
+    score_mod.bias_pairs = (bias_batch | bias_head | bias_query | keys) % 2 == 0;
     score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
     Ring k_ring, v_ring;

@@ -18,15 +18,22 @@ __device__ __forceinline__ float in_units(f16, float value, float unit, float) {
 }
 
 // The elements of a mask or bias that are added to a thread's scores of KEYS keys. KEY, QUERY: whether they differ
-// along keys and queries; PAIRS: two neighbours can be read as one word (or two, of fp32).
-template <class E, bool KEY, bool QUERY, bool PAIRS, int KEYS>
+// along keys and queries; PAIRS: two neighbours can be read as one word (or two, of fp32), if it is 2 as `load` is told.
+template <class E, bool KEY, bool QUERY, int PAIRS, int KEYS>
 struct Fragment {
     static constexpr int ROW_COUNT = QUERY ? 2 : 1;
     static constexpr int COUNT = KEY ? KEYS / 8 : 1;
     Pack<E, 2> pairs[COUNT][ROW_COUNT];
 
     // `from`: the thread's first element in its first row; `next`: elements from there to its second row; `left`: keys.
-    __device__ __forceinline__ void load(const E* from, int next, int left) {
+    __device__ __forceinline__ void load(const E* from, int next, int left, bool in_pairs) {
+        if constexpr (PAIRS < 2) load_elements<PAIRS>(from, next, left);
+        else if (in_pairs) load_elements<true>(from, next, left);
+        else load_elements<false>(from, next, left);
+    }
+
+    template <bool IN_PAIRS>
+    __device__ __forceinline__ void load_elements(const E* from, int next, int left) {
 #pragma unroll
         for (int r = 0; r < ROW_COUNT; ++r)
 #pragma unroll
@@ -34,7 +41,7 @@ struct Fragment {
                 const E* const element = from + r * next + 8 * j;
                 Pack<E, 1> one[2] = {};
                 pairs[j][r] = {};
-                if constexpr (KEY && PAIRS) {
+                if constexpr (KEY && IN_PAIRS) {
                     if (8 * j < left) pairs[j][r] = load_cached<2>(element);
                 } else {
                     if (!KEY || 8 * j < left) one[0] = load_cached<1>(element);
@@ -80,6 +87,7 @@ struct ScoreMod {
     const u32* bits_from;
     int own_tiles;  // the index of the first tile of the warpgroup's rows, among all tiles of the mask
 
+    bool mask_pairs, bias_pairs;  // whether two neighbours can be read as one, where MASK_PAIRS and BIAS_PAIRS are 2
     Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, BLOCK_N> added_mask;
     Fragment<BIAS_T, BIAS_KEY, BIAS_QUERY, BIAS_PAIRS, BLOCK_N> added_bias;
     u32 bits[BIT_WORDS];
@@ -97,9 +105,9 @@ struct ScoreMod {
     // Starts the loads of what else the tile's scores need, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
-        if constexpr (BIAS) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first);
+        if constexpr (BIAS) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
         if constexpr (ADDITIVE && !LATE_MASK) {
-            if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first);
+            if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first, mask_pairs);
         }
         if constexpr (MASK && !ROW_MASK) {
             const u32* from = bits_from + (long long)(own_tiles + tile) * BIT_WORDS * 128 + threadIdx.x % 128;
@@ -125,7 +133,7 @@ struct ScoreMod {
             for (int k = 0; k < BLOCK_N; k += KEYS_AT_ONCE) {
                 __syncwarp();  // else all loads come first, into more registers than exist
                 Fragment<MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS, KEYS_AT_ONCE> added;
-                added.load(mask + (first + k) * MASK_KEY, next_mask, keys - first - k);
+                added.load(mask + (first + k) * MASK_KEY, next_mask, keys - first - k, mask_pairs);
                 added.add(s + k / 2, unit, lowest);
             }
         } else if constexpr (ADDITIVE) {

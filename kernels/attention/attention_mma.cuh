@@ -23,7 +23,8 @@
 //   ACCESS_BYTES                   of q, k and v: 16 unless rows or addresses are less aligned
 //   OUT_WIDTH                      elements of an access to the result
 //   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias. Of each also
-//                                  _T, the element type; _BY_ROW, rows differ; _PAIRS, two keys are one access
+//                                  _T, the element type; _BY_ROW, rows differ; _PAIRS, two keys are one access,
+//                                  which may be an expression over the parameters `p`
 //   CAUSAL, SOFTCAP                1: there is one
 //   ADD_MASKED_SCORE               the masked score is added to scores instead of replacing them
 //   ZERO_MASKED_ROWS               rows without a key are 0, else NaN

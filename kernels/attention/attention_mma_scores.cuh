@@ -13,7 +13,7 @@ __device__ __forceinline__ float in_powers_of_two(M, float value) {
 __device__ __forceinline__ float in_powers_of_two(f16, float value) { return value * LOG2_E; }
 
 // The elements of a mask or a bias for a warp's scores, in the layout of an accumulator.
-template <class M, bool BY_ROW, bool PAIRS>
+template <class M, bool BY_ROW>
 struct ScoreElements {
     static constexpr int LINES = BY_ROW ? 2 * M_TILES : 1;
     const M* lines[LINES];
@@ -33,13 +33,14 @@ struct ScoreElements {
         }
     }
 
-    // Loads the elements; `first` is the warp's first key, of `keys` in all, which lie `step` elements apart.
-    __device__ __forceinline__ void fetch(int first, int keys, int step) {
+    // Loads the elements; `first` is the warp's first key, of `keys` in all, which lie `step` elements apart; `pairs`:
+    // two keys are one access.
+    __device__ __forceinline__ void fetch(int first, int keys, int step, bool pairs) {
         const int own = first + 2 * (threadIdx.x % 4);
         const bool whole = first + WARP_KEYS <= keys;
 #pragma unroll
         for (int line = 0; line < LINES; ++line) {
-            if (PAIRS && whole) {
+            if (pairs && whole) {
 #pragma unroll
                 for (int n = 0; n < KEY_TILES; ++n) packs[line][n] = load_cached<2>(lines[line] + own + 8 * n);
             } else {
@@ -81,10 +82,10 @@ struct Scores {
     int last;                // the limit of the warp's last row; 0 if it has no rows
     int unlimited;           // every row of the block sees the keys before it
 #if MASK
-    ScoreElements<MASK_T, MASK_BY_ROW, MASK_PAIRS> mask;
+    ScoreElements<MASK_T, MASK_BY_ROW> mask;
 #endif
 #if BIAS
-    ScoreElements<BIAS_T, BIAS_BY_ROW, BIAS_PAIRS> bias;
+    ScoreElements<BIAS_T, BIAS_BY_ROW> bias;
 #endif
 
     __device__ __forceinline__ Scores(const Problem& problem, const WorkTile& at, const WarpState& warp) : p(problem) {
@@ -119,10 +120,10 @@ struct Scores {
     __device__ __forceinline__ void fetch(int tile, const WarpState& warp) {
         [[maybe_unused]] const int first = tile * BLOCK_N + warp.n * WARP_KEYS;
 #if MASK
-        mask.fetch(first, p.keys, p.mask_key);
+        mask.fetch(first, p.keys, p.mask_key, MASK_PAIRS);
 #endif
 #if BIAS
-        bias.fetch(first, p.keys, p.bias_key);
+        bias.fetch(first, p.keys, p.bias_key, BIAS_PAIRS);
 #endif
     }
 

@@ -1,14 +1,12 @@
 // The constants and parameters of attention_mma.cuh, and the copies of tiles of q, k and v to shared memory.
 #pragma once
 
-#include "types.cuh"
+#include "attention_results.cuh"
 
 enum { HALF, TF32, FP32 };                       // MATH_KIND
 enum { NONE, BOOLEAN, INVERTED, ADDITIVE };      // MASK
 
 struct b8 { unsigned char bits; };
-
-using i64 = long long;
 
 template <bool FIRST, class A, class B>
 struct Conditional { using type = A; };
@@ -36,7 +34,6 @@ constexpr int Q_BYTES = BLOCK_M * K_ROW, K_BYTES = BLOCK_N * K_ROW, STAGE = K_BY
 
 static_assert(WARP_KEYS % (MATH_KIND == FP32 ? 8 : 16) == 0, "a warp takes keys by sixteens");
 
-#define MINUS_INFINITY __uint_as_float(0xff800000u)  // -inf
 // Finite scores in units of log2(e) stay above LOWEST, so that the sum of two of them is finite: a row whose scores are
 // all the lowest float32 has equal probabilities, and not none.
 constexpr float LOWEST = -1.6e38f;

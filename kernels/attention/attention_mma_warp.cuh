@@ -282,9 +282,3 @@ struct WarpState {
             }
     }
 };
-
-// Divides by the sum of a row's weights; a row without weights is 0 with ZERO_MASKED_ROWS, else NaN.
-__device__ __forceinline__ float normalized(float value, float sum) {
-    const bool some = sum > 0.0f && sum <= LARGEST;
-    return some ? __fdividef(value, sum) : ZERO_MASKED_ROWS ? 0.0f : __uint_as_float(0x7fffffffu);
-}

@@ -110,5 +110,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) IN_CLUSTER att
     WarpState warp;
     attend(warp, CachedTiles(problem, at, min(split * each, tiles), min((split + 1) * each, tiles), cached_keys,
                              cached_values));
-    write_rows(warp, Out(problem, at), split, partial, totals);
+    write_rows(warp, Out(problem, at), split, splits, partial, totals);
 }

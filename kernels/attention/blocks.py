@@ -8,6 +8,7 @@ from typing import Final
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MASK_MACROS: Final = {"none": 0, "boolean": 1, "inverted": 1, "additive": 2}  # MASK of attention_blocks.cuh
 BLOCK_M: Final = 64  # queries of a tile
@@ -21,8 +22,9 @@ NEGLIGIBLE: Final = {"float16": (-3e4, -1e4), "bfloat16": (-1e8, -5e7), "float32
 
 def tile_count(problem: Attention, mask: ScoreTensor, block_n: int) -> int:
     """Return the number of tiles of `block_n` keys of a mask that differs along queries; each has a 1-byte flag."""
-    planes = (problem.batch if mask.batch_stride else 1) * (problem.heads if mask.head_stride else 1)
-    return planes * math.ceil(problem.queries / BLOCK_M) * math.ceil(problem.keys / block_n)
+    by_batch, by_head, _ = mask.differs
+    planes = (problem.batch if by_batch else 1) * (problem.heads if by_head else 1)
+    return planes * -(-problem.queries // BLOCK_M) * -(-problem.keys // block_n)
 
 
 def bit_bytes(block_n: int) -> int:
@@ -42,9 +44,11 @@ def mask_defines(problem: Attention) -> Defines:
 
 def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, bits: Pointer) -> Launch:
     """Return the pass over the mask for tiles of `block_n` keys."""
+    width, divides = _width(problem, mask, block_n)
     defines: Defines = {
         "BLOCK_N": block_n,
-        "WIDTH": _width(problem, mask, block_n),
+        "WIDTH": width,
+        "WIDTH_DIVIDES": divides,
         **mask_defines(problem),
         "MASK_T": STORAGE.get(mask.dtype, "b8"),
         "MASK_KEY": mask.key_stride,
@@ -55,15 +59,22 @@ def launch(problem: Attention, mask: ScoreTensor, block_n: int, flags: Pointer, 
         bits,
         Scalar(problem.queries, "int32"),
         Scalar(problem.keys, "int32"),
-        Scalar(problem.heads if mask.head_stride else 1, "int32"),
+        Scalar(problem.heads if mask.differs[1] else 1, "int32"),
         *(Scalar(stride, "int64") for stride in mask.strides),
     )
     kernel = Kernel("attention_blocks", "attention_blocks", defines)
     return Launch(kernel, (tile_count(problem, mask, block_n), 1, 1), (THREADS, 1, 1), arguments, pdl=True)
 
 
-def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> int:
-    """Return the elements of an access, so that none crosses the last key or the middle of a tile's row."""
+def _width(problem: Attention, mask: ScoreTensor, block_n: int) -> tuple[int, int | str]:
+    """Return the elements of an access, so that none crosses the last key or the middle of a tile's row.
+
+    Where lengths are dynamic it is the widest, and the kernel tests the second value, WIDTH_DIVIDES.
+    """
     if not (mask.aligned and mask.key_stride):
-        return 1
-    return math.gcd(VECTOR_BYTES // ITEM_BYTES.get(mask.dtype, 1), *mask.strides, problem.keys, block_n // 2)
+        return 1, 1
+    widest = gcd(VECTOR_BYTES // ITEM_BYTES.get(mask.dtype, 1), block_n // 2)
+    extents = (*mask.strides, problem.keys)
+    if is_symbolic(*extents):
+        return widest, f"((batch_stride | head_stride | query_stride | keys) % {widest} == 0)"
+    return gcd(widest, *extents), 1

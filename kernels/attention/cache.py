@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +9,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import gcd
 
 THREADS: Final = 256
 ACCESSES: Final = 4  # of a thread, all in flight at once
@@ -55,7 +55,9 @@ def access_bytes(problem: Attention, *tensors: HeadTensor) -> int:
         return item
     extents = [problem.head_dim, problem.head_dim_v]
     extents += [stride for each in tensors for stride in each.strides]
-    return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), *(each.pointer.offset for each in tensors))
+    offsets = [each.pointer.offset for each in tensors]
+    width: int = gcd(VECTOR_BYTES, *(extent * item for extent in extents), *offsets)
+    return width
 
 
 def append(problem: Attention, cache: Cache, device: Device) -> Launch:
@@ -69,7 +71,7 @@ def append(problem: Attention, cache: Cache, device: Device) -> Launch:
         "T": STORAGE[problem.dtype], "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
         "ACCESS_BYTES": width, "THREADS": THREADS, "ACCESSES": ACCESSES,
     }  # fmt: skip
-    integers = (problem.kv_heads, cache.past_rows, cache.rows, int(cache.same_offsets), *chunks)
+    integers = (problem.kv_heads, cache.past_rows, cache.rows, +cache.same_offsets, *chunks)
     return Launch(
         Kernel("attention_append", "attention_append", defines),
         (problem.batch * problem.kv_heads * sum(chunks), 1, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import nullcontext
 from typing import Final
 
 from onnxfuse.kernels.attention.cache import Cache, access_bytes
@@ -20,6 +20,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, PDL_ARCH
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic, maximum, minimum, without_soft_guards
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
@@ -41,21 +42,28 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
         return []
     found = [fitted(problem, config, device, combines=True) for config in _configs(problem, rows, device, cache)]
     configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)  # a block has all rows
-    return [each for config in configs for each in _implementations_of(problem, config, device, cache)]
+    ways: list[Implementation] = []
+    for config in configs:
+        with without_soft_guards(*problem.sizes) if ways else nullcontext():
+            ways += _implementations_of(problem, config, device, cache)
+    return ways
 
 
 def _configs(problem: Attention, rows: int, device: Device, cache: Cache | None) -> list[MmaAttentionConfig]:
     """Return configs of sixteen rows to a warp, and four warps, which share keys if not all have rows, or eight."""
-    warps_m = 1 if rows <= 16 else 2 if rows <= 32 else 4
+    # Four warps serve dynamic numbers of rows from 17 on.
+    warps_m = 1 if rows <= 16 else 2 if always(lambda: rows <= 32, rows) else 4
     large = max(problem.head_dim, problem.head_dim_v) > 128
     if large and math_kind(problem, device) == "FP32":  # registers have no room for what warps that share keys need
         return [MmaAttentionConfig(warps_m, 1, 16, stages=3)]
     wide = large or math_kind(problem, device) != "HALF"
     warps_n = max(1, 4 // warps_m)
     four_warps = MmaAttentionConfig(warps_m, warps_n, max(32 if wide else 64, 16 * warps_n), stages=3)
-    if cache is None or wide or warps_m > 1 or problem.keys < MIN_ROWS_OF_EIGHT_WARPS:
+    if cache is None or wide or warps_m > 1 or estimate(problem.keys) < MIN_ROWS_OF_EIGHT_WARPS:
         return [four_warps]
     # 64 heads of a cache of 4096 rows on an H200: 82.5 us instead of 84.4 at head_dim 128, 45.8 instead of 55.1 at 64.
+    if is_symbolic(rows) and problem.head_dim > 64:  # the one kernel more of such a node is not worth 2 %
+        return [four_warps]
     eight_warps = MmaAttentionConfig(1, 8, 128, stages=3)
     busy = problem.batch * problem.kv_heads * CLUSTERS[0] >= BUSY_SHARE * device.multiprocessors
     return [eight_warps, four_warps] if busy else [four_warps, eight_warps]
@@ -66,8 +74,8 @@ def _implementations_of(
 ) -> list[Implementation]:
     """Return the ways to split keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
-    splits = min(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES)
-    if splits < 2:
+    splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
+    if estimate(splits) < 2:
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]
@@ -81,7 +89,7 @@ def _clusters(problem: Attention, tiles: int, device: Device) -> list[int]:
     if device.arch < CLUSTER_ARCH:
         return []
     heads = problem.batch * problem.kv_heads
-    possible = [cluster for cluster in CLUSTERS if tiles >= cluster * MIN_TILES]
+    possible = [cluster for cluster in CLUSTERS if estimate(tiles) >= cluster * MIN_TILES]
     busy = [cluster for cluster in possible if heads * cluster >= BUSY_SHARE * device.multiprocessors]
     return busy[:2] if busy else possible[-1:]
 
@@ -105,14 +113,15 @@ def _combined(
     partial, totals = Pointer("scratch", 0), Pointer("scratch", 1)
     first = _split(problem, config, 1, splits, (partial, totals), device, cache)
     out = problem.out
+    names = ("OUT_T", "HEAD_DIM_V", "GQA_GROUP", "OUT_WIDTH", "ZERO_MASKED_ROWS")
     second = Launch(
-        Kernel("attention_decode", "attention_combine", first.kernel.defines),
+        Kernel("attention_combine", "attention_combine", {name: first.kernel.defines[name] for name in names}),
         (problem.batch * problem.heads * problem.queries, 1, 1),
         (COMBINE_THREADS, 1, 1),
         (
             out.pointer,
             *(Scalar(stride, "int64") for stride in out.strides),
-            *(Scalar(number, "int32") for number in (problem.queries, problem.kv_heads, splits)),
+            *(Scalar(number, "int32") for number in (problem.queries, problem.kv_heads, splits, config.block_m)),
             partial,
             totals,
         ),
@@ -120,7 +129,8 @@ def _combined(
     )
     rows = problem.batch * problem.kv_heads * splits * config.block_m
     scratch = (rows * problem.head_dim_v * 4, rows * 8)
-    return Implementation(f"{first.kernel.entry} {config.name}, {splits} splits", (first, second), scratch)
+    count = "" if is_symbolic(splits) else f"{splits} "
+    return Implementation(f"{first.kernel.entry} {config.name}, {count}splits", (first, second), scratch)
 
 
 def _split(
@@ -133,12 +143,14 @@ def _split(
     cache: Cache | None,
 ) -> Launch:
     """Return the launch whose blocks each take one of `splits` slices of the keys."""
-    entry, constants = "attention_decode", {**defines(problem, config, device), "CLUSTER": cluster}
+    # Where sizes are dynamic, one kernel serves clusters of every size, and blocks without one.
+    constant = 0 if problem.is_symbolic and device.arch >= CLUSTER_ARCH else cluster
+    entry, constants = "attention_decode", {**defines(problem, config, device), "CLUSTER": constant}
     cache_arguments: tuple[Argument, ...] = ()
     if cache:
         entry = "attention_with_cache"
-        constants["ACCESS_BYTES"] = math.gcd(int(constants["ACCESS_BYTES"]), access_bytes(problem, *cache.tensors))
-        integers = (Scalar(cache.past_rows, "int32"), Scalar(int(cache.same_offsets), "int32"))
+        constants["ACCESS_BYTES"] = gcd(int(constants["ACCESS_BYTES"]), access_bytes(problem, *cache.tensors))
+        integers = (Scalar(cache.past_rows, "int32"), Scalar(+cache.same_offsets, "int32"))
         cache_arguments = (*cache.pointers, *cache.strides, *integers)
     return Launch(
         Kernel(entry, entry, constants),

@@ -14,6 +14,7 @@ from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, minimum
 
 PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
 ALIGNMENT: Final = 8  # elements; the strides of tensor maps are multiples of 16 bytes
@@ -91,6 +92,9 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.5),
     ),
 }
+# Of the configs above, how many a node of dynamic length chooses among; each is a kernel to compile. By `_time`, the
+# others would gain 0.5 % in the mean over 476 sizes of 64 elements a head, and nothing at 128 and 192.
+CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 4, 128: 2, 192: 2, 256: 2}
 BLOCK_OVERHEAD: Final = 100  # the time that a block takes to begin and to end, in that of a key
 TILE_OVERHEAD: Final = 8  # the time that each tile takes besides its keys, in that of a key
 OTHER_REGISTERS: Final = 28  # of a thread, beside scores, weights, results and what is added to scores
@@ -101,33 +105,39 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if GPU, dtype, sizes or alignment do not allow it."""
     if device.arch != 90 or not _is_supported(problem):
         return []
-    if problem.mask_kind == "additive" and problem.mask and problem.mask.head_stride and problem.bias is None:
+    if problem.mask_kind == "additive" and problem.mask and problem.mask.differs[1] and problem.bias is None:
         # A bias in effect: a pass over it would read as much as the attention itself.
         problem = replace(problem, mask_kind="none", mask=None, bias=problem.mask)
     wider = max(problem.head_dim, problem.head_dim_v)
+    limit = next(limit for limit in CONFIGS if wider <= limit)
     # Under a mask, heads up to 64 are fastest in small blocks, which skip more.
     configs = [
         config
-        for config in CONFIGS[next(limit for limit in CONFIGS if wider <= limit)]
+        for config in CONFIGS[limit]
         if config.shared(problem.head_dim, problem.head_dim_v) * config.blocks <= device.shared_per_block
         and _registers(problem, config, late_mask=True) <= config.registers
         and (problem.mask is None or wider > 64 or config.warpgroups * config.block_n <= 128)
     ]
-    return [implementation(problem, config) for config in sorted(configs, key=lambda c: _time(problem, c, device))]
+    if is_symbolic(problem.queries):
+        # Each config needs an attention_blocks of its own where a mask differs along queries.
+        two_kernels = limit == 64 and problem.mask and problem.mask.differs[2]
+        configs = configs[: 1 if two_kernels else CONFIGS_OF_DYNAMIC_LENGTH[limit]]
+    return [implementation(problem, config) for config in best_first(configs, lambda c: _time(problem, c, device))]
 
 
 def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> float:
     """Estimate the time of a multiprocessor, in that of a warpgroup for a key: waves of blocks times tiles of keys."""
-    blocks = math.ceil(problem.queries / (64 * config.warpgroups)) * problem.heads * problem.batch
-    resident = min(config.blocks, math.ceil(blocks / device.multiprocessors))
+    blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
+    resident = minimum(config.blocks, -(-blocks // device.multiprocessors))
     waves = blocks / (device.multiprocessors * resident)
     keys = problem.keys
     if problem.causal is None:
         waves = math.ceil(waves)
     else:  # half of the keys, and half of what the diagonal crosses; short rows come last and fill up
-        keys = min(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
-    keys = math.ceil(keys / config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
-    return max(1, waves) * resident * config.warpgroups * keys * config.relative_time
+        keys = minimum(keys, (keys + 64 * config.warpgroups + config.block_n) // 2)
+    keys = -(-keys // config.block_n) * (config.block_n + TILE_OVERHEAD) + BLOCK_OVERHEAD
+    time: float = maximum(1, waves) * resident * config.warpgroups * keys * config.relative_time
+    return time
 
 
 def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: bool) -> int:
@@ -138,7 +148,7 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
     columns = ALIGNMENT * math.ceil(problem.head_dim_v / ALIGNMENT)
     added = [x for x in (problem.bias, None if late_mask else problem.mask) if x and x.dtype != "bool"]
     words = sum(
-        (config.block_n // 8 if x.key_stride else 1) * (2 if x.query_stride else 1) * ITEM_BYTES[x.dtype] // 2
+        (config.block_n // 8 if x.key_stride else 1) * (2 if x.differs[2] else 1) * ITEM_BYTES[x.dtype] // 2
         for x in added
     )
     others = OTHER_REGISTERS + problem.add_masked_score * ADD_MASKED_REGISTERS
@@ -155,10 +165,11 @@ def _is_supported(problem: Attention) -> bool:
     head_dims = (problem.head_dim, problem.head_dim_v)
     return (
         problem.dtype in ("float16", "bfloat16")
+        and not problem.out_dtype
         and problem.aligned
         and not (problem.add_masked_score and problem.masked_score > blocks.NEGLIGIBLE[problem.dtype][0])
         and all(0 < head_dim <= MAX_HEAD_DIM and head_dim % ALIGNMENT == 0 for head_dim in head_dims)
-        and min(problem.batch, problem.heads, problem.queries, problem.keys) > 0
+        and all(extent > 0 for extent in (problem.batch, problem.heads, problem.queries, problem.keys))
         and all(_has_tensor_map(x, rows, heads, problem.batch) for x, rows, heads in tensors)
     )
 
@@ -168,18 +179,23 @@ def _has_tensor_map(x: HeadTensor, rows: int, heads: int, batch: int) -> bool:
     extents = (batch, heads, rows)
     return (
         all(
-            extent == 1 or (0 < stride < 1 << 39 and stride % ALIGNMENT == 0)
+            _is_one(extent) or (0 < stride < 1 << 39 and stride % ALIGNMENT == 0)
             for stride, extent in zip(x.strides, extents, strict=True)
         )
         and x.pointer.offset % 16 == 0
     )
 
 
+def _is_one(extent: int) -> bool:
+    """Return whether a dimension has one element at most, so that its stride does not matter; no for dynamic ones."""
+    return always(lambda: extent <= 1, extent)
+
+
 def implementation(problem: Attention, config: HopperAttentionConfig) -> Implementation:
     """Return the launches of one config."""
     mask = problem.mask if problem.mask_kind != "none" else None
     name = f"hopper {64 * config.warpgroups}x{config.block_n}, {config.stages} stages, {config.blocks} blocks"
-    if mask is None or mask.query_stride == 0:
+    if mask is None or not mask.differs[2]:
         return Implementation(name, (_launch(problem, config, mask, ABSENT, ABSENT),))
     tiles = blocks.tile_count(problem, mask, config.block_n)
     flags, bits = Pointer("scratch", 0), Pointer("scratch", 1)
@@ -193,16 +209,16 @@ def implementation(problem: Attention, config: HopperAttentionConfig) -> Impleme
 def _launch(
     problem: Attention, config: HopperAttentionConfig, mask: ScoreTensor | None, flags: Argument, bits: Argument
 ) -> Launch:
-    row_tiles = math.ceil(problem.queries / (64 * config.warpgroups))
+    row_tiles = -(-problem.queries // (64 * config.warpgroups))
     integers = (
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
-        *(problem.causal or 0, _heads_in_l2(problem)),
+        *(0 if problem.causal is None else problem.causal, _heads_in_l2(problem)),
     )
     scalars = (problem.scale, problem.softcap or 1.0, *_score_scalars(problem))
     flag_strides = (0, 0)  # of batch and head, in planes of flags
     if mask:
-        heads = problem.heads if mask.head_stride else 1
-        flag_strides = (heads if mask.batch_stride else 0, int(mask.head_stride != 0))
+        by_batch, by_head, _ = mask.differs
+        flag_strides = ((problem.heads if by_head else 1) if by_batch else 0, int(by_head))
     arguments = (
         _tensor_map(problem, problem.q, problem.queries, problem.heads, problem.head_dim, 64),
         _tensor_map(problem, problem.k, problem.keys, problem.kv_heads, problem.head_dim, config.block_n),
@@ -276,13 +292,12 @@ def _score_defines(name: str, problem: Attention, scores: ScoreTensor | None) ->
     """Return the type of a mask's or bias's elements, the axes on which it differs, and whether to read two at once."""
     if scores is None:
         return {f"{name}_T": "f16", f"{name}_KEY": 0, f"{name}_QUERY": 0, f"{name}_PAIRS": 0}
-    even = all(n % 2 == 0 for n in (*scores.strides, problem.keys))
-    pairs = scores.key_stride == 1 and even and scores.aligned and scores.dtype != "bool"
+    pairs = scores.reads_pairs(2, problem.keys) if scores.dtype != "bool" else 0
     return {
         f"{name}_T": STORAGE.get(scores.dtype, "b8"),
         f"{name}_KEY": scores.key_stride,
-        f"{name}_QUERY": int(scores.query_stride != 0),
-        f"{name}_PAIRS": int(pairs),
+        f"{name}_QUERY": int(scores.differs[2]),
+        f"{name}_PAIRS": pairs,
     }
 
 
@@ -294,17 +309,19 @@ def _score_arguments(scores: ScoreTensor | None) -> Sequence[Argument]:
 
 def _heads_in_l2(problem: Attention) -> int:
     """Return how many heads begin with their longest rows at once: as many as have their keys and values in L2."""
-    if problem.causal is None and not (problem.mask and problem.mask.query_stride):
+    if problem.causal is None and not (problem.mask and problem.mask.differs[2]):
         return 1
     key_value_bytes = 2 * problem.keys * (problem.head_dim + problem.head_dim_v) * problem.kv_heads / problem.heads
-    return max(1, min(problem.heads * problem.batch, int(L2_KEY_VALUE_BYTES / key_value_bytes)))
+    heads: int = minimum(problem.heads * problem.batch, math.floor(L2_KEY_VALUE_BYTES / key_value_bytes))
+    at_least_one: int = maximum(1, heads)
+    return at_least_one
 
 
 def _tensor_map(problem: Attention, x: HeadTensor, rows: int, heads: int, head_dim: int, box_rows: int) -> TensorMap:
     sizes = (head_dim, rows, heads, problem.batch)
     innermost_first = (x.row_stride, x.head_stride, x.batch_stride)
     strides = tuple(
-        2 * (stride if extent > 1 else head_dim) for stride, extent in zip(innermost_first, sizes[1:], strict=True)
+        2 * (head_dim if _is_one(extent) else stride) for stride, extent in zip(innermost_first, sizes[1:], strict=True)
     )
     dtype: Literal["float16", "bfloat16"] = "bfloat16" if problem.dtype == "bfloat16" else "float16"
     return TensorMap(x.pointer, dtype, sizes, strides, (PANEL, box_rows, 1, 1), 128)

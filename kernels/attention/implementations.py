@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -10,6 +11,7 @@ from onnxfuse.kernels.attention import decode, hopper, mma
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import estimate, without_soft_guards
 
 MAX_IMPLEMENTATIONS: Final = 6  # each is compiled and timed when a new shape comes
 MAX_DECODE_ROWS: Final = 64  # queries times query heads of a key head, which one block can hold
@@ -21,19 +23,23 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     """Return the implementations of all kernels, the expected fastest first; none if no kernel takes the problem."""
     if math.isinf(problem.masked_score):
         problem = replace(problem, add_masked_score=False)  # adding -inf is the same as putting it in place
-    split_keys = decode.implementations(problem, device)
-    wgmma = [] if problem.out_dtype else hopper.implementations(problem, device)
-    general = mma.implementations(problem, device)
     rows = problem.queries * problem.gqa_group
-    if rows <= MAX_DECODE_ROWS and problem.keys >= MIN_DECODE_KEYS:
-        ordered = [*split_keys, *general[:2], *wgmma[:1]]
-    elif problem.queries >= MIN_HOPPER_QUERIES and wgmma and _skips_tiles(problem):
+    is_long = estimate(problem.queries) >= MIN_HOPPER_QUERIES
+    if is_long and _skips_tiles(problem) and (wgmma := hopper.implementations(problem, device)):
         return wgmma[:1]
-    elif problem.queries >= MIN_HOPPER_QUERIES:
-        ordered = [*wgmma[:4], *general[:2], *split_keys[:1]]
+    if estimate(rows) <= MAX_DECODE_ROWS and estimate(problem.keys) >= MIN_DECODE_KEYS:
+        order = [(decode.implementations, MAX_IMPLEMENTATIONS), (mma.implementations, 2), (hopper.implementations, 1)]
+    elif is_long:
+        order = [(hopper.implementations, 4), (mma.implementations, 2), (decode.implementations, 1)]
     else:
-        ordered = [*general[:3], *wgmma[:2], *split_keys[:1]]
-    return ordered[:MAX_IMPLEMENTATIONS]
+        order = [(mma.implementations, 3), (hopper.implementations, 2), (decode.implementations, 1)]
+    found: list[Implementation] = []
+    for kernels, most in order:
+        if found and problem.is_symbolic and kernels is decode.implementations:
+            continue  # it is for some numbers of rows only, and would divide the sizes for which the others are right
+        with without_soft_guards(*problem.sizes) if found else nullcontext():
+            found += kernels(problem, device)[:most]
+    return found[:MAX_IMPLEMENTATIONS]
 
 
 def _skips_tiles(problem: Attention) -> bool:
@@ -42,4 +48,4 @@ def _skips_tiles(problem: Attention) -> bool:
     A mask that differs between heads is a bias in effect, so that timing with random values is fair.
     """
     mask = problem.mask
-    return bool(mask and mask.query_stride and mask.key_stride and not mask.head_stride)
+    return bool(mask and mask.differs[2] and mask.key_stride and not mask.differs[1])

@@ -12,6 +12,7 @@ from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, STORAGE, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16 and TF32 products and asynchronous copies
 MAX_HEAD_DIM: Final = 256
@@ -89,7 +90,30 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
         configs = [config for config in configs if config.warps_m <= 4]
     if problem.mask and problem.bias:
         configs = [replace(c, min_blocks=1, block_n=max(c.block_n // 2, 16 * c.warps_n)) for c in configs]
+    if problem.is_symbolic:
+        return _ranked_for_dynamic_sizes(problem, configs, device)
     return sorted((c for c in configs if c.warps_n == 1 or problem.keys <= MIN_SPLIT_KEYS or rows <= 64), key=rank)
+
+
+def _ranked_for_dynamic_sizes(
+    problem: Attention, configs: list[MmaAttentionConfig], device: Device
+) -> list[MmaAttentionConfig]:
+    """Return configs, first the one that `rank` would: the largest that has no idle warps and enough blocks.
+
+    It asks about as few configs as possible, because each question divides the sizes for which the answer holds.
+    """
+    rows, heads = estimate(problem.queries * problem.gqa_group), estimate(problem.kv_heads * problem.batch)
+    if is_symbolic(rows):  # blocks of 128 and of 64 rows serve as well
+        configs = [config for config in configs if config.warps_m <= 4]
+    ordered = sorted(configs, key=lambda config: -config.block_m)
+    best = ordered[-1]
+    for config in ordered:
+        is_busy = rows > config.block_m - 16
+        if is_busy and (config.warps_n == 1 or rows <= 64 or estimate(problem.keys) <= MIN_SPLIT_KEYS):
+            best = config
+            if math.ceil(rows / config.block_m) * heads >= device.multiprocessors:
+                break
+    return [best, *(config for config in ordered if config is not best)]
 
 
 def _configs(head_dim: int, kind: str) -> Iterator[MmaAttentionConfig]:
@@ -190,16 +214,19 @@ def _keeps_queries(problem: Attention, config: MmaAttentionConfig, device: Devic
 def _score_defines(name: str, scores: ScoreTensor | None, problem: Attention) -> Defines:
     if scores is None:
         return {f"{name}_T": "b8", f"{name}_BY_ROW": 0, f"{name}_PAIRS": 0}
-    pairs = scores.key_stride == 1 and scores.aligned and not any(stride % 2 for stride in scores.strides)
+    lower = name.lower()
+    pairs = scores.reads_pairs(f"((p.{lower}_batch | p.{lower}_head | p.{lower}_query) % 2 == 0)")
     by_row = int(_differs_by_row(problem, scores))
-    return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_BY_ROW": by_row, f"{name}_PAIRS": int(pairs)}
+    return {f"{name}_T": MASK_STORAGE[scores.dtype], f"{name}_BY_ROW": by_row, f"{name}_PAIRS": pairs}
 
 
 def _differs_by_row(problem: Attention, scores: ScoreTensor | None) -> bool:
     """Return whether the rows of a block read different elements of a mask or bias."""
     if scores is None:
         return False
-    return bool(scores.query_stride and problem.queries > 1) or bool(scores.head_stride and problem.gqa_group > 1)
+    _, by_head, by_query = scores.differs
+    one_query = always(lambda: problem.queries == 1, problem.queries)
+    return (by_query and not one_query) or (by_head and problem.gqa_group > 1)
 
 
 def access_bytes(problem: Attention) -> int:
@@ -210,7 +237,8 @@ def access_bytes(problem: Attention) -> int:
     tensors = (problem.q, problem.k, problem.v)
     extents = [problem.head_dim, problem.head_dim_v, *(stride for heads in tensors for stride in heads.strides)]
     offsets = [heads.pointer.offset for heads in tensors]
-    return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), *offsets)
+    width: int = gcd(VECTOR_BYTES, *(extent * item for extent in extents), *offsets)
+    return width
 
 
 def out_width(problem: Attention) -> int:
@@ -219,7 +247,8 @@ def out_width(problem: Attention) -> int:
     if not problem.aligned:
         return 1
     extents = (problem.head_dim_v, *problem.out.strides)
-    return math.gcd(VECTOR_BYTES, *(extent * item for extent in extents), problem.out.pointer.offset) // item
+    width: int = gcd(VECTOR_BYTES, *(extent * item for extent in extents), problem.out.pointer.offset) // item
+    return width
 
 
 def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
@@ -228,7 +257,7 @@ def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
     scores = (problem.mask, problem.bias)
     integers = (
         *(each.key_stride if each else 0 for each in scores),
-        problem.queries, problem.keys, problem.kv_heads, row_tiles, problem.causal or 0,
+        problem.queries, problem.keys, problem.kv_heads, row_tiles, 0 if problem.causal is None else problem.causal,
     )  # fmt: skip
     return (
         *(each.pointer for each in tensors),

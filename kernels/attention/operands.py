@@ -12,6 +12,7 @@ from onnxfuse.kernels.attention.problem import Attention, MaskKind, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, operand_spec, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
+from onnxfuse.runtime.symint import always, expect_equal, is_symbolic, minimum
 
 LAYOUTS: Final = ("packed", "seq_first", "bshd", "bhsd")
 OUT_LAYOUTS: Final = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
@@ -85,7 +86,9 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     mask = operand_spec(node, inputs, "mask")
     # The operator's mask may be shorter than the keys; the keys beyond it do not count.
     kind = _mask_kind(node, mask.dtype if mask else None)
-    keys = min(k.length, mask.shape[-1]) if operator and mask and mask.shape and kind != "causal" else k.length
+    keys = k.length
+    if operator and mask and mask.shape and kind != "causal" and not expect_equal(mask.shape[-1], keys):
+        keys = min(keys, mask.shape[-1])
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
     masked_score = -math.inf if operator else node.number("masked_score", -math.inf)
@@ -119,9 +122,9 @@ def _causal(node: FusedNode, kind: str, queries: int, keys: int) -> int | None:
     With the operator's is_causal the first query sees the first key only; under a causal mask the last query sees the
     last key.
     """
-    bounds = [keys - queries] if kind == "causal" and queries > 1 else []
+    bounds = [keys - queries] if kind == "causal" and not always(lambda: queries <= 1, queries) else []
     bounds += [0] if _is_operator(node) and node.integer("is_causal", 0) else []
-    return min(bounds, default=None)
+    return minimum(*bounds) if bounds else None
 
 
 def _mask_kind(node: FusedNode, dtype: str | None) -> MaskKind | Literal["causal"]:
@@ -196,11 +199,11 @@ def _packed_heads(node: FusedNode, name: str, width: int, heads: int) -> tuple[i
 
 def _check(node: FusedNode, tensors: dict[str, TensorSpec], q: Operand, k: Operand, v: Operand) -> None:
     wrong = None
-    if not q.batch == k.batch == v.batch:
+    if not (expect_equal(k.batch, q.batch) and expect_equal(v.batch, q.batch)):
         wrong = f"batches of {q.batch}, {k.batch} and {v.batch}; required equal ones"
     elif q.head_dim != k.head_dim:
         wrong = f"heads of {q.head_dim} and {k.head_dim} elements in q and k; required equal ones"
-    elif k.length != v.length:
+    elif not expect_equal(v.length, k.length):
         wrong = f"{k.length} keys and {v.length} values; required as many"
     elif k.heads < 1 or q.heads % k.heads:
         wrong = f"{q.heads} query heads and {k.heads} key heads; required a multiple"
@@ -236,13 +239,26 @@ def _score_tensor(
     if tensor is None:
         return None
     shape = (1,) * (4 - len(tensor.shape)) + tensor.shape
-    if len(shape) > 4 or any(found not in (1, wanted) for found, wanted in zip(shape, full, strict=True)):
+    differs = [_differs(*pair) for pair in zip(shape, full, strict=True)] if len(shape) == 4 else [None]
+    if None in differs:
         raise ValueError(
             f"{_name(node)}: {name} has shape {list(tensor.shape)}; required one that broadcasts to {list(full)}"
         )
-    batch, head, query, key = (math.prod(shape[axis + 1 :]) if shape[axis] > 1 else 0 for axis in range(4))
+    batch, head, query, key = (math.prod(shape[axis + 1 :]) if differs[axis] else 0 for axis in range(4))
     pointer = Pointer("input", node.operands.index(name))
     return ScoreTensor(pointer, tensor.dtype, batch, head, query, key, tensor.aligned)
+
+
+def _differs(found: int, wanted: int) -> bool | None:
+    """Return whether a mask differs along an axis of `found` elements, not `wanted` ones; None if that cannot be.
+
+    A dynamic axis as long as that of the scores is taken to differ, because any stride is right if it has one element.
+    """
+    if always(lambda: found == 1, found):
+        return False
+    if expect_equal(found, wanted):
+        return is_symbolic(found) or found > 1
+    return False if found == 1 else None
 
 
 def _name(node: FusedNode) -> str:

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.runtime.plan import Pointer
+from onnxfuse.runtime.symint import gcd, is_symbolic
 
 MaskKind: TypeAlias = Literal["none", "boolean", "inverted", "additive"]
 
@@ -27,6 +28,24 @@ class ScoreTensor:
     def strides(self) -> tuple[int, int, int]:
         """The strides of batch, head and query."""
         return self.batch_stride, self.head_stride, self.query_stride
+
+    @property
+    def differs(self) -> tuple[bool, bool, bool]:
+        """Whether the elements differ along batch, head and query; a stride that is symbolic is not 0."""
+        batch, head, query = (is_symbolic(stride) or stride != 0 for stride in self.strides)
+        return batch, head, query
+
+    def reads_pairs(self, dynamic: int | str, *extents: int) -> int | str:
+        """Return a macro: 1 if two keys can be one access, because all strides and these extents are even, else 0.
+
+        Where that depends on dynamic sizes, it is `dynamic`, by which the kernel finds out.
+        """
+        numbers = (*self.strides, *extents)
+        if self.key_stride != 1 or not self.aligned or any(number % 2 for number in numbers if isinstance(number, int)):
+            return 0
+        if gcd(2, *numbers) == 2:
+            return 1
+        return dynamic
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,16 @@ class Attention:
     zero_masked_rows: bool = False
     tf32: bool = False  # float32 operands may be rounded to TF32
     out_dtype: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes that may be dynamic."""
+        return self.batch, self.queries, self.keys
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is dynamic, and the plan is one for many sizes."""
+        return is_symbolic(*self.sizes)
 
     @property
     def gqa_group(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from onnxfuse.kernels.attention import decode
 from onnxfuse.kernels.attention.cache import Cache, append
@@ -14,6 +15,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.symint import expect_equal, is_symbolic, without_soft_guards
 
 ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows, by its layout
 PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and the operand with its new rows
@@ -46,8 +48,9 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     # mask adds to scores.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
     found = decode.implementations(problem, device, cache)[: MAX_IMPLEMENTATIONS - 1] if reads_all_keys else []
-    for each in implementations(problem, device):
-        found.append(Implementation(f"attention_append, {each.name}", (*copy, *each.steps), each.scratch))
+    with without_soft_guards(*problem.sizes) if found else nullcontext():
+        for each in implementations(problem, device):
+            found.append(Implementation(f"attention_append, {each.name}", (*copy, *each.steps), each.scratch))
     if not found:
         sizes = f"heads of {problem.head_dim} and {problem.head_dim_v} elements"
         raise ValueError(f"{node.fusion} '{node.name}': {sizes} do not fit into the shared memory of {device.name}")
@@ -65,8 +68,8 @@ def cached_attention(
     caches = {"k_layout": _cache_layout(node), "v_layout": _cache_layout(node)}
     new, _ = attention_of(_attention_over(node, ("k", "v")), inputs, device)
     old, _ = attention_of(_attention_over(node, ("past_key", "past_value"), caches), inputs, device)
-    sizes = [(each.batch, each.kv_heads, each.head_dim, each.head_dim_v) for each in (old, new)]
-    if sizes[0] != sizes[1]:
+    sizes = [(each.kv_heads, each.head_dim, each.head_dim_v) for each in (old, new)]
+    if not expect_equal(old.batch, new.batch) or sizes[0] != sizes[1]:
         found = f"past caches {[list(past.shape) for past in pasts]}"
         required = f"{new.kv_heads} heads of {new.head_dim} and {new.head_dim_v} elements in batches of {new.batch}"
         raise ValueError(f"{node.fusion} '{node.name}': {found}; required {required}")
@@ -76,7 +79,9 @@ def cached_attention(
         grown[node.operands.index(name)] = present
     problem, y = attention_of(_attention_over(node, ("k", "v"), caches, masks=True), grown, device)
     k, v = (replace(each, pointer=Pointer("output", i)) for i, each in enumerate((problem.k, problem.v), 1))
-    same_offsets = problem.batch == 1 and (problem.kv_heads == 1 or _cache_layout(node) == "bshd")
+    # Of a dynamic batch it is an expression, 1 or 0, and no guard.
+    one_batch = cast(bool, 1 // problem.batch) if is_symbolic(problem.batch) else problem.batch == 1
+    same_offsets = one_batch if problem.kv_heads == 1 or _cache_layout(node) == "bshd" else False
     cache = Cache(old.k, old.v, new.k, new.v, old.keys, old.keys + new.keys, same_offsets)
     return replace(problem, k=k, v=v, aligned=all(each.aligned for each in inputs)), cache, (y, *presents)
 
@@ -95,7 +100,7 @@ def _no_alias(node: FusedNode, cache: Cache) -> tuple[NoAlias, ...]:
     """Return that no past may overlap a present, except its own at the same start if rows keep their offsets."""
     pasts = list(enumerate(name for name, _ in PASTS))
     return tuple(
-        NoAlias(node.operands.index(past), 1 + present, same_start=cache.same_offsets and own == present)
+        NoAlias(node.operands.index(past), 1 + present, same_start=cache.same_offsets if own == present else False)
         for own, past in pasts
         for present, _ in pasts
     )

@@ -223,8 +223,9 @@ def usual_samples(count: int) -> Iterator[tuple[int, ...]]:
         return
     per_octave = next((n for n in (8, 4, 2, 1) if len(_spread(n)) ** count <= MAX_SAMPLES), 1)
     spread = coarse = _spread(per_octave)
-    while len(coarse) ** count > 4 * MAX_SAMPLES:
-        coarse = coarse[::2]
+    while len(coarse) ** count > 4 * MAX_SAMPLES:  # odd sizes are left out first, then the largest or every second
+        powers = [size for size in coarse if not size & (size - 1)]
+        coarse = powers if len(powers) < len(coarse) else coarse[:-1] if count < 4 else coarse[::2]
     usual = sorted(coarse, key=lambda size: (size & (size - 1) != 0, abs(np.log2(size) - 7)))
     yield from itertools.product(usual, repeat=count)
     if len(coarse) < len(spread):  # it has hardly any odd sizes, and few small products
@@ -243,8 +244,8 @@ class _Samples:
         rows = list(given or usual_samples(len(free)))
         points = np.array(rows, dtype=np.int64).reshape(len(rows), len(free))
         columns = [np.ones(len(points), np.int64)] * count
-        for i, column in zip(free, points.T, strict=True):
-            columns[i] = column
+        for i, place in enumerate(free):
+            columns[place] = points[:, i]
         if not given:
             for i, number in reversed(expressions.ties.items()):  # a tie depends on no size that was tied before it
                 columns[i] = expressions.evaluate(columns)[number]

@@ -1,0 +1,56 @@
+// Combines what the splits of attention_decode.cu, or of attention_with_cache.cu, have left in scratch memory: of each
+// split `block_rows` rows of HEAD_DIM_V floats, and the maximum and the sum of each row.
+//
+// There is a block for each row of the result; its threads divide columns and splits.
+//
+// Macros: those of attention_mma.cuh that are named here.
+#include "attention_results.cuh"
+
+constexpr int THREADS = 128, MAX_SPLITS = 64;
+constexpr int OUT_VECTORS = HEAD_DIM_V / OUT_WIDTH;
+constexpr int COLUMN_THREADS = OUT_VECTORS < THREADS ? OUT_VECTORS : THREADS;
+constexpr int SPLIT_LANES = THREADS / COLUMN_THREADS;
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_combine(
+    OUT_T* out, i64 out_batch, i64 out_head, i64 out_row, int queries, int kv_heads, int splits, int block_rows,
+    const float* partial, const float2* totals) {
+    wait_for_predecessor();
+    release_successor();
+    __shared__ float2 split_totals[MAX_SPLITS];
+    __shared__ float lanes[SPLIT_LANES][COLUMN_THREADS * OUT_WIDTH];
+    const int rows = queries * GQA_GROUP, head = blockIdx.x / rows, row = blockIdx.x % rows;
+    const i64 first = (i64)head * splits * block_rows + row;
+    if (threadIdx.x < splits) split_totals[threadIdx.x] = totals[first + threadIdx.x * block_rows];
+    __syncthreads();
+    float top = MINUS_INFINITY, sum = 0.0f;
+    for (int split = 0; split < splits; ++split) top = fmaxf(top, split_totals[split].x);
+    const float zero = top == MINUS_INFINITY ? 0.0f : top;
+    for (int split = 0; split < splits; ++split)
+        sum = fmaf(split_totals[split].y, exp2_fast(split_totals[split].x - zero), sum);
+    OUT_T* to = out + head / kv_heads * out_batch + (head % kv_heads * GQA_GROUP + row % GQA_GROUP) * out_head;
+    to += row / GQA_GROUP * out_row;
+    const int lane = threadIdx.x / COLUMN_THREADS, thread = threadIdx.x % COLUMN_THREADS;
+    for (int column = thread * OUT_WIDTH; column < HEAD_DIM_V; column += COLUMN_THREADS * OUT_WIDTH) {
+        float y[OUT_WIDTH] = {};
+#pragma unroll 4
+        for (int split = lane; split < splits && lane < SPLIT_LANES; split += SPLIT_LANES) {
+            const float factor = exp2_fast(split_totals[split].x - zero);
+#pragma unroll
+            for (int e = 0; e < OUT_WIDTH; ++e)
+                y[e] = fmaf(partial[(first + split * block_rows) * HEAD_DIM_V + column + e], factor, y[e]);
+        }
+        if constexpr (SPLIT_LANES > 1) {
+            if (lane < SPLIT_LANES)
+#pragma unroll
+                for (int e = 0; e < OUT_WIDTH; ++e) lanes[lane][thread * OUT_WIDTH + e] = y[e];
+            __syncthreads();
+            for (int other = 1; other < SPLIT_LANES && lane == 0; ++other)
+#pragma unroll
+                for (int e = 0; e < OUT_WIDTH; ++e) y[e] += lanes[other][thread * OUT_WIDTH + e];
+        }
+        if (lane > 0) continue;
+#pragma unroll
+        for (float& value : y) value = normalized(value, sum);
+        store<false, OUT_WIDTH>(to + column, y);
+    }
+}
