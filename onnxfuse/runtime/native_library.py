@@ -16,7 +16,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 8  # onnxfuse_abi in native/operator.cc
+ABI: Final = 9  # onnxfuse_abi in native/operator.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4

@@ -197,7 +197,7 @@ ONNXFUSE_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
   }
 }
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 8; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 9; }
 
 // Sets what the thread's next RegisterCustomOps registers.  Operators that exist learn their new attributes at once.
 // `settings` are flags of the session, which requests for plans repeat.
