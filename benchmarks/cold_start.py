@@ -26,7 +26,7 @@ def main() -> None:
     np.savez(task["outputs"], **dict(zip(names, outputs, strict=True)))
     Path(task["answer"]).write_text(json.dumps({"answered": answered}), encoding="utf-8")
     if task["save_plans"]:
-        from onnxfuse.runtime.plan_file import save_plans
+        from onnxfuse.runtime.saved_plans import save_plans
 
         save_plans(task["save_plans"], task["provider"])
 
@@ -43,7 +43,7 @@ def opened(task: dict[str, Any]) -> Any:
     import onnxfuse
 
     if task["plans"]:
-        from onnxfuse.runtime.plan_file import load_plans
+        from onnxfuse.runtime.saved_plans import load_plans
 
         load_plans(task["plans"], task["provider"])
     return onnxfuse.InferenceSession(task["model"], providers=[task["provider"]], tune=task["tune"])
