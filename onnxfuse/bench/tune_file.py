@@ -18,9 +18,9 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.optimizer import Progress, optimize
+from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider
-from onnxfuse.tuning.cache import cache_folder
 from onnxfuse.tuning.dispatch import shapes_text
 from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, tune
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes

@@ -1,4 +1,4 @@
-"""Load kernels on a CUDA GPU through CuPy, which compiles them and caches the code on disk for all processes."""
+"""Compile kernels with NVRTC, and load them on a CUDA GPU, through CuPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, source_text
+from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
 from onnxfuse.runtime.plan import Device, Kernel
 
 log: Final = logging.getLogger("onnxfuse")
@@ -87,11 +88,7 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
 
     Raises KernelError if it does not compile or cannot be loaded.
     """
-    text = source_text(kernel.source)
-    flags = compile_flags(kernel)
-    if kernel.arch_specific:
-        flags += (f"-arch={arch_name(kernel, gpu(ordinal).arch)}",)
-    key = (ordinal, kernel.entry, flags, text)
+    key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), source_text(kernel.source))
     with _lock:
         if loaded := _loaded.get(key):
             return loaded
@@ -99,7 +96,7 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
     with turn:  # one thread compiles the kernel, while others compile others
         loaded = _loaded.get(key)
         if loaded is None:
-            loaded = _compile_and_load(kernel, text, flags, ordinal)
+            loaded = _compile_and_load(kernel, ordinal)
             with _lock:
                 _loaded[key] = loaded
                 _recent.append(loaded)
@@ -107,14 +104,14 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
         return loaded
 
 
-def _compile_and_load(kernel: Kernel, text: str, flags: tuple[str, ...], ordinal: int) -> LoadedKernel:
+def _compile_and_load(kernel: Kernel, ordinal: int) -> LoadedKernel:
+    code = cached_cubin(kernel, gpu(ordinal).arch)
     cupy = cupy_module()
     with cupy.cuda.Device(ordinal):
-        raw = cupy.RawKernel(text, kernel.entry, options=flags)
+        module = cupy.cuda.function.Module()
         try:
-            return LoadedKernel(retry_without_disk_cache(lambda: int(raw.kernel.ptr)), raw)
-        except cupy.cuda.compiler.CompileException as error:
-            raise KernelError(f"{kernel.source}.cu does not compile: {error}") from error
+            module.load(code)
+            return LoadedKernel(int(module.get_function(kernel.entry).ptr), module)
         except cupy.cuda.driver.CUDADriverError as error:
             raise KernelError(f"{kernel.source}.cu: entry {kernel.entry} cannot be loaded: {error}") from error
 
@@ -134,4 +131,4 @@ def retry_without_disk_cache(call: Callable[[], T]) -> T:
 
 def machine_code(kernel: Kernel, device: Device) -> bytes:
     """Return the kernel's cubin for that GPU's architecture.  Raises KernelError if it does not compile."""
-    return compile_cubin(kernel, device.arch).code
+    return cached_cubin(kernel, device.arch)

@@ -6,7 +6,9 @@ import functools
 import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +18,8 @@ from onnxfuse.runtime.kernel_folders import OWN, KernelFolder, kernel_folders
 from onnxfuse.runtime.plan import Kernel
 
 # CuPy always adds these flags; with them both ways to call NVRTC make the same code.
+CUPY_NVRTC: Final = "cupy_backends.cuda.libs.nvrtc"
+BINDINGS: Final = "cuda.bindings.nvrtc"
 CUPY_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
 PTXAS_REPORT: Final = re.compile(
     r"Compiling entry function '(?P<entry>[^']+)'.*?"
@@ -154,16 +158,26 @@ def _cuda_include_flags() -> Iterator[str]:
         yield f"-I{found}"
 
 
+def compiler_version() -> tuple[int, ...]:
+    """Return NVRTC's version.  Raises KernelError if there is none."""
+    nvrtc, is_cupy = _nvrtc()
+    return tuple(nvrtc.getVersion()) if is_cupy else tuple(nvrtc.nvrtcVersion()[1:])
+
+
 def _compile(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
     """Return the machine code and the compiler's log."""
-    try:
-        return _compile_with_bindings(importlib.import_module("cuda.bindings.nvrtc"), source, name, flags)
-    except ImportError:
-        pass
-    try:
-        return _compile_with_cupy(importlib.import_module("cupy_backends.cuda.libs.nvrtc"), source, name, flags)
-    except ImportError as error:
-        raise KernelError("compiling kernels needs cuda-bindings and nvidia-cuda-nvrtc, or CuPy") from error
+    nvrtc, is_cupy = _nvrtc()
+    return (_compile_with_cupy if is_cupy else _compile_with_bindings)(nvrtc, source, name, flags)
+
+
+@functools.cache
+def _nvrtc() -> tuple[Any, bool]:
+    """Return a module that calls NVRTC, and whether it is CuPy's, which sessions have imported already."""
+    for name, is_cupy in ((CUPY_NVRTC, "cupy" in sys.modules), (BINDINGS, False), (CUPY_NVRTC, True)):
+        with suppress(ImportError):
+            if name == BINDINGS or is_cupy:
+                return importlib.import_module(name), is_cupy
+    raise KernelError("compiling kernels needs cuda-bindings and nvidia-cuda-nvrtc, or CuPy")
 
 
 def _compile_with_bindings(nvrtc: Any, source: str, name: str, flags: list[str]) -> tuple[bytes, str]:

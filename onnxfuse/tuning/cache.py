@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import logging
 import math
-import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.runtime.cache_folder import cache_folder, warn_once
 from onnxfuse.runtime.environment import Environment
 
-log: Final = logging.getLogger("onnxfuse")
 FORMAT: Final = 1  # of the files
 SESSION_SETTINGS: Final = ("options", "optimization", "tf32")  # the part of an environment that a session decides
 Data = Mapping[str, object]  # what JSON can hold
-_warned: Final[set[str]] = set()
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def _write(measurement: Measurement, environment: Environment, subject: Data) ->
         with suppress(OSError):
             part.unlink(missing_ok=True)
         what = f"measurements cannot be written to {cache_folder()}, they end with this process: {error.strerror}"
-        _warn_once(f"{what}; set ONNXFUSE_CACHE_DIR to another folder")
+        warn_once(f"{what}; set ONNXFUSE_CACHE_DIR to another folder")
         return False
 
 
@@ -83,7 +80,7 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
     try:
         paths = list(folder.glob("*.json")) if folder else []
     except OSError as error:
-        _warn_once(f"measurements cannot be read from {folder}: {error.strerror}")
+        warn_once(f"measurements cannot be read from {folder}: {error.strerror}")
         paths = []
     found = {path.stem: _read(path, environment, subject) for path in paths}
     found |= _unwritten.get(_subfolder(environment, subject), {})
@@ -96,20 +93,6 @@ def lookup_case(environment: Environment, subject: Data, case: Data) -> Measurem
         return unwritten
     folder = _folder(environment, subject)
     return _read(folder / f"{_digest(case)}.json", environment, subject) if folder else None
-
-
-def cache_folder() -> Path | None:
-    """Return $ONNXFUSE_CACHE_DIR, or the folder onnxfuse in $XDG_CACHE_HOME or in ~/.cache; None without a home."""
-    if chosen := os.environ.get("ONNXFUSE_CACHE_DIR"):
-        return Path(chosen)
-    standard = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if standard.is_absolute():  # the XDG specification says to ignore relative paths
-        return standard / "onnxfuse"
-    try:
-        return Path.home() / ".cache" / "onnxfuse"
-    except RuntimeError as error:
-        _warn_once(f"measurements are not kept: {error}; set ONNXFUSE_CACHE_DIR to a folder")
-        return None
 
 
 def _folder(environment: Environment, subject: Data) -> Path | None:
@@ -138,19 +121,12 @@ def _read(path: Path, environment: Environment, subject: Data) -> Measurement | 
     except (FileNotFoundError, NotADirectoryError):  # another process may tidy up
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _warn_once(f"measurement {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
+        warn_once(f"measurement {path} is ignored: {type(error).__name__}: {error}; it may be deleted")
         return None
 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()[:32]
-
-
-def _warn_once(message: str) -> None:
-    """Log a warning unless it was logged before: a model has hundreds of nodes."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning(message)
 
 
 def other_session_settings(here: Environment, subject: Data) -> Data | None:

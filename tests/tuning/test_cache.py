@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Device
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import lookup, lookup_case, store
@@ -206,13 +207,13 @@ def test_without_a_home_nothing_is_written(monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache.cache_folder() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("ONNXFUSE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / "onnxfuse"
+    assert cache_folder() == tmp_path / "onnxfuse"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.cache_folder() == tmp_path / ".cache" / "onnxfuse"
+    assert cache_folder() == tmp_path / ".cache" / "onnxfuse"
 
 
 def test_two_processes_write_one_measurement(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from onnxfuse.bench.bench import bench
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import environment, planner
+from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, explain_session, open_session, register
 from onnxfuse.tuning import cache, dispatch, op_times, tune
@@ -458,7 +459,7 @@ def test_the_command_prints_what_it_measured(gpu: Stage, monkeypatch: pytest.Mon
         "plain kernels 0.0400",
         "plain mix 0.0300 chosen",
     ]
-    assert rows[-1] == f"Kept in {cache.cache_folder()}"
+    assert rows[-1] == f"Kept in {cache_folder()}"
     assert [kind for kind, _ in how(model(TWO))] == ["kernel", "body"]
 
 

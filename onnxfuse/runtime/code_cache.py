@@ -1,0 +1,58 @@
+"""Machine code on disk, by the content of what it was compiled from: one file each, which processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from onnxfuse.runtime.cache_folder import cache_folder, warn_once
+from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, source_text
+from onnxfuse.runtime.plan import Kernel
+
+DIGEST_BYTES: Final = 32  # of SHA-256, in front of the code, so that a damaged file is compiled again
+
+
+def cached_cubin(kernel: Kernel, arch: int) -> bytes:
+    """Return a kernel's machine code for compute capability `arch`, compiled unless the folder has it.
+
+    A folder that cannot be written costs the cache only.  Raises KernelError if the kernel does not compile.
+    """
+    path = _path(kernel, arch)
+    if path and (code := _read(path)):
+        return code
+    code = compile_cubin(kernel, arch).code
+    if path:
+        _write(path, code)
+    return code
+
+
+def _path(kernel: Kernel, arch: int) -> Path | None:
+    folder = cache_folder()
+    if folder is None:
+        return None
+    content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), source_text(kernel.source))
+    return folder / "code" / f"{hashlib.sha256(repr(content).encode()).hexdigest()}.cubin"
+
+
+def _read(path: Path) -> bytes:
+    """Return the code of a file; nothing if there is none or it is damaged."""
+    with suppress(OSError):
+        data = path.read_bytes()
+        if hashlib.sha256(data[DIGEST_BYTES:]).digest() == data[:DIGEST_BYTES]:
+            return data[DIGEST_BYTES:]
+    return b""
+
+
+def _write(path: Path, code: bytes) -> None:
+    part = path.with_name(f"{uuid.uuid4().hex}.part")  # other processes may write the same file now
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(hashlib.sha256(code).digest() + code)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        warn_once(f"compiled kernels cannot be kept in {path.parent}: {error.strerror}; set ONNXFUSE_CACHE_DIR")
