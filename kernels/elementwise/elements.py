@@ -20,7 +20,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Scalar, TensorSpec
-from onnxfuse.runtime.symint import always, is_symbolic, maximum, minimum
+from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
 THREADS: Final = 128  # of a block
 SMALL_THREADS: Final = 256  # of a block, where a tensor has few vectors
@@ -58,9 +58,10 @@ def vector_tiling(count: int, max_width: int, device: Device) -> VectorTiling:
 
 
 def _vector_tiling_of_any_count(count: int, max_width: int, device: Device) -> VectorTiling:
-    if count // max_width < SMALL_VECTORS * device.multiprocessors:
+    """Return one of three tilings, which are right for every count: which of them is fast is an estimate."""
+    vectors, resident = estimate(count // max_width), RESIDENT_THREADS * device.multiprocessors
+    if vectors < SMALL_VECTORS * device.multiprocessors:
         return VectorTiling(min(max_width, SMALL_WIDTH), SMALL_THREADS, 1)
-    vectors, resident = count // max_width, RESIDENT_THREADS * device.multiprocessors
     return VectorTiling(max_width, THREADS, 2 if vectors > resident and vectors <= 2 * resident else 1)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from architectures import A100, H200, T4, to_compile
 from sampling import by_parts
-from template_checks import check_template, concrete_plan, template_of
+from template_checks import check_template, concrete_plan, right_variants, template_of
 
 from onnxfuse.kernels.gemm import cublaslt, hopper, mma, stream
 from onnxfuse.kernels.gemm.hopper import HopperConfig
@@ -189,6 +189,19 @@ def kernels(device: Device) -> list[Kernel]:
                     template = template_of(each.node, each.inputs(), device)
                     found |= {repr(kernel): kernel for kernel in template.kernels}
     return list(found.values())
+
+
+@pytest.mark.parametrize("device", [T4, A100, H200], ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("name", ["bert up", "odd", "odd gated", "gated with biases"])
+def test_no_number_of_rows_is_without_a_plan(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where cuBLASLt leaves the epilogue to a kernel, whose tilings follow from the number of elements."""
+    monkeypatch.setattr(cublaslt, "_is_available", lambda: True)
+    pattern = next(each for each in PATTERNS if each.name == name)
+    pattern = dataclasses.replace(pattern, lead=(-1,))
+    template = template_of(pattern.node, pattern.inputs(), device)
+    assert len(template.kernels) <= MAX_KERNELS and len(template.variants) <= 20
+    missing = [m for m in (*range(1, 1100), *range(1100, 20_000, 97)) if not right_variants(template, [m])]
+    assert not missing
 
 
 def allowed_to_spill(kernel: Kernel) -> int:
