@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from onnxfuse.errors import KernelError, ModelError
@@ -21,6 +19,7 @@ from onnxfuse.runtime.hosts import Host, find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.run_plan import ReadyPlan
+from onnxfuse.runtime.situation import Situation, signature
 from onnxfuse.runtime.template import candidates_at, concrete, make_template, sizes_of, with_sizes
 
 log: Final = logging.getLogger("onnxfuse")
@@ -57,20 +56,6 @@ class Verdicts(Protocol):
 backends: Final[dict[str, Backend]] = {
     CUDA: Backend(cupy_backend.unavailable, cupy_backend.gpu, cupy_backend.load_kernel, cupy_backend.machine_code)
 }
-
-
-@dataclass(frozen=True)
-class Situation:
-    """A node on a GPU, with what its session allows."""
-
-    node: FusedNode
-    device: Device
-    provider: str
-    verdicts: bool  # earlier measurements count
-
-    def key(self, inputs: Sequence[TensorSpec]) -> tuple[str, str, int, bool]:
-        """Return what is equal for nodes and inputs that can share a template."""
-        return signature(self.node, tuple(inputs), self.device), self.provider, self.device.ordinal, self.verdicts
 
 
 # Find the template that a plan file has for inputs of a node, whose dynamic dims may be -1 - k; None if it has none.
@@ -252,11 +237,3 @@ def _add_fastest(situation: Situation, prepared: PreparedTemplate, sizes: tuple[
     index = _verdicts[0].choose(plans, situation.node, inputs, situation.device, situation.provider, measure)
     if index is not None:
         prepared.add(dataclasses.replace(variants[index], soft=(), tuned=True))
-
-
-def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:
-    """Return a text that is equal for nodes, inputs and settings that can share a plan on GPUs of one kind."""
-    tensors = [(spec.dtype, spec.shape, spec.aligned, spec.constant) for spec in inputs]
-    return json.dumps(
-        [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, device.tf32], sort_keys=True
-    )

@@ -12,8 +12,9 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.fused_calls import Call, Shape
 from onnxfuse.runtime.plan import TensorSpec
-from onnxfuse.runtime.planner import Dims, Situation
+from onnxfuse.runtime.planner import Dims
 from onnxfuse.runtime.prepared import PreparedTemplate, load_all
+from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 
 log: Final = logging.getLogger("onnxfuse")

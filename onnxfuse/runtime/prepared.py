@@ -7,18 +7,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template import Template, Variant
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
-
-if TYPE_CHECKING:
-    from onnxfuse.runtime.planner import Situation
 
 MAX_COMPILERS: Final = 32  # threads that compile kernels at once
 

@@ -25,8 +25,9 @@ from onnxfuse.runtime.plan_file import (
     versions,
     write_plan_file,
 )
-from onnxfuse.runtime.planner import Situation, backends
+from onnxfuse.runtime.planner import backends
 from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate
+from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template import sizes_of
 from onnxfuse.runtime.template_bytes import function_words, kernel_key, pattern_words, template_bytes, with_functions
 

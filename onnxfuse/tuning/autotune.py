@@ -11,7 +11,8 @@ from typing import Any, Final, Protocol, TypeVar, cast
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.environment import Environment, kernel_environment
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.planner import ready_plan, signature
+from onnxfuse.runtime.planner import ready_plan
+from onnxfuse.runtime.situation import signature
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data
 from onnxfuse.tuning.trial import GpuTrial

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from onnxfuse.runtime import cache_folder as cache_folder_module
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Device
 from onnxfuse.tuning import cache
@@ -28,7 +29,7 @@ SMALL, LARGE = {"shapes": ["4x8 float16"]}, {"shapes": ["4096x768 float16"]}
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(cache_folder_module, "_warned", set())
     monkeypatch.setattr(cache, "_unwritten", {})
     return tmp_path / "cache"
 

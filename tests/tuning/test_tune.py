@@ -26,6 +26,7 @@ from onnxfuse.bench.bench import bench
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
 from onnxfuse.runtime import environment, planner
+from onnxfuse.runtime import cache_folder as cache_folder_module
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, explain_session, open_session, register
@@ -45,7 +46,7 @@ NOTHING = Kernel("none", "noop")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stage:
     monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(cache_folder_module, "_warned", set())
     monkeypatch.setattr(cache, "_unwritten", {})
     return stage(monkeypatch)
 

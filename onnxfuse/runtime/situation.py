@@ -1,0 +1,31 @@
+"""A fused node on a GPU, with what its session allows: what a template is made for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A node on a GPU, with what its session allows."""
+
+    node: FusedNode
+    device: Device
+    provider: str
+    verdicts: bool  # earlier measurements count
+
+    def key(self, inputs: Sequence[TensorSpec]) -> tuple[str, str, int, bool]:
+        """Return what is equal for nodes and inputs that can share a template."""
+        return signature(self.node, tuple(inputs), self.device), self.provider, self.device.ordinal, self.verdicts
+
+
+def signature(node: FusedNode, inputs: tuple[TensorSpec, ...], device: Device) -> str:
+    """Return a text that is equal for nodes, inputs and settings that can share a plan on GPUs of one kind."""
+    tensors = [(spec.dtype, spec.shape, spec.aligned, spec.constant) for spec in inputs]
+    return json.dumps(
+        [node.fusion, node.operands, dict(node.attributes), node.output_dtypes, tensors, device.tf32], sort_keys=True
+    )

@@ -1,0 +1,75 @@
+"""Machine code on disk: it is compiled once, a damaged file costs itself, and a folder costs the cache only."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.runtime import cache_folder, code_cache
+from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.nvrtc import Cubin
+from onnxfuse.runtime.plan import Kernel
+
+KERNEL = Kernel("activation", "activation", {"WIDTH": 8})
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kernel, int]]:
+    """Return the list of what is compiled, by a stand-in for NVRTC; the cache is empty."""
+    calls: list[tuple[Kernel, int]] = []
+
+    def compile_cubin(kernel: Kernel, arch: int) -> Cubin:
+        calls.append((kernel, arch))
+        return Cubin(f"code {len(calls)}".encode(), 0, 0, 0, 0, 0, "")
+
+    monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_folder, "_warned", set())
+    monkeypatch.setattr(code_cache, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(code_cache, "compiler_version", lambda: (13, 0))
+    return calls
+
+
+def test_a_kernel_is_compiled_once_for_each_architecture_and_set_of_macros(
+    compiled: list[tuple[Kernel, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Kernel("activation", "activation", {"WIDTH": 4})
+    wanted = [(KERNEL, 90), (KERNEL, 80), (other, 90)]
+    first = [cached_cubin(*each) for each in wanted]
+    assert first == [b"code 1", b"code 2", b"code 3"] == [cached_cubin(*each) for each in wanted]
+    assert compiled == wanted
+    monkeypatch.setattr(code_cache, "compiler_version", lambda: (13, 1))
+    assert cached_cubin(KERNEL, 90) == b"code 4", "another compiler"
+    monkeypatch.setattr(code_cache, "source_text", lambda stem: "another source")
+    assert cached_cubin(KERNEL, 90) == b"code 5"
+
+
+@pytest.mark.parametrize("data", [b"", b"short", bytes(32) + b"other code"])
+def test_a_damaged_file_is_compiled_again(compiled: list[tuple[Kernel, int]], tmp_path: Path, data: bytes) -> None:
+    cached_cubin(KERNEL, 90)
+    (file,) = (tmp_path / "cache" / "code").iterdir()
+    file.write_bytes(data)
+    assert [cached_cubin(KERNEL, 90), cached_cubin(KERNEL, 90)] == [b"code 2", b"code 2"]
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_only(
+    compiled: list[tuple[Kernel, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    with caplog.at_level(logging.WARNING, "onnxfuse"):
+        assert [cached_cubin(KERNEL, 90), cached_cubin(KERNEL, 90)] == [b"code 1", b"code 2"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("compiled kernels cannot be kept in ")
+
+
+def test_no_half_written_file_stays(
+    compiled: list[tuple[Kernel, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert cached_cubin(KERNEL, 90) == b"code 1"
+    assert not list((tmp_path / "cache" / "code").iterdir())
