@@ -25,8 +25,8 @@ from onnxfuse.bench import tune_file
 from onnxfuse.bench.bench import bench
 from onnxfuse.cli import main
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import environment, planner
 from onnxfuse.runtime import cache_folder as cache_folder_module
+from onnxfuse.runtime import environment, planner
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.runtime.plan import Kernel
 from onnxfuse.session import InferenceSession, explain_session, open_session, register
