@@ -401,7 +401,8 @@ def tune_command(
 ) -> None:
     """Measure where kernels beat bodies in MODEL.
 
-    Times are taken at the shapes of the inputs and kept on disk; later sessions run what is faster.
+    Times are taken at the shapes of the inputs and kept on disk; later sessions run what is faster.  A --shape may have
+    ranges, as in ids:1..8x1..512: the plans of kernels are then measured at the powers of two in them.
     """  # fmt: skip
     from onnxfuse.bench.tune_file import tune_file, tuning_tables
     from onnxfuse.ir.load import load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,9 @@ from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider
 from onnxfuse.tuning.dispatch import shapes_text
 from onnxfuse.tuning.tune import ORIGINAL, ModelTimes, Tuning, tune
+from onnxfuse.verify.inputs import model_inputs
 from onnxfuse.verify.requested_shapes import feeds_of_known_sizes
+from onnxfuse.verify.shape_ranges import is_range, parse_ranges, spread
 
 GIVE_SIZES: Final = "--shape input:8x512, or inputs: --input x.npz"
 
@@ -42,7 +45,8 @@ def tune_file(
     """Tune a model; a model without fused nodes is fused first.
 
     patterns folders with further fusions
-    shapes   sizes of dynamic dims, as "input:8x512"
+    shapes   sizes of dynamic dims, as "input:8x512", or ranges of them, as "input:1..8x1..512": the model is then
+             timed at the largest sizes, and the plans of its kernels at the powers of two in between, too
     inputs   to run on, instead of generated ones
     options  of the provider
 
@@ -50,13 +54,23 @@ def tune_file(
     """
     progress("load", 0, 0)
     original, folder = load(Path(path))
-    feeds = feeds_of_known_sizes(original, shapes, inputs or {}, GIVE_SIZES)
+    first, *others = _spread(original, shapes)
+    feeds = feeds_of_known_sizes(original, first, inputs or {}, GIVE_SIZES)
     fused: onnx.ModelProto | None = None
     if not any(node.domain == DOMAIN for node in original.graph.node):
         fused, _ = optimize(path, patterns=patterns, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
     given = {**(options or {}), **({"device_id": device_id} if device_id else {})}
-    return tune(model, folder, feeds, provider, open_session, given, original=before, progress=progress)
+    making = [partial(feeds_of_known_sizes, original, each, {}, GIVE_SIZES) for each in others]
+    return tune(model, folder, feeds, provider, open_session, given, original=before, others=making, progress=progress)
+
+
+def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]]:
+    """Return the shapes to measure at: those that are given, or a spread where they have ranges, the largest first."""
+    if not is_range(shapes):
+        return [shapes]
+    wanted = model_inputs(model)
+    return list(spread(parse_ranges(shapes, wanted), wanted))
 
 
 def tuning_tables(tuning: Tuning) -> Group:

@@ -15,12 +15,13 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import cupy_backend
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
+from onnxfuse.runtime.expressions import Expressions
 from onnxfuse.runtime.hosts import Host, find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_kernels
 from onnxfuse.runtime.run_plan import ReadyPlan
 from onnxfuse.runtime.situation import Situation, signature
-from onnxfuse.runtime.template import candidates_at, concrete, make_template, sizes_of, with_sizes
+from onnxfuse.runtime.template import Template, Variant, candidates_at, concrete, make_template, sizes_of, with_sizes
 
 log: Final = logging.getLogger("onnxfuse")
 RESERVED_ATTRIBUTES: Final = ("fusion", "operands", "output_types", "attributes")  # a host finds them in FusedNode
@@ -119,8 +120,8 @@ def answer_request(request: native.Request) -> bytes:
         sizes = sizes_of(prepared.template.inputs, request.inputs)
         assert sizes is not None, "a template fits the inputs that it is made for"
         if request.measure:
-            _measure(situation, prepared, sizes)
-        if prepared.template.chosen(sizes) is None:
+            prepared = _measured(situation, prepared, sizes)
+        elif prepared.template.chosen(sizes) is None:
             prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
         if prepared not in of_node:
             of_node.append(prepared)
@@ -220,10 +221,21 @@ def _new_template(situation: Situation, inputs: Sequence[TensorSpec]) -> Prepare
     return prepared
 
 
-def _measure(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> None:
-    """Let a template have the fastest of the plans at these sizes, which is measured unless it was before."""
-    if not any(each.tuned and each.hints == sizes for each in prepared.template.variants):
+def _measured(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...]) -> PreparedTemplate:
+    """Return a template for these sizes alone, so that the node asks again at others.
+
+    It has the fastest of the plans that the host offers, which is measured unless it was before; `prepared`, the
+    template for all sizes, then has it too.
+    """
+    template = prepared.template
+    if not any(each.tuned and each.hints == sizes for each in template.variants):
         _add_fastest(situation, prepared, sizes, measure=True)
+    chosen = template.chosen(sizes) or candidates_at(_host_of(situation), template, sizes)[0]
+    if chosen.hints != sizes:
+        chosen = candidates_at(_host_of(situation), template, sizes)[0]
+    alone = Template(situation.node, with_sizes(template.inputs, sizes), situation.device, Expressions())
+    alone.variants.append(Variant(concrete(chosen.plan), (), (), (), ()))
+    return PreparedTemplate(alone, backends[situation.provider], situation)
 
 
 def _add_fastest(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...], measure: bool) -> None:

@@ -117,6 +117,7 @@ def tune(
     options: ProviderOptions | None = None,
     *,
     original: onnx.ModelProto | None = None,
+    others: Sequence[Callable[[], Mapping[str, Array]]] = (),
     progress: Progress = lambda stage, done, of: None,
 ) -> Tuning:
     """Measure a fused model on these inputs and keep the measurements, which later sessions on this GPU use.
@@ -125,13 +126,16 @@ def tune(
     open_fused  opens sessions that run kernels: onnxfuse.session.open_session
     options     of the provider: device_id, use_tf32, …; CUDA graphs are timed as well, whatever the options say
     original    the model before it was fused, which is timed beside it and never chosen
+    others      make inputs of other sizes, at which the plans of the kernels are measured, too
 
     Raises UsageError where nothing can be tuned, OnnxfuseError where the model does not load with these options. The
     result says why a variant that does not run was left out. If the kernels of a model do not run, nothing is kept of
     the model, because the reason may pass.
     """
     task = _task(model, folder, feeds, provider, open_fused, options or {}, progress)
-    rows, error = _time_nodes(task, _dispatch_to_kernels(task))
+    dispatches = _dispatch_to_kernels(task)
+    _measure_plans(task, others)
+    rows, error = _time_nodes(task, dispatches)
     bodies = body_digests(model)
     kept = [_keep_node(task, row, bodies) for row in rows if row.faster]
     models = [_time_model(task, mode, original) for mode in task.modes]
@@ -216,6 +220,24 @@ def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
     except Exception as error:  # onnxruntime's errors have no common class
         given = ", ".join(f"{name} = {value}" for name, value in task.options.items()) or "no options"
         raise OnnxfuseError(f"the model does not load on {task.provider} with {given}: {first_line(error)}") from error
+
+
+def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array]]]) -> None:
+    """Measure the plans of all kernels at several sizes: a session that measures does so when a node meets new ones.
+
+    Sizes at which the model does not run are left out, with a line in the log.
+    """
+    if not others:
+        return
+    open_session = partial(task.open_fused, prefer=all_kernels, plans="measured")
+    session = start_session(task.model, task.folder, task.provider, open_session, options=task.options)
+    for done, make in enumerate(others):
+        task.progress("measure plans", done, len(others))
+        feeds = make()
+        try:
+            bind(session, feeds, task.provider, None, task.ordinal).run()
+        except Exception as error:  # onnxruntime's errors have no common class
+            log.warning("plans are not measured at %s: %s", describe_feeds(feeds), first_line(error))
 
 
 def _time_nodes(task: _Task, dispatches: Sequence[NodeDispatch]) -> tuple[list[OpTime], str]:

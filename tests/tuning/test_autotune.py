@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -268,6 +269,43 @@ def test_what_was_measured_runs_the_fastest_right_candidate(monkeypatch: pytest.
     assert grid_of_a_run(gpu) == 3, "the measurement is on disk"
     assert grid_of_a_run(gpu, "first") == 1
     assert trial.timed == [[1, 3]]
+
+
+def test_what_was_measured_counts_for_sizes_near_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    offered(monkeypatch, gpu, OnHost({1: 5, 2: 1, 3: 4}))
+    assert grid_of_a_run(gpu, "measured") == 3
+    forget()
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="known")
+    grids = []
+    for rows in (1, 2, 3, 4, 5, 100):
+        with contextlib.suppress(Exception):  # the plans are for six elements only
+            run.run(None, feed(rows, 3))
+        grids.append(gpu.last()[0])
+    assert grids == [3, 3, 3, 3, 1, 1]
+
+
+def test_a_session_that_measures_asks_at_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = stage(monkeypatch)
+    asked: list[tuple[int, ...]] = []
+
+    class Verdicts:
+        def inputs_measured(self, *_: object) -> list[tuple[TensorSpec, ...]]:
+            return []
+
+        def choose(self, plans: Sequence[Plan], node: FusedNode, inputs: Sequence[TensorSpec], *_: object) -> int:
+            asked.append(inputs[0].shape)
+            return 1
+
+    monkeypatch.setattr(planner, "_verdicts", [Verdicts()])
+    own = gpu.kernels("shift").candidates
+    twice = lambda *arguments: [*own(*arguments), *own(*arguments)]  # noqa: E731
+    monkeypatch.setattr(gpu.kernels("shift"), "candidates", twice)
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="measured")
+    for rows in (2, 5, 2, 9):
+        given = feed(rows, 4)
+        np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+    assert asked == [(2, 4), (5, 4), (9, 4)]
 
 
 @pytest.mark.parametrize("word", ["never", "cached"])

@@ -1,0 +1,79 @@
+"""Ranges of sizes that a user asks for (`--shape ids:1..8x1..512`), and a spread of shapes within them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from onnxfuse.errors import UsageError
+from onnxfuse.verify.inputs import Input
+
+MAX_SPREAD: Final = 256  # combinations of sizes
+Range = tuple[int, int]  # the least and the greatest size; both are the same for a size that was given as one number
+
+
+def parse_ranges(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[Range, ...]]:
+    """Parse `input:1..8x1..512` into name and ranges.  The name may be left out if the model has one input.
+
+    Raises UsageError for a text of another form, and for an input that is named twice.
+    """
+    result: dict[str, tuple[Range, ...]] = {}
+    for text in shapes:
+        name, colon, dims = text.rpartition(":")
+        name = inputs[0].name if not colon and len(inputs) == 1 else name
+        if not name or not re.fullmatch(r"\d+(\.\.\d+)?(x\d+(\.\.\d+)?)*", dims):
+            known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
+            raise UsageError(f"--shape '{text}' is not of the form input:1..8x512; the model's inputs: {known}")
+        if name in result:
+            raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
+        result[name] = tuple(_range(part) for part in dims.split("x"))
+        for low, high in result[name]:
+            if low > high:
+                raise UsageError(f"--shape '{text}' has the range {low}..{high}; give the least size first")
+    return result
+
+
+def _range(text: str) -> Range:
+    low, _, high = text.partition("..")
+    return int(low), int(high or low)
+
+
+def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> list[list[str]]:
+    """Return shapes as `--shape` takes them, at powers of two within the ranges and at their ends, the largest first.
+
+    Dims of one name have one size.  Raises UsageError if a named dim has two different ranges, and if there are more
+    than MAX_SPREAD combinations.
+    """
+    of_dims: dict[str, Range] = {}
+    names: dict[str, list[str]] = {}
+    for each in inputs:
+        if each.name not in ranges:
+            continue
+        given = ranges[each.name]
+        if len(given) != len(each.dims):
+            raise UsageError(f"input '{each.name}' has {len(each.dims)} dims, --shape gives {len(given)}")
+        names[each.name] = [
+            dim if isinstance(dim, str) else f"{each.name}[{axis}]" for axis, dim in enumerate(each.dims)
+        ]
+        for dim, wanted in zip(names[each.name], given, strict=True):
+            if of_dims.setdefault(dim, wanted) != wanted:
+                raise UsageError(f"dim '{dim}' has two ranges; give the same one for all inputs that have it")
+    sizes = {dim: sorted(_powers(*wanted), reverse=True) for dim, wanted in of_dims.items()}
+    combinations = list(itertools.product(*sizes.values()))
+    if len(combinations) > MAX_SPREAD:
+        found = f"the ranges hold {len(combinations)} combinations of sizes"
+        raise UsageError(f"{found}; at most {MAX_SPREAD} are measured, so give narrower ranges")
+    at = [dict(zip(sizes, values, strict=True)) for values in combinations]
+    return [[f"{name}:{'x'.join(str(each[dim]) for dim in dims)}" for name, dims in names.items()] for each in at]
+
+
+def _powers(low: int, high: int) -> Iterator[int]:
+    """Yield the powers of two from `low` to `high`, and these themselves, each once."""
+    yield from {low, high, *(1 << i for i in range(high.bit_length()) if low <= 1 << i <= high)}
+
+
+def is_range(shapes: Sequence[str]) -> bool:
+    """Return whether a shape names a range of sizes."""
+    return any(".." in text.rpartition(":")[2] for text in shapes)
