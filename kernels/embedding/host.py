@@ -76,14 +76,16 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         raise ValueError(f"{node.fusion}: {rows} rows are more than a plan for any number of them takes")
     read = [source.values for source in (tokens, *addends)]
     item_bytes = [ITEM_BYTES[tensor.dtype] for tensor in read]
+    width, weight_bytes = vector_width([*read, *outputs], length, weights=floats), weight_item_bytes(node, inputs)
     defines = {
         **_types(node, inputs, outputs), **_addends(node, tokens, addends, ids.shape), "ROW": length,
-        "STREAMED": streamed_rows([*outputs, TensorSpec(outputs[0].shape, tokens.values.dtype)], length),
+        "STREAMED": streamed_rows(
+            [*outputs, TensorSpec(outputs[0].shape, tokens.values.dtype)], length, width
+        ),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
         "INDEX_T": "uint32_t" if rows < 2**32 else "uint64_t",
     }  # fmt: skip
     arguments = _arguments(node, [tokens, *addends], len(outputs), ids.shape)
-    width, weight_bytes = vector_width([*read, *outputs], length, weights=floats), weight_item_bytes(node, inputs)
     return [
         Plan(outputs, (row_launch(node.fusion, tiling, rows, defines, arguments, item_bytes, device),))
         for tiling in _tilings(rows, length, width, item_bytes, weight_bytes, device)
@@ -96,13 +98,15 @@ def _tilings(
     """Return the tilings of other norms; for three inputs one, as registers do not hold a persistent grid's next row.
 
     Three vectors are never all in registers as fp32 at once, so that a warp's row needs no more of these than with two
-    inputs. In large blocks, of which two are resident with fewer inputs, threads get twice the registers.
+    inputs, but for single elements of any number of rows. In large blocks, of which two are resident with fewer inputs,
+    threads get twice the registers.
     """
     if len(item_bytes) < 3:
         return norm_tilings(rows, length, width, item_bytes, weight_bytes, USUAL_THREADS, device)
     usual = row_tiling(rows, length, width, device, item_bytes, weight_bytes)
     if usual.threads <= 32:
-        return [row_tiling(rows, length, width, device, item_bytes[:2], weight_bytes)]
+        counted = item_bytes if is_symbolic(rows) and width == 1 else item_bytes[:2]
+        return [row_tiling(rows, length, width, device, counted, weight_bytes)]
     return [usual if usual.in_shared else replace(usual, min_blocks=1)]
 
 

@@ -29,6 +29,7 @@ from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 
 BLOCK_THREADS: Final = 256  # of a block that has a row in registers
+SINGLES_THREADS: Final = 128  # the same, of single elements
 WARP_ROW: Final = 32 * MAX_VALUES  # elements of the longest row of a warp
 BLOCK_ROW: Final = BLOCK_THREADS * MAX_VALUES  # of the longest one of a block
 
@@ -41,6 +42,8 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
     """
     if length <= SHORT_ROW:
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
+    if width == 1 and length <= WARP_ROW:  # a warp's threads would have 32 elements, each with an address
+        return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
     if length <= WARP_ROW:
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
     if width > 1 and length <= BLOCK_ROW:
@@ -68,7 +71,9 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
 
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:
     tiling = RowTiling(width, 32, longest // (32 * width), WARP_BLOCK_THREADS // 32, longest=longest)
-    return replace(tiling, min_blocks=resident_blocks(tiling, device, item_bytes, 0))
+    resident = resident_blocks(tiling, device, item_bytes, 0)
+    # Whether a vector exists is known at run time only, which takes registers where there are many.
+    return replace(tiling, min_blocks=resident if longest == SHORT_ROW else max(1, resident // 2))
 
 
 def _row_of_a_block(width: int) -> RowTiling:

@@ -44,7 +44,7 @@ def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     packs = spatial // width
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
-        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length), "GROUPS": groups,
+        "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length, width), "GROUPS": groups,
         "CHANNEL_PACKS": macro(lambda: packs, "packs", packs), "CHANNELS": channels // groups,
         "WEIGHTS_CONSTANT": all_constant([scale, bias]),
         "ACTIVATION": node.text("activation", "none"), "PRECISE": 1,

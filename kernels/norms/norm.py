@@ -49,12 +49,12 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
         return [Plan(outputs, ())]
     read = present(node, inputs, "x", "residual")
     moved, item_bytes = [*read, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in read]
+    width, weight_bytes = vector_width(moved, length, weights=inputs), weight_item_bytes(node, inputs)
     defines = {
-        **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed_rows(moved, length),
+        **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed_rows(moved, length, width),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
     }  # fmt: skip
     arguments = _arguments(node, len(outputs), len(read) > 1, rows)
-    width, weight_bytes = vector_width(moved, length, weights=inputs), weight_item_bytes(node, inputs)
     max_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
     return [
         Plan(outputs, (row_launch(node.fusion, tiling, rows, defines, arguments, item_bytes, device),))

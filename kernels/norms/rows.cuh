@@ -21,7 +21,7 @@
 //
 // Where the length of rows is an argument, ROW is `length`, a member of the row op, and
 //   BATCHED           1: a row may be longer than a batch; 0: no row is
-// FULL_BLOCKS is 0 where the number of rows is not known, and RELEASE may depend on gridDim.
+// FULL_BLOCKS is 0 where the number of rows is not known, and RELEASE may depend on gridDim. No output overlaps an input.
 //
 // A row op has
 //   LOCATES, void locate(row)                   what it does once before it fetches packs of a row
@@ -120,27 +120,30 @@ struct Rows {
     __device__ __forceinline__ int packs() const { return ROW / WIDTH; }
     __device__ __forceinline__ int batches() const { return (packs() + STRIDE * CHUNKS - 1) / (STRIDE * CHUNKS); }
 
-    // True at compile time for all but the last packs of a row of known length; the last rows of the last block may not
-    // exist.
-    __device__ __forceinline__ bool exists(long long row, int batch, int k) const {
+    // Where the last rows of the last block do not exist, their threads compute and store the last one once more.
+    __device__ __forceinline__ long long existing(long long row) const {
+        return ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count ? row : count - 1;
+    }
+
+    // True at compile time for all but the last packs of a row of known length.
+    __device__ __forceinline__ bool exists(int batch, int k) const {
 #ifdef BATCHED
         const bool whole = false;
 #else
         const bool whole = (batch * CHUNKS + k + 1) * STRIDE <= packs();
 #endif
-        return (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) && (whole || pack_index(thread, batch, k) < packs());
+        return whole || pack_index(thread, batch, k) < packs();
     }
 
     __device__ __forceinline__ void locate(long long row) const {
-        if constexpr (Op::LOCATES)
-            if (ROWS_PER_BLOCK == 1 || FULL_BLOCKS || row < count) op.locate(row);
+        if constexpr (Op::LOCATES) op.locate(row);
     }
 
     __device__ __forceinline__ void fetch(long long row, int batch, Raw (&raw)[CHUNKS]) const {
         locate(row);
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
-            if (exists(row, batch, k)) raw[k] = op.fetch(row, pack_index(thread, batch, k));
+            if (exists(batch, k)) raw[k] = op.fetch(row, pack_index(thread, batch, k));
     }
 
     // Copies the thread's packs to its own slots in shared memory, which no other thread reads.
@@ -149,7 +152,7 @@ struct Rows {
         locate(row);
 #pragma unroll 4
         for (int i = 0; i < batches() * CHUNKS; ++i)
-            if (exists(row, 0, i)) op.copy_async(slots[i * THREADS], row, pack_index(thread, 0, i));
+            if (exists(0, i)) op.copy_async(slots[i * THREADS], row, pack_index(thread, 0, i));
         wait_for_copies();
     }
 
@@ -167,17 +170,17 @@ struct Rows {
                                          float (&values)[CHUNKS][WIDTH]) const {
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
-            if (exists(row, batch, k)) op.convert(raw[k], row, pack_index(thread, batch, k), values[k], first);
+            if (exists(batch, k)) op.convert(raw[k], row, pack_index(thread, batch, k), values[k], first);
     }
 
     __device__ __forceinline__ void load_weights(long long row, int batch) const {
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
-            if (exists(row, batch, k)) op.load_weights(k, row, pack_index(thread, batch, k));
+            if (exists(batch, k)) op.load_weights(k, row, pack_index(thread, batch, k));
     }
 
-    __device__ __forceinline__ Partial reduce_thread(long long row, int batch, float (&values)[CHUNKS][WIDTH]) const {
-        return op.reduce_thread(values, [&](int k) { return exists(row, batch, k); });
+    __device__ __forceinline__ Partial reduce_thread(int batch, float (&values)[CHUNKS][WIDTH]) const {
+        return op.reduce_thread(values, [&](int k) { return exists(batch, k); });
     }
 
     template <bool WEIGHTS>
@@ -185,7 +188,7 @@ struct Rows {
         if constexpr (WEIGHTS) load_weights(row, batch);  // all in flight before the first is used
 #pragma unroll
         for (int k = 0; k < CHUNKS; ++k)
-            if (exists(row, batch, k)) op.store_result(row, k, pack_index(thread, batch, k), values[k]);
+            if (exists(batch, k)) op.store_result(row, k, pack_index(thread, batch, k), values[k]);
     }
 };
 
@@ -202,7 +205,7 @@ __device__ __forceinline__ void long_row(const Rows<Op>& rows, long long row,
     for (int batch = 0; batch < rows.batches(); ++batch) {
         rows.read(row, batch, raw);
         rows.convert(raw, row, batch, true, values);
-        partial = partial.merge(rows.reduce_thread(row, batch, values));
+        partial = partial.merge(rows.reduce_thread(batch, values));
     }
     rows.op.set_statistics(merge_row(partial, partials));
     if (RELEASE) release_successor();
@@ -220,7 +223,7 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
                                           float (&partials)[2][PARTIALS][Op::Partial::VALUES]) {
     typename Op::Raw raw[CHUNKS];
     float values[CHUNKS][WIDTH];
-    long long row = first + threadIdx.y;
+    long long row = rows.existing(first + threadIdx.y);
     wait_for_predecessor();
     rows.fetch(row, 0, raw);
     if constexpr (PREFETCH_WEIGHTS) rows.load_weights(row, 0);
@@ -230,12 +233,12 @@ __device__ __forceinline__ void rows_in_registers(const Rows<Op>& rows, long lon
         rows.convert(raw, row, 0, true, values);
         first += step;
         const bool more = PERSISTENT && first < rows.count;
-        if (more) rows.fetch(row + step, 0, raw);
-        rows.op.set_statistics(merge_row(rows.reduce_thread(row, 0, values), partials[parity]));
+        if (more) rows.fetch(rows.existing(row + step), 0, raw);
+        rows.op.set_statistics(merge_row(rows.reduce_thread(0, values), partials[parity]));
         if (RELEASE && !more) release_successor();
         rows.template store_result<!PREFETCH_WEIGHTS>(row, 0, values);
         if (!more) break;
-        row += step;
+        row = rows.existing(row + step);
         parity ^= 1;
         if constexpr (PREFETCH_WEIGHTS && Op::WEIGHTS_VARY) rows.load_weights(row, 0);
     }

@@ -280,8 +280,13 @@ def _ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def streamed_rows(tensors: Sequence[TensorSpec], length: int) -> int | str:
-    """Return STREAMED for tensors of these rows, by the kernel's arguments if it depends on symbolic sizes."""
+def streamed_rows(tensors: Sequence[TensorSpec], length: int, width: int) -> int | str:
+    """Return STREAMED for tensors of these rows, by the kernel's arguments if it depends on symbolic sizes.
+
+    It is 0 there for rows of single elements: to choose between two stores of each takes more registers than there are.
+    """
+    if width == 1:
+        return is_streamed(tensors)
     row_bytes = sum(ITEM_BYTES[tensor.dtype] for tensor in tensors)
     if is_symbolic(length):
         return is_streamed(tensors, f"rows * length > {STREAMED_FROM_BYTES // row_bytes}")

@@ -26,14 +26,14 @@ def softmax_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     length, rows = x.shape[-1], math.prod(x.shape[:-1])
     if rows * length == 0:
         return Plan((y,), ())
-    defines: Defines = {
-        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length),
-        "WEIGHTS_CONSTANT": 1,
-    }  # fmt: skip
-    arguments = [operand_pointer(node, "x"), Pointer("output", 0), Scalar(length, "int32"), Scalar(rows, "int64")]
     item_bytes, width = [ITEM_BYTES[x.dtype]], vector_width([x, y], length)
     if is_symbolic(length):
         tiling = short_rows(length, width, device, item_bytes)
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
+    defines: Defines = {
+        "X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "ROW": length,
+        "STREAMED": streamed_rows([x, y], length, tiling.width), "WEIGHTS_CONSTANT": 1,
+    }  # fmt: skip
+    arguments = [operand_pointer(node, "x"), Pointer("output", 0), Scalar(length, "int32"), Scalar(rows, "int64")]
     return Plan((y,), (row_launch("softmax", tiling, rows, defines, arguments, item_bytes, device),))

@@ -1,0 +1,53 @@
+"""Templates of norms, softmax, elements, embeddings, rotary embeddings and copies: few kernels for all sizes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from architectures import A100, DEVICES, H200, T4, to_compile
+from row_template_cases import TemplateCase, all_cases
+from sampling import by_parts, sampled
+
+from onnxfuse.kernels.tensors import divisor
+from onnxfuse.runtime.plan import Device, Kernel
+
+PARTS = 24  # of the kernels, of which one is compiled in a plain run
+CASES = all_cases()
+SHORT = [case for case in CASES if not any(dim in (1023, 40960) for shape in case.shapes.values() for dim in shape)]
+
+
+@pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: device.name)
+@pytest.mark.parametrize("case", sampled(CASES, 2), ids=str)
+def test_few_kernels_take_all_sizes(case: TemplateCase, device: Device) -> None:
+    for dtype, aligned in ("float16", True), ("float32", True), ("float16", False):
+        case.check(dtype, device, aligned)
+
+
+@functools.cache
+def kernels(device: Device) -> list[Kernel]:
+    """Return the kernels of all templates: fp16 in full, rows of usual lengths in fp32."""
+    found = [kernel for case in CASES for kernel in case.template("float16", device).kernels]
+    found += [kernel for case in SHORT for kernel in case.template("float32", device).kernels]
+    return list({repr(kernel): kernel for kernel in found}.values())
+
+
+@by_parts(PARTS)
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_without_spills(device: Device, part: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    for kernel in to_compile(device, kernels, part, PARTS):
+        compiled = compile_cubin(kernel, device.arch)
+        spilled = compiled.spill_stores + compiled.spill_loads
+        assert not spilled, f"{kernel} spills {spilled} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log, compiled.log
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 20, (1 << 30) + 1, (1 << 31) - 1])
+def test_quotients_by_a_divisor_are_exact(size: int) -> None:
+    value, multiplier = (int(scalar.value) for scalar in divisor(size))
+    assert (value, multiplier < 1 << 63) == (size, True)
+    numbers = {0, 1, size - 1, size, size + 1, 2 * size - 1, (1 << 31) - 1, (1 << 31) - 1 - (1 << 31) % size}
+    assert all((n << 2) * multiplier >> 64 == n // size for n in numbers if n < 1 << 31)
