@@ -92,13 +92,12 @@ CONFIGS: Final = {
         HopperAttentionConfig(1, 32, 2, relative_time=1.5),
     ),
 }
-# Of the configs above, how many a node of dynamic length chooses among; each is a kernel to compile. By `_time`, the
-# others would gain 0.5 % in the mean over 476 sizes of 64 elements a head, and nothing at 128 and 192.
-CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 4, 128: 2, 192: 2, 256: 2}
+CONFIGS_OF_DYNAMIC_LENGTH: Final = {64: 3, 128: 2, 192: 2, 256: 2}  # each is a kernel to compile; see `_few`
 BLOCK_OVERHEAD: Final = 100  # the time that a block takes to begin and to end, in that of a key
 TILE_OVERHEAD: Final = 8  # the time that each tile takes besides its keys, in that of a key
 OTHER_REGISTERS: Final = 28  # of a thread, beside scores, weights, results and what is added to scores
 ADD_MASKED_REGISTERS: Final = 8  # more, for masked scores that are added
+DYNAMIC_PAIRS_REGISTERS: Final = 16  # more, for a mask of two rows, or one and a bias, read in pairs or not
 
 
 def implementations(problem: Attention, device: Device) -> list[Implementation]:
@@ -119,10 +118,26 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
         and (problem.mask is None or wider > 64 or config.warpgroups * config.block_n <= 128)
     ]
     if is_symbolic(problem.queries):
-        # Each config needs an attention_blocks of its own where a mask differs along queries.
-        two_kernels = limit == 64 and problem.mask and problem.mask.differs[2]
-        configs = configs[: 1 if two_kernels else CONFIGS_OF_DYNAMIC_LENGTH[limit]]
+        configs = _few(problem, configs, limit)
     return [implementation(problem, config) for config in best_first(configs, lambda c: _time(problem, c, device))]
+
+
+def _few(problem: Attention, configs: list[HopperAttentionConfig], limit: int) -> list[HopperAttentionConfig]:
+    """Return those of the configs for heads up to `limit` among which a node of dynamic length chooses.
+
+    By `_time`, over 476 sizes, the best of these takes 0.8 % more than the best of all in the mean at 64 elements a
+    head, and at most 0.1 % more where the node is causal or heads are larger.
+    """
+    if problem.bias and problem.mask and problem.mask_kind == "additive":
+        configs = [_with_room(problem, config) for config in configs]
+    if problem.mask and problem.mask.differs[2] and limit < 256:
+        # Each tile size needs an attention_blocks of its own. Such masks are mostly causal, for which 64 x 64 alone
+        # takes 1 to 2 % more than the best; for what is not causal it takes 7 % more at 64, 5 % at 128.
+        small = [config for config in configs if (config.warpgroups, config.block_n) == (1, 64)]
+        return small or configs[:1]
+    if problem.causal is not None and limit == 64:
+        return [config for config in configs if config.warpgroups * config.block_n <= 128][:2]
+    return configs[: CONFIGS_OF_DYNAMIC_LENGTH[limit]]
 
 
 def _time(problem: Attention, config: HopperAttentionConfig, device: Device) -> float:
@@ -153,6 +168,18 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
     )
     others = OTHER_REGISTERS + problem.add_masked_score * ADD_MASKED_REGISTERS
     return config.block_n // 2 + config.block_n // 4 + columns // 2 + words + others
+
+
+def _lacks_registers(problem: Attention, config: HopperAttentionConfig) -> bool:
+    """Return whether registers have no room for the elements of an additive mask during the products."""
+    added = [x for x in (problem.mask, problem.bias) if x and x.reads_pairs(2, problem.keys) == 2]
+    dynamic = len(added) if len(added) == 2 or any(x.differs[2] for x in added) else 0
+    return _registers(problem, config, late_mask=False) + dynamic * DYNAMIC_PAIRS_REGISTERS > config.registers
+
+
+def _with_room(problem: Attention, config: HopperAttentionConfig) -> HopperAttentionConfig:
+    """Return the config, with a block less on a multiprocessor if a bias and an additive mask would spill otherwise."""
+    return replace(config, blocks=max(1, config.blocks - 1)) if _lacks_registers(problem, config) else config
 
 
 def _is_supported(problem: Attention) -> bool:
@@ -281,7 +308,7 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
         **blocks.mask_defines(problem),
         "ADD_MASKED_SCORE": int(problem.add_masked_score),
         "SECOND_PASS": int(additive or finite),
-        "LATE_MASK": int(additive and _registers(problem, config, late_mask=False) > config.registers),
+        "LATE_MASK": int(additive and _lacks_registers(problem, config)),
         **_score_defines("MASK", problem, mask),
         "BIAS": int(problem.bias is not None),
         **_score_defines("BIAS", problem, problem.bias),

@@ -72,13 +72,20 @@ def _unsupported_dtypes(node: FusedNode, dtypes: dict[str, str]) -> str | None:
     return None
 
 
-def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Attention, TensorSpec]:
-    """Return what the node computes, and its output.  Raises ValueError if shapes do not fit."""
+def operands_of(node: FusedNode, inputs: Sequence[TensorSpec]) -> tuple[Operand, Operand, Operand]:
+    """Return queries, keys and values.  Raises ValueError if shapes do not fit."""
     tensors = {name: required_spec(node, inputs, name) for name in "qkv"}
     heads, kv_heads = _heads(node, tensors)
     q = _operand(node, "q", tensors["q"], heads)
     k, v = (_operand(node, name, tensors[name], kv_heads) for name in "kv")
     _check(node, tensors, q, k, v)
+    return q, k, v
+
+
+def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tuple[Attention, TensorSpec]:
+    """Return what the node computes, and its output.  Raises ValueError if shapes do not fit."""
+    q, k, v = operands_of(node, inputs)
+    tensors, heads, kv_heads = {name: required_spec(node, inputs, name) for name in "qkv"}, q.heads, k.heads
     out = Operand(q.batch, q.length, heads, v.head_dim, (0, 0, 0))
     shape, strides = _out_shape(node, out)
     y = TensorSpec(shape, node.output_dtypes[0], tensors["q"].aligned)

@@ -10,10 +10,10 @@ from typing import Final, cast
 from onnxfuse.kernels.attention import decode
 from onnxfuse.kernels.attention.cache import Cache, append
 from onnxfuse.kernels.attention.implementations import MAX_IMPLEMENTATIONS, implementations
-from onnxfuse.kernels.attention.operands import LAYOUTS, attention_of, unsupported
+from onnxfuse.kernels.attention.operands import LAYOUTS, attention_of, operands_of, unsupported
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import required_spec, unsupported_choice
+from onnxfuse.kernels.tensors import ITEM_BYTES, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import expect_equal, is_symbolic, without_soft_guards
 
@@ -66,14 +66,16 @@ def cached_attention(
     """
     pasts = [required_spec(node, inputs, name) for name, _ in PASTS]
     caches = {"k_layout": _cache_layout(node), "v_layout": _cache_layout(node)}
-    new, _ = attention_of(_attention_over(node, ("k", "v")), inputs, device)
-    old, _ = attention_of(_attention_over(node, ("past_key", "past_value"), caches), inputs, device)
-    sizes = [(each.kv_heads, each.head_dim, each.head_dim_v) for each in (old, new)]
-    if not expect_equal(old.batch, new.batch) or sizes[0] != sizes[1]:
+    (q, *new), (_, *old) = (
+        operands_of(_attention_over(node, ("k", "v")), inputs),
+        operands_of(_attention_over(node, ("past_key", "past_value"), caches), inputs),
+    )
+    sizes = [[(each.heads, each.head_dim) for each in tensors] for tensors in (old, new)]
+    if not expect_equal(old[0].batch, q.batch) or sizes[0] != sizes[1]:
         found = f"past caches {[list(past.shape) for past in pasts]}"
-        required = f"{new.kv_heads} heads of {new.head_dim} and {new.head_dim_v} elements in batches of {new.batch}"
+        required = f"{new[0].heads} heads of {new[0].head_dim} and {new[1].head_dim} elements in batches of {q.batch}"
         raise ValueError(f"{node.fusion} '{node.name}': {found}; required {required}")
-    presents = [_present(past, ROW_AXIS[_cache_layout(node)], new.keys) for past in pasts]
+    presents = [_present(past, ROW_AXIS[_cache_layout(node)], new[0].length) for past in pasts]
     grown = list(inputs)
     for (_, name), present in zip(PASTS, presents, strict=True):
         grown[node.operands.index(name)] = present
@@ -82,7 +84,11 @@ def cached_attention(
     # Of a dynamic batch it is an expression, 1 or 0, and no guard.
     one_batch = cast(bool, 1 // problem.batch) if is_symbolic(problem.batch) else problem.batch == 1
     same_offsets = one_batch if problem.kv_heads == 1 or _cache_layout(node) == "bshd" else False
-    cache = Cache(old.k, old.v, new.k, new.v, old.keys, old.keys + new.keys, same_offsets)
+    item = ITEM_BYTES[problem.dtype]
+    tensors = zip(("past_key", "past_value", "k", "v"), (*old, *new), strict=True)
+    heads = [each.at(Pointer("input", node.operands.index(name)), item) for name, each in tensors]
+    past_rows = old[0].length
+    cache = Cache(heads[0], heads[1], heads[2], heads[3], past_rows, past_rows + new[0].length, same_offsets)
     return replace(problem, k=k, v=v, aligned=all(each.aligned for each in inputs)), cache, (y, *presents)
 
 

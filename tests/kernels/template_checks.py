@@ -61,6 +61,16 @@ def right_variants(template: Template, sizes: Sequence[int]) -> list[Variant]:
     ]
 
 
+def with_dynamic_dims(inputs: Sequence[TensorSpec], *dynamic: int) -> tuple[TensorSpec, ...]:
+    """Return inputs whose dims of these sizes are dynamic; they are numbered as they come first."""
+    numbers: dict[int, int] = {}
+
+    def dim(size: int) -> int:
+        return -1 - numbers.setdefault(size, len(numbers)) if size in dynamic else size
+
+    return tuple(dataclasses.replace(spec, shape=tuple(map(dim, spec.shape))) for spec in inputs)
+
+
 def host_plan_at(template: Template, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
     """Return the same of the plan that the host has first for these very sizes; raises what the host raises."""
     host = find_host(template.node.fusion)

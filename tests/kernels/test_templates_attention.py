@@ -1,0 +1,119 @@
+"""Templates of attention: few kernels for all lengths, which compile without spills, and the host's own numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+
+import pytest
+from architectures import A100, H200, T4
+from attention_templates import CACHES, CASES, ROTATED, Case, with_cache
+from sampling import by_parts
+from template_checks import check_template, concrete_plan, summary, template_of
+
+from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.template import Template
+
+GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
+MAX_KERNELS = 10
+GENERIC = ("CLUSTER", "MASK_PAIRS", "BIAS_PAIRS", "WIDTH")  # macros of which a kernel for any size has a general value
+PARTS = 10  # of the kernels, of which one is compiled in a plain run
+
+
+@GPUS
+@pytest.mark.parametrize("case", [*CASES, *CACHES, *ROTATED], ids=lambda case: case.name)
+def test_templates(case: Case, device: Device) -> None:
+    check_template(case.node, case.inputs, device, max_kernels=MAX_KERNELS, sizes=case.sizes, generic=GENERIC)
+
+
+@GPUS
+def test_usual_nodes_have_few_kernels(device: Device) -> None:
+    most = {"padding": 5, "causal": 5, "step": 2, "steps": 3}
+    for case in [*CASES, *CACHES]:
+        if case.name in most:
+            template = template_of(case.node, case.inputs, device)
+            assert len(template.kernels) <= most[case.name], summary(template)
+
+
+@functools.cache
+def kernels(device: Device) -> list[Kernel]:
+    templates = [template_of(case.node, case.inputs, device) for case in (*CASES, *CACHES)]
+    return list({repr(kernel): kernel for template in templates for kernel in template.kernels}.values())
+
+
+@by_parts(PARTS)
+@GPUS
+def test_compiles_without_spills(device: Device, part: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    for kernel in kernels(device)[part::PARTS]:
+        compiled = compile_cubin(kernel, device.arch)
+        # With LATE_MASK, values that only tiles with mask elements need may be spilled.
+        allowed = 32 if kernel.defines.get("LATE_MASK") else 0
+        assert compiled.spill_stores <= allowed, f"{kernel} spills {compiled.spill_stores} bytes on sm_{device.arch}"
+        assert "warning" not in compiled.log and "wgmma" not in compiled.log, compiled.log
+
+
+# ---- a cache that grows --------------------------------------------------------------------------------------------
+
+
+def step_template(device: Device) -> Template:
+    case = with_cache("step", (1, 1, -1))
+    return template_of(case.node, case.inputs, device)
+
+
+@GPUS
+def test_a_growing_cache_has_a_plan_at_every_length(device: Device) -> None:
+    """The first step has no past; no length has kernels of its own."""
+    template = step_template(device)
+    chosen = [template.chosen([past]) for past in range(4097)]
+    assert all(chosen)
+    assert len(template.variants) <= 6
+    steps = [concrete_plan(template, variant, [past]).steps for past, variant in enumerate(chosen) if variant]
+    for past, each in enumerate(steps):
+        for step in each:
+            assert isinstance(step, Launch)
+            assert step.grid[0] > 0 and step.grid[0] % step.cluster == 0, f"at {past}"
+            assert step.shared <= device.shared_per_block
+
+
+def test_blocks_of_a_growing_cache_have_even_work() -> None:
+    """From one step to the next, the longest block reads at most one tile of 64 keys more than before."""
+    template, before = step_template(H200), 0
+    for past in range(4096):
+        variant = template.chosen([past])
+        assert variant
+        launch = concrete_plan(template, variant, [past]).steps[0]
+        assert isinstance(launch, Launch)
+        splits = launch.grid[0] // 8
+        tiles = -(-(past + 1) // int(launch.kernel.defines["BLOCK_N"]))
+        longest = -(-tiles // splits)
+        assert longest <= before + 1, f"at {past}"
+        before = longest
+
+
+def test_masks_shorter_or_longer_than_the_keys_have_plans_of_their_own() -> None:
+    """A mask's length is a size of its own; samples have it equal to past and new rows, as runs do."""
+    case = next(case for case in CACHES if case.name == "steps")
+    template = template_of(case.node, case.inputs, H200)
+    assert template.chosen([4, 700, 701])
+    assert template.chosen([4, 0, 1])
+    assert template.chosen([4, 700, 700]) is None
+
+
+def test_templates_are_made_quickly() -> None:
+    """A generous bound for machines that do other things; 0.02 to 0.15 s were measured on two busy cores."""
+    for case in [*CASES, *CACHES]:
+        begin = time.process_time()
+        template_of(case.node, case.inputs, H200)
+        assert time.process_time() - begin < 0.6, case.name
+
+
+def test_tf32_is_no_more_kernels() -> None:
+    for case in CASES:
+        if case.inputs[0].dtype == "float32":
+            for tf32 in True, False:
+                device = dataclasses.replace(A100, tf32=tf32)
+                check_template(case.node, case.inputs, device, max_kernels=5, sizes=case.sizes, generic=GENERIC)
