@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, three
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 6
+MAX_FEW: Final = 7  # of a convolution of dynamic sizes
 MAX_RESEMBLING: Final = 2  # of them that differ in nothing but the size of strips
 MAX_COLUMNS: Final = 32  # of a row of x that a thread holds: the bits of a mask
 MAX_PIECE: Final = 8  # taps of a filter's row that are used at a time, where a loop goes through them
@@ -81,10 +86,23 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """
     if not is_supported(conv):
         return []
-    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
-    fitting.sort(key=lambda config: cost(conv, config, device))
+    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
+    fitting = best_first(found, lambda config: cost(conv, config, device))
     chosen = [config for i, config in enumerate(fitting) if sum(map(config.resembles, fitting[:i])) < MAX_RESEMBLING]
     return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def _fitting(conv: Conv, device: Device) -> list[DepthwiseConfig]:
+    """Return the configs that shared memory has room for."""
+    return [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseConfig]:
+    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    return few_of_each(
+        problems, lambda conv: _fitting(conv, device), lambda conv, config: cost(conv, config, device), MAX_FEW
+    )
 
 
 def is_supported(conv: Conv) -> bool:
@@ -239,16 +257,17 @@ def cost(conv: Conv, config: DepthwiseConfig, device: Device) -> float:
     resident = min(2048 // config.threads, 65536 // (registers(conv, config) * config.threads)) * config.threads / 32
     per_chip = max(1.0, resident) * device.multiprocessors
     waves = warps / per_chip
-    waves = math.ceil(waves) if waves < 1 else waves + 0.3 * (math.ceil(waves) - waves)
+    several = minimum(1, math.floor(waves))  # 0 for less than one wave, of which every multiprocessor has a share
+    waves = maximum(1, waves + 0.3 * (math.ceil(waves) - waves))
     busy = min(1.0, max(1.0, resident) / MIN_WARPS)
-    issue = waves * max(1.0, resident) * instructions / WARP_INSTRUCTIONS / busy
-    if warps < per_chip:  # one wave, of which every multiprocessor has a share
-        share = math.ceil(blocks / device.multiprocessors) * -(-config.threads // 32)
-        issue = max(share, MIN_WARPS / 2) * instructions / WARP_INSTRUCTIONS
+    share = maximum(math.ceil(blocks / device.multiprocessors) * -(-config.threads // 32), MIN_WARPS / 2)
+    issue = several * (waves * max(1.0, resident) * instructions / WARP_INSTRUCTIONS / busy)
+    issue += (1 - several) * (share * instructions / WARP_INSTRUCTIONS)
     threads = warps * 32 / device.multiprocessors
     l1 = threads * (reads * max(4, config.vec * item) + taps * config.vec * 4) / L1_BYTES
     patch = _patch_bytes(conv, config.tw * config.bw, config.th * config.bh)
     l2 = blocks * config.bx * config.vec * item * patch / L2_BYTES / device.multiprocessors
     memory: float = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))
-    memory *= NARROW_ACCESS.get(config.vec * item, 1.0) / (MEMORY_BYTES * device.multiprocessors)
-    return float(sum(part**4 for part in (issue, l1, l2, memory)) ** 0.25)
+    memory = memory * (NARROW_ACCESS.get(config.vec * item, 1.0) / (MEMORY_BYTES * device.multiprocessors))
+    whole: float = sum(part**4 for part in (issue, l1, l2, memory)) ** 0.25
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Final
@@ -9,17 +10,22 @@ from typing import Final
 from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_IMPLEMENTATIONS: Final = 4
+MAX_FEW: Final = 7  # of a convolution of dynamic sizes
 MAX_OF_BUFFERS: Final = 3  # of them that have as many patches
 MAX_PAIRS: Final = 28  # of taps, whose weights a lane keeps in two registers each
 MAX_REGISTERS: Final = 160  # of a thread, by `registers`
 CHANNELS: Final = 8  # of a warp
 WARPS: Final = (4, 16)  # of a block: the least where there is so much work, and the most
 STRIP_ROWS: Final = (1, 2, 4, 7, 8, 14)
+MAX_GROUPS_OF_FEW: Final = 3  # numbers of groups that are looked at for convolutions of dynamic sizes
 MIN_STRIP_ROWS: Final = 2  # of images of more than one row: a fragment of x serves several
 GROUPS: Final = (1, 2, 3, 4, 5, 6, 8)
 TILE_COLUMNS: Final = (8, 16, 32, 56)
@@ -109,7 +115,7 @@ class DepthwiseMmaConfig:
 
     def blocks(self, conv: Conv, device: Device) -> int:
         """Return how many blocks go through the tiles of each slice of channels."""
-        tiles = min(self.tiles(conv), MAX_BLOCKS)
+        tiles: int = minimum(self.tiles(conv), MAX_BLOCKS)
         if self.buffers == 1:
             return tiles
         most = max(1, device.multiprocessors * self.resident(conv, device) // self.slices(conv))
@@ -120,8 +126,8 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if conv_depthwise_mma.cu does not compute it."""
     if not is_supported(conv, device):
         return []
-    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
-    fitting.sort(key=lambda config: cost(conv, config, device))
+    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
+    fitting = best_first(found, lambda config: cost(conv, config, device))
     chosen: list[DepthwiseMmaConfig] = []
     for config in fitting:
         alike = sum(config.buffers == other.buffers for other in chosen)
@@ -130,6 +136,22 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         if len(chosen) == MAX_IMPLEMENTATIONS:
             break
     return [implementation(conv, config, device) for config in chosen]
+
+
+def _fitting(conv: Conv, device: Device, thorough: bool = True) -> list[DepthwiseMmaConfig]:
+    """Return the configs that shared memory has room for."""
+    return [config for config in configs(conv, thorough) if config.shared(conv) <= device.shared_per_block]
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
+    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    return few_of_each(
+        problems,
+        lambda conv: _fitting(conv, device, thorough=False),
+        lambda conv, config: cost(conv, config, device),
+        MAX_FEW,
+    )
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -181,13 +203,15 @@ def implementation(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> Im
 # ---- configs -----------------------------------------------------------------------------------------------------
 
 
-def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
-    """Return every config that is worth a look for these sizes."""
+def configs(conv: Conv, thorough: bool = True) -> list[DepthwiseMmaConfig]:
+    """Return every config that is worth a look for these sizes; fewer of them, in less time, unless `thorough`."""
     height, width = two(conv.y_sizes)
     all_groups = conv.c // CHANNELS
     groups = [
         count for count in GROUPS if count == 1 or -(-all_groups // count) * count <= min(2, MAX_IDLE) * all_groups
     ]
+    if not thorough:
+        groups = sorted(groups, key=lambda count: (-(-all_groups // count) * count, -count))[:MAX_GROUPS_OF_FEW]
     found = []
     for th in (rows for rows in STRIP_ROWS if registers(conv, rows) <= MAX_REGISTERS and _fits(rows, height)):
         heights = sorted({th * min(count, -(-height // th)) for count in (1, 2, 4, 8)})
@@ -197,7 +221,7 @@ def configs(conv: Conv) -> list[DepthwiseMmaConfig]:
             if not _fits(tp, height):
                 continue
             jobs = (tp // th * -(-tq // 8) + 1) // 2
-            rounds = sorted({-(-jobs // each) for each in (1, 2, 3, 4, 8)})
+            rounds = sorted({-(-jobs // each) for each in ((1, 2, 3, 4, 8) if thorough else (1, 2, 4))})
             least = min(WARPS[0], jobs * count)
             found += [
                 DepthwiseMmaConfig(count, warps_m, tp, tq, th, buffers)
@@ -225,20 +249,25 @@ def cost(conv: Conv, config: DepthwiseMmaConfig, device: Device) -> float:
     copies = config.groups * (rows * columns + config.tp * config.tq) / config.threads  # of a thread
     blocks, tiles = config.blocks(conv, device) * config.slices(conv), config.tiles(conv) * config.slices(conv)
     resident = config.resident(conv, device)
-    busy = max(1, min(resident, -(-blocks // device.multiprocessors)))  # blocks at a time
+    busy = maximum(1, minimum(resident, -(-blocks // device.multiprocessors)))  # blocks at a time
+    several = minimum(1, busy - 1)  # 0 for one block
     alone = -(-config.jobs // config.warps_m) * (config.th * pairs(conv) * LONE_PRODUCT_CYCLES + JOB_CYCLES)
     alone += copies * LONE_COPY_CYCLES + TILE_CYCLES
-    if busy == 1:
-        compute *= -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # warps without a job
-    compute *= max(1.0, MIN_WARPS / (busy * config.threads / 32))
-    both = float((compute**3 + load**3) ** (1 / 3))
+    idle = -(-config.jobs // config.warps_m) * config.warps_m / config.jobs  # warps without a job
+    compute = compute * (several + (1 - several) * idle)
+    compute = compute * maximum(1.0, MIN_WARPS / (busy * config.threads / 32))
+    both = (compute**3 + load**3) ** (1 / 3)
     if config.buffers == 1:  # other blocks compute while one loads, unless all go in step
         share = -(-tiles // device.multiprocessors)
-        in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + max(alone, busy * compute))
-        return (in_step + LOAD_CYCLES + max(alone, share * both)) / 2 if busy > 1 else in_step
-    rounds = -(-config.tiles(conv) // config.blocks(conv, device))
-    waiting = LOAD_CYCLES + busy * load if rounds > 1 else 0.0
-    return LOAD_CYCLES + busy * load + rounds * max(alone, busy * (both if rounds > 1 else compute), waiting)
+        in_step = -(-share // busy) * (LOAD_CYCLES + busy * load + maximum(alone, busy * compute))
+        apart = (in_step + LOAD_CYCLES + maximum(alone, share * both)) / 2
+        found: float = several * apart + (1 - several) * in_step
+    else:
+        rounds = -(-config.tiles(conv) // config.blocks(conv, device))
+        more = minimum(1, rounds - 1)  # 0 for one round
+        waiting, working = more * (LOAD_CYCLES + busy * load), busy * (more * both + (1 - more) * compute)
+        found = LOAD_CYCLES + busy * load + rounds * maximum(alone, working, waiting)
+    return found
 
 
 def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
@@ -255,10 +284,10 @@ def _tile_cycles(conv: Conv, config: DepthwiseMmaConfig) -> tuple[float, float]:
     shared = strips * (4 * fragments + 2 * config.th) + (chunks + pixels) / 8
     issued = products + strips * (fragments + config.th * 22 + 60) + chunks / 32 * 20 + pixels / 32 * 16
     height, width = two(conv.sizes)
-    read = config.groups * min(rows, height) * min(columns, width)
+    read = config.groups * minimum(rows, height) * minimum(columns, width)
     narrow = max(1.0, SECTOR_BYTES / (config.groups * CHANNELS * ITEM_BYTES[conv.dtype]))
     moved = (read + pixels * (2 if conv.residual else 1)) * VECTOR_BYTES * narrow
     parts = (products * PRODUCT_CYCLES, shared, issued / WARP_INSTRUCTIONS)
     operands = conv.c * ITEM_BYTES[conv.dtype] * (conv.n * height * width + conv.pixels * (2 if conv.residual else 1))
     from_memory = operands / (config.tiles(conv) * config.slices(conv))
-    return float(sum(part**3 for part in parts) ** (1 / 3)), max(moved / L2_BYTES, from_memory / MEMORY_BYTES)
+    return float(sum(part**3 for part in parts) ** (1 / 3)), maximum(moved / L2_BYTES, from_memory / MEMORY_BYTES)

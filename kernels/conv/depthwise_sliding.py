@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.conv import depthwise
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
 from onnxfuse.kernels.conv.stem import RESERVED_BYTES
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few, few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import best_first, estimate, is_symbolic, maximum, minimum, without_soft_guards
 
 MAX_IMPLEMENTATIONS: Final = 3
 MAX_REGISTERS: Final = 184  # of a thread, by `registers`
@@ -28,6 +32,10 @@ ROW_INSTRUCTIONS: Final = 16  # of a row of x besides its products and loads
 RESIDENT_WARPS: Final = 64  # of a multiprocessor, if registers suffice
 
 MAX_SHARE: Final = 8  # blocks of a multiprocessor that are counted out
+SHARES: Final = (1, 2, 4)  # of them, where sizes are dynamic
+WIDTHS: Final = (4, 8, 16)  # of y that are told apart where they are dynamic, because no strip may be wider
+MAX_FEW_ROWS: Final = 8  # the same, where those of one kernel that differ in the rows of strips count, too
+MAX_FEW: Final = 5  # configs of a convolution of dynamic sizes
 SHARED_UNIT: Final = 128  # bytes that a block's shared memory is a multiple of
 
 
@@ -37,7 +45,7 @@ class SlidingConfig:
 
     vec: int
     tw: int
-    rows: int
+    rows: int  # of a strip, at most
     ahead: int
     bx: int
     bw: int
@@ -60,26 +68,61 @@ class SlidingConfig:
     def patches(self, conv: Conv) -> int:
         """Return the number of blocks for each slice of channels."""
         height, width = two(conv.y_sizes)
-        return conv.n * -(-height // (self.rows * self.bh)) * -(-width // (self.tw * self.bw))
+        return conv.n * -(-height // (self.strip_rows(conv) * self.bh)) * -(-width // (self.tw * self.bw))
+
+    def strip_rows(self, conv: Conv) -> int:
+        """Return the rows of a strip: equal shares of an image, where it has more than a strip may have."""
+        height = two(conv.y_sizes)[0]
+        rows: int = maximum(_least_rows(conv), -(-height // -(-height // self.rows)))
+        return rows
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if conv_depthwise_sliding.cu does not compute it."""
     if not is_supported(conv):
         return []
-    found = sorted(configs(conv), key=lambda config: cost(conv, config, device))
+    found = best_first(_given(conv, device), lambda config: cost(conv, config, device))
     chosen: list[SlidingConfig] = []
     for config in found:
         if not any((config.vec, config.tw) == (other.vec, other.tw) for other in chosen):
             chosen.append(config)
-    return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+    first = [implementation(conv, config, device) for config in chosen[:1]]
+    with without_soft_guards(conv.n, *conv.sizes):  # only the first one's share of the blocks makes variants
+        return first + [implementation(conv, config, device) for config in chosen[1:MAX_IMPLEMENTATIONS]]
 
 
 def is_supported(conv: Conv) -> bool:
     """Return whether conv_depthwise_sliding.cu computes this convolution, with weights that fit registers."""
     (kh, _), (sh, _), (dh, _) = two(conv.kernel), two(conv.strides), two(conv.dilations)
     one_step = len(conv.kernel) <= 2 and sh == dh == 1 and kh > 1
-    return depthwise.is_supported(conv) and one_step and bool(configs(conv))
+    return one_step and depthwise.is_supported(conv) and two(conv.y_sizes)[0] >= _least_rows(conv)
+
+
+def _least_rows(conv: Conv) -> int:
+    """Return the rows that a strip has at least."""
+    return max(1, two(conv.kernel)[0] - 1)
+
+
+def _given(conv: Conv, device: Device) -> list[SlidingConfig]:
+    """Return the configs that are worth a look; of a convolution of dynamic sizes few, of which one is good for any."""
+    if not is_symbolic(conv.n, *conv.sizes):
+        return configs(conv)
+    width = two(conv.y_sizes)[1]
+    if is_symbolic(width):
+        width = next((least for least in reversed(WIDTHS) if width >= least), 0)  # few ranges: each makes variants
+    return [config for config in _few(usual(conv), device) if width >= config.tw]
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device) -> list[SlidingConfig]:
+    def cost_if_taken(conv: Conv, config: SlidingConfig) -> float:
+        height, width = two(conv.y_sizes)
+        return cost(conv, config, device) if height >= _least_rows(conv) and width >= config.tw else math.inf
+
+    kernels = few_of_each(problems, configs, cost_if_taken, MAX_FEW)
+    rows = sorted({config.rows for config in kernels} | {-(-two(conv.y_sizes)[0] // 2) for conv in problems[:1]})
+    every = [replace(config, rows=each) for config in kernels for each in rows]  # their rows are no constant
+    return few(list(dict.fromkeys(every)), problems, cost_if_taken, MAX_FEW_ROWS)
 
 
 def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Implementation:
@@ -92,7 +135,7 @@ def implementation(conv: Conv, config: SlidingConfig, device: Device) -> Impleme
         "W_HWIO": int(conv.w_hwio), "WEIGHTS_CONSTANT": int(conv.weights_constant), "MIN_BLOCKS": 1,
     }  # fmt: skip
     kernel = Kernel("conv_depthwise_sliding", "conv_depthwise_sliding", defines)
-    arguments = (*arguments_of_image(conv), Scalar(config.rows, "int32"))
+    arguments = (*arguments_of_image(conv), Scalar(config.strip_rows(conv), "int32"))
     grid = (config.patches(conv), config.slices(conv), 1)
     shared = unused_shared(conv, config, device)
     launch = Launch(kernel, grid, (config.threads, 1, 1), arguments, shared, pdl=device.arch >= PDL_ARCH)
@@ -106,8 +149,10 @@ def unused_shared(conv: Conv, config: SlidingConfig, device: Device) -> int:
     before leaves first would otherwise take as many as fit, and the others none: on an H200, 192 blocks of two warps
     took 12.3 us instead of the 6.2 that even shares take.
     """
-    share = math.ceil(config.patches(conv) * config.slices(conv) / device.multiprocessors)
-    if not 0 < share <= min(MAX_SHARE, _resident(conv, config)):
+    blocks = math.ceil(config.patches(conv) * config.slices(conv) / device.multiprocessors)
+    shares = SHARES if is_symbolic(blocks) else range(1, MAX_SHARE + 1)
+    share = next((each for each in shares if estimate(blocks) <= each), MAX_SHARE + 1)
+    if share > min(MAX_SHARE, _resident(conv, config)):
         return 0
     too_many = (device.shared_per_block + RESERVED_BYTES) // (share + 1) - RESERVED_BYTES
     return too_many // SHARED_UNIT * SHARED_UNIT + SHARED_UNIT
@@ -116,8 +161,8 @@ def unused_shared(conv: Conv, config: SlidingConfig, device: Device) -> int:
 def configs(conv: Conv) -> list[SlidingConfig]:
     """Return every config that is worth a look for these sizes."""
     height, width = two(conv.y_sizes)
-    least = max(1, two(conv.kernel)[0] - 1)
-    rows = sorted({rows for count in range(1, MAX_STRIPS + 1) if least <= (rows := -(-height // count)) <= height})
+    least, counts = _least_rows(conv), range(1, MAX_STRIPS + 1)
+    rows = sorted({rows for count in counts if least <= (rows := -(-height // count)) <= height})
     return [
         SlidingConfig(vec, tw, each, ahead, *depthwise.block(conv, vec, tw, each, THREADS))
         for vec in depthwise.access_sizes(conv)
@@ -155,18 +200,21 @@ def cost(conv: Conv, config: SlidingConfig, device: Device) -> float:
     """
     kh, _ = two(conv.kernel)
     item, columns = ITEM_BYTES[conv.dtype], _columns(conv, config.tw)
-    x_rows = config.rows + kh - 1
-    instructions = config.rows * conv.taps * config.tw * config.vec + conv.taps * (config.vec + 1)
+    rows = config.strip_rows(conv)
+    x_rows = rows + kh - 1
+    instructions = rows * conv.taps * config.tw * config.vec + conv.taps * (config.vec + 1)
     instructions += x_rows * (columns * (2 + (config.vec if item == 2 else 0)) + ROW_INSTRUCTIONS)
-    instructions += config.rows * config.tw * (2 + 3 * config.vec)
+    instructions += rows * config.tw * (2 + 3 * config.vec)
     warps, resident = -(-config.threads // 32), _resident(conv, config)
     share = config.patches(conv) * config.slices(conv) / device.multiprocessors  # blocks of each
     waves = math.ceil(share / resident)
-    at_a_time = min(resident, math.ceil(share))
-    rounds = 1.0 if waves == 1 else (share + 0.5 * (waves * resident - share)) / at_a_time
+    at_a_time = minimum(resident, math.ceil(share))
+    several = minimum(1, waves - 1)  # 0 for one wave
+    rounds = (1 - several) * 1.0 + several * (share + 0.5 * (waves * resident - share)) / at_a_time
     busy = math.ceil(at_a_time * warps / 4)  # warps of a quarter
-    row = max(LOAD_CYCLES / config.ahead, busy * instructions / x_rows / WARP_INSTRUCTIONS)
+    row = maximum(LOAD_CYCLES / config.ahead, busy * instructions / x_rows / WARP_INSTRUCTIONS)
     operands = item * conv.c * (conv.n * math.prod(conv.sizes) + conv.pixels * (2 if conv.residual else 1))
     narrow = depthwise.NARROW_ACCESS.get(config.vec * item, 1.0)
     memory = operands * narrow / (depthwise.MEMORY_BYTES * device.multiprocessors)
-    return START_CYCLES + float(((rounds * x_rows * row) ** 4 + memory**4) ** 0.25)
+    slowest: float = ((rounds * x_rows * row) ** 4 + memory**4) ** 0.25
+    return START_CYCLES + slowest

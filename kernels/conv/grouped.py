@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ from typing import Final
 
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MAX_CHANNELS: Final = 64  # and filters of a group; beyond, a group is a matrix product of its own
 MAX_IMPLEMENTATIONS: Final = 4
+MAX_FEW: Final = 5  # of a convolution of dynamic sizes
 MAX_HELD: Final = 80  # registers of a thread that hold weights
 MAX_SUMS: Final = 64  # registers of a thread that hold sums
 WARPS: Final = (4, 8)  # of a block
@@ -112,10 +117,26 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if conv_grouped.cu does not compute it."""
     if not is_supported(conv, device):
         return []
-    fitting = [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
-    fitting.sort(key=lambda config: cost(conv, config, device))
+    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
+    fitting = best_first(found, lambda config: cost(conv, config, device))
     chosen = [config for i, config in enumerate(fitting) if sum(map(config.resembles, fitting[:i])) < MAX_RESEMBLING]
     return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def _fitting(conv: Conv, device: Device, thorough: bool = True) -> list[GroupedConfig]:
+    """Return the configs that shared memory has room for."""
+    return [config for config in configs(conv, thorough) if config.shared(conv) <= device.shared_per_block]
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device) -> list[GroupedConfig]:
+    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    return few_of_each(
+        problems,
+        lambda conv: _fitting(conv, device, thorough=False),
+        lambda conv, config: cost(conv, config, device),
+        MAX_FEW,
+    )
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -167,8 +188,8 @@ def implementation(conv: Conv, config: GroupedConfig, device: Device) -> Impleme
     return Implementation(config.name, (launch,))
 
 
-def configs(conv: Conv) -> list[GroupedConfig]:
-    """Return every config that is worth a look for these sizes."""
+def configs(conv: Conv, thorough: bool = True) -> list[GroupedConfig]:
+    """Return every config that is worth a look for these sizes; fewer of them, in less time, unless `thorough`."""
     merged = merged_groups(conv)
     if merged is None:
         return []
@@ -178,13 +199,14 @@ def configs(conv: Conv) -> list[GroupedConfig]:
     for warp_groups in (count for count in (1, 2, 4) if count == 1 or (count * filters <= 32 and groups % count == 0)):
         if 4 * M_TILES * warp_groups * filters // 8 > MAX_SUMS:
             continue
-        for warps, warps_g in itertools.product(WARPS, (1, 2, 4)):
+        for warps, warps_g in itertools.product(WARPS if thorough else WARPS[:1], (1, 2, 4)):
             if groups % (warps_g * warp_groups):
                 continue
             columns = (*TILE_COLUMNS, *(ROW_COLUMNS if height == 1 else ()))
             for tq in sorted({min(width, tq) for tq in columns}):
                 for tp in sorted({min(height, tp) for tp in TILE_ROWS}):
-                    if tp * tq <= 16 * M_TILES * 16:
+                    wanted = thorough or tp * tq >= 16 * M_TILES
+                    if wanted and tp * tq <= 16 * M_TILES * 16:
                         shape = (warps_g * warp_groups, warp_groups, warps // warps_g, tp, tq)
                         found.append(GroupedConfig(merged, *shape))
     return found
@@ -194,8 +216,8 @@ def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
     """Return the expected clock cycles of a multiprocessor, well enough to order configs."""
     blocks = max(1, device.multiprocessors * config.resident(conv, device) // config.slices(conv))
     rounds = -(-config.tiles(conv) // blocks)
-    busy = min(blocks, config.tiles(conv)) * config.slices(conv) / device.multiprocessors
-    resident = max(1.0, busy)
+    busy = minimum(blocks, config.tiles(conv)) * config.slices(conv) / device.multiprocessors
+    resident = maximum(1.0, busy)
     warps_pixels = -(-config.tp * config.tq // (16 * M_TILES * config.warps_m)) * config.warps_m
     warps_g = config.block_groups // config.warp_groups
     steps, filter_tiles = config.steps(conv), config.filter_tiles(conv)
@@ -206,6 +228,8 @@ def cost(conv: Conv, config: GroupedConfig, device: Device) -> float:
     work = warps_pixels * warps_g * config.warp_groups * (steps * max(reads, products) + stores)
     run = config.block_groups * conv.c // conv.group * config.merged * ITEM_BYTES[conv.dtype]
     moved = config.patch(conv) / L2_BYTES * max(1.0, 2 * SECTOR_BYTES / run)
-    work *= max(1.0, MIN_WARPS / (resident * config.threads / 32))
+    work = work * maximum(1.0, MIN_WARPS / (resident * config.threads / 32))
     alone = 800 + steps * config.warp_groups * 40 * warps_pixels / config.warps_m
-    return FIRST_CYCLES + resident * moved + rounds * max(resident * work, resident * moved, alone)
+    busiest: float = maximum(resident * work, resident * moved, alone)
+    whole: float = FIRST_CYCLES + resident * moved + rounds * busiest
+    return whole

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import operator
 from dataclasses import replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.conv.matrix import as_gemm
-from onnxfuse.kernels.conv.problem import Conv, three
+from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 K_BLOCKS: Final = (64, 32, 16)  # channels of a block of k
 MAX_CONFIGS: Final = 6
+MAX_FEW_OF_PADS: Final = 2  # for each combination of dynamic pads, which are constants of the kernel
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
 MAX_STRIDE: Final = 8
@@ -43,14 +49,28 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none for another GPU, dtype or kind of convolution."""
     if not is_supported(conv, device):
         return []
+    conv = plain_pads(conv)
     gemm = gemm_of_blocks(conv)
-    found = sorted(fitting(conv, device), key=lambda config: hopper.cycles(gemm, config, device))
+    found = best_first(fitting(conv, device), lambda config: hopper.cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs that registers, shared memory and the convolution have room for."""
-    return [config for config in CONFIGS if hopper.fits(gemm_of_blocks(conv), config, device)]
+    """Return the configs that registers, shared memory and the convolution have room for.
+
+    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    """
+    most = MAX_FEW_OF_PADS if is_symbolic(*conv.pads_end) else MAX_CONFIGS
+    configs = _few(usual(conv), device, most) if is_symbolic(conv.n, *conv.sizes) else CONFIGS
+    return [config for config in configs if hopper.fits(gemm_of_blocks(conv), config, device)]
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperConfig]:
+    def cost(gemm: Gemm, config: HopperConfig) -> float:
+        return hopper.cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
+
+    return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, most)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -62,11 +82,11 @@ def is_supported(conv: Conv, device: Device) -> bool:
         return False
     if not conv.aligned or conv.c % 8 or conv.m % 8:
         return False  # TMA reads and writes pixels that begin at multiples of 16 bytes
-    if not conv.pixels * conv.m * conv.c * conv.taps or max(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
+    if not conv.pixels * conv.m * conv.c * conv.taps or maximum(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
         return False  # coordinates are ints
     reach = _reach(conv)
     corners = (*conv.pads_begin, *(abs(behind - far) for behind, far in zip(conv.pads_end, reach, strict=True)))
-    return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET[axes] and max(corners) <= MAX_CORNER[axes]
+    return max(conv.strides) <= MAX_STRIDE and max(reach) <= MAX_OFFSET[axes] and maximum(*corners) <= MAX_CORNER[axes]
 
 
 def _reach(conv: Conv) -> list[int]:

@@ -20,6 +20,7 @@ from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 # Of the implementations of a depthwise convolution that have several kernels.
 MAX_MMA: Final = 3
@@ -27,6 +28,9 @@ MAX_DEPTHWISE: Final = 2
 
 
 def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
+    if is_symbolic(conv.n, *conv.sizes):  # the first kind alone: a template has few kernels
+        kinds = (depthwise_sliding.implementations, depthwise_mma.implementations, depthwise.implementations)
+        return next((found for kind in kinds if (found := kind(conv, device))), [])
     found = [*depthwise_sliding.implementations(conv, device), *depthwise_mma.implementations(conv, device)[:MAX_MMA]]
     others = depthwise.implementations(conv, device)
     return [*found, *(others[:MAX_DEPTHWISE] if found else others)]
@@ -64,5 +68,6 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run a convolution with at least one element of y, the expected fastest first."""
     own = next((found for kind in KINDS if (found := kind(conv, device))), [])
-    library = cudnn.implementations(conv, device)[:MAX_LIBRARY]
+    dynamic = is_symbolic(conv.n, *conv.sizes)  # cuDNN is asked for engines by their numbers
+    library = [] if own and dynamic else cudnn.implementations(conv, device)[:MAX_LIBRARY]
     return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, three
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_DIMS: Final = 3  # spatial axes
 MAX_CONFIGS: Final = 6
+MAX_FEW: Final = 5  # of a convolution of dynamic sizes, besides the kernel that adds up sums
+FEW_SLICES: Final = (1, 3, 8)  # of it: each number of slices is another kernel that adds them up
 SLICES: Final = (1, 2, 3, 4, 6, 8, 12, 16)  # of k, for blocks along z
 MIN_SLICE_TILES: Final = 3  # of k, in a slice
 MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes a thread, by the bytes of a copy: registers hold no more
@@ -69,7 +76,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """
     if not conv.pixels * conv.m * conv.c * conv.taps or len(conv.kernel) > MAX_DIMS or conv.pixels >= 2**31 - 2**16:
         return []
-    chosen = sorted(configs(conv, device), key=lambda config: cycles(conv, config, device))
+    chosen = best_first(configs(conv, device), lambda config: cycles(conv, config, device))
     return [implementation(conv, config, device) for config in chosen[:MAX_CONFIGS]]
 
 
@@ -81,16 +88,38 @@ def is_exact(conv: Conv, device: Device) -> bool:
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return the tiles that fit the device: each without slices of k, and with the number expected to be fastest."""
+    """Return the tiles that fit the device: each without slices of k, and with the number expected to be fastest.
+
+    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    """
+    if is_symbolic(conv.n, *conv.sizes):
+        return few_configs(usual(conv), device)
     found = []
-    for given in EXACT_TILES if is_exact(conv, device) else MMA_TILES:
-        tile = _with_enough_threads(conv, given, device)
-        if tile.shared(1) > device.shared_per_block:
-            continue
-        counts = [count for count in SLICES if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
+    for tile in _tiles(conv, device):
+        counts = _slices(conv, tile, SLICES)
         best = min(counts, key=lambda count: cycles(conv, ConvConfig(tile, count), device))
         found += [ConvConfig(tile, count) for count in sorted({1, best})]
     return found
+
+
+def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
+    """Return the tiles that fit the device."""
+    given = EXACT_TILES if is_exact(conv, device) else MMA_TILES
+    tiles = [_with_enough_threads(conv, each, device) for each in given]
+    return [tile for tile in tiles if tile.shared(1) <= device.shared_per_block]
+
+
+def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
+    """Return those numbers of slices of k that leave each enough of it."""
+    return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
+
+
+@functools.lru_cache(maxsize=512)
+def few_configs(problems: tuple[Conv, ...], device: Device) -> list[ConvConfig]:
+    """Return a few configs for convolutions that differ in dynamic sizes alone, of which one is good for each."""
+    tiles = _tiles(problems[0], device)
+    given = [ConvConfig(tile, count) for tile in tiles for count in _slices(problems[0], tile, FEW_SLICES)]
+    return few(given, problems, lambda conv, config: cycles(conv, config, device), MAX_FEW)
 
 
 def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementation:
@@ -140,7 +169,7 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
     rounds = -(-blocks // resident)
     busy = blocks * (steps * max(multiply + copies, load) + outputs * EPILOGUE_CYCLES)
     alone = rounds * (steps * max(STEP_CYCLES, multiply + copies) + BLOCK_CYCLES)
-    found = max(busy + BLOCK_CYCLES, alone)
+    found: float = maximum(busy + BLOCK_CYCLES, alone)
     if config.slices > 1:
         moved = 8 * config.slices * conv.pixels * conv.m / device.multiprocessors
         found += SECOND_LAUNCH_CYCLES + moved / PARTIAL_BYTES

@@ -10,6 +10,7 @@ from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.elementwise.elements import activation_parameters
 from onnxfuse.kernels.tensors import operand_spec, required_spec, unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
+from onnxfuse.runtime.symint import expect_equal, maximum
 
 EXPLICIT_PADS: Final = ("NOTSET", "VALID")
 AUTO_PADS: Final = (*EXPLICIT_PADS, "SAME_UPPER", "SAME_LOWER")
@@ -72,7 +73,7 @@ def conv_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> tu
     strides, dilations = per_axis(node, "strides", rank), per_axis(node, "dilations", rank)
     begin, end = _pads(node, sizes, kernel, strides, dilations)
     y_sizes = tuple(
-        max(0, (size + before + after - (taps - 1) * dilation - 1) // stride + 1)
+        maximum(0, (size + before + after - (taps - 1) * dilation - 1) // stride + 1)
         for size, before, after, taps, dilation, stride in zip(
             sizes, begin, end, kernel, dilations, strides, strict=True
         )
@@ -166,7 +167,7 @@ def _pads(
     if auto_pad in EXPLICIT_PADS:
         return explicit_pads(node, rank)
     totals = [
-        max(0, (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1 - size)
+        maximum(0, (taps - 1) * dilation - (size - 1) % stride)
         for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True)
     ]
     less, more = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
@@ -187,7 +188,8 @@ def _optional_pointer(
     found, index = operand_spec(node, inputs, name), node.input_index(name)
     if found is None or index is None:
         return None
-    if found.shape != shape:
+    equal = [expect_equal(size, other) for size, other in zip(found.shape, shape, strict=False)]
+    if len(found.shape) != len(shape) or not all(equal):
         raise ValueError(f"{node_label(node)}: {name} has shape {list(found.shape)}; required {list(shape)}")
     return Pointer("input", index)
 

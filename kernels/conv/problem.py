@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.kernels.epilogue import epilogue_defines
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Pointer, Scalar
+from onnxfuse.runtime.symint import is_symbolic
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,19 @@ def arguments_of_image(conv: Conv) -> tuple[Argument, ...]:
         Scalar(conv.beta, "float32"),
         *(Scalar(size, "int32") for size in sizes),
     )
+
+
+def plain_pads(conv: Conv) -> Conv:
+    """Return the convolution with plain integers for the padding in front, which some kernels hold as constants.
+
+    Of auto_pad and dynamic sizes it is one of few numbers: guards say for which sizes.
+    """
+    reach = [(taps - 1) * dilation for taps, dilation in zip(conv.kernel, conv.dilations, strict=True)]
+    begin = (
+        next(each for each in range(most + 1) if each == pad) if is_symbolic(pad) else pad
+        for pad, most in zip(conv.pads_begin, reach, strict=True)
+    )
+    return replace(conv, pads_begin=tuple(begin)) if is_symbolic(*conv.pads_begin) else conv
 
 
 def two(values: tuple[int, ...], missing: int = 1) -> tuple[int, int]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from onnxfuse.kernels.conv.problem import Conv, two
+from onnxfuse.kernels.conv.problem import Conv, plain_pads, two
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
 
 MMA_ARCH: Final = 80  # the first compute capability with bf16, TF32 and cp.async
 MAX_CHANNELS: Final = 4
 MAX_IMPLEMENTATIONS: Final = 4
+MAX_FEW: Final = 5  # of a convolution of dynamic sizes
+MAX_FEW_OF_WIDTH: Final = 3  # of one whose width is dynamic, for each size of copies
 MAX_HELD: Final = 96  # registers of a thread that hold weights
 REGISTERS: Final = 65536  # of a multiprocessor
 MAX_BLOCKS_BEFORE_HOPPER: Final = 3
@@ -69,10 +75,11 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if conv_stem.cu does not compute it."""
     if not is_supported(conv, device):
         return []
-    fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
-    if device.arch < PDL_ARCH:  # the compiler takes more registers there, and would spill
-        fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
-    fitting.sort(key=lambda config: cost(conv, config, device))
+    conv = plain_pads(conv)
+    if is_symbolic(conv.n, *conv.sizes):
+        given = best_first(_few_of(conv, device), lambda config: cost(conv, config, device))
+        return [implementation(conv, config, device) for config in given]
+    fitting = sorted(_fitting(conv, device), key=lambda config: cost(conv, config, device))
     chosen: list[StemConfig] = []
     launched = set()  # tiles and grids: a config that differs in the bound on registers alone is no other way
     for config in fitting:  # of each bound on registers the best half
@@ -82,6 +89,32 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
             chosen.append(config)
             launched.add(launch)
     return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
+
+
+def _fitting(conv: Conv, device: Device) -> list[StemConfig]:
+    """Return the configs that registers and shared memory have room for."""
+    fitting = [config for config in configs(conv) if shared(conv, config) <= device.shared_per_block]
+    if device.arch < PDL_ARCH:  # the compiler takes more registers there, and would spill
+        fitting = [config for config in fitting if config.min_blocks <= MAX_BLOCKS_BEFORE_HOPPER]
+    return fitting
+
+
+def _few_of(conv: Conv, device: Device) -> list[StemConfig]:
+    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
+    if not is_symbolic(conv.sizes[-1]):
+        return _few(usual(conv), device, MAX_FEW)
+    copy, vector, problems = _copy(conv), _vector(conv), []
+    for each in usual(conv):  # which of them have as wide copies is chance
+        width = -(-each.sizes[-1] // vector) * vector + copy % vector
+        problems.append(replace(each, sizes=(*each.sizes[:-1], width), pads_begin=conv.pads_begin))
+    return _few(tuple(problems), device, MAX_FEW_OF_WIDTH)
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[StemConfig]:
+    return few_of_each(
+        problems, lambda conv: _fitting(conv, device), lambda conv, config: cost(conv, config, device), most
+    )
 
 
 def is_supported(conv: Conv, device: Device) -> bool:
@@ -95,7 +128,7 @@ def is_supported(conv: Conv, device: Device) -> bool:
         and set(conv.dilations) <= {1}
         and (conv.dtype != "float32" or conv.tf32)
         and conv.pixels > 0
-        and max(conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
+        and maximum(conv.c * math.prod(conv.sizes), conv.m * math.prod(conv.y_sizes)) <= MAX_IMAGE
     )
 
 
@@ -156,10 +189,13 @@ def _vector(conv: Conv) -> int:
 
 
 def _copy(conv: Conv) -> int:
-    """Return the elements of x that are copied at a time: a divisor of its width, 16 bytes at most."""
-    copy = _vector(conv)
-    while two(conv.sizes)[1] % copy:
-        copy //= 2
+    """Return the elements of x that are copied at a time: a divisor of its width, 16 bytes at most.
+
+    Where widths are dynamic, there are kernels for no more than three of them, because each is compiled.
+    """
+    copy, width = _vector(conv), conv.sizes[-1]
+    while width % copy:
+        copy = 2 if is_symbolic(width) and copy > 2 else copy // 2
     return copy
 
 
@@ -260,4 +296,5 @@ def cost(conv: Conv, config: StemConfig, device: Device) -> float:
     patch = ((config.tp - 1) * sh + kh) * ((config.tq - 1) * sw + kw) * conv.c
     weight = config.tp * config.tq * (conv.m + 24) + patch + 1000
     # 7 x 7 / 2 of 32 x 3 x 224 x 224 to 64 took 9 % longer with two blocks on a multiprocessor than with three (H200).
-    return shares * busiest * weight * (1 + 1 / min(busiest, resident(conv, config, device)))
+    found: float = shares * busiest * weight * (1 + 1 / minimum(busiest, resident(conv, config, device)))
+    return found

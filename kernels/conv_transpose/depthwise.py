@@ -10,6 +10,7 @@ from onnxfuse.kernels.conv_transpose.mma import geometry_arguments, geometry_def
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.symint import estimate
 
 THREADS: Final = 128  # of a block
 MAX_SUMS: Final = 64  # registers of a thread that hold sums
@@ -22,7 +23,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return []
     found = [implementation(conv, width, device) for width in widths(conv)]
     blocks_wanted = 4 * device.multiprocessors
-    return sorted(found, key=lambda each: _blocks(each) < blocks_wanted)
+    return sorted(found, key=lambda each: estimate(_blocks(each)) < blocks_wanted)
 
 
 def widths(conv: Conv) -> list[int]:
@@ -36,7 +37,7 @@ def widths(conv: Conv) -> list[int]:
 
 def implementation(conv: Conv, width: int, device: Device) -> Implementation:
     """Return the launch with accesses of `width` elements."""
-    stride, pad, rows = conv.strides[-1], conv.pads_begin[-1], conv.pixels // conv.y_sizes[-1]
+    stride, pad, rows = conv.strides[-1], conv.pads_begin[-1], conv.n * math.prod(conv.y_sizes[:-1])
     strips = (conv.y_sizes[-1] - 1 + pad) // stride + 1 - pad // stride
     defines = {
         **conv.epilogue_defines(), **geometry_defines(conv), "CHANNELS": conv.c, "WIDTH": width, "THREADS": THREADS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,16 +13,20 @@ from onnxfuse.kernels.conv.hopper import MAX_CORNER as CORNERS
 from onnxfuse.kernels.conv.hopper import MAX_OFFSET as OFFSETS
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, two
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.conv_transpose.mma import geometry_defines
 from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.hopper import SUBTILE, TILE_K, HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.menu import few
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Pointer, Scalar, TensorMap
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 MAX_CORNER: Final = CORNERS[2]  # pixels of one axis are a row here: TMA walks over two
 MAX_OFFSET: Final = OFFSETS[2]
+MAX_FEW: Final = 4  # configs of a convolution of dynamic sizes
 MIN_BOX: Final = 8  # positions: TMA's swizzle repeats after as many rows
 
 
@@ -30,12 +35,25 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     if why_not(conv, device):
         return []
     gemm = gemm_of_phases(widened(conv))
-    found = sorted(fitting(conv, device), key=lambda config: hopper.cycles(gemm, config, device))
+    found = best_first(fitting(conv, device), lambda config: hopper.cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
 def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
-    """Return the configs whose tiles belong to one phase, and that registers and shared memory have room for."""
+    """Return the configs whose tiles belong to one phase, and that registers and shared memory have room for.
+
+    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    """
+    return _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
+
+
+@functools.lru_cache(maxsize=512)
+def _few(problems: tuple[Conv, ...], device: Device) -> list[HopperConfig]:
+    gemms = [gemm_of_phases(widened(each)) for each in problems]
+    return few(_fitting(problems[0], device), gemms, lambda gemm, config: hopper.cycles(gemm, config, device), MAX_FEW)
+
+
+def _fitting(conv: Conv, device: Device) -> list[HopperConfig]:
     conv = widened(conv)
     gemm = gemm_of_phases(conv)
     whole = (config for config in CONFIGS if config.split_k == 1 and conv.m % config.tile_n == 0)
@@ -51,14 +69,16 @@ def why_not(conv: Conv, device: Device) -> str | None:
         return "TMA walks over channels-last images of one group"
     if not conv.aligned or conv.c % 8 or conv.m % SUBTILE or period % 2:
         return f"TMA moves pixels that begin at multiples of 16 bytes, and tiles of {SUBTILE} filters"
-    if not conv.pixels * conv.m * conv.c * conv.taps or max(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
+    if not conv.pixels * conv.m * conv.c * conv.taps or maximum(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
         return "coordinates are ints"
     axes = list(zip(conv.kernel, conv.strides, conv.dilations, conv.y_sizes, strict=True))
     if any(taps % stride or dilation > 1 or size % stride for taps, stride, dilation, size in axes):
         return "phases have equally many taps and positions"
     if box(conv) < MIN_BOX:
         return f"a box has at least {MIN_BOX} positions of a row, or of several whole rows"
-    if any(max(-begin, begin, -end, end) > MAX_CORNER or reach > MAX_OFFSET for begin, end, reach in _walk(conv)):
+    if is_symbolic(*conv.pads_begin):
+        return "what is cut off in front of y is a constant of the kernel"
+    if any(maximum(-begin, begin, -end, end) > MAX_CORNER or reach > MAX_OFFSET for begin, end, reach in _walk(conv)):
         return f"a walk begins and ends within {MAX_CORNER} pixels of the image, and offsets are at most {MAX_OFFSET}"
     return None
 
@@ -86,6 +106,8 @@ def counts(conv: Conv) -> tuple[int, int]:
 def box(conv: Conv) -> int:
     """Return the positions that TMA moves at a time: of one row, or all of several rows."""
     row = counts(conv)[1]
+    if is_symbolic(row):  # a box has plain integers
+        return next((size for size in (64, 32, 16, 8) if row % size == 0), 1)
     return SUBTILE if SUBTILE % row == 0 and row >= MIN_BOX else math.gcd(SUBTILE, row)
 
 
@@ -157,7 +179,7 @@ def result_map(conv: Conv, pointer: Pointer) -> TensorMap:
     pixels = 2 * conv.m * two(conv.y_sizes)[1]  # bytes of a row of y
     sizes, pitches = (right * conv.m, row, down, conv.n * rows), (2 * conv.m * right, pixels, pixels * down)
     positions = box(conv)
-    width = min(positions, row)
+    width = positions if is_symbolic(row) else min(positions, row)
     return TensorMap(pointer, _dtype(conv), sizes, pitches, (SUBTILE, width, 1, positions // width), 128)
 
 

@@ -11,6 +11,7 @@ from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import is_symbolic
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
 MAX_LIBRARY: Final = 2  # of them, those by cuDNN
@@ -34,6 +35,9 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run a transposed convolution with at least one element of y, the expected fastest first."""
-    by_wgmma, library = hopper.implementations(conv, device), cudnn.implementations(conv, device)[:MAX_LIBRARY]
+    by_wgmma = hopper.implementations(conv, device)
+    if is_symbolic(conv.n, *conv.sizes):  # the first kind alone: a template has few kernels, and none of cuDNN's
+        return by_wgmma or depthwise.implementations(conv, device) or mma.implementations(conv, device)
+    library = cudnn.implementations(conv, device)[:MAX_LIBRARY]
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
     return [*[*by_wgmma, *others][: MAX_IMPLEMENTATIONS - len(library)], *library]

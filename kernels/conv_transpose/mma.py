@@ -9,11 +9,13 @@ from onnxfuse.kernels.conv import mma
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.mma import MAX_CONFIGS, ConvConfig
 from onnxfuse.kernels.conv.problem import Conv, three
+from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, PDL_ARCH, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
@@ -21,17 +23,23 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
 
     There are none if y has no elements, if weights are hwoi, and where 32 bits do not count pixels.
     """
-    too_many = max(conv.pixels, positions(conv) * phases(conv)) >= 2**31 - 2**16
+    too_many = maximum(conv.pixels, positions(conv) * phases(conv)) >= 2**31 - 2**16
     if not conv.pixels * conv.m * conv.c * conv.taps or conv.w_hwio or too_many:
         return []
     equal = equivalent(conv)
-    chosen = sorted(configs(conv, device), key=lambda config: mma.cycles(equal, config, device))
+    chosen = best_first(configs(conv, device), lambda config: mma.cycles(equal, config, device))
     return [implementation(conv, config, device) for config in chosen[:MAX_CONFIGS]]
 
 
 def configs(conv: Conv, device: Device) -> list[ConvConfig]:
-    """Return the tiles that fit the device, without slices of k and with the number expected to be fastest."""
-    found = mma.configs(equivalent(conv), device)
+    """Return the tiles that fit the device, without slices of k and with the number expected to be fastest.
+
+    Of a convolution of dynamic sizes they are few, of which one is good for any size.
+    """
+    if is_symbolic(conv.n, *conv.sizes):
+        found = mma.few_configs(tuple(equivalent(each) for each in usual(conv)), device)
+    else:
+        found = mma.configs(equivalent(conv), device)
     return [config for config in found if shared(config.tile) <= device.shared_per_block]
 
 

@@ -18,6 +18,7 @@ from onnxfuse.kernels.conv.operands import (
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
+from onnxfuse.runtime.symint import maximum
 
 MAX_DIMS: Final = 3  # spatial axes
 MAX_STRIDE: Final = 64  # along the width, of a depthwise one: a thread computes as many pixels of y
@@ -80,20 +81,26 @@ def _y_sizes(
     """
     rank, auto_pad = len(sizes), node.text("auto_pad", "NOTSET")
     extra = _integers(node, "output_padding", rank) or [0] * rank
-    full = [
-        (size - 1) * stride + added + (taps - 1) * dilation + 1
-        for size, stride, added, taps, dilation in zip(sizes, strides, extra, kernel, dilations, strict=True)
+    beyond = [  # of all that the filter gives, what is more than size * stride
+        added + (taps - 1) * dilation + 1 - stride
+        for stride, added, taps, dilation in zip(strides, extra, kernel, dilations, strict=True)
     ]
+    products = [size * stride for size, stride in zip(sizes, strides, strict=True)]
     stated = _integers(node, "output_shape", rank)
     if not stated and auto_pad in EXPLICIT_PADS:
         begin, end = explicit_pads(node, rank)
     else:
-        wanted = stated or [size * stride for size, stride in zip(sizes, strides, strict=True)]
-        totals = [max(0, all_of_it - size) for all_of_it, size in zip(full, wanted, strict=True)]
+        totals = [
+            maximum(0, more + (product - stated[i] if stated else 0))
+            for i, (more, product) in enumerate(zip(beyond, products, strict=True))
+        ]
         less, more = tuple(total // 2 for total in totals), tuple(total - total // 2 for total in totals)
         begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
-    left = [all_of_it - before - after for all_of_it, before, after in zip(full, begin, end, strict=True)]
-    return tuple(max(0, size) for size in stated or left), begin, end
+    left = [
+        product + (more - before - after)
+        for product, more, before, after in zip(products, beyond, begin, end, strict=True)
+    ]
+    return tuple(maximum(0, size) for size in stated or left), begin, end
 
 
 def _integers(node: FusedNode, attribute: str, rank: int) -> list[int]:

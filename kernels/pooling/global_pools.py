@@ -17,11 +17,13 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import estimate, is_symbolic
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 LINE_BYTES: Final = 128  # of a pixel that a block reads, where it has so many
 MIN_THREADS, MAX_THREADS = 128, 512  # of a block
 PIXELS_PER_THREAD: Final = 4  # a block has more threads while they have more pixels each
+DYNAMIC_THREADS: Final = 256  # of a block, where the number of pixels is dynamic
 BUSY_THREADS: Final = 1024  # per multiprocessor: with fewer, an image's pixels are divided among blocks
 MAX_CLUSTER: Final = 8
 MAX_PARTS: Final = 32  # of an image, where another launch merges them
@@ -44,12 +46,14 @@ def global_tiling(
     lanes_c = min(32, LINE_BYTES // vector_bytes, 1 << (vectors - 1).bit_length())
     columns, parts = images * math.ceil(vectors / lanes_c), 1
     while True:
-        lanes_p = MIN_THREADS // lanes_c
-        while lanes_p * lanes_c < MAX_THREADS and lanes_p * PIXELS_PER_THREAD * parts < pixels:
+        lanes_p = (DYNAMIC_THREADS if is_symbolic(pixels) else MIN_THREADS) // lanes_c
+        while (
+            not is_symbolic(pixels) and lanes_p * lanes_c < MAX_THREADS and lanes_p * PIXELS_PER_THREAD * parts < pixels
+        ):
             lanes_p *= 2
         threads = columns * parts * lanes_c * lanes_p
-        long = pixels > 2 * parts * lanes_p * PIXELS_PER_THREAD
-        if threads >= BUSY_THREADS * device.multiprocessors or not long or parts >= max_parts:
+        enough = parts >= max_parts or estimate(threads) >= BUSY_THREADS * device.multiprocessors
+        if enough or estimate(pixels) <= 2 * parts * lanes_p * PIXELS_PER_THREAD:
             return GlobalTiling(lanes_c, lanes_p, parts)
         parts *= 2
 

@@ -9,6 +9,7 @@
 //   TILE_H, TILE_W    results of a thread            LANES_C, LANES_W, LANES_H  threads of a block: its x, y and z
 //   ROW_UNROLL, COLUMN_CHUNK  rows in flight together; vectors of a row that are
 //   STREAMED     1: y leaves L2 first                RELEASE  1: the next kernel may start before this one stores
+//   These two are numbers, or expressions that depend on the grid.
 //
 // A pooling op has
 //   static float initial()                  what it reduces nothing to, and what padding counts as
@@ -128,7 +129,7 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
             }
         }
     }
-    if constexpr (RELEASE) release_successor();
+    if (RELEASE) release_successor();
     const long long y_first = ((long long)slice * sizes.y_height + y_row) * sizes.y_width + y_column;
     T* to = y + y_first * CHANNELS + vector * WIDTH;
 #pragma unroll
@@ -139,6 +140,6 @@ __device__ __forceinline__ void pool(const Op& op, const T* x, T* y, const PoolS
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i)
                 results[t][j][i] = op.finish(results[t][j][i], int(y_plane), y_row + t, y_column + j);
-            store<STREAMED>(to + ((long long)t * sizes.y_width + j) * CHANNELS, results[t][j]);
+            store_as(STREAMED, to + ((long long)t * sizes.y_width + j) * CHANNELS, results[t][j]);
         }
 }

@@ -12,13 +12,16 @@ from onnxfuse.kernels.tensors import (
     ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
+    is_released,
     is_streamed,
     operand_pointer,
     required_spec,
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import estimate, is_symbolic
 
 TILES: Final = ((2, 2), (1, 2), (1, 1))  # rows and columns of results of a thread
 THREADS: Final = 128  # of a block, at most
@@ -42,9 +45,13 @@ class Tiling:
 
     def blocks(self, images: int, vectors: int, planes: Window, rows: Window, columns: Window) -> int:
         """Return the number of blocks."""
-        across = math.ceil(columns.y_size / (self.lanes_w * self.tile_w))
-        down = math.ceil(rows.y_size / (self.lanes_h * self.tile_h))
+        across = -(-columns.y_size // (self.lanes_w * self.tile_w))
+        down = -(-rows.y_size // (self.lanes_h * self.tile_h))
         return images * planes.y_size * down * across * math.ceil(vectors / self.lanes_c)
+
+    def results(self, vectors: int) -> int:
+        """Return the vectors of y that a block computes, in the mean of those of a row of blocks."""
+        return self.tile_h * self.tile_w * self.lanes_w * self.lanes_h * vectors // math.ceil(vectors / self.lanes_c)
 
 
 def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
@@ -60,9 +67,7 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         return [Plan((y,), ())]
     planes, rows, columns = (*(UNIT,) * (3 - len(spatial)), *spatial)
     width = vector_width([x, y], channels)
-    defines: Defines = {
-        "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "STREAMED": is_streamed([x, y]),
-    }  # fmt: skip
+    defines: Defines = {"T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width}
     for axis, window in zip("DHW", (planes, rows, columns), strict=True):
         defines |= {f"KERNEL_{axis}": window.kernel, f"STRIDE_{axis}": window.stride}
         defines[f"DILATION_{axis}"] = window.dilation if window.kernel > 1 else 1
@@ -78,8 +83,12 @@ def window_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         blocks = tiling.blocks(images, channels // width, planes, rows, columns)
         if blocks > MAX_BLOCKS:
             raise ValueError(f"{node.fusion}: y has shape {list(y.shape)}, which is more than one launch can compute")
+        read = planes.stride * rows.stride * columns.stride  # elements of x for each of y
+        block_bytes = tiling.results(channels // width) * width * ITEM_BYTES[x.dtype] * (1 + read)
         kernel = Kernel(node.fusion, node.fusion, {
-            **defines, **_loops(tiling, rows, columns), "RELEASE": int(blocks <= 2 * device.multiprocessors),
+            **defines, **_loops(tiling, rows, columns),
+            "STREAMED": is_streamed([x, y], f"gridDim.x > {STREAMED_FROM_BYTES // block_bytes}"),
+            "RELEASE": is_released(blocks, device),
             "TILE_H": tiling.tile_h, "TILE_W": tiling.tile_w,
             "LANES_C": tiling.lanes_c, "LANES_W": tiling.lanes_w, "LANES_H": tiling.lanes_h,
         })  # fmt: skip
@@ -99,26 +108,33 @@ def tilings(
     """
     found: dict[Tiling, int] = {}
     for tile_h, tile_w in TILES:
-        shared_h = tile_h == 1 or (rows.y_size > 1 and _span(rows) > rows.stride)
-        shared_w = tile_w == 1 or (columns.y_size > 1 and _span(columns) > columns.stride)
+        shared_h = tile_h == 1 or (_is_several(rows.y_size) and _span(rows) > rows.stride)
+        shared_w = tile_w == 1 or (_is_several(columns.y_size) and _span(columns) > columns.stride)
         if not (shared_h and shared_w):
             continue
         lanes_c = even_lanes(vectors, max(1, LINE_BYTES // vector_bytes), 1 if vectors % 2 else 2)
-        across, down = math.ceil(columns.y_size / tile_w), math.ceil(rows.y_size / tile_h)
-        lanes_w = even_lanes(across, min(LANES_W if down > 1 else THREADS, THREADS // lanes_c))
+        across, down = -(-columns.y_size // tile_w), -(-rows.y_size // tile_h)
+        lanes_w = even_lanes(across, min(LANES_W if _is_several(down) else THREADS, THREADS // lanes_c))
         lanes_h = min(64, even_lanes(down, max(1, THREADS // (lanes_c * lanes_w))))
         threads = images * vectors * planes.y_size * across * down
         found[Tiling(tile_h, tile_w, lanes_c, lanes_w, lanes_h)] = threads
     busy = BUSY_THREADS * device.multiprocessors
-    enough = sorted((tiling for tiling in found if found[tiling] >= busy), key=found.__getitem__)
-    return enough + sorted((tiling for tiling in found if found[tiling] < busy), key=found.__getitem__, reverse=True)
+    enough = [tiling for tiling in found if estimate(found[tiling]) >= busy]  # TILES begins with the fewest threads
+    return enough + [tiling for tiling in reversed(found) if tiling not in enough]
+
+
+def _is_several(size: int) -> bool:
+    """Return whether there are several; of a dynamic size, which usually is, True without a guard."""
+    return is_symbolic(size) or size > 1
 
 
 def even_lanes(extent: int, most: int, step: int = 1) -> int:
     """Return the threads along an axis: at most `most`, and more than half of that, with the fewest left over.
 
-    `step` divides it: 2 vectors of 16 bytes are a sector of memory.
+    `step` divides it: 2 vectors of 16 bytes are a sector of memory.  A dynamic extent has `most`.
     """
+    if is_symbolic(extent):
+        return most
     if extent <= most:
         return extent
     return min(range(most, most // 2, -step), key=lambda lanes: math.ceil(extent / lanes) * lanes)

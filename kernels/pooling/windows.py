@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.runtime.plan import FusedNode
+from onnxfuse.runtime.symint import maximum, minimum
 
 AXES: Final = (1, 2, 3)  # how many spatial axes a window may have
 AUTO_PADS: Final = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
@@ -61,7 +62,7 @@ def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
     found = []
     for i, size in enumerate(shape[1:-1]):
         padding = _automatic_pads(auto_pad, size, kernel[i], strides[i]) or (pads[i], pads[axes + i])
-        if min(padding) < 0:
+        if any(pad < 0 for pad in padding):
             raise ValueError(f"{node.fusion}: the padding of axis {i + 1} is {list(padding)}; required no less than 0")
         y_size = _output_size(size, kernel[i], strides[i], dilations[i], padding, ceil_mode)
         if y_size < 1:
@@ -91,7 +92,7 @@ def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple
         return None
     if auto_pad == "VALID":
         return 0, 0
-    needed = (-(-size // stride) - 1) * stride + kernel - size
+    needed = kernel - 1 - (size - 1) % stride
     begin = (needed + (auto_pad == "SAME_LOWER")) // 2
     return begin, needed - begin
 
@@ -104,4 +105,5 @@ def _output_size(size: int, kernel: int, stride: int, dilation: int, padding: tu
     if not ceil_mode:
         return room // stride + 1
     count = -(-room // stride) + 1
-    return count - 1 if (count - 1) * stride >= size + padding[0] else count
+    inside: int = minimum(count, maximum(count - 1, -(-(size + padding[0]) // stride)))
+    return inside

@@ -9,10 +9,13 @@ from typing import Final
 import numpy as np
 
 from onnxfuse.kernels.tensors import (
+    ITEM_BYTES,
     PDL_ARCH,
     STORAGE,
+    STREAMED_FROM_BYTES,
     Defines,
     is_streamed,
+    macro,
     operand_pointer,
     required_spec,
     unsupported_choice,
@@ -20,6 +23,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import estimate, is_symbolic
 
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
@@ -27,6 +31,9 @@ NEAREST: Final = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 DEFAULTS: Final = {"antialias": 0, "exclude_outside": 0, "keep_aspect_ratio_policy": "stretch", "axes": []}
 RANKS: Final = (3, 4, 5)  # of x
 MAX_THREADS: Final = 256  # of a block
+DYNAMIC_THREADS: Final = (64, 128)  # of a block, where rows of y are dynamic
+BLOCKS: Final = "static_cast<u64>(gridDim.x) * gridDim.y"  # of a launch, as the kernel says it
+SPLIT: Final = 2.0**29 + 1  # leaves the upper 24 of 53 bits
 MAX_ROW_BLOCKS: Final = 65535  # blocks along y of a grid
 
 
@@ -75,17 +82,19 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     sizes, y_sizes, scaled = ((1, 1, *of[1:-1])[-3:] for of in (x.shape, y_shape, scales))
     y_depth, y_height, y_columns = y_sizes
     vectors = y_columns * (channels // width)
-    threads = min(MAX_THREADS, math.ceil(vectors / 32) * 32)
-    across, rows = math.ceil(vectors / threads), y_shape[0] * y_depth * y_height
+    threads = _threads(vectors)
+    across, rows = -(-vectors // threads), y_shape[0] * y_depth * y_height
     if across > MAX_ROW_BLOCKS or rows > 2**31 - 1:
         raise ValueError(f"resize: y has shape {list(y_shape)}, which is more than one launch can compute")
     linear = node.text("mode", "nearest") == "linear"
+    few_blocks, block_bytes = 2 * device.multiprocessors, 2 * threads * width * ITEM_BYTES[x.dtype]
     defines: Defines = {
         "T": STORAGE[x.dtype], "CHANNELS": channels, "WIDTH": width, "THREADS": threads, "LINEAR": int(linear),
         "HAS_DEPTH": int(len(x.shape) == 5),
         "COORDINATE": node.text("coordinate_transformation_mode", "half_pixel"),
-        "NEAREST": node.text("nearest_mode", "round_prefer_floor"), "STREAMED": is_streamed([x, y]),
-        "RELEASE": int(across * rows <= 2 * device.multiprocessors),
+        "NEAREST": node.text("nearest_mode", "round_prefer_floor"),
+        "STREAMED": is_streamed([x, y], f"{BLOCKS} > {STREAMED_FROM_BYTES // block_bytes}"),
+        "RELEASE": macro(lambda: across * rows <= few_blocks, f"{BLOCKS} <= {few_blocks}", across * rows),
     }  # fmt: skip
     arguments = (
         operand_pointer(node, "x"), Pointer("output", 0), *(Scalar(size, "int32") for size in (*sizes, *y_sizes)),
@@ -94,6 +103,29 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     kernel = Kernel("resize", "resize", defines)
     launch = Launch(kernel, (rows, across, 1), (threads, 1, 1), arguments, pdl=device.arch >= PDL_ARCH)
     return [Plan((y,), (launch,))]
+
+
+def _threads(vectors: int) -> int:
+    """Return the threads of a block for rows of so many vectors; of dynamic rows one of two numbers."""
+    if is_symbolic(vectors):
+        return min(DYNAMIC_THREADS) if estimate(vectors) <= min(DYNAMIC_THREADS) else max(DYNAMIC_THREADS)
+    return min(MAX_THREADS, -(-vectors // 32) * 32)
+
+
+def _scaled(size: int, scale: float) -> int:
+    """Return the product of a size and a scale in float32, rounded down, as onnxruntime computes it.
+
+    Of a dynamic size, which is below 2^24, the exact product is rounded to the 24 bits of float32 as Dekker's splitting
+    does it, because expressions are of float64.
+    """
+    if not is_symbolic(size):
+        return int(np.float32(scale) * np.float32(size))
+    if scale.is_integer():
+        return size * int(scale)
+    product = size * scale
+    shifted = product * SPLIT
+    rounded: int = math.floor(shifted - (shifted - product))
+    return rounded
 
 
 def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -105,10 +137,14 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
             f"resize: x has shape {list(shape)}, and the scales or sizes are {given}; required one an axis"
         )
     if scales:
-        exact = [np.float32(each) for each in given]
-        return tuple(map(float, exact)), tuple(
-            int(scale * np.float32(size)) for scale, size in zip(exact, shape, strict=True)
-        )
+        exact = [float(np.float32(each)) for each in given]
+        return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
     y_shape = tuple(int(each) for each in given)
-    ratios = (np.float32(to) / np.float32(size) if size else 1.0 for to, size in zip(y_shape, shape, strict=True))
-    return tuple(map(float, ratios)), y_shape
+    return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
+
+
+def _ratio(to: int, size: int) -> float:
+    """Return the quotient in float32; of a dynamic size in float64, which gives the same when it is rounded later."""
+    if is_symbolic(size):
+        return to / size
+    return float(np.float32(to) / np.float32(size)) if size else 1.0

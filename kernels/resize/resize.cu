@@ -10,6 +10,7 @@
 //   LINEAR                 1: interpolate between the two nearest elements of each axis; 0: copy the nearest element
 //   HAS_DEPTH              0: depth is 1
 //   STREAMED               1: y leaves L2 first        RELEASE  1: the next kernel may start before this one stores
+//   These two are numbers, or expressions that depend on the grid.
 #include "types.cuh"
 
 static_assert(CHANNELS % WIDTH == 0, "a vector would cross pixels");
@@ -124,6 +125,6 @@ resize(const T* x, T* y, int depth, int height, int width, int y_depth, int y_he
                 results[i] = (1.0f - planes.weight) * results[i] + planes.weight * high[i];
         }
     }
-    if constexpr (RELEASE) release_successor();
-    store<STREAMED>(y, results);
+    if (RELEASE) release_successor();
+    store_as(STREAMED, y, results);
 }

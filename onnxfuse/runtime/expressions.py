@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
 
@@ -173,6 +173,19 @@ class Expressions:
         less, greater = np.minimum(values[a], values[b]), np.maximum(values[a], values[b])
         return np.where(right, 0.0, np.where(less > 0, _divide(greater, less) - 1, np.inf))
 
+    def value(self, number: int, sizes: Mapping[int, Values], known: dict[int, Values]) -> Values:
+        """Return the values of one expression; `sizes` holds arrays as for `evaluate`, `known` keeps what is known."""
+        if number not in known:
+            op, a, b = self.rows[number]
+            if op is Op.SIZE:
+                known[number] = sizes[a]
+            elif op in LEAVES:
+                known[number] = np.array(a, np.int64) if op is Op.CONSTANT else np.array(a, np.int64).view(np.float64)
+            else:
+                parts = (a,) if op in UNARY else (a, b)
+                known[number] = _FUNCTIONS[op](*(self.value(part, sizes, known) for part in parts))
+        return known[number]
+
     def evaluate(self, sizes: Sequence[Values], known: list[Values] | None = None) -> list[Values]:
         """Return the values of all expressions; `sizes` holds arrays of one length, a size's values in each.
 
@@ -180,15 +193,16 @@ class Expressions:
         """
         values = known if known is not None else []
         shape = sizes[0].shape if sizes else (1,)
-        for op, a, b in self.rows[len(values) :]:
-            if op is Op.CONSTANT:
-                values.append(np.full(shape, a, np.int64))
-            elif op is Op.SIZE:
-                values.append(sizes[a])
-            elif op is Op.REAL_CONSTANT:
-                values.append(np.full(shape, np.int64(a)).view(np.float64))
-            elif op in UNARY:
-                values.append(_FUNCTIONS[op](values[a]))
-            else:
-                values.append(_FUNCTIONS[op](values[a], values[b]))
+        with np.errstate(all="ignore"):  # an expression may be without a value where its guards do not hold
+            for op, a, b in self.rows[len(values) :]:
+                if op is Op.CONSTANT:
+                    values.append(np.full(shape, a, np.int64))
+                elif op is Op.SIZE:
+                    values.append(sizes[a])
+                elif op is Op.REAL_CONSTANT:
+                    values.append(np.full(shape, np.int64(a)).view(np.float64))
+                elif op in UNARY:
+                    values.append(_FUNCTIONS[op](values[a]))
+                else:
+                    values.append(_FUNCTIONS[op](values[a], values[b]))
         return values

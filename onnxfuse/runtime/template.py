@@ -21,6 +21,7 @@ T = TypeVar("T")
 MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
 MAX_VARIANTS: Final = 48
 LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
+HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
 MAX_LOSS: Final = 0.1  # of time at a sample, as the host estimates it, up to which a kernel may be left out
 MAX_MEAN_LOSS: Final = 0.001  # the same in the mean of all samples
 MAX_TUNED_DISTANCE: Final = 1.0  # from the sizes at which a plan was measured, up to which it counts: a factor of two
@@ -296,4 +297,4 @@ def _spread(per_octave: int) -> list[int]:
     while octave <= LARGEST_SIZE:
         found |= {octave + octave * i // per_octave for i in range(per_octave)} | {octave + octave // 3 | 1}
         octave *= 2
-    return sorted(found)
+    return sorted(found | HALVED_ONCE)

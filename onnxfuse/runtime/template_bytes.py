@@ -26,12 +26,12 @@ class _Function:
 def template_bytes(template: Template, functions: Mapping[str, int]) -> bytes:
     """Return a template as 64-bit words; `functions` are the CUfunction handles of its kernels by `kernel_key`."""
     keys = list(functions)
+    indices = {key: i for i, key in enumerate(keys)}
+    variants = [word for variant in template.variants for word in _variant(variant, indices)]  # may make expressions
     words = [TEMPLATE_MARK, len(template.inputs), *input_words(template.inputs), len(template.expressions.rows)]
     words += [word for op, a, b in template.expressions.rows for word in (int(op), a, b)]
     words += [len(keys), *functions.values(), len(template.variants)]
-    for variant in template.variants:
-        words += _variant(variant, {key: i for i, key in enumerate(keys)})
-    return packed(words)
+    return packed([*words, *variants])
 
 
 def kernel_key(kernel: Kernel) -> str:

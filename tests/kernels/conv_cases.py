@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ from kernel_references import PARAMETERS
 
 from onnxfuse.activations import ACTIVATIONS, PRELU
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.runtime.plan import Pointer
+from onnxfuse.runtime.plan import FusedNode, Pointer
 
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -25,6 +25,8 @@ class ConvCase:
 
     `strides`, `dilations` and `pads` are those of ONNX Conv; empty means its defaults.
     """
+
+    FUSION: ClassVar = "conv_bias_activation"
 
     n: int
     c: int
@@ -59,6 +61,10 @@ class ConvCase:
         marks += ["" if self.aligned else "misaligned", "" if self.constant else "computed"]
         marks += ["" if self.scale == 1 else f"x{self.scale:g}"]
         return " ".join(mark for mark in marks if mark)
+
+    @property
+    def w_layout(self) -> str:
+        return "hwio" if self.w_hwio else "ohwi"
 
     @property
     def axes(self) -> int:
@@ -109,6 +115,17 @@ class ConvCase:
             residual_first=self.residual_first, activation=self.activation, alpha=alpha, beta=beta,
             x_nchw=self.x_nchw, w_hwio=self.w_hwio, tf32=self.tf32, weights_constant=self.constant, **pointers,
         )  # fmt: skip
+
+    def node(self) -> FusedNode:
+        """Return the fused node of the convolution."""
+        strides, pads, dilations = self._geometry()
+        attributes: dict[str, Any] = {
+            "layout": "nhwc", "x_layout": "nchw" if self.x_nchw else "nhwc", "w_layout": self.w_layout,
+            "residual_position": "before" if self.residual_first else "after", "activation": self.activation,
+            "strides": list(strides), "pads": list(pads), "dilations": list(dilations), "group": self.group,
+        }  # fmt: skip
+        attributes |= dict(zip(("alpha", "beta"), PARAMETERS.get(self.activation, ()), strict=False))
+        return FusedNode(self.FUSION, str(self), ("x", "w", *self.extra), attributes, (self.dtype,))
 
     def expect(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return y in float64, and the sums of the magnitudes of the terms of each element."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from conv_cases import ConvCase, with_vectors
 
 from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.runtime.plan import FusedNode
 
 BOTH: Final = ("bias", "residual")
 SAME: Final = (1, 1, 1, 1)
@@ -20,6 +21,8 @@ KINDS: Final = (("float16", False), ("bfloat16", False), ("float32", True), ("fl
 @dataclass(frozen=True)
 class ConvTransposeCase(ConvCase):
     """A transposed convolution; `w_hwio` says that its weights are hwoi."""
+
+    FUSION: ClassVar = "conv_transpose_bias_activation"
 
     output_padding: tuple[int, ...] = ()
 
@@ -40,6 +43,16 @@ class ConvTransposeCase(ConvCase):
     def w_shape(self) -> tuple[int, ...]:
         filters = self.m // self.group
         return (*self.kernel, filters, self.c) if self.w_hwio else (self.c, *self.kernel, filters)
+
+    @property
+    def w_layout(self) -> str:
+        return "hwoi" if self.w_hwio else "ihwo"
+
+    def node(self) -> FusedNode:
+        node = super().node()
+        given = {name: value for name, value in node.attributes.items() if name != "x_layout"}
+        padding = {"output_padding": list(self.output_padding)} if self.output_padding else {}
+        return replace(node, attributes={**given, **padding})
 
     def problem(self) -> Conv:
         return replace(super().problem(), transposed=True)

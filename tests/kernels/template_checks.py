@@ -27,9 +27,8 @@ def template_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -
 
 def plan_at(template: Template, variant: Variant, sizes: Sequence[int]) -> tuple[list[Kernel], list[int]]:
     """Return the kernels of a variant, and the words of its plan at these sizes, with kernels' indices as functions."""
+    words = plan_words(variant.plan, range(len(variant.kernels)))  # makes expressions: the bits of real numbers
     values = template.expressions.evaluate([np.array([size]) for size in sizes])
-    launches = range(len(variant.kernels))
-    words = plan_words(variant.plan, launches)
     return list(variant.kernels), [int(values[w.number][0]) if isinstance(w, SymInt) else w for w in words]
 
 
