@@ -28,7 +28,7 @@ def device() -> Device:
 
 
 def plans_at(template: Template, specs: Sequence[TensorSpec]) -> list[Plan]:
-    """Return the plans of variants that are right for these inputs, one of those with the same launches but for grids."""
+    """Return the plans of variants that are right for these inputs, one of those that differ in their grids alone."""
     sizes = sizes_of(template.inputs, specs)
     assert sizes is not None
     assert template.chosen(sizes), f"no variant for {sizes}"
