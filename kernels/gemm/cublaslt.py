@@ -22,7 +22,7 @@ from onnxfuse.kernels.tensors import (
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Matmul, Matrix, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import is_symbolic
+from onnxfuse.runtime.symint import gcd, is_symbolic
 
 log: Final = logging.getLogger("onnxfuse")
 
@@ -157,7 +157,10 @@ def epilogue(gemm: Gemm, device: Device, slices: int = 1) -> Launch:
     arguments: list[Argument] = [Pointer("scratch", 0), Pointer("scratch", 1) if gemm.up else ABSENT]
     arguments += [operand or ABSENT for operand in operands]
     arguments += [Scalar(gemm.alpha, "float32"), Scalar(gemm.beta, "float32")]
-    tiling = vector_tiling(gemm.m * gemm.n, vector_width([*read, y]), device)
+    width = vector_width([*read, y])
+    if slices > 1:  # vectors of every slice start at a multiple of their width
+        width = gcd(width, gemm.m * gemm.n)
+    tiling = vector_tiling(gemm.m * gemm.n, width, device)
     moved = sum(ITEM_BYTES[tensor.dtype] for tensor in (*read, y))  # bytes for each element of y
     streamed = is_streamed([*read, y], f"count > {STREAMED_FROM_BYTES // moved}")
     largest = gemm.m * gemm.n * slices
