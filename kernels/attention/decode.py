@@ -20,7 +20,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ABSENT, PDL_ARCH
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
-from onnxfuse.runtime.symint import always, estimate, gcd, is_symbolic, maximum, minimum, without_soft_guards
+from onnxfuse.runtime.symint import always, estimate, for_later_plans, gcd, is_symbolic, maximum, minimum
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 CLUSTERS: Final = (2, 4, 8)  # eight is the portable limit; sixteen were slower than eight
@@ -44,7 +44,7 @@ def implementations(problem: Attention, device: Device, cache: Cache | None = No
     configs = dict.fromkeys(config for config in found if config and config.block_m >= rows)  # a block has all rows
     ways: list[Implementation] = []
     for config in configs:
-        with without_soft_guards(*problem.sizes) if ways else nullcontext():
+        with for_later_plans(*problem.sizes) if ways else nullcontext():
             ways += _implementations_of(problem, config, device, cache)
     return ways
 
@@ -75,7 +75,7 @@ def _implementations_of(
     """Return the ways to split keys over blocks, the expected fastest first."""
     heads, tiles = problem.batch * problem.kv_heads, -(-problem.keys // config.block_n)
     splits = maximum(1, minimum(MAX_SPLITS, device.multiprocessors // heads, tiles // MIN_TILES))
-    if estimate(splits) < 2:
+    if estimate(splits) < 1.5:  # two splits are far from one: a guard of 2 would say that one is as good there
         return [_one_block(problem, config, device, cache)] if cache else []
     clusters = _clusters(problem, tiles, device)
     in_clusters = [_in_cluster(problem, config, cluster, device, cache) for cluster in clusters]

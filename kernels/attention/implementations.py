@@ -11,7 +11,7 @@ from onnxfuse.kernels.attention import decode, hopper, mma
 from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import estimate, without_soft_guards
+from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 6  # each is compiled and timed when a new shape comes
 MAX_DECODE_ROWS: Final = 64  # queries times query heads of a key head, which one block can hold
@@ -35,9 +35,7 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
         order = [(mma.implementations, 3), (hopper.implementations, 2), (decode.implementations, 1)]
     found: list[Implementation] = []
     for kernels, most in order:
-        if found and problem.is_symbolic and kernels is decode.implementations:
-            continue  # it is for some numbers of rows only, and would divide the sizes for which the others are right
-        with without_soft_guards(*problem.sizes) if found else nullcontext():
+        with for_later_plans(*problem.sizes) if found else nullcontext():
             found += kernels(problem, device)[:most]
     return found[:MAX_IMPLEMENTATIONS]
 

@@ -15,7 +15,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
-from onnxfuse.runtime.symint import expect_equal, is_symbolic, without_soft_guards
+from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic
 
 ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows, by its layout
 PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and the operand with its new rows
@@ -48,7 +48,7 @@ def with_cache_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device:
     # mask adds to scores.
     reads_all_keys = (problem.causal is None or problem.add_masked_score) and problem.keys == cache.rows
     found = decode.implementations(problem, device, cache)[: MAX_IMPLEMENTATIONS - 1] if reads_all_keys else []
-    with without_soft_guards(*problem.sizes) if found else nullcontext():
+    with for_later_plans(*problem.sizes) if found else nullcontext():
         for each in implementations(problem, device):
             found.append(Implementation(f"attention_append, {each.name}", (*copy, *each.steps), each.scratch))
     if not found:

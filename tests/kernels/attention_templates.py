@@ -126,7 +126,9 @@ def rotated(name: str, lengths: tuple[int, int], heads: tuple[int, int] = (32, 8
     if norm:
         shapes |= {"q_scale": (size,), "k_scale": (size,)}
     dtypes = _masked(shapes, given.pop("mask", None), given)
-    return _node(name, "attention_with_rotary_embedding", shapes, dtypes, dtype, heads, some_sizes(2), **given)
+    return _node(
+        name, "attention_with_rotary_embedding", shapes, dtypes, dtype, heads, some_sizes(-min(lengths)), **given
+    )
 
 
 B, S, K, N, P = BATCH, QUERIES, KEYS, TOTAL, PAST
