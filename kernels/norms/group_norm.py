@@ -41,7 +41,7 @@ def group_norm_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
         tiling = long_rows(length, width, device, item_bytes)
     else:
         tiling = row_tiling(rows, length, width, device, item_bytes)
-    packs = spatial // width
+    packs = spatial // tiling.width  # which may be narrower
     defines: Defines = {
         "X_T": STORAGE[x.dtype], "SCALE_T": STORAGE[scale.dtype], "BIAS_T": STORAGE[bias.dtype],
         "Y_T": STORAGE[y.dtype], "ROW": length, "STREAMED": streamed_rows([x, y], length, width), "GROUPS": groups,

@@ -88,7 +88,7 @@ def at(case: Case, batch: int, queries: int, keys: int) -> Case:
 def test_attention_of_any_length(device: Device, name: str, aligned: bool) -> None:
     case = dataclasses.replace(NODES[name], aligned=aligned)
     dynamic = with_dynamic_dims(case.specs(case.inputs()), BATCH, QUERIES, KEYS)
-    template = template_of(case.node(), dynamic, device)
+    template = template_of(case.node(), dynamic, dataclasses.replace(device, tf32=False))
     compile_all(template.kernels, device)
     crossed = case.keys != case.queries
     for sizes in CROSSED if crossed else [(batch, length, length) for batch, length in LENGTHS]:
@@ -142,7 +142,8 @@ def grown(each: CachedCase, batch: int, past: int, new: int) -> CachedCase:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_cache_of_any_length(device: Device, name: str) -> None:
     each = STEPS[name]
-    template = template_of(each.node(), with_dynamic_dims(each.specs(), BATCH, PAST, NEW, PAST + NEW, PAST + 1), device)
+    dynamic = with_dynamic_dims(each.specs(), BATCH, PAST, NEW, PAST + NEW, PAST + 1)
+    template = template_of(each.node(), dynamic, dataclasses.replace(device, tf32=False))
     compile_all(template.kernels, device)
     for sizes in PASTS if each.case.queries == 1 else PREFILLS:
         run = grown(each, *sizes)
@@ -166,7 +167,8 @@ def test_a_past_and_its_present_in_one_buffer(device: Device) -> None:
     """Of one element in the batch rows keep their offsets; of more they do not, which the plan finds out by itself."""
     each = STEPS["rows keep their offsets"]
     each = dataclasses.replace(each, case=dataclasses.replace(each.case, batch=BATCH))
-    template = template_of(each.node(), with_dynamic_dims(each.specs(), BATCH, PAST, PAST + 1), device)
+    dynamic = with_dynamic_dims(each.specs(), BATCH, PAST, PAST + 1)
+    template = template_of(each.node(), dynamic, dataclasses.replace(device, tf32=False))
     for batch, past in (1, 0), (1, 100), (1, 3000), (2, 100):
         case = dataclasses.replace(each.case, batch=batch, keys=past + 1)
         run = dataclasses.replace(each, case=case, past=past)

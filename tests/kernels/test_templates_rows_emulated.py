@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from architectures import A100, H200
 from emulated_launches import emulate
+from kernel_hosts import first_plan
 from row_template_cases import TemplateCase, all_cases, sizes_by_variant
 from sampling import sampled
 from template_checks import concrete_plan
+
+from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 MULTIPROCESSORS = 2  # so that few rows are planned for like many
 ELEMENTS = 1 << 14  # of a tensor, at most
@@ -37,3 +40,18 @@ def test_plans_of_any_size(case: TemplateCase, aligned: bool, tmp_path: Path) ->
             np.testing.assert_allclose(each.astype(np.float64), expected, rtol=2e-3, atol=2e-3, err_msg=f"{sizes}")
         found += 1
     assert found, "no variant takes so few elements"
+
+
+def test_short_channels_take_narrower_vectors(tmp_path: Path) -> None:
+    """Few elements are divided into vectors narrower than alignment allows, of which a channel then has more."""
+    shape, dtype = (3, 16, 8), "float32"
+    random = np.random.default_rng(1)
+    x, scale, bias = (random.standard_normal(each).astype(dtype) for each in (shape, shape[1:2], shape[1:2]))
+    attributes = {"groups": 16, "epsilon": 1e-5, "activation": "none"}
+    node = FusedNode("group_norm", "n", ("x", "scale", "bias"), attributes, (dtype,))
+    plan = first_plan(node, [TensorSpec(each.shape, dtype) for each in (x, scale, bias)], H200)
+    (y,) = emulate(plan, [x, scale, bias], tmp_path, True)
+    wide = x.astype(np.float64)
+    centered = wide - wide.mean(-1, keepdims=True)
+    norm = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(y, norm * scale[:, None] + bias[:, None], rtol=1e-5, atol=1e-6)
