@@ -23,6 +23,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
+from onnxfuse.runtime.symint import estimate
 
 MAX_PARTS: Final = 32  # pointers that the kernels take
 THREADS: Final = 128  # of a block
@@ -106,7 +107,7 @@ def _plan(
     width = vector_width([*parts, whole], *sizes)
     row = whole.shape[-1] // width
     resident = RESIDENT_THREADS * device.multiprocessors
-    chunks = next((each for each in CHUNKS if math.ceil(pixels / each) * row <= resident), CHUNKS[-1])
+    chunks = next((each for each in CHUNKS if estimate(math.ceil(pixels / each) * row) <= resident), CHUNKS[-1])
     blocks = math.ceil(math.ceil(pixels / chunks) * row / THREADS)
     pixel_bytes = 2 * whole.shape[-1] * ITEM_BYTES[whole.dtype]
     streamed = is_streamed([*parts, whole], f"pixels > {STREAMED_FROM_BYTES // pixel_bytes}")

@@ -23,7 +23,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import is_symbolic
+from onnxfuse.runtime.symint import estimate, is_symbolic
 
 LANES: Final = 32  # threads side by side in a pixel, at most
 THREADS: Final = 256  # of a block, at most
@@ -50,7 +50,7 @@ def batch_norm_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Devi
     lanes_p, blocks_c = THREADS // lanes_c, math.ceil(vectors / lanes_c)
     each = MAX_PIXELS
     step = 4 if is_symbolic(pixels) else 2  # of fewer kernels one is compiled for each number
-    while each > 1 and pixels * vectors < each * BUSY_THREADS * device.multiprocessors:
+    while each > 1 and estimate(pixels * vectors) < each * BUSY_THREADS * device.multiprocessors:
         each = max(1, each // step)
     blocks = blocks_c * math.ceil(pixels / (lanes_p * each))
     pixel_bytes = channels * sum(ITEM_BYTES[tensor.dtype] for tensor in (x, y))

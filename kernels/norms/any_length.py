@@ -27,6 +27,7 @@ from onnxfuse.kernels.norms.rows import (
 )
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import estimate
 
 BLOCK_THREADS: Final = 256  # of a block that has a row in registers
 SINGLES_THREADS: Final = 128  # the same, of single elements
@@ -40,13 +41,13 @@ def short_rows(length: int, width: int, device: Device, item_bytes: Sequence[int
     Most lengths of a sequence are no multiple of a vector, so that rows of single elements have two ranges of their
     own. Long rows, which share one kernel, are read twice, element by element.
     """
-    if length <= SHORT_ROW:
+    if _within(length, SHORT_ROW):
         return _row_of_a_warp(SHORT_ROW, width, device, item_bytes)
-    if width == 1 and length <= WARP_ROW:  # a warp's threads would have 32 elements, each with an address
+    if width == 1 and _within(length, WARP_ROW):  # a warp's threads would have 32 elements, each with an address
         return RowTiling(1, SINGLES_THREADS, WARP_ROW // SINGLES_THREADS, longest=WARP_ROW)
-    if length <= WARP_ROW:
+    if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
-    if width > 1 and length <= BLOCK_ROW:
+    if width > 1 and _within(length, BLOCK_ROW):
         return _row_of_a_block(width)
     return _row_read_twice(1, 1)
 
@@ -55,18 +56,23 @@ def long_rows(length: int, width: int, device: Device, item_bytes: Sequence[int]
     """Return the tiling of rows that may be long, and are mostly whole vectors: those of the pixels of an image."""
     if width == 1:
         return _row_read_twice(width, 1)
-    if length <= WARP_ROW:
+    if _within(length, WARP_ROW):
         return _row_of_a_warp(WARP_ROW, width, device, item_bytes)
-    if length <= BLOCK_ROW:
+    if _within(length, BLOCK_ROW):
         return _row_of_a_block(width)
     cluster = cluster_size(MAX_CLUSTER, device)
     threads, resident = SHARED_BLOCKS[cluster > 1]
     chunks = min(SHARED_CHUNKS if cluster > 1 else 2, MAX_VALUES // width)
     batch = threads * chunks * width  # elements
     longest = SHARED_BYTES // (batch * sum(item_bytes)) * batch * cluster
-    if length <= longest:
+    if _within(length, longest):
         return RowTiling(width, threads, chunks, 1, cluster, in_shared=True, min_blocks=resident, longest=longest)
     return _row_read_twice(width, cluster)
+
+
+def _within(length: int, longest: int) -> bool:
+    """Return whether a range is the one for a length: shorter rows are right in it as well, longer ones are not."""
+    return bool(estimate(length) <= longest and length <= longest)
 
 
 def _row_of_a_warp(longest: int, width: int, device: Device, item_bytes: Sequence[int]) -> RowTiling:

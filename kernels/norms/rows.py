@@ -1,6 +1,7 @@
 """How rows are divided among threads, warps, blocks and clusters: the host side of rows.cuh.
 
 Where the number of rows is symbolic, there are fewer tilings, as each kernel of them is compiled before the first run.
+Every tiling is right for any number of rows, so that choices are soft guards.
 Where their length is, tilings come from any_length.py.
 """
 
@@ -20,7 +21,7 @@ from onnxfuse.kernels.tensors import (
     macro,
 )
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, TensorSpec
-from onnxfuse.runtime.symint import always, is_symbolic
+from onnxfuse.runtime.symint import always, estimate, is_symbolic, minimum
 
 MAX_GRID: Final = 2**31 - 1  # blocks of a launch
 CLUSTER_ARCH: Final = 90  # compute capability from which blocks form clusters
@@ -121,7 +122,7 @@ def row_tiling(
     """
     if length >= 2**31:
         raise ValueError(f"a row has {length} elements; the kernels take less than 2**31")
-    few = rows <= 2 * device.multiprocessors
+    few = estimate(rows) <= 2 * device.multiprocessors
     if length <= 32 * MAX_WARP_VALUES and not (few and length // width > 32):
         tiling = _rows_of_warps(rows, length, width, few, len(item_bytes) > 1, device)
         resident = resident_blocks(tiling, device, item_bytes, weight_bytes)
@@ -156,7 +157,7 @@ def persistent_tiling(
     in_registers = _fits(length // tiling.width, tiling.threads, tiling.chunks, 1) and not tiling.in_shared
     if words > max_words or not in_registers or device.arch not in ARCHS_OF_32_BLOCKS:
         return None
-    if _ceil_div(rows, tiling.rows_per_block) <= max_blocks:
+    if estimate(_ceil_div(rows, tiling.rows_per_block)) <= max_blocks:
         return None
     if not is_warp and (device.arch < 90 or max(item_bytes) > 2):  # these spill registers
         return None
@@ -168,8 +169,8 @@ def persistent_is_faster(usual: RowTiling, persistent: RowTiling, rows: int, dev
 
     It is where the rows are not resident all at once, but not many times more.
     """
-    blocks = _ceil_div(rows, usual.rows_per_block)
-    return usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks
+    blocks = estimate(_ceil_div(rows, usual.rows_per_block))
+    return bool(usual.min_blocks * device.multiprocessors < blocks <= MAX_PERSISTENT_ROUNDS * persistent.max_blocks)
 
 
 def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, device: Device) -> RowTiling:
@@ -180,15 +181,17 @@ def _rows_of_warps(rows: int, length: int, width: int, few: bool, adds: bool, de
     threads, most, least = min(32, _next_power_of_two(length // width)), WARP_BLOCK_THREADS, 32
     if is_symbolic(rows) and not few:
         least = WARP_BLOCK_THREADS // 2
-    if rows * length <= SMALL_ELEMENTS and few:
+    small = estimate(rows * length) <= SMALL_ELEMENTS
+    if small and few:
         width = min(width, max(1, _next_power_of_two(length / 32 + 1) // 2))
         threads = min(32, _next_power_of_two(length // width))
-    elif rows * length <= SMALL_ELEMENTS and length <= SHORT_ROW:
+    elif small and length <= SHORT_ROW:
         width = min(width, SHORT_ROW_WIDTH)
         threads = min(threads, max(SHORT_ROW_VALUES, _next_power_of_two(length / SHORT_ROW_VALUES)))
         most = least if is_symbolic(rows) else most
     chunks, rows_per_block = _ceil_div(length // width, threads), most // threads
-    while not few and rows_per_block * threads > least and _ceil_div(rows, rows_per_block) < 2 * device.multiprocessors:
+    blocks = 2 * device.multiprocessors
+    while not few and rows_per_block * threads > least and estimate(_ceil_div(rows, rows_per_block)) < blocks:
         rows_per_block //= 2
     prefetch = chunks * width <= (MAX_PREFETCH_VALUES if adds else MAX_WARP_PREFETCH_VALUES)
     return RowTiling(width, threads, chunks, rows_per_block, prefetch_weights=prefetch)
@@ -309,11 +312,11 @@ def row_launch(
     groups, max_blocks = _ceil_div(rows, tiling.rows_per_block), min(tiling.max_blocks, MAX_GRID // tiling.cluster)
     many, constant = tiling.width * tiling.chunks > MAX_PREFETCH_VALUES, bool(defines["WEIGHTS_CONSTANT"])
     prefetch = tiling.prefetch_weights and (constant or not many)  # loads that must precede the sum's store would spill
-    further = groups > max_blocks
-    if further and is_symbolic(rows) and tiling.max_blocks == MAX_GRID:
+    further = tiling.max_blocks < MAX_GRID if is_symbolic(rows) else groups > max_blocks
+    if is_symbolic(rows) and not further and groups > max_blocks:
         raise ValueError(f"{kernel}: {rows} rows are more than a launch has blocks for")
     tiling = replace(tiling, persistent=tiling.persistent or further, prefetch_weights=prefetch)
-    blocks, length = max_blocks if further else groups, defines["ROW"]
+    blocks, length = minimum(groups, max_blocks) if further else groups, defines["ROW"]
     constants = {**defines, **tiling.defines, **_whole_rows(tiling, rows, device)}
     if tiling.longest is not None:
         constants |= {"ROW": "length", "BATCHED": int(tiling.in_shared or not tiling.longest)}
@@ -336,7 +339,7 @@ def _whole_rows(tiling: RowTiling, rows: int, device: Device) -> Defines:
     """
     few, rest = 2 * device.multiprocessors, rows % tiling.rows_per_block
     if tiling.longest is None:
-        release: int | str = int(rows <= few)
+        release: int | str = int(estimate(rows) <= few)
     else:
         blocks = few // tiling.rows_per_block * tiling.cluster
         release = macro(lambda: rows <= few, f"gridDim.x <= {blocks}", rows)

@@ -19,7 +19,7 @@ from onnxfuse.kernels.tensors import (
     macro,
 )
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar, TensorSpec
-from onnxfuse.runtime.symint import gcd, is_symbolic, maximum
+from onnxfuse.runtime.symint import estimate, gcd, is_symbolic, maximum
 
 THREADS: Final = 128  # of a block
 THREAD_HEADS: Final = 2  # of a thread, which reads its piece of the tables once for them
@@ -73,8 +73,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
     elements = problem.batch * problem.length * problem.size * sum(heads)
     moved = elements * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])
     threads = threads_per_head * sum(-(-count // THREAD_HEADS) for count in heads)
-    few = threads < MIN_RESIDENT_THREADS * device.multiprocessors
-    thread_heads = 1 if few or moved > MEMORY_BYTES else THREAD_HEADS
+    few = estimate(threads) < MIN_RESIDENT_THREADS * device.multiprocessors
+    thread_heads = 1 if few or estimate(moved) > MEMORY_BYTES else THREAD_HEADS
     groups = sum(-(-count // thread_heads) for count in heads)
     count = threads_per_head * groups
     bytes_of_position = problem.size * sum(heads) * (ITEM_BYTES[problem.x_dtype] + ITEM_BYTES[problem.y_dtype])

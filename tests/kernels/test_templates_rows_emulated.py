@@ -22,12 +22,14 @@ ELEMENTS = 1 << 14  # of a tensor, at most
 CASES = [
     case
     for case in all_cases()
-    if case.elements((2, 2, 2)) <= ELEMENTS and not any(dim > 1023 for each in case.shapes.values() for dim in each)
+    if case.fusion != "rotary_embedding"  # its arguments are macros, which the emulation does not read
+    and case.elements((2, 2, 2)) <= ELEMENTS
+    and not any(dim > 1023 for each in case.shapes.values() for dim in each)
 ]
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, 9), ids=str)
 def test_plans_of_any_size(case: TemplateCase, aligned: bool, tmp_path: Path) -> None:
     # Blocks that form clusters are emulated where their shared memory is dynamic, which that of rows.cuh is not.
     gpu = H200 if case.attributes.get("layout") == "nhwc" else A100

@@ -13,7 +13,7 @@ from onnxfuse.runtime.plan import Device
 
 pytestmark = pytest.mark.gpu
 
-ELEMENTS = 1 << 24  # of a tensor, at most
+ELEMENTS = 1 << 21  # of a tensor, at most
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])

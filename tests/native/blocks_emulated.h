@@ -13,6 +13,12 @@
 #include <memory>
 #include <vector>
 
+// Kernels declare these types of fixed width themselves.
+#define int32_t kernel_int32_t
+#define int64_t kernel_int64_t
+#define uint32_t kernel_uint32_t
+#define uint64_t kernel_uint64_t
+#define __align__(bytes) alignas(bytes)
 #define __device__
 #define __global__
 #define __forceinline__ inline
