@@ -31,7 +31,7 @@ class Graph:
     outputs: frozenset[str]  # of the graph
     functions: list[onnx.FunctionProto]
     names: set[str]
-    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # as read, by the node's id
+    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # of nodes that were read, by the id
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
