@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
 
+import numpy as np
 import onnx
 import pytest
 import run as fuzzer
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from judge import SECONDS, Hang, Verdict, compare, judge, limited
 from reduction import reduced
+from undetermined import joins_unequal_sizes
 
 from onnxfuse.verify import own_process
 
@@ -152,6 +154,26 @@ def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, s
     other = onnx.parser.parse_model(CHAIN.replace(right, wrong))
     verdict = compare(onnx.parser.parse_model(CHAIN), other, {"n": 2}, 0)
     assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+
+
+UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
+    <int64[1] zero = {0}, int64[1] last = {START}, int64[1] far = {2147483647}, int64[1] back = {-2}> {
+      s = Slice (x, last, far, zero, back) e = Slice (x, zero, zero, zero)
+      y = Concat <axis = 1> (s, e, e) z = Concat <axis = 0> (s, e) }"""
+
+
+@pytest.mark.parametrize(("start", "rows"), [("-1", 3), ("-2", 1), ("0", 2), ("-1", 0)])
+def test_what_onnxruntime_does_not_write_counts_for_no_difference(start: str, rows: int) -> None:
+    """The operands of y are [1, 2] or [2, 2] and twice [0, 2], and its last four columns are never written."""
+    model = onnx.parser.parse_model(UNEQUAL.replace("START", start))
+    feeds = {"x": np.ones((rows, 2), np.float32)}
+    assert joins_unequal_sizes(model, ["y"], feeds) is bool(rows)
+    assert joins_unequal_sizes(model, ["z"], feeds) is False
+    other = onnx.parser.parse_model(UNEQUAL.replace("START", start).replace("(s, e, e)", "(e, e, s)"))
+    assert compare(model, other, {"n": 3}, 0).kind == "same"
+    wrong = onnx.parser.parse_model(UNEQUAL.replace("START", start).replace("z = Concat", "q = Neg (s) z = Concat")
+                                    .replace("(s, e) }", "(q, e) }"))  # fmt: skip
+    assert "output z is " in compare(model, wrong, {"n": 3}, 0).sentence
 
 
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
