@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import onnx
 import pytest
 import run as fuzzer
+from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -195,15 +197,40 @@ def test_a_failing_model_is_made_smaller() -> None:
     assert [node.op_type for node in model.graph.node] == ["Exp"]
 
 
-def test_a_case_that_ends_its_process_is_a_failure_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = """
-import json, os, sys
+WORKER = """
+import json, os, pathlib, sys, time
+mark = pathlib.Path({mark!r})
 for seed in json.load(sys.stdin):
-    print(json.dumps({"begins": seed}), flush=True)
+    print(json.dumps(dict(begins=seed)), flush=True)
+    said = dict(seed=str(seed), kind="same", key="", sentence="", text="", failed=False)
     if seed == 2:
         os.abort()
-    print(json.dumps({"seed": str(seed), "kind": "same", "key": "", "sentence": "", "text": "", "failed": False}))
+    if seed == 3 or seed == 4 and not mark.exists():
+        mark.write_text("slow once") if seed == 4 else None
+        time.sleep(60)
+    if seed == 5:
+        print(json.dumps(dict(found=dict(said, kind="wrong", failed=True))), flush=True)
+        time.sleep(60)
+    print(json.dumps(said))
 """
-    monkeypatch.setattr(fuzzer, "WORKER", ["-c", lines])
-    tally = fuzzer.fuzz([1, 2, 3, 4], 1)
-    assert (tally.kinds, tally.failures) == ({"same": 3, "crash": 1}, ["2"])
+
+
+def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process aborts at 2, hangs twice at 3, once at 4, and in the reduction of 5; the others are judged."""
+    monkeypatch.setattr(fuzzer, "WORKER", ["-c", WORKER.format(mark=str(tmp_path / "mark"))])
+    monkeypatch.setattr(fuzzer, "MAX_SECONDS", 1.0)
+    tally = fuzzer.fuzz([1, 2, 3, 4, 5, 6], 1)
+    assert tally.kinds == {"same": 3, "crash": 1, "hang": 1, "wrong": 1}
+    assert (tally.failures, tally.slow) == (["2", "3", "5"], [3, 4])
+
+
+def test_huge_sizes_are_not_inferred() -> None:
+    """onnx would make 10^9 dimensions of r, which is multiplied, as if it were a shape."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 22]>
+        g (float[n,3] x, int64[1] k) => (float[] y) <int64[1] huge = {1000000000}> {
+          r = Reshape (k, huge) q = Mul (r, k) y = Reshape (x, q) }""")
+    assert types(model) == {}
+    verdict = judge(model, {"n": 2}, 0)
+    assert verdict.kind == "idle", verdict
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.array([1]), "huge"))
+    assert "q" in types(model)
