@@ -126,6 +126,11 @@ FOUND = {
              m = Mul (p, q) w = Where (x, m, r) y = Softmax <axis = -1> (w) }""",
         True,
     ),
+    "bfloat16 in an opset whose operators do not take it": (
+        """<ir_version: 8, opset_import: ["" : 12]> g (float[n,3] x) => (bfloat16[n,3] y)
+           { s = Softmax <axis = 1> (x) y = Cast <to = 16> (s) }""",
+        True,
+    ),
 }
 
 
