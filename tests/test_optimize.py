@@ -69,6 +69,21 @@ def test_the_given_model_is_not_changed() -> None:
     assert model.SerializeToString(deterministic=True) == before
 
 
+@pytest.mark.parametrize("record", ["float h", "float[batch,8,1] h", "float[1,8] h", "float[batch,7] h"])
+@pytest.mark.parametrize("is_output", [True, False])
+def test_a_wrong_recorded_shape_is_corrected(record: str, is_output: bool) -> None:
+    text = f"""chain (float[batch,8] x) => (float[batch,8] y{", " + record if is_output else ""}) <{record}>
+        {{ a = Neg (x)  h = LeakyRelu (a)  y = Softmax (h) }}"""
+    model = onnx.parser.parse_model(HEAD.format(ir=8, opset=17) + text)
+    if is_output:
+        del model.graph.value_info[:]
+    before = model.SerializeToString(deterministic=True)
+    optimized, _ = optimize(model)
+    recorded = {v.name: v for v in (*optimized.graph.output, *optimized.graph.value_info)}["h"]
+    assert [d.dim_param or d.dim_value for d in recorded.type.tensor_type.shape.dim] == ["batch", 8]
+    assert model.SerializeToString(deterministic=True) == before
+
+
 @pytest.mark.parametrize(
     ("choice", "counts"),
     [

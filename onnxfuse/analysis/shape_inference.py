@@ -21,17 +21,17 @@ from onnxfuse.ir.node import Node, op_of
 
 
 def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
-    """Infer the tensors of a sorted graph, and find out which outputs have a wrong declared shape.
+    """Infer the tensors of a sorted graph, and correct the shapes that the model records where they are wrong.
 
     `strict` lets an error of a rule out, where otherwise nothing is known.
     """
     shapes = ShapeInfo(graph, strict)
     for node in graph.nodes:
         infer_node(shapes, node)
-    graph.misdeclared = frozenset(filter(shapes.contradicts_record, graph.outputs))
-    if not any(_needs_records(shapes, node) for node in graph.nodes):
-        return shapes
-    if any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs):
+    wrong = [t for node in graph.nodes for t in node.outputs if shapes.contradicts_record(t.name)]
+    for tensor in wrong:
+        graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    if wrong or not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
     shapes = ShapeInfo(graph, strict, shapes.infos)
     for node in graph.nodes:

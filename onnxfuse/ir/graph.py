@@ -31,9 +31,9 @@ class Graph:
     outputs: frozenset[str]  # of the graph
     functions: list[onnx.FunctionProto]
     names: set[str]
-    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # as read, by the node's id
+    protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # of nodes that were read, by the id
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
-    misdeclared: frozenset[str] = frozenset()  # outputs whose declared shape is wrong, which shape inference finds out
+    misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
 
     @property
@@ -92,15 +92,22 @@ class Graph:
             known = shape if shape is None else [d if isinstance(d, int) else _dim_param(str(d)) for d in shape]
             self.recorded_types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, dtype, known)
 
+    def correct_type(self, tensor: Tensor, dtype: int, shape: Iterable[object] | None) -> None:
+        """Record a tensor's type in place of the one that the model records, or declares of an output.
+
+        onnxruntime believes that one where its own inference tells nothing, as behind a fused node.
+        """
+        self.misdeclared.add(tensor.name)
+        self.record_type(tensor, dtype, shape)
+
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Let every node that reads `old` read `new`.
 
         Where `old` must keep its name, the node that computes `new` computes `old` instead.  Returns False, and changes
-        nothing, where both must keep their names or `new` is not computed by a node, and where nodes would come to read
-        an output with a wrong declared shape, which onnxruntime believes.
+        nothing, where both must keep their names or `new` is not computed by a node.
         """
         if self.is_kept(old):
-            if self.is_kept(new) or not new.inputs or (old.name in self.misdeclared and len(consumers(new)) > 1):
+            if self.is_kept(new) or not new.inputs:
                 return False
             producer = new.inputs[0]
             old.inputs.clear()

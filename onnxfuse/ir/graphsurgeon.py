@@ -41,7 +41,7 @@ class IdentityNode(gs.Node):  # type: ignore[misc]
 def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     """Link a model's main graph.  The initializers named in `overridable` become graph inputs without a value.
 
-    Nodes of subgraphs read nothing here: they are written as they were read, and what they read must keep its name
+    Nodes of subgraphs read nothing here: they stay in the message of their node, and what they read must keep its name
     (`Graph.fixed_names`), so that nothing is fused with them.
     """
     graph = gs.import_onnx(model)

@@ -7,6 +7,7 @@ the model that was read.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import onnx
@@ -63,8 +64,11 @@ def write_model(graph: Graph) -> onnx.ModelProto:
     model.functions.extend(graph.functions)
     alive = {name for node in graph.nodes for name in (*graph.reads(node), *(t.name for t in node.outputs))}
     alive |= {v.name for v in (*source.input, *source.output)}
-    written = _write_initializers(graph, result)
+    written = _write_initializers(graph, result, alive)
     infos = {**{info.name: info for info in source.value_info}, **graph.recorded_types}
+    for output in result.output:
+        if output.name in graph.misdeclared and output.name in infos:
+            output.type.CopyFrom(infos[output.name].type)
     outer = written | {v.name for v in (*source.input, *source.output)}
     result.value_info.extend(info for name, info in infos.items() if name in alive and name not in outer)
     for note in source.quantization_annotation:
@@ -75,7 +79,7 @@ def write_model(graph: Graph) -> onnx.ModelProto:
     return model
 
 
-def _write_initializers(graph: Graph, result: onnx.GraphProto) -> set[str]:
+def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection[str]) -> set[str]:
     """Write the initializers that are still read: unchanged ones as they were, new ones from their values.
 
     A large new constant then refers to what was written, so that the memory does not hold its value twice.
@@ -85,7 +89,7 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto) -> set[str]:
     known_sparse = {t.values.name: t for t in source.sparse_initializer}
     constants = {t.name: t for n in graph.nodes for t in n.inputs if is_constant(t)}
     wanted = dict.fromkeys((*(t.name for t in source.initializer), *known_sparse, *constants))
-    kept = graph.fixed_names | graph.outputs
+    kept = graph.fixed_names.intersection(alive) | graph.outputs
     written = set()
     for name in wanted:
         if name not in constants and name not in kept:

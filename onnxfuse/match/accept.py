@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from onnx import TensorProto
+
 from onnxfuse.analysis.slice_ranges import SLICING
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import VIEW_OPS, Term
@@ -18,6 +20,7 @@ from onnxfuse.match.side_outputs import may_be_absent
 from onnxfuse.match.state import Match, State
 
 MOVING_OPS = VIEW_OPS | SLICING | {"Concat"}  # they round nothing
+BFLOAT16_OPSET = 13  # the first opset whose operators take it
 MAX_VIEWS_FOLLOWED = 12  # nodes outside that are looked through for one that will stay
 
 
@@ -46,6 +49,9 @@ def accept(m: MatchContext, root: Tensor, state: State, has_side_outputs: bool) 
         m.fail(first, state, lambda: lossy, whole=True)
         return None
     nodes = tuple(state.nodes.values())
+    if (bfloat16 := _bfloat16_too_early(m, nodes, state)) is not None:
+        m.fail(first, state, lambda: bfloat16, whole=True)
+        return None
     refused = refusal(m.graph, nodes, outputs, state.operands)
     if refused:
         m.fail(first, state, lambda: refused.sentence, hint=refused.hint, whole=True, refused=True)
@@ -60,6 +66,20 @@ def _outputs(m: MatchContext, root: Tensor, state: State) -> tuple[Tensor, ...] 
         others.pop()
     present = [tensor for tensor in others if tensor is not None]
     return (root, *present) if len(present) == len(others) else None
+
+
+def _bfloat16_too_early(m: MatchContext, nodes: Sequence[Node], state: State) -> str | None:
+    """Return why a function cannot hold these nodes in an opset without bfloat16; None if it can.
+
+    onnxruntime runs such operators in a graph, and checks the types of a function's operators by their schemas.
+    """
+    if m.graph.opset >= BFLOAT16_OPSET:
+        return None
+    tensors = (*state.operands.values(), *(tensor for node in nodes for tensor in node.outputs))
+    found = next((tensor for tensor in tensors if m.shapes.dtype(tensor) == TensorProto.BFLOAT16), None)
+    if found is None:
+        return None
+    return f"'{found.name}' is bfloat16 in opset {m.graph.opset}; required opset {BFLOAT16_OPSET} or newer"
 
 
 # --- guards ------------------------------------------------------------------------------------------------------

@@ -60,13 +60,13 @@ def _fold_constant_nodes(graph: Graph) -> Iterator[Folded]:
             if graph.replace(node.outputs[0], node.inputs[0]):
                 yield Folded("constant", node_label(node), node.inputs[0].name)
         elif op == "Constant" and id(node) in graph.protos and not graph.is_kept(node.outputs[0]):
-            value = _attribute_value(graph, graph.protos[id(node)][1])
+            value = value_of_constant_node(graph, graph.protos[id(node)][1])
             if value is not None:
                 yield _make_constant(node, node.outputs[0], value)
 
 
-def _attribute_value(graph: Graph, constant: onnx.NodeProto) -> Array | None:
-    """Return the value of a Constant node; None if it is sparse, or has not one value as it should."""
+def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | None:
+    """Return the value of a Constant; None if it is sparse, or has not one value as it should."""
     if len(constant.attribute) != 1:
         return None
     value = onnx.helper.get_attribute_value(constant.attribute[0])

@@ -115,17 +115,14 @@ class Reference:
 
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
         """Return the worst error of one output over the runs."""
-        pairs = zip(self.runs, results, strict=True)
-        if name not in self.half_tensors or not (self.in_float32 or self.runs[0].float32_outputs):
-            return worst(
-                compare_output(name, each.outputs[name], result.get(name), limit=self.tolerance)
-                for each, result in pairs
-            )
-        half, limit = self.half_precision, self.tolerance
+        half = self.half_precision if name in self.half_tensors else ""
         return worst(
-            compare_output(name, each.outputs[name], result.get(name), each.float32_outputs.get(name), half, limit)
-            for each, result in pairs
-        )
+            compare_output(
+                name, each.outputs[name], result.get(name), each.float32_outputs.get(name) if half else None, half,
+                self.tolerance,
+            )
+            for each, result in zip(self.runs, results, strict=True)
+        )  # fmt: skip
 
 
 def compare(

@@ -67,7 +67,7 @@ def model_to_float32(model: onnx.ModelProto) -> onnx.ModelProto:
     roundings = {id(part): _roundings(part) for part in parts}
     for attribute in _dtype_attributes(_dtype_names(result), parts):
         attribute.i = TensorProto.FLOAT if attribute.i in HALF_PRECISION else attribute.i
-    for part in parts:
+    for part in reversed(parts):  # inner ones first: `_round_again` copies the nodes of a graph, with what they hold
         for value in _value_infos(part):
             _type_to_float32(value.type)
         for tensor in getattr(part, "sparse_initializer", ()):

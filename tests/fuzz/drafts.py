@@ -13,6 +13,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxfuse.ir.protos import nodes
+
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 SYMBOLS = {"batch": 2, "seq": 3, "extra": 4}  # the first sizes of the symbols that generators give to inputs
 DTYPES = {
@@ -20,6 +22,8 @@ DTYPES = {
     "double)": TensorProto.DOUBLE, "bool)": TensorProto.BOOL, "int64)": TensorProto.INT64, "int32)": TensorProto.INT32,
 }  # fmt: skip
 WORD = re.compile(r"[A-Za-z_]\w*")
+TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1}  # the input that holds sizes
+MAX_SIZE = 2**20  # that inference is asked about
 Dim = int | str | None
 
 
@@ -116,6 +120,8 @@ def type_outputs(model: onnx.ModelProto) -> None:
 
 def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]:
     """Return dtypes and shapes of the outputs as onnxruntime infers them; none where it refuses the model."""
+    if names_huge_size(model):
+        return []
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -128,6 +134,8 @@ def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]
 
 def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     """Return the types that onnx infers, by the name of the value; none where it refuses the model."""
+    if names_huge_size(model):
+        return {}
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
@@ -136,3 +144,21 @@ def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     for tensor in graph.initializer:
         found.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tensor.dims))
     return found
+
+
+def names_huge_size(model: onnx.ModelProto) -> bool:
+    """Return whether a constant target of a Reshape or the like holds a huge size.
+
+    What is reshaped to that may be taken for a shape.  onnx 1.23 then makes a dimension of each of its elements, be
+    they 10^9: Concat and Mul do so where values are propagated, Expand does it below opset 13, also in onnxruntime.
+    """
+    constants = {t.name: t for t in model.graph.initializer}
+    for node in nodes(model.graph):
+        constants.update(
+            (node.output[0], a.t) for a in node.attribute if node.op_type == "Constant" and a.name == "value"
+        )
+    targets = {
+        node.input[index] for node in nodes(model.graph) if (index := TARGETS.get(node.op_type, 9)) < len(node.input)
+    }
+    arrays = [numpy_helper.to_array(constants[name]) for name in targets if name in constants]
+    return any(array.dtype.kind == "i" and (array > MAX_SIZE).any() for array in arrays)

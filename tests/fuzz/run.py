@@ -4,7 +4,7 @@
     python tests/fuzz/run.py --case 4711 --case 815        # these seeds, as often as wanted
 
 A failing case is printed with its seed and as the smallest model in ONNX text that fails in the same way.  A case that
-ends a process, or that does not end, is a failure of its own.  The exit code is 1 if a case failed.
+ends a process, or twice does not end, is a failure of its own.  The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import resource
 import selectors
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from typing import IO
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("fuzz", "patterns"))]
-MAX_SECONDS = 90.0  # of one case, its reduction included; then its process is ended
+MAX_SECONDS = 90.0  # of one case, or of its reduction; then its process is ended
+MAX_BYTES = 6 * 2**30  # that a process may take, so that no case takes the memory of the others
 WORKER = [__file__, "--worker"]
 MAX_REDUCED = 3  # failures of one cause that are made smaller
 
@@ -38,6 +40,7 @@ class Tally:
     idle: Counter[str] = field(default_factory=Counter)  # why onnxruntime or onnxfuse does not take a model
     refused: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    slow: list[int] = field(default_factory=list)  # seeds that did not end at first, and were judged again
 
     def take(self, said: dict[str, str]) -> None:
         """Count what a worker says of a case, and print it if it failed."""
@@ -58,6 +61,7 @@ def worker(seeds: Sequence[int]) -> None:
 
     from onnxfuse.verify.own_process import own_process
 
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     with own_process(SECONDS):
         _judge_each(seeds)
 
@@ -72,11 +76,14 @@ def _judge_each(seeds: Sequence[int]) -> None:
         print(json.dumps({"begins": seed}), flush=True)
         case = case_of(seed)
         verdict = case.verdict()
+        if verdict.kind == "hang":  # on a busy machine every call may be slow once
+            verdict = case.verdict()
         said = {"seed": str(seed), "kind": verdict.kind, "key": verdict.key, "sentence": verdict.sentence, "text": ""}
         seen[verdict.key] += 1
         if verdict.is_failure and isinstance(case.model, bytes):
             said["text"] = f"{len(case.model)} damaged bytes"
         elif verdict.is_failure and seen[verdict.key] <= MAX_REDUCED:
+            print(json.dumps({"found": {**said, "failed": True}}), flush=True)
             again = functools.partial(judge, verify=case.verify, fallback=case.fallback)
             model, verdict = reduced(case.model, case.sizes, seed, verdict, again)
             said |= {"sentence": verdict.sentence, "text": text(model)}
@@ -92,6 +99,8 @@ class Worker:
     output: IO[str]
     current: int | None = None
     since: float = 0.0
+    found: dict[str, str] | None = None  # the verdict on the current case, which is being reduced
+    stopped: bool = False  # because the current case took too long
 
 
 def start(seeds: list[int]) -> Worker:
@@ -119,12 +128,15 @@ def fuzz(seeds: Sequence[int], processes: int) -> Tally:
                 step(selector, key.data, tally)
             for key in list(selector.get_map().values()):
                 if time.monotonic() - key.data.since > MAX_SECONDS:
-                    key.data.process.kill()  # its output then ends, and the next one begins behind that case
+                    key.data.stopped = True
+                    key.data.process.kill()  # its output then ends, and the next one begins with or behind that case
     took = time.monotonic() - started
     print(f"{sum(tally.kinds.values())} cases in {took:.0f} s: {dict(sorted(tally.kinds.items()))}")
     for name, counts in (("idle", tally.idle), ("refused", tally.refused)):
         for cause, count in counts.most_common(12 if name == "refused" else 6):
             print(f"  {count} {cause}")
+    if tally.slow:
+        print(f"judged again: {' '.join(map(str, tally.slow))}")
     print(f"failed: {' '.join(tally.failures) or 'none'}")
     return tally
 
@@ -136,7 +148,9 @@ def step(selector: selectors.BaseSelector, worker: Worker, tally: Tally) -> None
         said = json.loads(line)
         worker.since = time.monotonic()
         if "begins" in said:
-            worker.current = said["begins"]
+            worker.current, worker.found = said["begins"], None
+        elif "found" in said:
+            worker.found = said["found"]
         else:
             worker.current = None
             tally.take(said)
@@ -148,15 +162,23 @@ def step(selector: selectors.BaseSelector, worker: Worker, tally: Tally) -> None
         return
     if worker.current is None:
         sys.exit(f"a process ended with code {code} between two cases")
-    kind = "hang" if code == -9 else "crash"
-    sentence = f"the process ended with code {code}" if kind == "crash" else f"not done after {MAX_SECONDS:g} s"
-    tally.take(
-        {"seed": str(worker.current), "kind": kind, "key": sentence, "sentence": sentence, "text": "", "failed": "y"}
-    )
-    left = worker.seeds[worker.seeds.index(worker.current) + 1 :]
+    left = worker.seeds[worker.seeds.index(worker.current) :]
+    if worker.stopped and worker.found is None and worker.current not in tally.slow:
+        tally.slow.append(worker.current)
+        print(f"--- seed {worker.current}: not done after {MAX_SECONDS:g} s, and judged again", flush=True)
+    else:
+        tally.take(worker.found or ended(worker, code))
+        del left[0]
     if left:
         following = start(left)
         selector.register(following.output, selectors.EVENT_READ, following)
+
+
+def ended(worker: Worker, code: int) -> dict[str, str]:
+    """Return what is said of a case whose process was stopped, or ended with a code."""
+    kind = "hang" if worker.stopped else "crash"
+    sentence = f"not done after {MAX_SECONDS:g} s" if worker.stopped else f"the process ended with code {code}"
+    return {"seed": str(worker.current), "kind": kind, "key": sentence, "sentence": sentence, "text": "", "failed": "y"}
 
 
 def seeds_of(given: argparse.Namespace) -> Iterator[int]:

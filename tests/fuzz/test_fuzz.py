@@ -8,16 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 
+import numpy as np
 import onnx
 import pytest
 import run as fuzzer
+from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from judge import SECONDS, Hang, Verdict, compare, judge, limited
 from reduction import reduced
+from undetermined import joins_unequal_sizes
 
 from onnxfuse.verify import own_process
 
@@ -49,7 +53,7 @@ def test_cases_that_hypothesis_draws(random: Random, seed: int) -> None:
     assert not verdict.is_failure, verdict
 
 
-# What the fuzzer found, made smaller, and whether onnxruntime runs it.
+# What the fuzzer found, made smaller, and whether onnxruntime runs it; in opset 21 if no other is named.
 FOUND = {
     "equal nodes in both branches, which read a value in a Loop": (
         """(bool c, float[3] x, float[3] w) => (float[] y) <int64 n = {2}, bool go = {1}> {
@@ -78,6 +82,15 @@ FOUND = {
     "an output that is declared as a scalar, of a value that others read": (
         """(float[n,4] x, float[4,4] w) => (float y, float z) {
              m = MatMul (x, w) z = Identity (m) s = Softmax <axis = -1> (m) y = MatMul (s, w) }""",
+        True,
+    ),
+    "a fused output that is declared as a scalar, and reshaped to what was computed": (
+        """<ir_version: 8, opset_import: ["" : 7]> g (float[n,4,3,5] x) => (float[n,2,1] y, float h)
+           <double[3] groups = {0, 2, -1}, float[2] ones = {1, 1}, float[2] zeros = {0, 0},
+            float[4,1,1] scale = {1, 2, 3, 4}, float[4,1,1] bias = {5, 6, 7, 8}> {
+             t = Cast <to = 7> (groups) a = Reshape (x, t) b = InstanceNormalization (a, ones, zeros)
+             s = Shape (x) c = Reshape (b, s) m = Mul (c, scale) h = Add (m, bias)
+             p = Reshape (h, t) y = ReduceMax <axes = [-1]> (p) }""",
         True,
     ),
     "a GroupNormalization of no groups": (
@@ -113,13 +126,19 @@ FOUND = {
              m = Mul (p, q) w = Where (x, m, r) y = Softmax <axis = -1> (w) }""",
         True,
     ),
+    "bfloat16 in an opset whose operators do not take it": (
+        """<ir_version: 8, opset_import: ["" : 12]> g (float[n,3] x) => (bfloat16[n,3] y)
+           { s = Softmax <axis = 1> (x) y = Cast <to = 16> (s) }""",
+        True,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_the_fuzzer_found(name: str) -> None:
     text, runs = FOUND[name]
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> g {text}')
+    header = "" if text.startswith("<") else '<ir_version: 10, opset_import: ["" : 21]> g '
+    model = onnx.parser.parse_model(header + text)
     verdict = judge(model, {"n": 2}, 0)
     assert verdict.kind == ("same" if runs else "idle"), verdict
 
@@ -144,6 +163,26 @@ def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, s
     assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
 
 
+UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
+    <int64[1] zero = {0}, int64[1] last = {START}, int64[1] far = {2147483647}, int64[1] back = {-2}> {
+      s = Slice (x, last, far, zero, back) e = Slice (x, zero, zero, zero)
+      y = Concat <axis = 1> (s, e, e) z = Concat <axis = 0> (s, e) }"""
+
+
+@pytest.mark.parametrize(("start", "rows"), [("-1", 3), ("-2", 1), ("0", 2), ("-1", 0)])
+def test_what_onnxruntime_does_not_write_counts_for_no_difference(start: str, rows: int) -> None:
+    """The operands of y are [1, 2] or [2, 2] and twice [0, 2], and its last four columns are never written."""
+    model = onnx.parser.parse_model(UNEQUAL.replace("START", start))
+    feeds = {"x": np.ones((rows, 2), np.float32)}
+    assert joins_unequal_sizes(model, ["y"], feeds) is bool(rows)
+    assert joins_unequal_sizes(model, ["z"], feeds) is False
+    other = onnx.parser.parse_model(UNEQUAL.replace("START", start).replace("(s, e, e)", "(e, e, s)"))
+    assert compare(model, other, {"n": 3}, 0).kind == "same"
+    wrong = onnx.parser.parse_model(UNEQUAL.replace("START", start).replace("z = Concat", "q = Neg (s) z = Concat")
+                                    .replace("(s, e) }", "(q, e) }"))  # fmt: skip
+    assert "output z is " in compare(model, wrong, {"n": 3}, 0).sentence
+
+
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
     there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
     verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)
@@ -163,15 +202,40 @@ def test_a_failing_model_is_made_smaller() -> None:
     assert [node.op_type for node in model.graph.node] == ["Exp"]
 
 
-def test_a_case_that_ends_its_process_is_a_failure_and_the_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = """
-import json, os, sys
+WORKER = """
+import json, os, pathlib, sys, time
+mark = pathlib.Path({mark!r})
 for seed in json.load(sys.stdin):
-    print(json.dumps({"begins": seed}), flush=True)
+    print(json.dumps(dict(begins=seed)), flush=True)
+    said = dict(seed=str(seed), kind="same", key="", sentence="", text="", failed=False)
     if seed == 2:
         os.abort()
-    print(json.dumps({"seed": str(seed), "kind": "same", "key": "", "sentence": "", "text": "", "failed": False}))
+    if seed == 3 or seed == 4 and not mark.exists():
+        mark.write_text("slow once") if seed == 4 else None
+        time.sleep(60)
+    if seed == 5:
+        print(json.dumps(dict(found=dict(said, kind="wrong", failed=True))), flush=True)
+        time.sleep(60)
+    print(json.dumps(said))
 """
-    monkeypatch.setattr(fuzzer, "WORKER", ["-c", lines])
-    tally = fuzzer.fuzz([1, 2, 3, 4], 1)
-    assert (tally.kinds, tally.failures) == ({"same": 3, "crash": 1}, ["2"])
+
+
+def test_cases_that_end_their_process_or_do_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process aborts at 2, hangs twice at 3, once at 4, and in the reduction of 5; the others are judged."""
+    monkeypatch.setattr(fuzzer, "WORKER", ["-c", WORKER.format(mark=str(tmp_path / "mark"))])
+    monkeypatch.setattr(fuzzer, "MAX_SECONDS", 1.0)
+    tally = fuzzer.fuzz([1, 2, 3, 4, 5, 6], 1)
+    assert tally.kinds == {"same": 3, "crash": 1, "hang": 1, "wrong": 1}
+    assert (tally.failures, tally.slow) == (["2", "3", "5"], [3, 4])
+
+
+def test_huge_sizes_are_not_inferred() -> None:
+    """onnx would make 10^9 dimensions of r, which is multiplied, as if it were a shape."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 22]>
+        g (float[n,3] x, int64[1] k) => (float[] y) <int64[1] huge = {1000000000}> {
+          r = Reshape (k, huge) q = Mul (r, k) y = Reshape (x, q) }""")
+    assert types(model) == {}
+    verdict = judge(model, {"n": 2}, 0)
+    assert verdict.kind == "idle", verdict
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.array([1]), "huge"))
+    assert "q" in types(model)

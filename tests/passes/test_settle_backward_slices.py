@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx_models import apply, assert_same, ops, parse, value
+from onnx import numpy_helper
+from onnx_models import apply, assert_same, ops, parse, run, value
 
 from onnxfuse import optimize
+from onnxfuse.ir.protos import nodes
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 
 LOW32, LOW64 = -(2**31), -(2**63)
@@ -50,3 +52,60 @@ def test_memory_is_planned_with_the_size_that_the_slice_has() -> None:
     assert ops(optimized) == "Slice Concat Abs Exp"
     assert report.verified is not None and not report.verified.not_compared
     assert_same(model, optimized, (4,))
+
+
+BRANCHES = """g (float[2,3] x, bool c) => (float[] y) <int64[1] start = {-1}, int64[1] far = {2147483647},
+    int64[1] axis = {-1}, int64[1] step = {-1}, float[2] sizes = {2, 3}> {
+      target = Cast <to = 7> (sizes)  known = Reshape (x, target)
+      y = If (c) <
+        then_branch = yes () => (float[] a) {
+          s = Slice (known, start, far, axis, step)  t = Concat <axis = 0> (s, s, s)  r = Abs (t)  a = Exp (r) },
+        else_branch = no () => (float[] b) { NEAR
+          s = Slice (known, start, END, axis, step)  t = Concat <axis = 0> (s, s, s)  r = Neg (t)  b = Exp (r) }> }"""
+FUNCTION = """g (float[6] x) => (float[] y) <float[1] size = {6}> {
+      target = Cast <to = 7> (size)  r = Reshape (x, target)  known = Softplus (r)
+      z = own.reverse (known)  y = Neg (z) }
+    <domain: "own", opset_import: ["" : 17]> reverse (x) => (y) {
+      start = Constant <value_ints = [-2]> ()  far = Constant <value_ints = [9223372036854775807]> ()
+      axis = Constant <value_ints = [0]> ()  step = Constant <value_ints = [-1]> ()
+      s = Slice (x, start, far, axis, step)  t = Concat <axis = 0> (s, s, s)  r = Abs (t)  y = Exp (r) }"""
+HEAD = '<ir_version: 8, opset_import: ["" : 17, "own" : 1]>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BRANCHES.replace("NEAR", "").replace("END", "far"),
+        BRANCHES.replace("NEAR", "near = Constant <value_ints = [9223372036854775807]> ()").replace("END", "near"),
+        FUNCTION,
+    ],
+    ids=["a constant outside", "a constant inside", "a function"],
+)
+def test_slices_in_subgraphs_and_functions(text: str) -> None:
+    """Once the target is constant, onnxruntime knows the shape, and plans memory for an empty slice."""
+    model = onnx.parser.parse_model(f"{HEAD} {text}")
+    before = model.SerializeToString(deterministic=True)
+    optimized, _ = optimize(model, verify=False)
+    values = {o: n.attribute[0] for n in nodes(optimized.graph, *optimized.functions) for o in n.output if n.attribute}
+    ends = [values[n.input[2]].t for n in nodes(optimized.graph, *optimized.functions) if n.op_type == "Slice"]
+    assert ends and all(numpy_helper.to_array(end).tolist() == [LOW64] for end in ends)
+    assert "far" not in {t.name for t in optimized.graph.initializer}
+    assert model.SerializeToString(deterministic=True) == before
+    x = np.arange(6, dtype=np.float32).reshape([d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim])
+    for flag in (True, False):
+        feeds = {"x": x, "c": np.array(flag)} if "If" in text else {"x": x}
+        (old,), (new,) = run(model, feeds), run(optimized, feeds)
+        np.testing.assert_array_equal(new, old)
+        assert new.size >= 15
+
+
+def test_bounds_of_inner_slices_that_are_not_constant_stay() -> None:
+    """`far` is what the Loop carries, although the graph around it has a constant of that name."""
+    text = """g (float[4] x, int64[1] end) => (y) <int64[1] start = {-1}, int64[1] far = {9223372036854775807},
+        int64[1] axis = {0}, int64[1] step = {-1}, int64 n = {1}, bool go = {1}> {
+          k, y = Loop (n, go, end) <body = one (int64 i, bool p, int64[1] far) => (bool q, int64[1] f, float[m] s) {
+            s = Slice (x, start, far, axis, step)  q = Identity (p)  f = Identity (far) }> }"""
+    model = onnx.parser.parse_model(f"{HEAD} {text}")
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None, None]))
+    _, (count,) = apply(model, settle_backward_slices)
+    assert count == 0

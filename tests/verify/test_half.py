@@ -116,6 +116,22 @@ def test_an_original_that_does_not_run_in_float32(monkeypatch: pytest.MonkeyPatc
     assert "; compared with the original directly" in compare(scaled(1.0), scaled(1.01)).reason
 
 
+def test_float32_outputs_are_compared_as_half_precision_where_float32_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare_module, "model_to_float32", lambda model: elementwise("y = odd.Thing(x)", "float"))
+
+    def widened(by: float) -> onnx.ModelProto:
+        body = f"f = Cast<to = 1>(x)  s = Softmax(f)  k = Constant<value_float = {by}>()  y = Mul(s, k)"
+        return elementwise(body, result="float")
+
+    source = elementwise("s = Softmax(x)  y = Cast<to = 1>(s)", result="float")
+    near = compare(source, widened(1.001))
+    assert near.passed is True and near.outputs[0].tolerance == 2e-3
+    assert near.outputs[0].max_rel == pytest.approx(1e-3, rel=0.01)
+    assert compare(source, widened(1.003)).passed is False
+
+
 # One output
 
 
@@ -237,6 +253,18 @@ def test_everything_in_a_model_is_converted() -> None:
     assert found.outputs["y"].dtype == np.float32 and len(found.outputs["all"]) == 2
     np.testing.assert_array_equal(found.outputs["y"], [[10, 64], [8, 68], [8, 64]])
     assert compare(source, source).passed is True
+
+
+def test_subgraphs_in_a_graph_that_rounds_are_converted() -> None:
+    body = """h = Cast<to = 10>(x)  y = If (c) <
+        then_branch = t () => (float16[b] u) { p = Cast<to = 1>(h)  q = Cast<to = 10>(p)  u = Neg(q) },
+        else_branch = e () => (float16[b] n) { n = Abs(h) } >"""
+    source = onnx.parser.parse_model(f"{HEAD} g (float16[b] x, bool c) => (float16[b] y) {{ {body} }}")
+    wide = model_to_float32(source)
+    onnx.checker.check_model(wide, full_check=True)
+    assert [n.op_type for n in nodes(wide.graph)] == ["Cast", "Cast", "If", "Cast", "Cast", "Cast", "Neg", "Abs"]
+    (found,) = run_original(source, None, {"x": np.ones(3, np.float16)}, lambda line: None).runs[:1]
+    assert found.float32_outputs["y"].dtype == np.float32
 
 
 def test_what_is_not_half_precision_stays() -> None:
