@@ -61,6 +61,9 @@ tolerance_option = click.option(
 )  # fmt: skip
 input_option = click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file.")
 
+option_option = click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
+)
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=600, show_default=True, metavar="SECONDS",
     help="How long opening a model in onnxruntime, or one run of it, may take.",
@@ -385,9 +388,7 @@ def bench_command(
 @shape_option
 @click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="The number of the GPU.")
 @provider_option
-@click.option(
-    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
-)
+@option_option
 @click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file.")
 def tune_command(
     model: Path,
@@ -431,6 +432,43 @@ def _add_kernels(folders: tuple[Path, ...], provider: Provider) -> None:
         add_kernels(folder)
     if provider == "cuda":
         kernel_folders()
+
+
+@main.command("compile")
+@click.argument("model", type=file_path)
+@click.option("-o", "--output", "target", type=file_path, help="The file to write.  [default: MODEL.plans]")
+@click.option("--arch", "archs", multiple=True, metavar="sm_90", help="Compile for a compute capability (repeatable).")
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Compile for a GPU of this name (repeatable).")
+@kernels_option
+@shape_option
+@option_option
+def compile_command(
+    model: Path,
+    target: Path | None,
+    archs: tuple[str, ...],
+    gpus: tuple[str, ...],
+    kernels: tuple[Path, ...],
+    shapes: tuple[str, ...],
+    options: tuple[str, ...],
+) -> None:
+    """Compile the kernels of a fused MODEL into a plan file.
+
+    Sessions that find the file, beside the model or by plans=, plan and compile nothing.  It is made for the GPUs of
+    this machine, with what `onnxfuse tune` measured on them, or for those that --arch and --gpu name, which need not be
+    here.  A --shape may have ranges, as in ids:1..8x1..512, within which plans are chosen; other sizes run too.
+    """
+    from onnxfuse.compile.compile_file import compile_file
+    from onnxfuse.compile.summary import summary
+    from onnxfuse.ir.save import check_target
+
+    target = target or model.with_name(f"{model.name}.plans")
+    check_target(target)
+    _add_kernels(kernels, "cuda")
+    with _progress() as progress:
+        compiled = compile_file(
+            model, target, archs=archs, gpus=gpus, shapes=shapes, options=dict(map(_named, options)), progress=progress
+        )
+    console().print(summary(compiled), soft_wrap=True)
 
 
 def _named(option: str) -> tuple[str, str]:

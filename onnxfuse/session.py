@@ -23,9 +23,12 @@ from onnxfuse.runtime.custom_ops import register_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
-from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.preparation import preparation
+from onnxfuse.runtime.loaded_plans import PLANS_SUFFIX, use_plans
+from onnxfuse.runtime.preparation import given_for, preparation
+from onnxfuse.runtime.prepared import GivenTemplate
+from onnxfuse.runtime.support import make_alike, require_bodies, why_no_kernel, why_not_as_kernel
 from onnxfuse.runtime.target import NoTarget, PlanChoice, ProviderOptions, Providers, Target, find_target
+from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
 from onnxfuse.tuning.dispatch import (
     CUDA_GRAPH,
@@ -36,9 +39,9 @@ from onnxfuse.tuning.dispatch import (
     TunePolicy,
     cached_preferences,
     explain_session,
+    model_subject,
     record_dispatches,
 )
-from onnxfuse.tuning.tune import tune_session
 
 __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session", "register"]
 
@@ -54,6 +57,7 @@ def InferenceSession(
     *,
     tune: TunePolicy = "cached",
     shapes: Mapping[str, Sequence[int]] | None = None,
+    plans: str | os.PathLike[str] | None = None,
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open an ordinary onnxruntime session in which fused nodes run as kernels, where this GPU has kernels for them.
@@ -63,20 +67,32 @@ def InferenceSession(
             "now": nodes without one are measured first, at the sizes of the model's inputs.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
+    plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
+            default model.onnx.plans beside model.onnx, if there is one. A file that does not fit (another GPU, another
+            version, a model that has changed) is not used, and a warning says why. It holds machine code: use only
+            files that you trust.
 
     Other arguments are those of onnxruntime.InferenceSession. Threads may share `sess_options` here, but not with
     onnxruntime.InferenceSession at the same time. If nodes run as kernels, `enable_fallback` is 0 unless it is given,
     and `set_providers` with other providers fails, because these have no kernels.
 
     Raises ModelError for a model with operators or attributes of onnxfuse that this version does not know, UsageError
-    for "now" without a size of every dynamic dim.
+    for "now" without a size of every dynamic dim and for plans that do not exist.
     """
     _check_tune(tune)
+    plan_file = _plan_file(path_or_bytes, plans)
     if tune == "now":
         _tune_now(path_or_bytes, sess_options, providers, provider_options, shapes or {})
-    prefer, plans = _choices(tune)
+    prefer, choice = _choices(tune)
     return open_session(
-        path_or_bytes, sess_options, providers, provider_options, prefer=prefer, plans=plans, **arguments
+        path_or_bytes,
+        sess_options,
+        providers,
+        provider_options,
+        prefer=prefer,
+        plans=choice,
+        plan_file=plan_file,
+        **arguments,
     )
 
 
@@ -88,12 +104,14 @@ def open_session(
     *,
     prefer: Prefer | None,
     plans: PlanChoice,
+    plan_file: Path | None = None,
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open a session like `InferenceSession`.
 
-    prefer  which nodes run as kernels and which as bodies; None runs every node with a kernel as one
-    plans   which candidate plans of a kernel run
+    prefer     which nodes run as kernels and which as bodies; None runs every node with a kernel as one
+    plans      which candidate plans of a kernel run
+    plan_file  a file with plans, which is used if it fits
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
     path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
@@ -101,11 +119,11 @@ def open_session(
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     model = read_model(source)
     calls = read_calls(model)
-    target = find_target(options, providers, provider_options)
+    target, given = _find_plans(model, calls, find_target(options, providers, provider_options), plans, plan_file)
     files = external_files(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
     why_alike = f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
-    reasons, preferred = _kernel_or_body(model, calls, target, prefer, why_alike)
+    reasons, preferred = _kernel_or_body(model, calls, given, target, prefer, why_alike)
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
     folder = path.parent if path and mixed and files else None
     if mixed:
@@ -119,7 +137,7 @@ def open_session(
         session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
-    record_dispatches(session, _dispatches(calls, reasons, preferred, target))
+    record_dispatches(session, _dispatches(calls, reasons, preferred, given, target))
     return session
 
 
@@ -140,32 +158,72 @@ def register(
     *,
     tune: TunePolicy = "cached",
     shapes: Mapping[str, Sequence[int]] | None = None,
+    plans: str | os.PathLike[str] | None = None,
 ) -> tuple[NodeDispatch, ...]:
     """Let a session that onnxruntime makes with these options, this model and these providers run kernels.
 
-    `tune` and `shapes` are those of `InferenceSession`. Because the model stays as it is, either all nodes that call
-    one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it shows why
-    CUDA failed.
+    `tune`, `shapes` and `plans` are those of `InferenceSession`. Because the model stays as it is, either all nodes
+    that call one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it
+    shows why CUDA failed.
 
     Returns how each fused node will run.
     """
     _check_tune(tune)
+    plan_file = _plan_file(model, plans)
     if tune == "now":
         _tune_now(model, session_options, providers, provider_options, shapes or {})
     source = model if isinstance(model, bytes | onnx.ModelProto) else Path(model)
     proto = read_model(source)
     calls = read_calls(proto)
+    prefer, choice = _choices(tune)
     target = find_target(session_options, providers, provider_options)
-    prefer, plans = _choices(tune)
-    reasons, preferred = _kernel_or_body(proto, calls, target, prefer, "")
+    target, given = _find_plans(proto, calls, target, choice, plan_file)
+    reasons, preferred = _kernel_or_body(proto, calls, given, target, prefer, "")
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(session_options, target, kernels, bodies, plans)
-    with preparation(kernels, target, plans):
+    register_operators(session_options, target, kernels, bodies, choice)
+    with preparation(kernels, target, choice):
         pass
-    dispatches = _dispatches(calls, reasons, preferred, target)
+    dispatches = _dispatches(calls, reasons, preferred, given, target)
     record_dispatches(session_options, dispatches)
     return dispatches
+
+
+# --- plan files -------------------------------------------------------------------------------------------------------
+
+
+def _plan_file(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, plans: str | os.PathLike[str] | None
+) -> Path | None:
+    """Return the plan file of a session; None if there is none.  Raises UsageError if the one asked for is missing."""
+    if plans is not None:
+        if not Path(plans).is_file():
+            raise UsageError(f"plans='{plans}': there is no such file; `onnxfuse compile` writes it")
+        return Path(plans)
+    if isinstance(model, bytes | onnx.ModelProto):
+        return None
+    beside = Path(f"{os.fspath(model)}{PLANS_SUFFIX}")
+    return beside if beside.is_file() else None
+
+
+def _find_plans(
+    model: onnx.ModelProto,
+    calls: Sequence[Call],
+    target: Target | NoTarget,
+    choice: PlanChoice,
+    plan_file: Path | None,
+) -> tuple[Target | NoTarget, list[GivenTemplate | None]]:
+    """Return for each node the template that a plan file has for it, and where the session runs kernels.
+
+    Where nothing can be compiled, it runs those of plan files only, and none if these have none.
+    """
+    if isinstance(target, NoTarget) or not calls:
+        return target, [None] * len(calls)
+    if plan_file and choice != "measured":
+        use_plans(plan_file, target.provider, target.ordinal, str(model_subject(model)["model"]))
+    given = [given_for(call, target, choice) for call in calls]
+    why = None if all(given) else planner.backends[target.provider].unavailable()
+    return NoTarget(why) if why and not any(given) else target, given
 
 
 # --- which nodes run as kernels --------------------------------------------------------------------------------------
@@ -174,64 +232,37 @@ def register(
 def _kernel_or_body(
     model: onnx.ModelProto,
     calls: Sequence[Call],
+    given: Sequence[GivenTemplate | None],
     target: Target | NoTarget,
     prefer: Prefer | None,
     why_alike: str | None,
 ) -> tuple[list[str | None], list[Preference | None]]:
     """Return for each node why it runs as its body, None if it runs as a kernel; and what `prefer` says of it.
 
+    given      the templates that plan files have for the nodes
     why_alike  why nodes that call one function must run alike, as the end of a sentence; None if they need not
     """
-    reasons = _reasons(calls, target)
+    reasons = require_bodies(calls, _reasons(calls, given, target))
     preferred = _preferred(model, calls, reasons, target, prefer, why_alike is None)
-    bodies = {call.op: call.node.name for call, why in zip(calls, reasons, strict=True) if why}
     if why_alike is not None:
-        for i, call in enumerate(calls):
-            if reasons[i] is None and call.op in bodies:
-                name = bodies[call.op]
-                reasons[i] = f"node '{name}', which calls the same function, runs as its body{why_alike}"
+        make_alike(calls, reasons, why_alike)
     return reasons, preferred
 
 
-def _reasons(calls: Sequence[Call], target: Target | NoTarget) -> list[str | None]:
-    """Return for each node why no kernel can run it; None if one can.
-
-    Raises ModelError for a node that neither a kernel nor a body can run.
-    """
-    reasons = [target.why if isinstance(target, NoTarget) else _reason(call, target) for call in calls]
-    for call, why in zip(calls, reasons, strict=True):
-        if why and not call.has_body:
-            raise ModelError(
-                f"node '{call.node.name}' calls {call.proto.domain}::{call.op}, which the model has no function for, "
-                f"and no kernel runs it: {why}"
-            )
-    in_functions = {call.op for call in calls if call.in_function}
+def _reasons(
+    calls: Sequence[Call], given: Sequence[GivenTemplate | None], target: Target | NoTarget
+) -> list[str | None]:
+    """Return for each node why no kernel can run it; None if one can."""
+    if isinstance(target, NoTarget):
+        return [target.why] * len(calls)
+    device = target.device
+    missing = None if all(given) else planner.backends[target.provider].unavailable()
+    if missing:
+        log.warning("%d fused nodes are not in plan files, and run as their bodies: %s", given.count(None), missing)
     return [
-        why or (f"{call.op} is also called inside a function" if call.op in in_functions else None)
-        for call, why in zip(calls, reasons, strict=True)
+        why_not_as_kernel(call) if template else missing or why_no_kernel(call, device)
+        for call, template in zip(calls, given, strict=True)
     ]
-
-
-def _reason(call: Call, target: Target) -> str | None:
-    """Return why no kernel can run a node; None if one can."""
-    node = call.node
-    host = find_host(node.fusion)
-    if host is None:
-        return f"fusion {node.fusion} has no kernel in onnxfuse, an installed package or an added folder"
-    if call.in_function:
-        return "it stands inside a function"
-    if "" in call.proto.output:
-        return f"its output {list(call.proto.output).index('')} is left out"
-    dtypes = tuple(dtype for dtype in call.dtypes if dtype is not None)
-    if len(dtypes) < len(call.dtypes):
-        i = call.dtypes.index(None)
-        return f"the dtype of its operand {node.operands[i]} ('{call.proto.input[i]}') is not known"
-    if not call.has_ranks:
-        return f"it has no attribute output_ranks, and its outputs are not known to have {node.operands[0]}'s rank"
-    try:
-        return host.supports(node, dtypes, target.device)
-    except (KeyError, TypeError, ValueError) as error:
-        return f"its attributes are not what kernel {node.fusion} expects: {type(error).__name__}: {error}"
 
 
 def _preferred(
@@ -254,7 +285,9 @@ def _preferred(
 
 def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:
     """Return what decides between kernels and bodies, and between the plans of a kernel."""
-    return (None, "first") if tune == "never" else (cached_preferences, "known")
+    if tune == "never":
+        return None, "first"
+    return None if cache.is_empty() else cached_preferences, "known"
 
 
 def _check_tune(tune: str) -> None:
@@ -275,6 +308,8 @@ def _tune_now(
     if isinstance(target, Target) and target.optimization != ALL_OPTIMIZATIONS:
         log.warning("the model is not tuned: these session options have %s", target.optimization)
     elif isinstance(target, Target):
+        from onnxfuse.tuning.tune import tune_session  # other sessions start without what only measuring needs
+
         tune_session(model, options, target.provider, target.options, shapes, open_session)
 
 
@@ -286,11 +321,15 @@ def _dispatches(
     calls: Sequence[Call],
     reasons: Sequence[str | None],
     preferred: Sequence[Preference | None],
+    given: Sequence[GivenTemplate | None],
     target: Target | NoTarget,
 ) -> tuple[NodeDispatch, ...]:
     """Return what `explain_session` says, and log it by fusion."""
     where = f"{target.provider}, device {target.ordinal}" if isinstance(target, Target) else ""
-    kernels = [f"{where}; {each.why}" if each else where for each in preferred]
+    files = [f"; plans of {each.path.name}" if each else "" for each in given]
+    kernels = [
+        f"{where}{file}; {each.why}" if each else where + file for each, file in zip(preferred, files, strict=True)
+    ]
     level = logging.WARNING if isinstance(target, NoTarget) and target.asked else logging.INFO
     dispatches = tuple(
         NodeDispatch(call.node.name, call.node.fusion, "body" if why else "kernel", why or kernel)

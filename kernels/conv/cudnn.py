@@ -25,10 +25,10 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the engines that cuDNN proposes for a convolution of at least one element, its first choice first.
 
     Engines whose kernel cuDNN compiles when a plan is read are left out, because a new shape would wait for it for up
-    to some seconds in each process.  There is none if the library is missing or lacks the activation, for slopes of a
-    PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, for misaligned operands, which its engines
-    refuse when they run, and for a transposed convolution whose y has more pixels behind the last that the filter
-    reaches than a stride skips.
+    to some seconds in each process.  There is none if the library is missing or lacks the activation, if the GPU is of
+    another machine, for slopes of a PRelu, a scale or shift behind the activation, an x in NCHW, a w in HWIO, for
+    misaligned operands, which its engines refuse when they run, and for a transposed convolution whose y has more
+    pixels behind the last that the filter reaches than a stride skips.
     """
     if (
         conv.x_nchw
@@ -38,7 +38,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         or not _is_cudnn_activation(conv.activation)
         or conv.column_scale
         or conv.extra
-        or not _is_available()
+        or not (device.is_here and _is_available())
     ):
         return []
     convolution = _convolution(conv, conv.activation)

@@ -16,7 +16,9 @@ CUDA: Final = "CUDAExecutionProvider"
 class Backend:
     """What a provider needs; any thread may call these functions."""
 
-    unavailable: Callable[[], str | None]  # why kernels cannot run here; None if they can
+    no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
+    unavailable: Callable[[], str | None]  # why they cannot be compiled and run here; None if they can
+    gpu_count: Callable[[], int]
     device: Callable[[int], Device]
     load: Callable[[Kernel, int], LoadedKernel]
     machine_code: Callable[[Kernel, Device], bytes]

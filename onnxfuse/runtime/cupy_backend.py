@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from onnxfuse.errors import KernelError
 from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
 from onnxfuse.runtime.plan import Device, Kernel
 
@@ -67,20 +67,6 @@ def unavailable() -> str | None:
     except Exception as error:  # CuPy's errors have no common class
         return f"CuPy finds no usable CUDA: {error}"
     return None if count else "CuPy finds no GPU"
-
-
-@functools.cache
-def gpu(ordinal: int) -> Device:
-    """Return the properties of the GPU with that number."""
-    cupy = cupy_module()
-    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
-    return Device(
-        properties["name"].decode(),
-        10 * properties["major"] + properties["minor"],
-        properties["multiProcessorCount"],
-        properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
-        ordinal=ordinal,
-    )
 
 
 def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:

@@ -72,6 +72,16 @@ def session_environment(
     return {**kernel_environment(provider, device), **of_session}
 
 
+def allows_tf32(options: Mapping[str, object]) -> bool:
+    """Return whether a provider with these options rounds the operands of float32 matrix products to TF32."""
+    return is_on(options.get("use_tf32", True))
+
+
+def is_on(value: object) -> bool:
+    """Return whether a boolean option of a provider is on, as onnxruntime reads its text."""
+    return str(value) not in ("0", "false", "False")
+
+
 @functools.cache
 def driver_version() -> str:
     """Return the version of the NVIDIA driver; "" if there is none."""

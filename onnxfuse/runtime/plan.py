@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
+NO_GPU: Final = -1  # the ordinal of a GPU that this machine need not have
 Attribute: TypeAlias = int | float | str | list[int] | list[float]
 
 
@@ -28,7 +29,13 @@ class Device:
     multiprocessors: int
     shared_per_block: int  # bytes of dynamic shared memory that a block may opt in to
     tf32: bool = True  # the session allows float32 matrix products to round their operands to TF32
-    ordinal: int = field(default=0, compare=False)  # which of the machine's GPUs; hosts ask its libraries
+    # Which of the machine's GPUs it is, so that hosts can ask its libraries; NO_GPU if they cannot.
+    ordinal: int = field(default=0, compare=False)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a GPU of this machine."""
+        return self.ordinal != NO_GPU
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ The native library reads the same files (native/plan_file.h), so they are made o
 its length in front and padded to whole words:
 
     "onnxplan", format, digest of what follows (SHA-256: four words)
-    text      versions, as JSON
+    text      versions and what else tools may ask for, as JSON
     devices   count; each name, compute capability, multiprocessors, shared memory of a block
     codes     count; each the cubin
     kernels   count; each device, code, entry, shared memory, cluster
     operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
     templates count; each device, TF32, node (see `node_identity`), template, whose functions are kernels by number
+
+The JSON is a table: the `versions` of what the templates depend on; "model", a digest of the model for which the file
+was made, or null; and "libraries": by the number of a template, the libraries that its plans call, with true where they
+name an algorithm or engine of the library, which then is for one version of it and one kind of GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -28,12 +32,15 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.plan import Attribute, Device, FusedNode
+from onnxfuse.runtime.template_words import TemplateWords, read_template
+from onnxfuse.runtime.word_reader import WORD, WordReader
 from onnxfuse.version import __version__
 
 MAGIC: Final = b"onnxplan"
 FORMAT: Final = 6
-WORD: Final = 8
 DIGEST_BYTES: Final = 32
+MAX_SHARED_BYTES: Final = 1 << 20  # of a block, more than any GPU has
+MAX_CLUSTER: Final = 64  # blocks, the same
 
 
 class PlanFileError(OnnxfuseError):
@@ -41,24 +48,25 @@ class PlanFileError(OnnxfuseError):
 
 
 @dataclass(frozen=True)
-class StoredKernel:
-    """An entry of a cubin for one kind of GPU, and what its launches take."""
+class KernelCode:
+    """An entry of a cubin, and what its launches take."""
 
-    device: int
-    code: int
+    cubin: bytes
     entry: str
     shared: int  # bytes of dynamic shared memory
-    cluster: int
+    cluster: int  # blocks
 
 
-@dataclass(frozen=True)
-class StoredTemplate:
-    """A template for nodes of one identity on one kind of GPU."""
+@dataclass(frozen=True, eq=False)
+class SavedTemplate:
+    """A template for nodes of one identity, with the machine code of its kernels for one kind of GPU."""
 
-    device: int
+    device: Device
     tf32: bool
-    node: bytes
-    words: bytes
+    node: bytes  # node_identity
+    words: TemplateWords  # whose functions are indices of kernels
+    kernels: tuple[KernelCode, ...]
+    libraries: Mapping[str, bool] = field(default_factory=dict)  # that its plans call; True: by an algorithm of theirs
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,22 @@ class PlanFile:
     """What a plan file holds."""
 
     versions: Mapping[str, object]
-    devices: Sequence[Device]
-    codes: Sequence[bytes]
-    kernels: Sequence[StoredKernel]
     operators: Sequence[str]
-    templates: Sequence[StoredTemplate]
+    templates: Sequence[SavedTemplate]
+
+    @property
+    def devices(self) -> list[Device]:
+        """The kinds of GPUs that it has templates for."""
+        return list(dict.fromkeys(each.device for each in self.templates))
 
 
-def versions(**libraries: int | None) -> dict[str, object]:
-    """Return what plans of this onnxfuse depend on, with the versions of the libraries that they call."""
-    return {"onnxfuse": __version__, "kernels": kernels_digest(), **libraries}
+def versions(model: str | None = None, **libraries: int | None) -> dict[str, object]:
+    """Return what plans of this onnxfuse depend on.
+
+    model      a digest of the model that they are for; None if they are for whatever has equal nodes
+    libraries  the versions of libraries whose algorithms the plans name
+    """
+    return {"onnxfuse": __version__, "kernels": kernels_digest(), "model": model, **libraries}
 
 
 def node_identity(node: FusedNode) -> bytes:
@@ -122,22 +136,33 @@ def write_plan_file(path: Path, file: PlanFile) -> None:
 
 
 def _parts(file: PlanFile) -> Iterator[bytes]:
-    yield _string(json.dumps(file.versions, sort_keys=True).encode())
-    yield _word(len(file.devices))
-    for device in file.devices:
+    libraries = {i: dict(each.libraries) for i, each in enumerate(file.templates) if each.libraries}
+    yield _string(json.dumps({**file.versions, "libraries": libraries}, sort_keys=True).encode())
+    devices = {device: i for i, device in enumerate(file.devices)}
+    yield _word(len(devices))
+    for device in devices:
         yield _string(device.name.encode())
         yield b"".join(map(_word, (device.arch, device.multiprocessors, device.shared_per_block)))
-    yield _word(len(file.codes))
-    yield from map(_string, file.codes)
-    yield _word(len(file.kernels))
-    for kernel in file.kernels:
-        yield _word(kernel.device) + _word(kernel.code) + _string(kernel.entry.encode())
-        yield _word(kernel.shared) + _word(kernel.cluster)
+    codes = {code: i for i, code in enumerate(dict.fromkeys(k.cubin for each in file.templates for k in each.kernels))}
+    yield _word(len(codes))
+    yield from map(_string, codes)
+    needs: dict[tuple[int, int, str], tuple[int, int]] = {}  # shared memory and cluster by device, cubin and entry
+    own: list[list[tuple[int, int, str]]] = []  # the kernels of each template
+    for each in file.templates:
+        own.append([(devices[each.device], codes[kernel.cubin], kernel.entry) for kernel in each.kernels])
+        for key, kernel in zip(own[-1], each.kernels, strict=True):
+            shared, cluster = needs.get(key, (0, 1))
+            needs[key] = max(shared, kernel.shared), max(cluster, kernel.cluster)
+    yield _word(len(needs))
+    for (at, code, entry), most in needs.items():
+        yield b"".join((_word(at), _word(code), _string(entry.encode()), *map(_word, most)))
     yield _word(len(file.operators))
     yield from (_string(line.encode()) for line in file.operators)
     yield _word(len(file.templates))
-    for template in file.templates:
-        yield _word(template.device) + _word(template.tf32) + _string(template.node) + _string(template.words)
+    numbers = {key: i for i, key in enumerate(needs)}
+    for each, keys in zip(file.templates, own, strict=True):
+        words = each.words.with_functions([numbers[keys[i]] for i in each.words.functions])
+        yield b"".join((_word(devices[each.device]), _word(each.tf32), _string(each.node), _string(words.data())))
 
 
 def _word(value: int) -> bytes:
@@ -149,43 +174,6 @@ def _string(data: bytes) -> bytes:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-
-class _Reader:
-    """Reads words and strings in order; every method raises ValueError at the end of the data."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = memoryview(data), 0
-
-    def _take(self, size: int) -> memoryview:
-        if size < 0 or self._at + size > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, {size} bytes from {self._at} on are missing")
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    def word(self) -> int:
-        return int(struct.unpack("<q", self._take(WORD))[0])
-
-    def count(self) -> int:
-        count = self.word()
-        if not 0 <= count <= len(self._data):
-            raise ValueError(f"a count is {count}")
-        return count
-
-    def index(self, of: int) -> int:
-        index = self.word()
-        if not 0 <= index < of:
-            raise ValueError(f"an index is {index}, required 0 to {of - 1}")
-        return index
-
-    def string(self) -> bytes:
-        size = self.count()
-        found = bytes(self._take(size))
-        self._take(-size % WORD)
-        return found
-
-    def text(self) -> str:
-        return self.string().decode()
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -203,8 +191,8 @@ def read_plan_file(path: Path) -> PlanFile:
     if hashlib.sha256(body).digest() != data[len(MAGIC) + WORD : len(MAGIC) + WORD + DIGEST_BYTES]:
         _refuse(path, "it is corrupted; make it again")
     try:
-        file = _read(_Reader(body))
-    except (ValueError, UnicodeDecodeError) as error:
+        file = _read(WordReader(body))
+    except (ValueError, RecursionError) as error:  # of JSON that nests without end, too
         raise PlanFileError(f"{path}: it is malformed: {error}") from error
     if file.versions.get("onnxfuse") != __version__:
         _refuse(path, f"written by onnxfuse {file.versions.get('onnxfuse')}, this is {__version__}; make it again")
@@ -217,22 +205,54 @@ def _refuse(path: Path, why: str) -> NoReturn:
     raise PlanFileError(f"{path}: {why}")
 
 
-def _read(reader: _Reader) -> PlanFile:
-    found_versions = json.loads(reader.text())
-    if not isinstance(found_versions, dict):
+def _read(reader: WordReader) -> PlanFile:
+    found = json.loads(reader.text("versions"))
+    if not isinstance(found, dict):
         raise ValueError("its versions are no table")
-    devices = []
-    for _ in range(reader.count()):
-        name = reader.text()
-        devices.append(Device(name, reader.word(), reader.word(), reader.word()))
-    codes = [reader.string() for _ in range(reader.count())]
+    libraries = _libraries(found.pop("libraries", None))
+    devices = [_device(reader) for _ in range(reader.count("devices"))]
+    codes = [reader.string("a cubin") for _ in range(reader.count("cubins"))]
     kernels = []
-    for _ in range(reader.count()):
-        device, code = reader.index(len(devices)), reader.index(len(codes))
-        kernels.append(StoredKernel(device, code, reader.text(), reader.word(), reader.word()))
-    operators = [reader.text() for _ in range(reader.count())]
+    for _ in range(reader.count("kernels")):
+        device, code = reader.index("a kernel's device", len(devices)), reader.index("a kernel's cubin", len(codes))
+        entry, shared = reader.text("an entry"), reader.index("a kernel's shared memory", MAX_SHARED_BYTES)
+        kernel = KernelCode(codes[code], entry, shared, reader.index("a kernel's cluster", MAX_CLUSTER))
+        kernels.append((device, kernel))
+    operators = [reader.text("an operator") for _ in range(reader.count("operators"))]
     templates = []
-    for _ in range(reader.count()):
-        device, tf32 = reader.index(len(devices)), bool(reader.index(2))
-        templates.append(StoredTemplate(device, tf32, reader.string(), reader.string()))
-    return PlanFile(found_versions, devices, codes, kernels, operators, templates)
+    for i in range(reader.count("templates")):
+        at, tf32 = reader.index("a template's device", len(devices)), reader.index("a template's TF32", 2)
+        node, words = reader.string("a node"), _template(reader.string("a template"), kernels, at)
+        own = tuple(kernels[number][1] for number in words.functions)
+        words = words.with_functions(range(len(own)))
+        templates.append(SavedTemplate(devices[at], bool(tf32), node, words, own, libraries.get(str(i), {})))
+    if not reader.at_end:
+        raise ValueError("bytes follow its end")
+    return PlanFile(found, operators, templates)
+
+
+def _device(reader: WordReader) -> Device:
+    name, (arch, multiprocessors, shared) = reader.text("a device's name"), reader.words(3)
+    return Device(name, arch, multiprocessors, shared)
+
+
+def _template(data: bytes, kernels: Sequence[tuple[int, KernelCode]], device: int) -> TemplateWords:
+    """Return a template of a file.  Raises ValueError if its words or functions are malformed."""
+    try:
+        words = read_template(data)
+    except ValueError as error:
+        raise ValueError(f"a template: {error}") from error
+    for number in words.functions:
+        if not (0 <= number < len(kernels) and kernels[number][0] == device):
+            raise ValueError(f"a template has kernel {number}, which is none for its GPU")
+    return words
+
+
+def _libraries(found: object) -> dict[str, dict[str, bool]]:
+    """Return the libraries by the number of a template.  Raises ValueError if that is not what was found."""
+    if not isinstance(found, dict):
+        raise ValueError("its libraries are no table")
+    for each in found.values():
+        if not (isinstance(each, dict) and all(isinstance(value, bool) for value in each.values())):
+            raise ValueError(f"the libraries of a template are {each}")
+    return found

@@ -7,12 +7,13 @@ import logging
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from onnxfuse.errors import KernelError, ModelError
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.runtime import cupy_backend
+from onnxfuse.runtime import cuda_driver, cupy_backend
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.expressions import Expressions
@@ -55,14 +56,27 @@ class Verdicts(Protocol):
 
 
 backends: Final[dict[str, Backend]] = {
-    CUDA: Backend(cupy_backend.unavailable, cupy_backend.gpu, cupy_backend.load_kernel, cupy_backend.machine_code)
+    CUDA: Backend(
+        cuda_driver.unavailable,
+        cupy_backend.unavailable,
+        cuda_driver.gpu_count,
+        cuda_driver.gpu,
+        cupy_backend.load_kernel,
+        cupy_backend.machine_code,
+    )
 }
 
 
-# Find the template that a plan file has for inputs of a node, whose dynamic dims may be -1 - k; None if it has none.
-FindTemplate = Callable[[Situation, Sequence[TensorSpec]], GivenTemplate | None]
+class TemplateSource(Protocol):
+    """A plan file for GPUs of one kind."""
 
-plan_files: Final[dict[str, FindTemplate]] = {}  # by path; the file that was loaded last is asked first
+    def find(self, situation: Situation, inputs: Sequence[TensorSpec], /) -> GivenTemplate | None:
+        """Return its template for inputs of a node, whose dynamic dims may be -1 - k; None if it has none."""
+
+
+PlanFileKey = tuple[Path, str, Device]  # path, provider, and kind of GPU
+
+plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # the one that was loaded last is asked first
 _templates_of_nodes: Final[
     dict[int, list[PreparedTemplate | GivenTemplate]]
 ] = {}  # by the native library's number of a node
@@ -113,7 +127,7 @@ def answer_request(request: native.Request) -> bytes:
         situation = Situation(node, device, request.provider, request.verdicts)
         of_node = _templates_of_nodes.setdefault(request.kernel, [])
         given = None if request.measure else _template_of_files(situation, request.inputs)
-        if given is not None and given not in of_node:  # else it has no plan for these sizes
+        if given is not None and given not in of_node and loads(given):  # else it has no plan for these sizes
             of_node.append(given)
             return given.data()
         prepared = _template_for(situation, request.inputs)
@@ -128,11 +142,11 @@ def answer_request(request: native.Request) -> bytes:
         return prepared.data()
 
 
-def add_plan_file(path: str, find: FindTemplate) -> None:
+def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
     """Ask a plan file before all others from now on; what the same path held earlier is forgotten."""
     with _lock:
-        plan_files.pop(path, None)
-        plan_files[path] = find
+        plan_files.pop(key, None)
+        plan_files[key] = source
 
 
 def expect(node: FusedNode, dims: Dims, device: Device) -> None:
@@ -143,10 +157,20 @@ def expect(node: FusedNode, dims: Dims, device: Device) -> None:
             of_node.append(dims)
 
 
-def in_files(situation: Situation, inputs: Sequence[TensorSpec]) -> bool:
-    """Return whether a plan file has a template for inputs whose dynamic dims are -1 - k."""
+def given_template(situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
+    """Return the template that a plan file has for inputs whose dynamic dims may be -1 - k; None if none has one."""
     with _lock:
-        return _template_of_files(situation, inputs) is not None
+        return _template_of_files(situation, inputs)
+
+
+def loads(given: GivenTemplate) -> bool:
+    """Load the kernels of a plan file's template, and return whether that works; if not, a warning says why."""
+    try:
+        given.data()
+        return True
+    except native.NativeError as error:
+        log.warning("%s is not used for %s: %s", given.path, given.situation.node.fusion, error)
+        return False
 
 
 def prepare(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
@@ -158,7 +182,7 @@ def prepare(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTempl
         key = situation.key(inputs)
         prepared = _prepared.get(key)
         if prepared is None:
-            prepared = _prepared[key] = _new_template(situation, inputs)
+            prepared = _prepared[key] = new_template(situation, inputs)
             _recent.append(prepared)
         return prepared
 
@@ -192,10 +216,20 @@ def _host_of(situation: Situation) -> Host:
 
 
 def _template_of_files(situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
-    for find in reversed(plan_files.values()):
-        if given := find(situation, inputs):
+    for source in reversed(plan_files.values()):
+        given = source.find(situation, inputs)
+        if given and not _is_measured_since(situation, given):
             return given
     return None
+
+
+def _is_measured_since(situation: Situation, given: GivenTemplate) -> bool:
+    """Return whether measurements on this machine know of sizes of which a plan file does not."""
+    if not (situation.verdicts and _verdicts):
+        return False
+    measured = _verdicts[0].inputs_measured(situation.node, given.inputs, situation.device, situation.provider)
+    sizes = {sizes_of(given.inputs, each) for each in measured} - {None}
+    return not sizes <= given.words.tuned_sizes
 
 
 def _template_for(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
@@ -208,11 +242,21 @@ def _template_for(situation: Situation, inputs: Sequence[TensorSpec]) -> Prepare
     return prepare(situation, inputs)
 
 
-def _new_template(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTemplate:
+def new_template(
+    situation: Situation, inputs: Sequence[TensorSpec], samples: Sequence[Sequence[int]] = ()
+) -> PreparedTemplate:
+    """Make a template of inputs whose dynamic dims are -1 - k, with what measurements say of it.
+
+    samples  combinations of sizes that it is made for; those of the usual spread if there are none
+
+    Raises what the host raises where it has a plan for no sample.
+    """
     host, node, device = _host_of(situation), situation.node, situation.device
     if why := host.supports(node, tuple(spec.dtype for spec in inputs), device):
         raise KernelError(f"{why}; register the model that runs with its session options")
-    prepared = PreparedTemplate(make_template(host, node, inputs, device), backends[situation.provider], situation)
+    prepared = PreparedTemplate(
+        make_template(host, node, inputs, device, samples), backends[situation.provider], situation
+    )
     if situation.verdicts and _verdicts:
         for measured in _verdicts[0].inputs_measured(node, inputs, device, situation.provider):
             sizes = sizes_of(inputs, measured)

@@ -10,10 +10,9 @@ from typing import Final
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.fused_calls import Call, Shape
-from onnxfuse.runtime.plan import TensorSpec
-from onnxfuse.runtime.planner import Dims
-from onnxfuse.runtime.prepared import PreparedTemplate, load_all
+from onnxfuse.runtime.call_inputs import inputs_of
+from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_all
 from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
 
@@ -46,20 +45,17 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice) -> None:
 
 
 def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> list[PreparedTemplate]:
-    """Return the different templates of some nodes."""
+    """Return the different templates of some nodes, but load those that plan files have."""
     found: dict[int, PreparedTemplate] = {}
     for call in calls:
-        dims = dims_of(call.shapes)
-        if dims is None or None in call.dtypes:
+        inputs = inputs_of(call)
+        if inputs is None:
             continue
-        situation = Situation(call.node, target.device, target.provider, choice != "first")
-        planner.expect(call.node, dims, target.device)
-        rows = zip(dims, call.dtypes, call.constants, strict=True)
-        inputs = [TensorSpec(shape, str(dtype), constant=constant) for shape, dtype, constant in rows]
-        if planner.in_files(situation, inputs):
-            continue
+        planner.expect(call.node, tuple(spec.shape for spec in inputs), target.device)
         try:
-            prepared = planner.prepare(situation, inputs)
+            if (given := given_for(call, target, choice)) and planner.loads(given):
+                continue
+            prepared = planner.prepare(Situation(call.node, target.device, target.provider, choice != "first"), inputs)
         except (OnnxfuseError, ValueError) as error:
             log.info("node '%s' is planned when it first runs: %s", call.node.name, error)
             continue
@@ -67,17 +63,9 @@ def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> lis
     return list(found.values())
 
 
-def dims_of(shapes: Sequence[Shape | None]) -> Dims | None:
-    """Return shapes with -1 - k in place of the name of a dynamic dim, numbered in the order in which they come first.
-
-    None is returned if a rank is unknown.
-    """
-    numbers: dict[str, int] = {}
-    result = []
-    for shape in shapes:
-        if shape is None:
-            return None
-        result.append(
-            tuple(dim if isinstance(dim, int) else -1 - numbers.setdefault(dim, len(numbers)) for dim in shape)
-        )
-    return tuple(result)
+def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:
+    """Return the template that a plan file has for a node of a model; None if none has one, or it is measured anew."""
+    inputs = inputs_of(call) if choice != "measured" and planner.plan_files else None
+    if inputs is None:
+        return None
+    return planner.given_template(Situation(call.node, target.device, target.provider, choice != "first"), inputs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from onnxfuse.runtime import native_library as native
@@ -14,24 +14,52 @@ from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template import Template, Variant
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
+from onnxfuse.runtime.template_words import TemplateWords
 
 MAX_COMPILERS: Final = 32  # threads that compile kernels at once
 
 
-@dataclass(frozen=True, eq=False)
 class GivenTemplate:
-    """A template of a plan file, for nodes on one GPU."""
+    """A template of a plan file for nodes on one GPU, whose kernels are loaded when they are first wanted.
 
-    inputs: tuple[TensorSpec, ...]
-    words: bytes  # for the native library
-    kernels: Sequence[LoadedKernel]  # which stay loaded as long as this object lives
+    They stay loaded as long as this object lives.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        saved: SavedTemplate,
+        words: TemplateWords,
+        situation: Situation,
+        load: Callable[[KernelCode], LoadedKernel],
+    ) -> None:
+        """Take the file, those words of its template that nodes run by, and what loads a kernel on the GPU."""
+        self.path: Final = path
+        self.saved: Final = saved
+        self.words: Final = words
+        self.situation: Final = situation
+        self._load, self._lock = load, threading.Lock()
+        self._kernels: list[LoadedKernel] = []
+        self._data = b""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that it is for, whose dynamic dims are -1 - k."""
+        return self.words.inputs
 
     def data(self) -> bytes:
-        """Return the template's bytes for the native library."""
-        return self.words
+        """Return the template's bytes for the native library, with all its kernels loaded.  Raises NativeError."""
+        with self._lock:
+            if not self._data:
+                for name in self.saved.libraries:
+                    run_plan.LIBRARIES[name].open()
+                self._kernels = [self._load(kernel) for kernel in self.saved.kernels]
+                self._data = self.words.with_functions([kernel.handle for kernel in self._kernels]).data()
+            return self._data
 
 
 class PreparedTemplate:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.native_library import NativeError
-from onnxfuse.runtime.plan import Convolution, Matmul, Plan, TensorSpec
+from onnxfuse.runtime.plan import Convolution, Matmul, Plan, Step, TensorSpec
 from onnxfuse.runtime.plan_bytes import (
     ALGORITHM_WORDS,
     MAX_ENGINE_WORDS,
@@ -119,10 +119,8 @@ def convolution_engines(convolution: Convolution, ordinal: int, max_count: int) 
 
 def open_libraries(plan: Plan) -> None:
     """Open the libraries that the plan's steps call, which reading the plan requires.  Raises NativeError."""
-    if any(isinstance(step, Matmul) for step in plan.steps):
-        cublaslt()
-    if any(isinstance(step, Convolution) for step in plan.steps):
-        cudnn()
+    for name in libraries_of(plan.steps):
+        LIBRARIES[name].open()
 
 
 @functools.cache
@@ -162,6 +160,32 @@ def cudnn_version() -> int:
     version = ctypes.c_uint64()
     native.check(cudnn().onnxfuse_cudnn_version(ctypes.byref(version)))
     return version.value
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that steps of plans call."""
+
+    name: str
+    open: Callable[[], object]  # raises NativeError if it is missing
+    version: Callable[[], int]
+
+
+LIBRARIES: Final = {
+    "cublaslt": Library("cuBLASLt", lambda: cublaslt(), cublaslt_version),  # a name that tests replace
+    "cudnn": Library("cuDNN", lambda: cudnn(), cudnn_version),
+}
+
+
+def libraries_of(steps: Iterable[Step]) -> dict[str, bool]:
+    """Return the libraries that steps call, with True where one names an algorithm or an engine of the library."""
+    found: dict[str, bool] = {}
+    for step in steps:
+        if isinstance(step, Matmul):
+            found["cublaslt"] = found.get("cublaslt", False) or bool(step.algorithm)
+        elif isinstance(step, Convolution):
+            found["cudnn"] = found.get("cudnn", False) or bool(step.engine)
+    return found
 
 
 def _refusal(function: str, variable: str, names: Sequence[str], folders: Sequence[str]) -> str | None:

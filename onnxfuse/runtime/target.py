@@ -14,7 +14,13 @@ from onnx import TensorProto, helper
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
-from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS, Environment, session_environment
+from onnxfuse.runtime.environment import (
+    ALL_OPTIMIZATIONS,
+    Environment,
+    allows_tf32,
+    is_on,
+    session_environment,
+)
 from onnxfuse.runtime.plan import Device
 
 ProviderOptions = Mapping[str, object]
@@ -62,7 +68,10 @@ class NoTarget:
 def find_target(
     options: ort.SessionOptions, providers: Providers | None, provider_options: Sequence[ProviderOptions] | None
 ) -> Target | NoTarget:
-    """Return where a session with these options and providers runs kernels, or why it runs none."""
+    """Return where a session with these options and providers runs kernels, or why it runs none.
+
+    Whether kernels can be compiled there is not asked: those of a plan file are.
+    """
     if not providers and options.has_providers():
         return NoTarget("the providers were added to the session options; name them in `providers`")
     available = ort.get_available_providers()
@@ -73,7 +82,7 @@ def find_target(
         if name in planner.backends:
             if name not in available:
                 return NoTarget(f"this onnxruntime has no {name}; install onnxruntime-gpu")
-            flags = allows_tf32(given), _is_on(given.get("enable_cuda_graph", False))
+            flags = allows_tf32(given), is_on(given.get("enable_cuda_graph", False))
             level = options.graph_optimization_level.name
             target = Target(name, int(str(given.get("device_id", 0))), *flags, {**given, **more}, level)
             why = _unusable(target)
@@ -81,18 +90,8 @@ def find_target(
     return NoTarget(f"the session does not use {CUDA}", asked=False)
 
 
-def allows_tf32(options: ProviderOptions) -> bool:
-    """Return whether a provider with these options rounds the operands of float32 matrix products to TF32."""
-    return _is_on(options.get("use_tf32", True))
-
-
-def _is_on(value: object) -> bool:
-    """Return whether a boolean option of a provider is on, as onnxruntime reads its text."""
-    return str(value) not in ("0", "false", "False")
-
-
 def _unusable(target: Target) -> str | None:
-    if why := planner.backends[target.provider].unavailable():
+    if why := planner.backends[target.provider].no_gpu():
         return why
     try:
         native_library()

@@ -298,3 +298,8 @@ def _spread(per_octave: int) -> list[int]:
         found |= {octave + octave * i // per_octave for i in range(per_octave)} | {octave + octave // 3 | 1}
         octave *= 2
     return sorted(found | HALVED_ONCE)
+
+
+def sizes_between(low: int, high: int, per_octave: int) -> list[int]:
+    """Return the sizes of the usual spread from `low` to `high`, and these themselves."""
+    return sorted({low, high, *(size for size in _spread(per_octave) if low <= size <= high)})

@@ -13,7 +13,6 @@ from onnxfuse.runtime.template import Template, Variant
 TEMPLATE_MARK: Final = 0x6F6E66740001  # kTemplateMark in native/template.h
 EXPRESSION: Final = 0  # what a patch takes: Template::PatchKind in native/template.h
 FUNCTION: Final = 1
-WORD: Final = 8  # bytes
 
 
 class _Function:
@@ -52,46 +51,3 @@ def _variant(variant: Variant, indices: Mapping[str, int]) -> list[int]:
         plain.append(0 if isinstance(word, _Function | SymInt) else word)
     guards = [[len(of), *(int(word) for guard in of for word in guard)] for of in (variant.hard, variant.soft)]
     return [*variant.hints, int(variant.tuned), *guards[0], *guards[1], len(plain), *plain, len(patches) // 3, *patches]
-
-
-# --- templates of files, whose functions are numbers of kernels -------------------------------------------------------
-
-
-def pattern_words(data: bytes) -> list[int]:
-    """Return the words of a template's inputs, for `read_inputs`.
-
-    Raises IndexError or ValueError if it is malformed.
-    """
-    return list(_words(data)[2 : _pattern_end(data)])
-
-
-def function_words(data: bytes) -> list[int]:
-    """Return the functions of a template; raises as `pattern_words`."""
-    start = _functions_start(data)
-    words = _words(data)
-    return list(words[start : start + words[start - 1]])
-
-
-def with_functions(data: bytes, functions: Sequence[int]) -> bytes:
-    """Return a template with other functions, as many as it has."""
-    start = _functions_start(data) * WORD
-    return data[:start] + packed(functions) + data[start + len(functions) * WORD :]
-
-
-def _words(data: bytes) -> Sequence[int]:
-    words = memoryview(data).cast("q")
-    if words[0] != TEMPLATE_MARK:
-        raise ValueError("its template is of another format")
-    return words
-
-
-def _pattern_end(data: bytes) -> int:
-    words, at = _words(data), 2
-    for _ in range(words[1]):
-        at += 3 + words[at + 2]
-    return at
-
-
-def _functions_start(data: bytes) -> int:
-    at = _pattern_end(data)
-    return at + 2 + 3 * _words(data)[at]

@@ -58,6 +58,8 @@ class MeasuredVerdicts:
         self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
     ) -> list[tuple[TensorSpec, ...]]:
         """Return the inputs at which the plans of equal nodes were measured, whatever their shapes."""
+        if cache.is_empty():
+            return []
         found = cache.lookup(kernel_environment(provider, device), _subject(node, device))
         return [inputs_of_case(each.case) for each in found]
 

@@ -87,6 +87,15 @@ def lookup(environment: Environment, subject: Data) -> list[Measurement]:
     return [measurement for _, measurement in sorted(found.items()) if measurement]
 
 
+def is_empty() -> bool:
+    """Return whether there are no measurements at all, so that nobody need ask what they would depend on."""
+    folder = cache_folder()
+    try:
+        return not any(_unwritten.values()) and not (folder and any((folder / "measurements").iterdir()))
+    except OSError:  # there is no such folder, or it cannot be read
+        return True
+
+
 def lookup_case(environment: Environment, subject: Data, case: Data) -> Measurement | None:
     """Return the measurement of a subject in one case; None if there is none."""
     if unwritten := _unwritten.get(_subfolder(environment, subject), {}).get(_digest(case)):

@@ -17,10 +17,10 @@ import onnxruntime as ort
 from onnxfuse.errors import OnnxfuseError, UsageError, first_line
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.environment import Environment, session_environment
+from onnxfuse.runtime.environment import Environment, allows_tf32, session_environment
 from onnxfuse.runtime.external_data import configured_folder
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model
-from onnxfuse.runtime.target import ProviderOptions, allows_tf32
+from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.bound_session import (
     PROVIDERS,

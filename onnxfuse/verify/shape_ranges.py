@@ -46,27 +46,36 @@ def spread(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> li
     Dims of one name have one size.  Raises UsageError if a named dim has two different ranges, and if there are more
     than MAX_SPREAD combinations.
     """
-    of_dims: dict[str, Range] = {}
-    names: dict[str, list[str]] = {}
-    for each in inputs:
-        if each.name not in ranges:
-            continue
-        given = ranges[each.name]
-        if len(given) != len(each.dims):
-            raise UsageError(f"input '{each.name}' has {len(each.dims)} dims, --shape gives {len(given)}")
-        names[each.name] = [
-            dim if isinstance(dim, str) else f"{each.name}[{axis}]" for axis, dim in enumerate(each.dims)
-        ]
-        for dim, wanted in zip(names[each.name], given, strict=True):
-            if of_dims.setdefault(dim, wanted) != wanted:
-                raise UsageError(f"dim '{dim}' has two ranges; give the same one for all inputs that have it")
-    sizes = {dim: sorted(_powers(*wanted), reverse=True) for dim, wanted in of_dims.items()}
+    names = {each.name: _dim_names(each) for each in inputs if each.name in ranges}
+    sizes = {dim: sorted(_powers(*wanted), reverse=True) for dim, wanted in ranges_of_dims(ranges, inputs).items()}
     combinations = list(itertools.product(*sizes.values()))
     if len(combinations) > MAX_SPREAD:
         found = f"the ranges hold {len(combinations)} combinations of sizes"
         raise UsageError(f"{found}; at most {MAX_SPREAD} are measured, so give narrower ranges")
     at = [dict(zip(sizes, values, strict=True)) for values in combinations]
     return [[f"{name}:{'x'.join(str(each[dim]) for dim in dims)}" for name, dims in names.items()] for each in at]
+
+
+def ranges_of_dims(ranges: Mapping[str, Sequence[Range]], inputs: Sequence[Input]) -> dict[str, Range]:
+    """Return the ranges by the names of dims; static ones and those without a name are called "input[axis]".
+
+    Raises UsageError if a dim has two different ranges, and for an input that the model does not have.
+    """
+    of_dims: dict[str, Range] = {}
+    known = {each.name: each for each in inputs}
+    for name, given in ranges.items():
+        if name not in known:
+            raise UsageError(f"the model has no input '{name}'; it has {', '.join(known)}")
+        if len(given) != len(known[name].dims):
+            raise UsageError(f"input '{name}' has {len(known[name].dims)} dims, --shape gives {len(given)}")
+        for dim, wanted in zip(_dim_names(known[name]), given, strict=True):
+            if of_dims.setdefault(dim, wanted) != wanted:
+                raise UsageError(f"dim '{dim}' has two ranges; give the same one for all inputs that have it")
+    return of_dims
+
+
+def _dim_names(each: Input) -> list[str]:
+    return [dim if isinstance(dim, str) else f"{each.name}[{axis}]" for axis, dim in enumerate(each.dims)]
 
 
 def _powers(low: int, high: int) -> Iterator[int]:

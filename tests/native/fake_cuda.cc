@@ -2,6 +2,7 @@
 // The functions fake_... tell tests about launches, and let calls fail.
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -39,6 +40,7 @@ std::map<void*, unsigned> dynamic_limits;  // by kernel; others may use what sta
 Launched last{};
 std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
+std::atomic<int> gpus{2};
 std::atomic<bool> other_captures{false};
 std::atomic<int> last_mode{0};
 thread_local std::vector<void*> contexts;
@@ -158,6 +160,19 @@ EXPORT int cuDriverGetVersion(int* version) {
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal < 2 ? 0 : 101;
+}
+EXPORT int cuDeviceGetCount(int* count) {
+  *count = gpus;
+  return gpus < 0 ? 100 : 0;
+}
+EXPORT int cuDeviceGetName(char* name, int size, int device) {
+  std::snprintf(name, static_cast<size_t>(size), "stand-in %d", device);
+  return 0;
+}
+// Compute capability 9.0, 132 multiprocessors, 227 KB of shared memory for a block that opts in.
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : attribute == 97 ? 232448 : -1;
+  return *value < 0;
 }
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = reinterpret_cast<void*>(static_cast<intptr_t>(0x1000 + device));
@@ -285,6 +300,8 @@ EXPORT int64_t fake_launches() { return launches; }
 EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }
 EXPORT void fake_fail_next(int code) { fail_with = code; }
+// Sets the number of GPUs; a negative one lets the driver fail as it does where there is no GPU.
+EXPORT void fake_gpus(int count) { gpus = count; }
 EXPORT void fake_capture(int on) { capturing = on; }
 EXPORT void fake_other_captures(int on) { other_captures = on; }
 EXPORT void fake_last(unsigned* out) {

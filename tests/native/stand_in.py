@@ -109,7 +109,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setenv("ONNXFUSE_LIBCUBLASLT", str(libcublaslt))
     monkeypatch.setenv("ONNXFUSE_LIBCUDNN", str(libcudnn))
     monkeypatch.setattr(native, "library_path", lambda: library)
-    monkeypatch.setitem(planner.backends, CPU, Backend(lambda: None, device, load, lambda *_: b"fake:cubin"))
+    monkeypatch.setitem(planner.backends, CPU, BACKEND)
     monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
     monkeypatch.setattr(planner, "plan_files", {})
     monkeypatch.setattr(planner, "_prepared", weakref.WeakValueDictionary())
@@ -142,6 +142,9 @@ def load(kernel: Kernel, ordinal: int) -> LoadedKernel:
 def _load(entry: str, ordinal: int) -> LoadedKernel:
     module, function = native.load_function(native.load(), ordinal, b"fake:cubin", entry)
     return LoadedKernel(function, module)
+
+
+BACKEND = Backend(lambda: None, lambda: None, lambda: 2, device, load, lambda *_: b"fake:cubin")
 
 
 @functools.cache

@@ -19,8 +19,9 @@ import onnxfuse
 import onnxfuse.kernels
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.plan import Kernel
-from onnxfuse.runtime.saved_plans import load_plans, save_plans
+from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.session import InferenceSession, explain_session
 
 CUDA = "CUDAExecutionProvider"
@@ -193,10 +194,14 @@ def test_another_threads_capture_goes_on_while_code_is_loaded_and_unloaded() -> 
 def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = session(model(steps=steps))
     first.run(None, feed(64))
-    assert save_plans(tmp_path / "plans.zip") >= 1
-    load_plans(tmp_path / "plans.zip")
-    monkeypatch.setattr(planner, "_new_plan", None)
-    close(session(model(steps=steps)).run(None, feed(64))[0], feed(64))
+    assert save_plans(tmp_path / "plans") >= 1
+    load_plans(tmp_path / "plans")
+    monkeypatch.setattr(planner, "new_template", None)
+    monkeypatch.setattr(planner, "_prepared", {})
+    run = session(model(steps=steps))
+    assert [each.why for each in explain_session(run)] == [f"{CUDA}, device 0; plans of plans"]
+    for rows in 64, 1, 1000:
+        close(run.run(None, feed(rows))[0], feed(rows))
 
 
 def test_sessions_come_and_go_without_a_leak() -> None:

@@ -177,7 +177,20 @@ Template::SharedPlan Template::make(const Key& key) const {
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
-  return std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  auto plan = std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  check_functions(*plan);
+  return plan;
+}
+
+void Template::check_functions(const Plan& plan) const {
+  for (const Step& step : plan.steps) {
+    const auto* launch = std::get_if<Launch>(&step);
+    if (!launch) continue;
+    const auto function = static_cast<int64_t>(reinterpret_cast<intptr_t>(launch->config.function));
+    if (std::find(functions_.begin(), functions_.end(), function) == functions_.end()) {
+      malformed("a launch is of none of the template's functions");
+    }
+  }
 }
 
 Template::SharedPlan Template::known_plan(const Key& key) {

@@ -76,6 +76,7 @@ class Template {
   std::vector<int64_t> sizes_of(const Key& key) const;
   const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
   SharedPlan make(const Key& key) const;
+  void check_functions(const Plan& plan) const;  // throws std::runtime_error for a launch of another function
   SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
 
   const std::vector<int64_t> output_dtypes_;

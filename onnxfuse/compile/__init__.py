@@ -1,0 +1,1 @@
+"""Compile the kernels of a fused model into a plan file, for GPUs that this machine need not have."""

@@ -1,0 +1,220 @@
+"""`onnxfuse compile`: make the templates of a fused model, compile their kernels, and write both to a plan file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from onnxfuse.compile.samples import samples_within
+from onnxfuse.errors import OnnxfuseError, UsageError, first_line
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import CUDA
+from onnxfuse.runtime.call_inputs import dim_names, inputs_of
+from onnxfuse.runtime.environment import allows_tf32, session_environment
+from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
+from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan_file import PlanFile, write_plan_file
+from onnxfuse.runtime.prepared import PreparedTemplate
+from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
+from onnxfuse.runtime.situation import Situation
+from onnxfuse.runtime.support import require_bodies, why_no_kernel
+from onnxfuse.tuning import cache
+from onnxfuse.tuning.autotune import MeasuredVerdicts
+from onnxfuse.tuning.dispatch import PLAIN, cached_preferences, model_subject
+from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.shape_ranges import Range, parse_ranges, ranges_of_dims
+
+Progress = Callable[[str, int, int], None]
+planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
+UNKNOWN_RANKS: Final = "the rank of an operand is not known, so that it is planned when it first runs"
+
+
+@dataclass(frozen=True)
+class CompiledGpu:
+    """What a plan file has for one kind of GPU."""
+
+    device: Device
+    templates: int
+    variants: int
+    tuned: int  # of the variants, chosen by measuring
+    kernels: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A fused node without a template for one kind of GPU."""
+
+    device: Device
+    fusion: str
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was compiled."""
+
+    path: Path
+    size: int  # bytes of the file
+    seconds: float
+    gpus: tuple[CompiledGpu, ...]
+    left_out: tuple[LeftOut, ...]
+    bodies: Mapping[str, str]  # functions whose bodies run where there is no Python, and why
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A model to compile, and for what."""
+
+    model: onnx.ModelProto
+    calls: Sequence[Call]
+    provider: str
+    options: Mapping[str, object]
+    ranges: Mapping[str, Range]
+    progress: Progress
+
+
+def compile_file(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    archs: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    provider: str = CUDA,
+    options: Mapping[str, object] | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> Compiled:
+    """Compile a fused model into a plan file.
+
+    archs    compute capabilities, such as "sm_90"; those of this machine's GPUs if neither `archs` nor `gpus` are given
+    gpus     names of GPUs, whose multiprocessors count in the choice between plans
+    shapes   the sizes of inputs for which plans are chosen, as "input:1..8x1..512"; all sizes run in any case
+    options  of the provider in later sessions: use_tf32 counts, and others where measurements on this machine do
+
+    Raises UsageError for a model without fused nodes and for GPUs that are not known, KernelError if a kernel does not
+    compile, OnnxfuseError if no node has a kernel, PlanFileError if the file cannot be written.
+    """
+    start = time.perf_counter()
+    progress("load", 0, 0)
+    model = read_model(Path(path))
+    calls = read_calls(model)
+    if not calls:
+        raise UsageError(f"'{path}' has no fused nodes; run `onnxfuse optimize` first")
+    wanted = model_inputs(model) if shapes else []
+    ranges = ranges_of_dims(parse_ranges(shapes, wanted), wanted)
+    task = _Task(model, calls, provider, options or {}, ranges, progress)
+    found = [_plan(task, device) for device in _devices(task, archs, gpus)]
+    templates = [template for each in found for template in each.templates]
+    left_out = tuple(each for one in found for each in one.left_out)
+    if not templates:
+        raise OnnxfuseError(f"no fused node of '{path}' has a kernel: {left_out[0].why}")
+    codes = compile_kernels(templates, backend_of(provider), partial(progress, "compile"))
+    bodies = _bodies(task, found)
+    lines = _operators(calls, bodies)
+    saved = [saved_template(each, codes) for each in templates]
+    file = plan_file_of(saved, str(model_subject(model)["model"]), lines)
+    write_plan_file(Path(target), file)
+    size, seconds = Path(target).stat().st_size, time.perf_counter() - start
+    return Compiled(Path(target), size, seconds, tuple(map(_summary(file), file.devices)), left_out, bodies)
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _devices(task: _Task, archs: Sequence[str], gpus: Sequence[str]) -> list[Device]:
+    """Return the GPUs to compile for.  Raises UsageError where none is known."""
+    backend = backend_of(task.provider)
+    why = backend.no_gpu()
+    present = [] if why else list(dict.fromkeys(map(backend.device, range(backend.gpu_count()))))
+    devices = named_gpus(archs, gpus, present) if archs or gpus else present
+    if not devices:
+        raise UsageError(f"there is no GPU to compile for: {why}; name its compute capability, as in --arch sm_90")
+    return [replace(device, tf32=allows_tf32(task.options)) for device in devices]
+
+
+def _summary(file: PlanFile) -> Callable[[Device], CompiledGpu]:
+    def of(device: Device) -> CompiledGpu:
+        templates = [each for each in file.templates if each.device == device]
+        variants = [variant for each in templates for variant in each.words.variants]
+        kernels = {(kernel.cubin, kernel.entry) for each in templates for kernel in each.kernels}
+        return CompiledGpu(device, len(templates), len(variants), sum(v.tuned for v in variants), len(kernels))
+
+    return of
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The templates of a model's nodes for one GPU, and why some have none."""
+
+    device: Device
+    templates: Sequence[PreparedTemplate]
+    reasons: Sequence[str | None]  # by node: why it has none
+    calls: Sequence[Call]
+
+    @property
+    def left_out(self) -> Iterator[LeftOut]:
+        for call, why in zip(self.calls, self.reasons, strict=True):
+            if why:
+                yield LeftOut(gpu_kind(self.device), call.node.fusion, call.node.name, why)
+
+
+def _plan(task: _Task, device: Device) -> _Planned:
+    """Make the templates of a model's nodes for a GPU; equal nodes share one."""
+    reasons = require_bodies(task.calls, [why_no_kernel(call, device) for call in task.calls])
+    templates: dict[object, PreparedTemplate | str] = {}
+    for i, call in enumerate(task.calls):
+        task.progress(f"plan for {device.name}", i, len(task.calls))
+        inputs = inputs_of(call)
+        if reasons[i]:
+            continue
+        if inputs is None:
+            reasons[i] = UNKNOWN_RANKS
+            continue
+        situation = Situation(call.node, device, task.provider, verdicts=device.is_here)
+        key = situation.key(inputs)
+        if key not in templates:
+            try:
+                samples = samples_within(dim_names(call.shapes), task.ranges)
+                templates[key] = planner.new_template(situation, inputs, samples)
+            except (OnnxfuseError, ValueError) as error:
+                templates[key] = f"no kernel takes its shapes: {first_line(error)}"
+        known = templates[key]
+        reasons[i] = known if isinstance(known, str) else None
+    return _Planned(device, [t for t in templates.values() if not isinstance(t, str)], reasons, task.calls)
+
+
+def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
+    """Return the functions whose bodies run where there is no Python, which would let nodes differ, and why.
+
+    These are the functions of which a node has no kernel on one of the GPUs, or is faster as its body.
+    """
+    bodies: dict[str, str] = {}
+    for each in found:
+        for call, why in zip(task.calls, each.reasons, strict=True):
+            if why:
+                bodies.setdefault(call.op, why)
+        if each.device.is_here and not cache.is_empty():
+            environment = session_environment(task.provider, each.device, task.options)
+            preferred = cached_preferences(task.model, task.calls, environment, PLAIN, per_node=False)
+            for call, preference in zip(task.calls, preferred, strict=True):
+                if preference and not preference.kernel:
+                    bodies.setdefault(call.op, preference.why)
+    return bodies
+
+
+def _operators(calls: Sequence[Call], bodies: Mapping[str, str]) -> list[str]:
+    """Return what the native library registers: a line for each function that kernels run, with its attributes."""
+    ops = sorted({call.op for call in calls} - bodies.keys())
+    return [f"{op} {attribute_kinds([call for call in calls if call.op == op])}" for op in ops]

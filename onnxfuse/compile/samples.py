@@ -1,0 +1,45 @@
+"""The sizes for which a node's template is made, where a user says how large the model's inputs are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from onnxfuse.analysis.dim_parser import parse_size
+from onnxfuse.analysis.dims import Size, evaluate, symbols
+from onnxfuse.runtime.template import LARGEST_SIZE, MAX_SAMPLES, sizes_between
+from onnxfuse.verify.shape_ranges import Range
+
+
+def samples_within(dims: Sequence[str], ranges: Mapping[str, Range]) -> list[tuple[int, ...]]:
+    """Return combinations of the sizes of a node's dynamic dims, common ones first; none where nothing is said of them.
+
+    dims    the names of the dims, or expressions over names such as "past + sequence"
+    ranges  the least and the greatest size of dims of the model's inputs, by name
+    """
+    sizes = [parse_size(dim) for dim in dims]
+    names = list(dict.fromkeys(name for size in sizes for name in symbols(size)))
+    if not any(name in ranges for name in names):
+        return []
+    within = [ranges.get(name, (1, LARGEST_SIZE)) for name in names]
+    per_octave = next((n for n in (8, 4, 2, 1) if _count(within, n) <= MAX_SAMPLES), 1)
+    spreads = [sizes_between(low, high, per_octave) for low, high in within]
+    while math.prod(map(len, spreads)) > 4 * MAX_SAMPLES:
+        spreads = [[*each[:-1:2], each[-1]] for each in spreads]
+    usual = [sorted(each, key=_is_unusual) for each in spreads]
+    points = itertools.product(*usual)
+    found = [_at(sizes, dict(zip(names, values, strict=True))) for values in points]
+    return [each for each in dict.fromkeys(found) if min(each) >= 0]
+
+
+def _count(within: Sequence[Range], per_octave: int) -> int:
+    return math.prod(len(sizes_between(low, high, per_octave)) for low, high in within)
+
+
+def _is_unusual(size: int) -> tuple[bool, float]:
+    return size & (size - 1) != 0, abs(math.log2(max(1, size)) - 7)
+
+
+def _at(sizes: Sequence[Size], values: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(evaluate(size, values) for size in sizes)

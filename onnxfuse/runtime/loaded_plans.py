@@ -1,0 +1,161 @@
+"""Let sessions use the templates of plan files, on GPUs that can run them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime import planner
+from onnxfuse.runtime.backends import CUDA
+from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.gpu_kinds import (
+    PORTABLE_CLUSTER,
+    describe,
+    gpu_kind,
+    nearest_kinds,
+    plans_alike,
+    why_too_large,
+)
+from onnxfuse.runtime.plan import Device, TensorSpec
+from onnxfuse.runtime.plan_file import KernelCode, PlanFile, PlanFileError, SavedTemplate, node_identity, read_plan_file
+from onnxfuse.runtime.planner import PlanFileKey
+from onnxfuse.runtime.prepared import GivenTemplate
+from onnxfuse.runtime.run_plan import LIBRARIES
+from onnxfuse.runtime.saved_plans import backend_of
+from onnxfuse.runtime.situation import Situation
+from onnxfuse.runtime.template import sizes_of
+from onnxfuse.runtime.template_words import TemplateWords
+
+log: Final = logging.getLogger("onnxfuse")
+PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
+_lock: Final = threading.Lock()
+
+
+def load_plans(path: str | Path, provider: str = CUDA, device_id: int = 0, model: str | None = None) -> int:
+    """Use a file's templates from now on, before those of files that were loaded earlier; return how many.
+
+    model  a digest of the model that they are for; None if that does not matter
+
+    Raises PlanFileError, and uses none, if one of them is malformed, or if the file is for other GPUs, another version
+    or another model; UsageError for a provider that has no kernels.
+    """
+    path, here = Path(path), gpu_kind(backend_of(provider).device(device_id))
+    key = path.resolve(), provider, here
+    with _lock:
+        known = planner.plan_files.get(key)
+        source = known if isinstance(known, _Source) and known.stamp == _stamp(path) else _open(path, key)
+        made_for = source.file.versions.get("model")
+        if model is not None and made_for not in (None, model):
+            raise PlanFileError(f"{path}: made for another model, or the model has changed; make it again")
+        planner.add_plan_file(key, source)
+    return len(source.templates)
+
+
+def use_plans(path: Path, provider: str, device_id: int, model: str) -> None:
+    """Use a file's templates for a session, or log a warning that says why it is not used: see `load_plans`."""
+    try:
+        count = load_plans(path, provider, device_id, model)
+        log.info("%s: %d templates are used", path, count)
+    except (PlanFileError, native.NativeError) as error:
+        log.warning("plans are not used: %s", error)
+
+
+def _open(path: Path, key: PlanFileKey) -> _Source:
+    stamp, file = _stamp(path), read_plan_file(path)
+    for name, library in LIBRARIES.items():
+        version = file.versions.get(name)
+        if version is not None and version != (found := library.version()):
+            what = f"{library.name} {version}, this is {found}"
+            raise PlanFileError(f"{path}: its plans were chosen for {what}; make it again")
+    return _Source(key, stamp, file, _for_gpu(path, file, key[2]))
+
+
+def _for_gpu(path: Path, file: PlanFile, here: Device) -> list[SavedTemplate]:
+    """Return the templates that this GPU runs.  Raises PlanFileError if there are none for GPUs like it."""
+    made_for = f"{path}: made for {', '.join(map(describe, file.devices)) or 'no GPU'}, this GPU is {describe(here)}"
+    why = None
+    for kind in nearest_kinds(file.devices, here):
+        found = [each for each in file.templates if each.device == kind]
+        why = why_too_large([kernel for each in found for kernel in each.kernels], kind, here)
+        if why:
+            continue
+        if kind == here:
+            return found
+        level = logging.INFO if plans_alike(kind, here) else logging.WARNING
+        log.log(level, "%s, for which its plans are right, but may not be the fastest", made_for)
+        return [each for each in found if not any(each.libraries.values())]  # whose algorithms are for one kind
+    raise PlanFileError(made_for + (f"; {why}" if why else ""))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written."""
+    try:
+        found = path.stat()
+    except OSError:  # reading it raises an error that says more
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class _Source:
+    """The templates of a file for one kind of GPU."""
+
+    def __init__(
+        self, key: PlanFileKey, stamp: tuple[int, ...], file: PlanFile, templates: Sequence[SavedTemplate]
+    ) -> None:
+        """Take the templates that the GPUs of the key run."""
+        self.stamp, self.file, self.templates = stamp, file, templates
+        self._path, *self._where = key
+        self._lock = threading.Lock()
+        self._by_node: dict[tuple[bytes, bool], list[SavedTemplate]] = {}
+        for each in templates:
+            self._by_node.setdefault((each.node, each.tf32), []).append(each)
+        self._loaded: dict[tuple[KernelCode, int], LoadedKernel] = {}
+        self._given: dict[tuple[SavedTemplate, int, bool], GivenTemplate] = {}
+
+    def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
+        """Return the template for such inputs, whose dynamic dims may be -1 - k; None if there is none."""
+        if [situation.provider, gpu_kind(situation.device)] != self._where:
+            return None
+        for each in self._by_node.get((node_identity(situation.node), situation.device.tf32), ()):
+            words = each.words if situation.verdicts else each.words.untuned()
+            if words.variants and (words.inputs == tuple(inputs) or sizes_of(words.inputs, inputs) is not None):
+                return self._given_for(each, words, situation)
+        return None
+
+    def _given_for(self, saved: SavedTemplate, words: TemplateWords, situation: Situation) -> GivenTemplate:
+        ordinal = situation.device.ordinal
+        with self._lock:
+            key = saved, ordinal, situation.verdicts
+            if key not in self._given:
+                load = partial(self._kernel, ordinal=ordinal)
+                self._given[key] = GivenTemplate(self._path, saved, words, situation, load)
+            return self._given[key]
+
+    def _kernel(self, code: KernelCode, ordinal: int) -> LoadedKernel:
+        """Return a kernel that is loaded once on a GPU.  Raises NativeError."""
+        with self._lock:
+            key = code, ordinal
+            if key not in self._loaded:
+                module, function = native.load_function(native.driver(), ordinal, code.cubin, code.entry)
+                kernel = LoadedKernel(function, _Module(ordinal, module), code.shared, code.cluster)
+                large = int(code.cluster > PORTABLE_CLUSTER)
+                native.check(native.driver().onnxfuse_configure(ordinal, function, code.shared, large))
+                self._loaded[key] = kernel
+            return self._loaded[key]
+
+
+@dataclass(eq=False)
+class _Module:
+    """A loaded cubin, which is unloaded with the last kernel that needs it."""
+
+    ordinal: int
+    handle: int  # CUmodule
+
+    def __del__(self) -> None:
+        native.load().onnxfuse_unload(self.ordinal, self.handle)

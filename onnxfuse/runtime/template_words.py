@@ -1,0 +1,107 @@
+"""Read templates that are stored as 64-bit words, as far as Python changes them: their functions and their variants.
+
+What a plan's words say is checked by the native library, when it first makes a plan of a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.ir.dtypes import DTYPE_NAMES
+from onnxfuse.runtime.plan import TensorSpec
+from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, packed
+from onnxfuse.runtime.template_bytes import FUNCTION, TEMPLATE_MARK
+from onnxfuse.runtime.word_reader import WordReader
+
+MAX_RANK: Final = 64  # kMaxRank in native/plan.h
+
+
+@dataclass(frozen=True)
+class VariantWords:
+    """A variant: the sizes at which it was chosen, whether by measuring, and all its words."""
+
+    hints: tuple[int, ...]
+    tuned: bool
+    data: bytes
+
+
+@dataclass(frozen=True)
+class TemplateWords:
+    """A template, whose functions are CUfunction handles, or numbers of kernels in a file."""
+
+    inputs: tuple[TensorSpec, ...]
+    head: bytes  # all words in front of the functions
+    functions: tuple[int, ...]
+    variants: tuple[VariantWords, ...]
+
+    def data(self) -> bytes:
+        """Return all words as `template_bytes` writes them."""
+        functions = packed([len(self.functions), *self.functions])
+        return b"".join((self.head, functions, packed([len(self.variants)]), *(each.data for each in self.variants)))
+
+    def with_functions(self, functions: Sequence[int]) -> TemplateWords:
+        """Return the template with other functions, as many as it has."""
+        return replace(self, functions=tuple(functions))
+
+    def untuned(self) -> TemplateWords:
+        """Return the template without the variants that were chosen by measuring."""
+        return replace(self, variants=tuple(each for each in self.variants if not each.tuned))
+
+    @property
+    def tuned_sizes(self) -> set[tuple[int, ...]]:
+        """The sizes for which variants were chosen by measuring."""
+        return {each.hints for each in self.variants if each.tuned}
+
+
+def read_template(data: bytes) -> TemplateWords:
+    """Return what the words of a template say.  Raises ValueError that names the fault if they are malformed."""
+    reader = WordReader(data)
+    if reader.word() != TEMPLATE_MARK:
+        raise ValueError("it is no template of this format")
+    inputs = _inputs(reader)
+    sizes = max((-dim for spec in inputs for dim in spec.shape if dim < 0), default=0)
+    reader.skip(3 * reader.count("expressions"))
+    head = data[: reader.position]
+    functions = reader.words(reader.count("functions"))
+    variants = tuple(_variant(reader, data, sizes, len(functions)) for _ in range(reader.count("variants")))
+    if not reader.at_end:
+        raise ValueError("words follow its end")
+    return TemplateWords(inputs, head, functions, variants)
+
+
+def _inputs(reader: WordReader) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a template, whose sizes are numbered in the order in which they come first."""
+    inputs, sizes = [], 0
+    for _ in range(reader.count("inputs")):
+        dtype, flags = reader.word(), reader.index("the flags of an input", (ALIGNED | CONSTANT) + 1)
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"the dtype of an input is {dtype}")
+        shape = reader.words(reader.index("the rank of an input", MAX_RANK + 1))
+        for dim in shape:
+            if dim < -1 - sizes:
+                raise ValueError(f"a dim of an input is {dim}, required {-1 - sizes} or more")
+            sizes = max(sizes, -dim)
+        inputs.append(TensorSpec(shape, DTYPE_NAMES[dtype], bool(flags & ALIGNED), bool(flags & CONSTANT)))
+    return tuple(inputs)
+
+
+def _variant(reader: WordReader, data: bytes, sizes: int, functions: int) -> VariantWords:
+    start = reader.position
+    hints, tuned = reader.words(sizes), bool(reader.index("whether a variant was measured", 2))
+    for kind in ("hard guards", "soft guards"):
+        reader.skip(2 * reader.count(kind))
+    words = reader.count("words of a plan")
+    reader.skip(words)
+    patches = reader.words(3 * reader.count("patches"))
+    _require_range("the word of a patch", patches[::3], words)
+    indices = [index for kind, index in zip(patches[1::3], patches[2::3], strict=True) if kind == FUNCTION]
+    _require_range("the function of a patch", indices, functions)
+    return VariantWords(hints, tuned, data[start : reader.position])
+
+
+def _require_range(what: str, indices: Sequence[int], of: int) -> None:
+    bad = [index for index in (min(indices, default=0), max(indices, default=0)) if not 0 <= index < of]
+    if indices and bad:
+        raise ValueError(f"{what} is {bad[0]}, required 0 to {of - 1}")

@@ -1,0 +1,191 @@
+"""Sessions that find a plan file, beside their model or by plans=; the GPU is a stand-in."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
+
+from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
+
+from onnxfuse.compile.compile_file import compile_file
+from onnxfuse.errors import UsageError
+from onnxfuse.runtime import cupy_backend, environment, planner, support
+from onnxfuse.runtime.plan_file import read_plan_file, write_plan_file
+from onnxfuse.session import InferenceSession, explain_session, register
+
+TWO = (
+    "g (float[n, d] x, float[d] b) => (float[n, d] y, float[n, d] z) { "
+    + node("shift", "x, b", "y", operands="x bias")
+    + node("copy", "y", "z", operands="x")
+    + " }"
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+    monkeypatch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path / "cache"))
+    result = stage(monkeypatch)
+    result.kernels("shift").calls.clear()
+    yield result
+
+
+@pytest.fixture
+def path(gpu: Stage, tmp_path: Path) -> Path:
+    """Return a model with a plan file beside it, which was made as by another process."""
+    found = tmp_path / "m.onnx"
+    found.write_bytes(model(SHIFT))
+    compile_file(found, tmp_path / "m.onnx.plans", provider=CPU)
+    planner._prepared.clear()
+    gpu.kernels("shift").calls.clear()
+    return found
+
+
+def open_(source: Path | bytes, **arguments: Any) -> ort.InferenceSession:
+    return InferenceSession(source, providers=[CPU], **arguments)
+
+
+def check(run: ort.InferenceSession, n: int = 2) -> None:
+    given = feed(n, 4)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_file_beside_the_model_is_used(gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "onnxfuse"):
+        run = open_(path)
+    check(run)
+    assert not gpu.kernels("shift").calls, "nothing is planned"
+    assert [each.why for each in explain_session(run)] == [f"{CPU}, device 0; plans of m.onnx.plans"]
+    assert f"{path}.plans: 1 templates are used" in caplog.text
+    assert not warnings(caplog)
+
+
+def test_a_file_is_named_by_an_argument(gpu: Stage, path: Path) -> None:
+    """Then any model may have it, as one that is given as bytes."""
+    other = Path(f"{path}.plans").rename(path.with_name("other.plans"))
+    check(open_(path))
+    assert gpu.kernels("shift").calls, "there is none beside the model"
+    planner._prepared.clear()
+    gpu.kernels("shift").calls.clear()
+    run = open_(path.read_bytes(), plans=other)
+    check(run)
+    assert not gpu.kernels("shift").calls
+    assert explain_session(run)[0].why.endswith("; plans of other.plans")
+
+
+def test_a_file_that_is_named_must_exist(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"plans='.*none': there is no such file; `onnxfuse compile` writes it"):
+        open_(path, plans=path.with_name("none"))
+
+
+def test_options_can_be_registered_with_a_file(gpu: Stage, path: Path) -> None:
+    for source, arguments in ((path, {}), (path.read_bytes(), {"plans": f"{path}.plans"})):
+        options = ort.SessionOptions()
+        (dispatch,) = register(options, source, [CPU], **arguments)  # type: ignore[arg-type]
+        assert dispatch.why == f"{CPU}, device 0; plans of m.onnx.plans"
+        check(ort.InferenceSession(str(path), options, [CPU]))
+    assert not gpu.kernels("shift").calls
+
+
+def test_a_model_that_has_changed_is_planned(gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_bytes(model(SHIFT.replace("[1]>", "[1], size = 3>")))
+    check(open_(path))
+    assert gpu.kernels("shift").calls
+    plans = f"{path}.plans"
+    assert warnings(caplog) == [
+        f"plans are not used: {plans}: made for another model, or the model has changed; make it again"
+    ]
+
+
+@pytest.mark.parametrize("data, why", [(b"none", "no plan file"), (None, "written by onnxfuse 0.0.1, this is ")])
+def test_a_file_that_does_not_fit_is_not_used(
+    gpu: Stage, path: Path, caplog: pytest.LogCaptureFixture, data: bytes | None, why: str
+) -> None:
+    """A warning says why, whether the file lies beside the model or is named."""
+    plans = Path(f"{path}.plans")
+    if data:
+        plans.write_bytes(data)
+    else:
+        file = read_plan_file(plans)
+        write_plan_file(plans, dataclasses.replace(file, versions={**file.versions, "onnxfuse": "0.0.1"}))
+    check(open_(path))
+    check(open_(path.read_bytes(), plans=plans))
+    assert gpu.kernels("shift").calls
+    found = warnings(caplog)
+    assert len(found) == 2 and all(each.startswith(f"plans are not used: {plans}: {why}") for each in found)
+
+
+def refused(*_: object) -> NoReturn:
+    raise AssertionError("this is not needed where all templates are in a file")
+
+
+def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither CuPy, nor NVRTC, nor the kernels' hosts, where nothing was measured."""
+    for module in cupy_backend, environment:
+        monkeypatch.setattr(module, "cupy_module", refused)
+    monkeypatch.setattr(support, "find_host", refused)
+    monkeypatch.setattr(planner, "find_host", refused)
+    monkeypatch.setitem(
+        planner.backends,
+        CPU,
+        dataclasses.replace(planner.backends[CPU], unavailable=refused, load=refused, machine_code=refused),
+    )
+    for n in 1, 2, 64:
+        check(open_(path), n)
+
+
+def cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dataclasses.replace(planner.backends[CPU], unavailable=lambda: "CuPy is not here", load=refused)
+    monkeypatch.setitem(planner.backends, CPU, backend)
+
+
+def test_kernels_of_a_file_run_where_none_can_be_compiled(
+    gpu: Stage, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cannot_compile(monkeypatch)
+    before = gpu.launches()
+    run = open_(path)
+    check(run)
+    assert gpu.launches() == before + 1
+    path.with_name("two.onnx").write_bytes(model(TWO))
+    run = open_(path.with_name("two.onnx"), tune="never")
+    assert [(each.fusion, each.how) for each in explain_session(run)] == [("shift", "kernel"), ("copy", "body")]
+    assert explain_session(run)[1].why == "CuPy is not here"
+    assert warnings(caplog) == ["1 fused nodes are not in plan files, and run as their bodies: CuPy is not here"]
+    check(run)
+    planner.plan_files.clear()
+    run = open_(path.read_bytes())
+    assert [each.how for each in explain_session(run)] == ["body"]
+    check(run)
+
+
+def test_a_session_that_ignores_measurements_may_have_a_file(gpu: Stage, path: Path) -> None:
+    run = open_(path, tune="never")
+    check(run)
+    assert not gpu.kernels("shift").calls
+    assert explain_session(run)[0].why.endswith("plans of m.onnx.plans")
+
+
+def test_a_file_is_for_other_nodes_too_if_they_are_equal(gpu: Stage, path: Path) -> None:
+    """What one session has loaded, all later sessions of the process may use."""
+    open_(path)
+    run = open_(model(TWO))
+    assert [each.why for each in explain_session(run)] == [
+        f"{CPU}, device 0; plans of m.onnx.plans",
+        f"{CPU}, device 0",
+    ]
+    check(run)
+    assert not gpu.kernels("shift").calls
