@@ -4,16 +4,17 @@ The native library reads the same files (native/plan_file.h), so they are made o
 its length in front and padded to whole words:
 
     "onnxplan", format, digest of what follows (SHA-256: four words)
-    text      versions and what else tools may ask for, as JSON
+    text      versions of onnxfuse and its kernels, and a digest of the model or null, as JSON
+    libraries the versions of cuBLASLt and cuDNN whose algorithms and engines the templates name, 0 if they name none
     devices   count; each name, compute capability, multiprocessors, shared memory of a block
     codes     count; each the cubin
     kernels   count; each device, code, entry, shared memory, cluster
     operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
-    templates count; each device, TF32, node (see `node_identity`), template, whose functions are kernels by number
+    templates count; each device, TF32, libraries, node (see `node_identity`), template, whose functions are kernels by
+              number
 
-The JSON is a table: the `versions` of what the templates depend on; "model", a digest of the model for which the file
-was made, or null; and "libraries": by the number of a template, the libraries that its plans call, with true where they
-name an algorithm or engine of the library, which then is for one version of it and one kind of GPU.
+A template's libraries are a sum: 1 if its plans call cuBLASLt, 2 if they name an algorithm of it, 4 if they call cuDNN,
+8 if they name an engine of it. An algorithm or engine is for one version of its library and one kind of GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, cast
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
@@ -37,7 +38,8 @@ from onnxfuse.runtime.word_reader import WORD, WordReader
 from onnxfuse.version import __version__
 
 MAGIC: Final = b"onnxplan"
-FORMAT: Final = 6
+FORMAT: Final = 7  # kPlanFileFormat in native/plan_file.h
+LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
 DIGEST_BYTES: Final = 32
 MAX_SHARED_BYTES: Final = 1 << 20  # of a block, more than any GPU has
 MAX_CLUSTER: Final = 64  # blocks, the same
@@ -136,8 +138,9 @@ def write_plan_file(path: Path, file: PlanFile) -> None:
 
 
 def _parts(file: PlanFile) -> Iterator[bytes]:
-    libraries = {i: dict(each.libraries) for i, each in enumerate(file.templates) if each.libraries}
-    yield _string(json.dumps({**file.versions, "libraries": libraries}, sort_keys=True).encode())
+    texts = {name: version for name, version in file.versions.items() if name not in LIBRARIES}
+    yield _string(json.dumps(texts, sort_keys=True).encode())
+    yield from (_word(cast(int, file.versions.get(name) or 0)) for name in LIBRARIES)
     devices = {device: i for i, device in enumerate(file.devices)}
     yield _word(len(devices))
     for device in devices:
@@ -162,7 +165,12 @@ def _parts(file: PlanFile) -> Iterator[bytes]:
     numbers = {key: i for i, key in enumerate(needs)}
     for each, keys in zip(file.templates, own, strict=True):
         words = each.words.with_functions([numbers[keys[i]] for i in each.words.functions])
-        yield b"".join((_word(devices[each.device]), _word(each.tf32), _string(each.node), _string(words.data())))
+        yield b"".join(map(_word, (devices[each.device], each.tf32, _library_flags(each.libraries))))
+        yield _string(each.node) + _string(words.data())
+
+
+def _library_flags(libraries: Mapping[str, bool]) -> int:
+    return sum((1 | 2 * libraries[name]) << 2 * i for i, name in enumerate(LIBRARIES) if name in libraries)
 
 
 def _word(value: int) -> bytes:
@@ -209,7 +217,7 @@ def _read(reader: WordReader) -> PlanFile:
     found = json.loads(reader.text("versions"))
     if not isinstance(found, dict):
         raise ValueError("its versions are no table")
-    libraries = _libraries(found.pop("libraries", None))
+    found |= {name: reader.word() or None for name in LIBRARIES}
     devices = [_device(reader) for _ in range(reader.count("devices"))]
     codes = [reader.string("a cubin") for _ in range(reader.count("cubins"))]
     kernels = []
@@ -220,12 +228,13 @@ def _read(reader: WordReader) -> PlanFile:
         kernels.append((device, kernel))
     operators = [reader.text("an operator") for _ in range(reader.count("operators"))]
     templates = []
-    for i in range(reader.count("templates")):
+    for _ in range(reader.count("templates")):
         at, tf32 = reader.index("a template's device", len(devices)), reader.index("a template's TF32", 2)
+        libraries = _libraries(reader.index("the libraries of a template", 1 << 2 * len(LIBRARIES)))
         node, words = reader.string("a node"), _template(reader.string("a template"), kernels, at)
         own = tuple(kernels[number][1] for number in words.functions)
         words = words.with_functions(range(len(own)))
-        templates.append(SavedTemplate(devices[at], bool(tf32), node, words, own, libraries.get(str(i), {})))
+        templates.append(SavedTemplate(devices[at], bool(tf32), node, words, own, libraries))
     if not reader.at_end:
         raise ValueError("bytes follow its end")
     return PlanFile(found, operators, templates)
@@ -248,11 +257,7 @@ def _template(data: bytes, kernels: Sequence[tuple[int, KernelCode]], device: in
     return words
 
 
-def _libraries(found: object) -> dict[str, dict[str, bool]]:
-    """Return the libraries by the number of a template.  Raises ValueError if that is not what was found."""
-    if not isinstance(found, dict):
-        raise ValueError("its libraries are no table")
-    for each in found.values():
-        if not (isinstance(each, dict) and all(isinstance(value, bool) for value in each.values())):
-            raise ValueError(f"the libraries of a template are {each}")
-    return found
+def _libraries(flags: int) -> dict[str, bool]:
+    """Return the libraries that flags name, with True where an algorithm or engine is named."""
+    parts = {name: flags >> 2 * i for i, name in enumerate(LIBRARIES)}
+    return {name: bool(part & 2) for name, part in parts.items() if part & 3}

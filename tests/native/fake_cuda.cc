@@ -2,7 +2,6 @@
 // The functions fake_... tell tests about launches, and let calls fail.
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -165,14 +164,18 @@ EXPORT int cuDeviceGetCount(int* count) {
   *count = gpus;
   return gpus < 0 ? 100 : 0;
 }
-EXPORT int cuDeviceGetName(char* name, int size, int device) {
-  std::snprintf(name, static_cast<size_t>(size), "stand-in %d", device);
+EXPORT int cuDeviceGetName(char* name, int size, int) {
+  std::strncpy(name, "stand-in", static_cast<size_t>(size));
   return 0;
 }
-// Compute capability 9.0, 132 multiprocessors, 227 KB of shared memory for a block that opts in.
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : attribute == 97 ? 232448 : -1;
-  return *value < 0;
+  switch (attribute) {
+    case 16: *value = 132; return 0;
+    case 75: *value = 9; return 0;
+    case 76: *value = 0; return 0;
+    case 97: *value = 227 * 1024; return 0;
+    default: return 1;
+  }
 }
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = reinterpret_cast<void*>(static_cast<intptr_t>(0x1000 + device));

@@ -28,7 +28,7 @@ def test_a_gpu_is_described(driver: Stage) -> None:
     assert cuda_driver.unavailable() is None
     assert cuda_driver.gpu_count() == 2
     found = cuda_driver.gpu(1)
-    assert (found, found.ordinal) == (Device("stand-in 1", 90, 132, 232448), 1)
+    assert (found, found.ordinal) == (Device("stand-in", 90, 132, 232448), 1)
 
 
 def test_a_gpu_that_is_not_there_is_an_error(driver: Stage) -> None:
