@@ -4,12 +4,17 @@ The native library reads the same files (native/plan_file.h), so they are made o
 its length in front and padded to whole words:
 
     "onnxplan", format, digest of what follows (SHA-256: four words)
-    text      versions, as JSON
+    text      versions of onnxfuse and its kernels, as JSON
+    libraries the versions of cuBLASLt and cuDNN whose algorithms and engines the templates name, 0 if they name none
     devices   count; each name, compute capability, multiprocessors, shared memory of a block
     codes     count; each the cubin
     kernels   count; each device, code, entry, shared memory, cluster
     operators count; each the operator's name and its attributes' kinds, as onnxfuse_prepare takes them
-    templates count; each device, TF32, node (see `node_identity`), template, whose functions are kernels by number
+    templates count; each device, TF32, libraries, node (see `node_identity`), template, whose functions are kernels by
+              number
+
+A template's libraries are a sum: 1 if its plans call cuBLASLt, 2 if they name an algorithm of it, 4 if they call cuDNN,
+8 if they name an engine of it. An algorithm or engine is for one version of its library and one kind of GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, cast
 
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
@@ -31,7 +36,8 @@ from onnxfuse.runtime.plan import Attribute, Device, FusedNode
 from onnxfuse.version import __version__
 
 MAGIC: Final = b"onnxplan"
-FORMAT: Final = 6
+FORMAT: Final = 7  # kPlanFileFormat in native/plan_file.h
+LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words
 WORD: Final = 8
 DIGEST_BYTES: Final = 32
 
@@ -57,6 +63,7 @@ class StoredTemplate:
 
     device: int
     tf32: bool
+    libraries: int  # that its plans call: the sum above
     node: bytes
     words: bytes
 
@@ -122,7 +129,9 @@ def write_plan_file(path: Path, file: PlanFile) -> None:
 
 
 def _parts(file: PlanFile) -> Iterator[bytes]:
-    yield _string(json.dumps(file.versions, sort_keys=True).encode())
+    texts = {name: version for name, version in file.versions.items() if name not in LIBRARIES}
+    yield _string(json.dumps(texts, sort_keys=True).encode())
+    yield from (_word(cast(int, file.versions.get(name) or 0)) for name in LIBRARIES)
     yield _word(len(file.devices))
     for device in file.devices:
         yield _string(device.name.encode())
@@ -137,7 +146,8 @@ def _parts(file: PlanFile) -> Iterator[bytes]:
     yield from (_string(line.encode()) for line in file.operators)
     yield _word(len(file.templates))
     for template in file.templates:
-        yield _word(template.device) + _word(template.tf32) + _string(template.node) + _string(template.words)
+        yield b"".join(map(_word, (template.device, template.tf32, template.libraries)))
+        yield _string(template.node) + _string(template.words)
 
 
 def _word(value: int) -> bytes:
@@ -221,6 +231,7 @@ def _read(reader: _Reader) -> PlanFile:
     found_versions = json.loads(reader.text())
     if not isinstance(found_versions, dict):
         raise ValueError("its versions are no table")
+    found_versions |= {name: reader.word() or None for name in LIBRARIES}
     devices = []
     for _ in range(reader.count()):
         name = reader.text()
@@ -233,6 +244,6 @@ def _read(reader: _Reader) -> PlanFile:
     operators = [reader.text() for _ in range(reader.count())]
     templates = []
     for _ in range(reader.count()):
-        device, tf32 = reader.index(len(devices)), bool(reader.index(2))
-        templates.append(StoredTemplate(device, tf32, reader.string(), reader.string()))
+        device, tf32, libraries = reader.index(len(devices)), bool(reader.index(2)), reader.index(16)
+        templates.append(StoredTemplate(device, tf32, libraries, reader.string(), reader.string()))
     return PlanFile(found_versions, devices, codes, kernels, operators, templates)

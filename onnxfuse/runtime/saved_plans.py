@@ -75,7 +75,8 @@ def plan_file_of(templates: Sequence[PreparedTemplate], backend: Backend, operat
             kernels[key] = dataclasses.replace(known, shared=shared, cluster=cluster)
             functions[key[1]] = list(kernels).index(key)
         words = template_bytes(each.template, functions)
-        record = StoredTemplate(at, device.tf32, node_identity(each.situation.node), words)
+        libraries = _libraries_of(step for variant in each.template.variants for step in variant.plan.steps)
+        record = StoredTemplate(at, device.tf32, libraries, node_identity(each.situation.node), words)
         stored[at, device.tf32, record.node, record.words] = record
     steps = [step for each in templates for variant in each.template.variants for step in variant.plan.steps]
     named = versions(cublaslt=_cublaslt_of(steps), cudnn=_cudnn_of(steps))
@@ -181,6 +182,17 @@ def gpu_kind(device: Device) -> Device:
 
 def _describe(device: Device) -> str:
     return f"{device.name} (sm_{device.arch}, {device.multiprocessors} multiprocessors)"
+
+
+def _libraries_of(steps: Iterable[Step]) -> int:
+    """Return the libraries that steps call, as plan files say it."""
+    flags = 0
+    for step in steps:
+        if isinstance(step, Matmul):
+            flags |= 1 | 2 * bool(step.algorithm)
+        elif isinstance(step, Convolution):
+            flags |= 4 | 8 * bool(step.engine)
+    return flags
 
 
 def _cublaslt_of(steps: Sequence[Step]) -> int | None:
