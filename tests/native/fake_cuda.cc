@@ -40,6 +40,7 @@ Launched last{};
 std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
 std::atomic<bool> other_captures{false};
+std::atomic<int> second_multiprocessors{132};  // of device 1
 std::atomic<int> last_mode{0};
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode = 0;  // CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -158,6 +159,23 @@ EXPORT int cuDriverGetVersion(int* version) {
 EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal < 2 ? 0 : 101;
+}
+EXPORT int cuDeviceGetCount(int* count) {
+  *count = 2;
+  return 0;
+}
+EXPORT int cuDeviceGetName(char* name, int size, int) {
+  std::strncpy(name, "stand-in", static_cast<size_t>(size));
+  return 0;
+}
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  switch (attribute) {
+    case 16: *value = device == 0 ? 132 : second_multiprocessors.load(); return 0;
+    case 75: *value = 9; return 0;
+    case 76: *value = 0; return 0;
+    case 97: *value = 227 * 1024; return 0;
+    default: return 1;
+  }
 }
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = reinterpret_cast<void*>(static_cast<intptr_t>(0x1000 + device));
@@ -286,6 +304,7 @@ EXPORT int64_t fake_modules() { return modules; }
 EXPORT int fake_shared_limit() { return shared_limit; }
 EXPORT void fake_fail_next(int code) { fail_with = code; }
 EXPORT void fake_capture(int on) { capturing = on; }
+EXPORT void fake_second_multiprocessors(int count) { second_multiprocessors = count; }
 EXPORT void fake_other_captures(int on) { other_captures = on; }
 EXPORT void fake_last(unsigned* out) {
   std::lock_guard<std::mutex> lock(mutex);
