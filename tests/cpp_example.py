@@ -1,4 +1,4 @@
-"""Build the C++ example against the onnxruntime that is installed, and run it."""
+"""Run the C++ example, which is built against the onnxruntime that is installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnxruntime as ort
 import pytest
-
-from onnxfuse.runtime import build_native
-
-SOURCES = Path(__file__).parents[1] / "examples" / "cpp"
-FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")
+from build_example import build
 
 
 @dataclass(frozen=True)
@@ -28,24 +23,12 @@ class Answer:
     text: str
 
 
-def onnxruntime_library() -> Path | None:
-    """Return a libonnxruntime.so.<version>: of the Python package, or in a folder of LIBRARY_PATH; None without any."""
-    named = filter(None, os.environ.get("LIBRARY_PATH", "").split(":"))
-    folders = [Path(ort.__file__).parent / "capi", *map(Path, named)]
-    return next((path for folder in folders for path in sorted(folder.glob("libonnxruntime.so.*.*"))), None)
-
-
-def build_example(folder: Path) -> Path:
+def built_example(folder: Path) -> Path:
     """Return the program, which is compiled into a folder; skip the test where it cannot be built."""
-    library, compiler = onnxruntime_library(), build_native.compiler()
-    if library is None or compiler is None:
-        pytest.skip("needs a C++ compiler and libonnxruntime.so")
-    if not (library.parent / "libonnxruntime.so.1").exists():  # the name that programs look for; wheels do not have it
-        (folder / "libonnxruntime.so.1").symlink_to(library)
-    program = folder / "run_model"
-    link = [str(library), f"-Wl,-rpath,{folder}:{library.parent}"]
-    subprocess.run([compiler, *FLAGS, str(SOURCES / "run_model.cc"), "-o", str(program), *link], check=True)
-    return program
+    try:
+        return build(folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def run_example(program: Path, *arguments: str | Path, **variables: str) -> Answer:

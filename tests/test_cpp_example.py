@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cpp_example import build_example, run_example
+from cpp_example import built_example, run_example
 from exported_models import load_exported, read_index
 from stand_in import CPU, SHIFT, model, stage
 from stored_plans import store
@@ -29,7 +29,7 @@ MAX_EXTRA_SECONDS = 0.1  # that a process with plans may take to its first answe
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_example(tmp_path_factory.mktemp("cpp"))
+    return built_example(tmp_path_factory.mktemp("cpp"))
 
 
 def pattern(*shape: int) -> np.ndarray:
