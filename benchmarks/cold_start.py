@@ -43,7 +43,7 @@ def opened(task: dict[str, Any]) -> Any:
     import onnxfuse
 
     if task["plans"]:
-        from onnxfuse.runtime.saved_plans import load_plans
+        from onnxfuse.runtime.loaded_plans import load_plans
 
         load_plans(task["plans"], task["provider"])
     return onnxfuse.InferenceSession(task["model"], providers=[task["provider"]], tune=task["tune"])

@@ -13,7 +13,19 @@ from other_gpus import OTHER_GPUS
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("models/*.py"), ROOT / "tests" / "sanitize.py"])
-WITH_OPTIONS = ("attention", "conv", "cpu", "gemm", "kernels", "memory", "models", "other_gpus", "serving", "tilings")
+WITH_OPTIONS = (
+    "attention",
+    "conv",
+    "cpp_start",
+    "cpu",
+    "gemm",
+    "kernels",
+    "memory",
+    "models",
+    "other_gpus",
+    "serving",
+    "tilings",
+)
 
 
 @pytest.mark.parametrize("name", WITH_OPTIONS)

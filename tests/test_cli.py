@@ -372,7 +372,7 @@ def test_env_shows_versions() -> None:
     result = run("env")
     assert result.exit_code == DONE
     shown = {line.split()[0] for line in result.stdout.splitlines()}
-    assert {"onnxfuse", "python", "onnx", "onnxruntime", "numpy"} <= shown
+    assert {"onnxfuse", "python", "onnx", "onnxruntime", "numpy", "native"} <= shown
 
 
 # --- wrong usage ---------------------------------------------------------------------------------------------------
@@ -596,7 +596,7 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
 
 
-COMMANDS = ("optimize", "explain", "list", "show", "verify", "bench", "tune", "env")
+COMMANDS = ("optimize", "explain", "list", "show", "verify", "bench", "tune", "export-triton", "env")
 HEAVY = ("onnx", "onnxruntime", "numpy", "onnx_graphsurgeon", "rich", "importlib.metadata")
 
 

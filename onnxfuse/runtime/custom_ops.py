@@ -49,10 +49,11 @@ def register_operators(
             return
         lines = [f"{op} {attribute_kinds(same)}" for op, same in sorted(calls_of_op.items())]
         settings = target.settings(choice)
-        library = native_library()
-        library.onnxfuse_prepare(target.provider.encode(), "\n".join(lines).encode(), settings)
+        library, provider, names = native_library(), target.provider.encode(), "\n".join(lines).encode()
         if registered is not None:
+            library.onnxfuse_add_attributes(provider, names)
             return
+        library.onnxfuse_prepare(provider, names, settings)
         try:
             options.register_custom_ops_library(str(Path(library._name).resolve()))
         except Exception as error:  # onnxruntime's errors have no common class

@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import onnx
-import onnxruntime as ort
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.ir.protos import tensors
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 FOLDER_ENTRY: Final = "session.model_external_initializers_file_folder_path"
 _lock_of_options: Final[weakref.WeakKeyDictionary[ort.SessionOptions, threading.Lock]] = weakref.WeakKeyDictionary()

@@ -76,7 +76,7 @@ def read_calls(model: onnx.ModelProto) -> list[Call]:
     if not any(node.domain == DOMAIN for node, _ in nodes):
         return []
     constants = _constants(model.graph)
-    typed = list(_nodes(_inferred(model).graph, ChainMap[str, Type](), constants))
+    typed = list(_nodes(inferred(model).graph, ChainMap[str, Type](), constants))
     calls = [
         _call(node, types, bodies) for (node, _), (_, types) in zip(nodes, typed, strict=True) if node.domain == DOMAIN
     ]
@@ -198,7 +198,7 @@ def _shape(name: str, tensor: onnx.TypeProto.Tensor) -> Shape | None:
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{name}[{i}]" for i, dim in dims)
 
 
-def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model without large weights, with the dtypes and shapes that onnx's shape inference finds."""
     light = onnx.ModelProto()
     light.ir_version = max(model.ir_version, 8)

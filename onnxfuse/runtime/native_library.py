@@ -16,13 +16,10 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 9  # onnxfuse_abi in native/operator.cc
+ABI: Final = 10  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
-# Plans of a template that are kept while they take turns, because a cache that grows to so many tokens meets as many
-# shapes, again and again; the library holds up to twice as many.
-MAX_RECENT_PLANS: Final = 4096
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -99,7 +96,6 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     if found != ABI:
         raise NativeError(f"the native library {path} has interface {found}, required {ABI}; {HINT}")
     _declare(library)
-    library.onnxfuse_keep_plans(MAX_RECENT_PLANS)
     return library
 
 
@@ -123,7 +119,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_prepare": (None, [text, text, number]),
         "onnxfuse_set_callbacks": (None, [handle, handle, handle]),
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
-        "onnxfuse_keep_plans": (None, [size]),
+        "onnxfuse_add_attributes": (None, [text, text]),
+        "onnxfuse_keep_plans": (size, [size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
         "onnxfuse_plans_made": (ctypes.c_int64, []),
         "onnxfuse_open_driver": (text, [text]),

@@ -41,6 +41,7 @@ std::atomic<int64_t> launches{0}, modules{0};
 std::atomic<int> fail_with{0}, capturing{0}, shared_limit{0};
 std::atomic<int> gpus{2};
 std::atomic<bool> other_captures{false};
+std::atomic<int> second_multiprocessors{132};  // of device 1
 std::atomic<int> last_mode{0};
 thread_local std::vector<void*> contexts;
 thread_local int capture_mode = 0;  // CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -168,9 +169,9 @@ EXPORT int cuDeviceGetName(char* name, int size, int) {
   std::strncpy(name, "stand-in", static_cast<size_t>(size));
   return 0;
 }
-EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
   switch (attribute) {
-    case 16: *value = 132; return 0;
+    case 16: *value = device == 0 ? 132 : second_multiprocessors.load(); return 0;
     case 75: *value = 9; return 0;
     case 76: *value = 0; return 0;
     case 97: *value = 227 * 1024; return 0;
@@ -306,6 +307,7 @@ EXPORT void fake_fail_next(int code) { fail_with = code; }
 // Sets the number of GPUs; a negative one lets the driver fail as it does where there is no GPU.
 EXPORT void fake_gpus(int count) { gpus = count; }
 EXPORT void fake_capture(int on) { capturing = on; }
+EXPORT void fake_second_multiprocessors(int count) { second_multiprocessors = count; }
 EXPORT void fake_other_captures(int on) { other_captures = on; }
 EXPORT void fake_last(unsigned* out) {
   std::lock_guard<std::mutex> lock(mutex);

@@ -29,9 +29,10 @@ GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     result = stage(monkeypatch)
+    count = result.library.onnxfuse_keep_plans(4096)
     yield result
     result.cuda.fake_other_captures(0)
-    result.library.onnxfuse_keep_plans(native.MAX_RECENT_PLANS)
+    result.library.onnxfuse_keep_plans(count)
 
 
 def test_memory_is_bounded_where_shapes_never_end(gpu: Stage) -> None:

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,6 +28,18 @@ void* load(const char* path) {
     if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD)) return library;
   }
   throw std::runtime_error("cuBLASLt (libcublasLt.so.13 or .12) is not loaded in this process");
+}
+
+// Opens the library in processes where Python, which knows more places, does not do it.
+void open_any() {
+  const char* chosen = std::getenv("ONNXFUSE_LIBCUBLASLT");
+  if (chosen && *chosen) return CublasLt::open(chosen);
+  for (const int only_loaded : {RTLD_NOLOAD, 0}) {
+    for (const char* name : kNames) {
+      if (dlopen(name, RTLD_NOW | RTLD_LOCAL | only_loaded)) return CublasLt::open(name);
+    }
+  }
+  throw std::runtime_error(std::string("matrix products need cuBLASLt: ") + dlerror());
 }
 
 template <class Symbol>
@@ -72,7 +85,10 @@ void CublasLt::open(const char* path) {
 
 const CublasLt& CublasLt::get() {
   const CublasLt* lt = opened.load(std::memory_order_acquire);
-  if (!lt) throw std::runtime_error("cuBLASLt has not been opened");
+  if (!lt) {
+    open_any();
+    lt = opened.load();
+  }
   return *lt;
 }
 

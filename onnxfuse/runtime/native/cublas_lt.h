@@ -52,7 +52,8 @@ struct CublasLt {
   // Opens the library at `path`, or, if `path` is null, the one that this process has loaded.  Does nothing if one is
   // open.  Throws std::runtime_error.
   static void open(const char* path);
-  // Throws std::runtime_error if it has not been opened.
+  // Unless one is open, opens $ONNXFUSE_LIBCUBLASLT, the library that this process has loaded, or the one that the
+  // system finds.  Throws std::runtime_error if there is none.
   static const CublasLt& get();
 
   // Returns the device's handle.  The first call makes it; then the device's context must be current, and no CUDA graph

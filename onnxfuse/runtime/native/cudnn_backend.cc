@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -81,7 +82,12 @@ void Cudnn::open(const char* path) {
 
 const Cudnn& Cudnn::get() {
   const Cudnn* cudnn = opened.load(std::memory_order_acquire);
-  if (!cudnn) throw std::runtime_error("cuDNN has not been opened");
+  if (!cudnn) {  // in processes where Python, which knows more places, does not open it
+    const char* chosen = std::getenv("ONNXFUSE_LIBCUDNN");
+    const bool is_loaded = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    open(chosen && *chosen ? chosen : is_loaded ? nullptr : kName);
+    cudnn = opened.load();
+  }
   return *cudnn;
 }
 

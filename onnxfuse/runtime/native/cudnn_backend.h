@@ -133,7 +133,8 @@ struct Cudnn {
   // Opens the library at `path`, or, if `path` is null, the one that this process has loaded.  Does nothing if one is
   // open.  Throws std::runtime_error.
   static void open(const char* path);
-  // Throws std::runtime_error if it has not been opened.
+  // Unless one is open, opens $ONNXFUSE_LIBCUDNN, the library that this process has loaded, or the one that the system
+  // finds.  Throws std::runtime_error if there is none.
   static const Cudnn& get();
 
   // Whether a status says that cuDNN cannot compute what was asked for, rather than that the call was wrong.

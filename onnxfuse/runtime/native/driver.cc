@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -44,8 +45,27 @@ constexpr int kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMAT
 constexpr int kMinCudaForPdl = 12030;          // the first CUDA whose graphs can hold programmatic dependent launches
 constexpr int kMaxDynamicShared = 8;           // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kNonPortableCluster = 14;        // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+constexpr int kMultiprocessors = 16;           // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMajor = 75, kMinor = 76;        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+constexpr int kSharedOptIn = 97;               // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 }  // namespace
+
+std::string describe(const DeviceKind& kind) {
+  return kind.name + " (sm_" + std::to_string(kind.arch) + ", " + std::to_string(kind.multiprocessors) +
+         " multiprocessors)";
+}
+
+std::string describe(const std::vector<DeviceKind>& kinds) {
+  std::string text;
+  for (const DeviceKind& kind : kinds) text += (text.empty() ? "" : ", ") + describe(kind);
+  return text.empty() ? "no GPU" : text;
+}
+
+void Driver::open() {
+  const char* path = std::getenv("ONNXFUSE_LIBCUDA");
+  open(path && *path ? path : "libcuda.so.1");
+}
 
 void Driver::open(const std::string& path) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -59,6 +79,9 @@ void Driver::open(const std::string& path) {
   find(library, "cuInit", driver->cuInit);
   find(library, "cuDriverGetVersion", driver->cuDriverGetVersion);
   find(library, "cuDeviceGet", driver->cuDeviceGet);
+  find(library, "cuDeviceGetCount", driver->cuDeviceGetCount);
+  find(library, "cuDeviceGetName", driver->cuDeviceGetName);
+  find(library, "cuDeviceGetAttribute", driver->cuDeviceGetAttribute);
   find(library, "cuDevicePrimaryCtxRetain", driver->cuDevicePrimaryCtxRetain);
   find(library, "cuCtxGetCurrent", driver->cuCtxGetCurrent);
   find(library, "cuCtxPushCurrent_v2", driver->cuCtxPushCurrent_v2);
@@ -93,6 +116,25 @@ void Driver::check(int code, const char* what) const {
   if (cuGetErrorName(code, &name) != 0 || !name) name = "an unknown CUDA error";
   if (cuGetErrorString(code, &text) != 0 || !text) text = "no description";
   throw std::runtime_error(std::string(what) + " failed: " + name + " (" + text + ")");
+}
+
+int Driver::device_count() const {
+  int count = 0;
+  check(cuDeviceGetCount(&count), "cuDeviceGetCount");
+  return count;
+}
+
+DeviceKind Driver::kind_of(int device) const {
+  int handle = 0;
+  char name[256] = "";
+  check(cuDeviceGet(&handle, device), "cuDeviceGet");
+  check(cuDeviceGetName(name, sizeof name - 1, handle), "cuDeviceGetName");
+  const auto attribute = [&](int number) {
+    int value = 0;
+    check(cuDeviceGetAttribute(&value, number, handle), "cuDeviceGetAttribute");
+    return value;
+  };
+  return {name, 10 * attribute(kMajor) + attribute(kMinor), attribute(kMultiprocessors), attribute(kSharedOptIn)};
 }
 
 Context Driver::context_of(int device) const {

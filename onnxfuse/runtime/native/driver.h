@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace onnxfuse {
 
@@ -23,12 +24,31 @@ struct LaunchConfig {
   bool pdl;          // programmatic dependent launch: it may start while the kernel before it ends
 };
 
+// What two GPUs must share to run the same plans.
+struct DeviceKind {
+  std::string name;
+  int64_t arch;  // 90 is compute capability 9.0
+  int64_t multiprocessors;
+  int64_t shared_per_block;  // bytes of dynamic shared memory that a block may opt in to
+  bool operator==(const DeviceKind& other) const {
+    return name == other.name && arch == other.arch && multiprocessors == other.multiprocessors &&
+           shared_per_block == other.shared_per_block;
+  }
+};
+// Returns text such as "NVIDIA H200 (sm_90, 132 multiprocessors)".
+std::string describe(const DeviceKind& kind);
+std::string describe(const std::vector<DeviceKind>& kinds);
+
 struct Driver {
+  // Opens $ONNXFUSE_LIBCUDA, or else the libcuda that the system finds.  Throws std::runtime_error.
+  static void open();
   // Opens libcuda; later calls with the same path do nothing.  Throws std::runtime_error.
   static void open(const std::string& path);
   // Throws std::runtime_error if it has not been opened.
   static const Driver& get();
 
+  int device_count() const;
+  DeviceKind kind_of(int device) const;
   // Returns the device's primary context, which onnxruntime and CuPy use too.
   Context context_of(int device) const;
   bool is_capturing(Stream stream) const;
@@ -46,6 +66,9 @@ struct Driver {
   int (*cuInit)(unsigned);
   int (*cuDriverGetVersion)(int*);
   int (*cuDeviceGet)(int*, int);
+  int (*cuDeviceGetCount)(int*);
+  int (*cuDeviceGetName)(char*, int size, int device);
+  int (*cuDeviceGetAttribute)(int*, int attribute, int device);
   int (*cuDevicePrimaryCtxRetain)(Context*, int);
   int (*cuCtxGetCurrent)(Context*);
   int (*cuCtxPushCurrent_v2)(Context);

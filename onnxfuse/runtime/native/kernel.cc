@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <stdexcept>
 
 #include "python.h"
@@ -31,6 +32,22 @@ std::vector<bool> constants_of(const Ort& ort, const OrtKernelInfo* info) {
     if (status) ort.ReleaseStatus(status);
   }
   return constants;
+}
+
+// Tells onnxruntime's log, once for each file and GPU, that the plans were made for GPUs of another kind.
+void log_other_kind(const Ort& ort, const OrtKernelInfo* info, const PlanFile& file, int device,
+                    const DeviceKind& here) {
+  static auto* mutex = new std::mutex();  // never deleted: sessions may outlive static objects
+  static auto* told = new std::set<std::pair<const PlanFile*, int>>();
+  const std::optional<size_t> used = file.kind_for(here);
+  if (!used || file.devices[*used] == here) return;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  if (!told->insert({&file, device}).second) return;
+  const std::string text = "onnxfuse: plan file " + file.path + " was made for " + describe(file.devices[*used]) +
+                           ", this GPU is " + describe(here) + "; its plans are right, but may not be the fastest";
+  const OrtLogger* logger = nullptr;
+  check(ort, ort.KernelInfo_GetLogger(info, &logger));
+  check(ort, ort.Logger_LogMessage(logger, kLogWarning, text.c_str(), __FILE__, __LINE__, __func__));
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
@@ -153,39 +170,60 @@ void check(const Ort& ort, OrtStatus* status) {
   throw std::runtime_error(message);
 }
 
-FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-                         int settings, const std::vector<AttributeName>& names)
-    : ort_(ort),
-      driver_(Driver::get()),
-      id_(next_id++),
-      op_(std::move(op)),
-      provider_(std::move(provider)),
-      settings_(settings) {
+FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, const Setup& setup,
+                         const std::vector<AttributeName>& names)
+    : ort_(ort), driver_(Driver::get()), id_(next_id++), op_(std::move(op)), setup_(setup) {
+  read_node(info);
+  if (setup.asks_python) attributes_ = read_attributes(ort, info, names);
+  check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
+  try {
+    check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
+    check(ort, ort.MemoryInfoGetId(memory_, &device_));
+    take_templates(info, names);
+  } catch (...) {
+    ort.ReleaseAllocator(allocator_);
+    throw;
+  }
+  ++alive_count;
+}
+
+void FusedKernel::read_node(const OrtKernelInfo* info) {
   size_t size = 0;
-  check(ort, ort.KernelInfo_GetNodeName(info, nullptr, &size));
+  check(ort_, ort_.KernelInfo_GetNodeName(info, nullptr, &size));
   node_.resize(size);
-  check(ort, ort.KernelInfo_GetNodeName(info, node_.data(), &size));
+  check(ort_, ort_.KernelInfo_GetNodeName(info, node_.data(), &size));
   node_.resize(std::strlen(node_.c_str()));
-  attributes_ = read_attributes(ort, info, names);
-  constants_ = constants_of(ort, info);
+  constants_ = constants_of(ort_, info);
   size_t outputs = 0;
-  if (OrtStatus* status = ort.KernelInfoGetAttributeArray_int64(info, "output_types", nullptr, &outputs)) {
-    ort.ReleaseStatus(status);
+  if (OrtStatus* status = ort_.KernelInfoGetAttributeArray_int64(info, "output_types", nullptr, &outputs)) {
+    ort_.ReleaseStatus(status);
     throw std::runtime_error("the attribute output_types (the dtypes of the outputs) is missing or no list of ints");
   }
   output_dtypes_.resize(outputs);
   if (outputs) {
-    check(ort, ort.KernelInfoGetAttributeArray_int64(info, "output_types", output_dtypes_.data(), &outputs));
+    check(ort_, ort_.KernelInfoGetAttributeArray_int64(info, "output_types", output_dtypes_.data(), &outputs));
   }
-  check(ort, ort.KernelInfoGetAllocator(info, 0, &allocator_));
-  check(ort, ort.AllocatorGetInfo(allocator_, &memory_));
-  check(ort, ort.MemoryInfoGetId(memory_, &device_));
-  ++alive_count;
+}
+
+void FusedKernel::take_templates(const OrtKernelInfo* info, const std::vector<AttributeName>& names) {
+  if (setup_.files.empty()) return;
+  try {
+    given_ = given_templates(setup_.files, node_identity(ort_, info, names), output_dtypes_, device_);
+    const DeviceKind kind = driver_.kind_of(device_);
+    if (given_.empty() && !setup_.asks_python) {
+      throw std::runtime_error("plan files have no template of it for " + onnxfuse::describe(kind) + ": " +
+                               onnxfuse::describe(setup_.files) + "; make them again for this model and GPU, or do not "
+                               "register the library, so that bodies run");
+    }
+    for (const auto& file : setup_.files) log_other_kind(ort_, info, *file, device_, kind);
+  } catch (const std::exception& error) {
+    throw std::runtime_error("node '" + node_ + "': " + error.what());
+  }
 }
 
 FusedKernel::~FusedKernel() {
   const RelaxedCapture relaxed(driver_);
-  tell_dropped(id_);
+  if (setup_.asks_python) tell_dropped(id_);
   ort_.ReleaseAllocator(allocator_);
   --alive_count;
 }
@@ -200,11 +238,36 @@ std::string FusedKernel::describe(const Key* key) const {
   return text + ")";
 }
 
+// A session tells whether it allows TF32 when a node runs, and not before.
+void FusedKernel::choose_given(const OrtKernelContext* context) {
+  bool tf32 = setup_.settings & kTf32;
+  if (!setup_.asks_python) {
+    void* allowed = nullptr;
+    OrtStatus* status = ort_.KernelContext_GetResource(context, kCudaResourceVersion, kCudaUseTf32, &allowed);
+    tf32 = status || reinterpret_cast<uintptr_t>(allowed) & 0xff;  // the provider's default is to allow it
+    if (status) ort_.ReleaseStatus(status);
+  }
+  Templates chosen;
+  for (const auto& each : given_) {
+    if (each->tf32 == tf32) chosen.push_back(each->plans);
+  }
+  if (chosen.empty() && !setup_.asks_python) {
+    throw std::runtime_error(std::string("the session has use_tf32=") + (tf32 ? "1" : "0") +
+                             ", for which plan files have no template of this node: " +
+                             onnxfuse::describe(setup_.files));
+  }
+  std::unique_lock<std::shared_mutex> lock(mutex_);
+  templates_.insert(templates_.end(), chosen.begin(), chosen.end());
+}
+
 FusedKernel::SharedPlan FusedKernel::known(const Key& key) {
   std::shared_lock<std::shared_mutex> lock(mutex_);
-  for (const auto& each : templates_) {
-    if (!each->fits(key)) continue;
-    if (SharedPlan plan = each->known_plan(key)) return plan;
+  for (const bool or_better : {false, true}) {
+    for (const auto& each : templates_) {
+      if (!each->fits(key, or_better)) continue;
+      if (SharedPlan plan = each->known_plan(key)) return plan;
+    }
+    if (given_.empty()) break;  // Python makes a template for exactly these inputs
   }
   return nullptr;
 }
@@ -216,8 +279,15 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     templates = templates_;
   }
-  for (const auto& each : templates) {
-    if (SharedPlan plan = each->fits(key) ? each->plan(key) : nullptr) return plan;
+  for (const bool or_better : {false, true}) {
+    for (const auto& each : templates) {
+      if (SharedPlan plan = each->fits(key, or_better) ? each->plan(key) : nullptr) return plan;
+    }
+    if (given_.empty()) break;
+  }
+  if (!setup_.asks_python) {
+    throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
+                             "; make them again with these shapes");
   }
   const std::shared_ptr<Template> added = ask(key, stream);
   if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
@@ -229,8 +299,8 @@ std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
-  const PlanRequest request{id_, provider_.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(), key.size(), device_, settings_};
+  const PlanRequest request{id_, setup_.provider.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
+                            attributes_.size(), key.data(), key.size(), device_, setup_.settings};
   auto added = Template::shared(ask_for_plan(request), output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
   templates_.insert(templates_.begin(), added);
@@ -241,6 +311,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
   ReusedTensors reused;
   Tensors& tensors = reused.tensors;
   try {
+    if (!given_.empty()) std::call_once(given_are_chosen_, [&] { choose_given(context); });
     tensors.read_inputs(ort_, context, constants_);
     Stream stream = nullptr;
     check(ort_, ort_.KernelContext_GetGPUComputeStream(context, &stream));

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <vector>
 
+#include "attributes.h"
+#include "given_templates.h"
 #include "ort_api.h"
 #include "template.h"
 
@@ -14,20 +17,19 @@ namespace onnxfuse {
 // Throws std::runtime_error with the status's message and releases the status, unless it is null.
 void check(const Ort& ort, OrtStatus* status);
 
-struct AttributeName {
-  std::string name;
-  char type;  // i, f or s: an integer, a float or a string; I or F: a list of integers or floats
-  bool operator==(const AttributeName& other) const { return name == other.name && type == other.type; }
+// What the nodes of sessions with the same settings have in common.
+struct Setup {
+  std::string provider;
+  PlanFiles files;  // whose templates come first
+  bool asks_python = false;  // for templates that the files do not have
+  int settings = 0;          // of the session, which requests for templates repeat to Python
 };
-
-// Returns those attributes of a node that are in `names`, each as u32 size of its name, name, u8 type, u32 count, and
-// then as many int64, float32 or bytes.
-std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std::vector<AttributeName>& names);
 
 class FusedKernel {
  public:
-  FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, std::string provider,
-              int settings, const std::vector<AttributeName>& names);
+  // Throws std::runtime_error if the files have no template for the node, and Python is not asked.
+  FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string op, const Setup& setup,
+              const std::vector<AttributeName>& names);
   ~FusedKernel();
   FusedKernel(const FusedKernel&) = delete;
   FusedKernel& operator=(const FusedKernel&) = delete;
@@ -41,6 +43,9 @@ class FusedKernel {
   using SharedPlan = Template::SharedPlan;
   using Templates = std::vector<std::shared_ptr<Template>>;
 
+  void read_node(const OrtKernelInfo* info);
+  void take_templates(const OrtKernelInfo* info, const std::vector<AttributeName>& names);
+  void choose_given(const OrtKernelContext* context);
   SharedPlan known(const Key& key);
   SharedPlan make(const Key& key, Stream stream);
   std::shared_ptr<Template> ask(const Key& key, Stream stream);
@@ -48,8 +53,8 @@ class FusedKernel {
   const Ort& ort_;
   const Driver& driver_;
   const uint64_t id_;
-  const std::string op_, provider_;
-  const int settings_;
+  const std::string op_;
+  const Setup& setup_;
   std::string node_, attributes_;
   std::vector<int64_t> output_dtypes_;
   std::vector<bool> constants_;  // by input: whether the model holds its values
@@ -58,6 +63,8 @@ class FusedKernel {
   int device_ = 0;
   std::shared_mutex mutex_;  // guards the templates
   Templates templates_;      // which equal nodes share; the one that came last is the first
+  std::vector<std::shared_ptr<const GivenTemplate>> given_;  // by plan files
+  std::once_flag given_are_chosen_;                          // and those for the session's TF32 are in templates_
 };
 
 }  // namespace onnxfuse

@@ -17,12 +17,17 @@ struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtShapeInferContext;
 struct OrtOpAttr;
+struct OrtLogger;
 
 constexpr uint32_t kMinApi = 23;            // onnxruntime 1.23
 constexpr uint32_t kShapeReferenceApi = 29;  // from this version on, a tensor's shape can be read without a copy
 
 enum ErrorCode { kFail = 1, kInvalidArgument = 2, kRuntimeException = 6 };
+constexpr int kLogWarning = 2;
 enum AttributeType { kAttributeInts = 2 };
+// Of the CUDA provider, from onnxruntime's cuda_resource.h.
+constexpr int kCudaResourceVersion = 3;
+constexpr int kCudaUseTf32 = 10011;
 
 // X(function, slot, result, parameters)
 #define ONNXFUSE_ORT_FUNCTIONS(X)                                                                                  \
@@ -55,10 +60,16 @@ enum AttributeType { kAttributeInts = 2 };
   X(KernelInfoGetAttributeArray_float, 162, OrtStatus*, (const OrtKernelInfo*, const char*, float*, size_t*))      \
   X(KernelInfoGetAttributeArray_int64, 163, OrtStatus*, (const OrtKernelInfo*, const char*, int64_t*, size_t*))    \
   X(KernelContext_GetGPUComputeStream, 193, OrtStatus*, (const OrtKernelContext*, void**))                         \
+  X(HasSessionConfigEntry, 237, OrtStatus*, (const OrtSessionOptions*, const char* key, int* has))                 \
+  X(GetSessionConfigEntry, 238, OrtStatus*, (const OrtSessionOptions*, const char* key, char* value, size_t* size)) \
   X(KernelInfo_GetInputCount, 230, OrtStatus*, (const OrtKernelInfo*, size_t*))                                    \
   X(KernelInfo_GetNodeName, 244, OrtStatus*, (const OrtKernelInfo*, char*, size_t*))                               \
+  X(KernelInfo_GetLogger, 245, OrtStatus*, (const OrtKernelInfo*, const OrtLogger**))                              \
+  X(Logger_LogMessage, 247, OrtStatus*,                                                                            \
+    (const OrtLogger*, int severity, const char* text, const char* file, int line, const char* function))          \
   X(KernelInfoGetConstantInput_tensor, 249, OrtStatus*,                                                            \
     (const OrtKernelInfo*, size_t, int* is_constant, const OrtValue**))                                            \
+  X(KernelContext_GetResource, 265, OrtStatus*, (const OrtKernelContext*, int version, int resource, void**))       \
   X(ShapeInferContext_GetInputCount, 267, OrtStatus*, (const OrtShapeInferContext*, size_t*))                       \
   X(ShapeInferContext_GetInputTypeShape, 268, OrtStatus*,                                                          \
     (const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**))                                            \

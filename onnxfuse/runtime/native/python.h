@@ -6,6 +6,8 @@
 
 namespace onnxfuse {
 
+constexpr int kTf32 = 1;  // flag of a session's settings: TF32 is allowed
+
 // What Python is told about a node that meets new input shapes.  native_library.py declares the same layout.
 struct PlanRequest {
   uint64_t kernel;  // identifies the node of a session until Python is told that it is dropped

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kMaxWords = 1 << 20;
 constexpr double kMaxTunedDistance = 1.0;  // as MAX_TUNED_DISTANCE of onnxfuse.runtime.template
-std::atomic<size_t> max_recent_plans{1};
+// A cache that grows to so many tokens meets as many shapes, again and again.
+std::atomic<size_t> max_recent_plans{4096};
 std::atomic<int64_t> plan_count{0};
 
 // How far sizes are from those of a variant: the sum of their ratios' logarithms to base 2.
@@ -30,14 +31,18 @@ double distance(const std::vector<int64_t>& sizes, const std::vector<int64_t>& h
 
 }  // namespace
 
-Template::Template(const std::string& bytes, std::vector<int64_t> output_dtypes, int device)
+Template::Template(std::string_view bytes, std::vector<int64_t> output_dtypes, int device,
+                   const FunctionOf& function_of)
     : output_dtypes_(std::move(output_dtypes)), device_(device) {
   WordReader reader(bytes);
   reader.next("the mark of a template", kTemplateMark, kTemplateMark);
   read_pattern(reader);
   expressions_.emplace(reader, size_count_);
   functions_.resize(reader.count("the number of functions", kMaxWords));
-  for (int64_t& function : functions_) function = static_cast<int64_t>(reader.bits("a function"));
+  for (int64_t& function : functions_) {
+    function = static_cast<int64_t>(reader.bits("a function"));
+    if (function_of) function = function_of(function);
+  }
   const size_t variants = reader.count("the number of variants", kMaxWords);
   for (size_t i = 0; i < variants; ++i) variants_.push_back(read_variant(reader));
   if (!reader.at_end()) malformed("words follow the template's end");
@@ -50,11 +55,11 @@ void Template::read_pattern(WordReader& reader) {
     pattern_.push_back(reader.next("an input's flags", 0, kAligned | kConstant));
     const size_t rank = reader.count("an input's rank", kMaxRank);
     pattern_.push_back(static_cast<int64_t>(rank));
-    is_dim_.resize(pattern_.size(), false);
+    kinds_.insert(kinds_.end(), {Word::kExact, Word::kFlags, Word::kExact});
     for (size_t axis = 0; axis < rank; ++axis) {
       // Sizes are numbered in the order in which they come first.
       pattern_.push_back(reader.next("an input's dim", -1 - static_cast<int64_t>(size_count_), kMaxBytes));
-      is_dim_.push_back(true);
+      kinds_.push_back(Word::kDim);
       size_count_ = std::max(size_count_, static_cast<size_t>(std::max<int64_t>(0, -pattern_.back())));
     }
   }
@@ -105,15 +110,16 @@ std::shared_ptr<Template> Template::shared(const std::string& bytes, const std::
 
 int64_t Template::plans_made() { return plan_count; }
 
-void Template::set_max_recent_plans(size_t count) { max_recent_plans = count; }
+size_t Template::set_max_recent_plans(size_t count) { return max_recent_plans.exchange(count); }
 
-bool Template::fits(const Key& key) const {
+bool Template::fits(const Key& key, bool or_better) const {
   if (key.size() != pattern_.size()) return false;
   int64_t sizes[kMaxRank];
   int64_t seen = 0;
   for (size_t i = 0; i < key.size(); ++i) {
-    if (!is_dim_[i] || pattern_[i] >= 0) {
-      if (key[i] != pattern_[i]) return false;
+    if (kinds_[i] != Word::kDim || pattern_[i] >= 0) {
+      const int64_t ignored = or_better && kinds_[i] == Word::kFlags ? ~pattern_[i] : 0;
+      if ((key[i] & ~ignored) != pattern_[i]) return false;
       continue;
     }
     const int64_t number = -1 - pattern_[i];
@@ -130,7 +136,7 @@ bool Template::fits(const Key& key) const {
 std::vector<int64_t> Template::sizes_of(const Key& key) const {
   std::vector<int64_t> sizes(size_count_);
   for (size_t i = 0; i < key.size(); ++i) {
-    if (is_dim_[i] && pattern_[i] < 0) sizes[static_cast<size_t>(-1 - pattern_[i])] = key[i];
+    if (kinds_[i] == Word::kDim && pattern_[i] < 0) sizes[static_cast<size_t>(-1 - pattern_[i])] = key[i];
   }
   return sizes;
 }
@@ -212,6 +218,15 @@ Template::SharedPlan Template::plan(const Key& key) {
   ++plan_count;
   std::unique_lock<std::shared_mutex> lock(mutex_);
   return add(key, std::move(made));
+}
+
+void Template::try_plan() {
+  if (variants_.empty()) return;
+  Key key = pattern_;
+  for (size_t i = 0; i < key.size(); ++i) {
+    if (kinds_[i] == Word::kDim && key[i] < 0) key[i] = variants_.front().hints[static_cast<size_t>(-1 - key[i])];
+  }
+  plan(key);
 }
 
 Template::SharedPlan Template::add(const Key& key, SharedPlan plan) {

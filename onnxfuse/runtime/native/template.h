@@ -1,10 +1,12 @@
 // A plan template: the plans of a fused node for all sizes of its dynamic dims.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -27,8 +29,12 @@ class Template {
  public:
   using SharedPlan = std::shared_ptr<const Plan>;  // shared, because another thread may drop a plan while it runs
 
-  // Reads a template from its words; throws std::runtime_error that names the fault if they are malformed.
-  Template(const std::string& bytes, std::vector<int64_t> output_dtypes, int device);
+  // Returns the CUfunction that a template's word for a function stands for.
+  using FunctionOf = std::function<int64_t(int64_t)>;
+
+  // Reads a template from its words, in which functions stand as CUfunctions unless `function_of` is given; throws
+  // std::runtime_error that names the fault if they are malformed.
+  Template(std::string_view bytes, std::vector<int64_t> output_dtypes, int device, const FunctionOf& function_of = {});
   Template(const Template&) = delete;
   Template& operator=(const Template&) = delete;
 
@@ -36,8 +42,9 @@ class Template {
   static std::shared_ptr<Template> shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
                                           int device);
 
-  // Returns whether the inputs of `key` differ from the template's in the sizes of dynamic dims at most.
-  bool fits(const Key& key) const;
+  // Returns whether the inputs of `key` differ from the template's in the sizes of dynamic dims at most.  If
+  // `or_better`, they may also be aligned or constant where the template's are not, which plans do not rely on then.
+  bool fits(const Key& key, bool or_better = false) const;
 
   // Returns the plan for inputs that fit; null if no variant is for their sizes.  Throws what `read_plan` throws.
   SharedPlan plan(const Key& key);
@@ -45,8 +52,13 @@ class Template {
   // Returns the same plan if a call of `plan` has made it before, and null otherwise.
   SharedPlan known_plan(const Key& key);
 
+  // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run, and libraries
+  // are open then.  Throws what `plan` throws.
+  void try_plan();
+
   // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
-  static void set_max_recent_plans(size_t count);
+  // Returns the earlier count.
+  static size_t set_max_recent_plans(size_t count);
   // How many plans all templates have made.
   static int64_t plans_made();
 
@@ -55,6 +67,7 @@ class Template {
     size_t expression;
     bool answer;
   };
+  enum class Word { kExact, kFlags, kDim };
   enum class PatchKind { kExpression, kFunction };
   struct Patch {
     size_t word;
@@ -82,7 +95,7 @@ class Template {
   const std::vector<int64_t> output_dtypes_;
   const int device_;
   Key pattern_;  // as the inputs' words, with -1 - k for size number k
-  std::vector<bool> is_dim_;  // by word of the pattern
+  std::vector<Word> kinds_;  // of the pattern's words
   size_t size_count_ = 0;
   std::optional<Expressions> expressions_;
   std::vector<int64_t> functions_;

@@ -6,7 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <string_view>
 
 namespace onnxfuse {
 
@@ -16,16 +16,18 @@ constexpr int64_t kMaxBytes = int64_t{1} << 46;  // of a tensor or buffer
   throw std::runtime_error("the plan is malformed: " + what);
 }
 
-// Every method throws std::runtime_error that names `what` if the word is missing or not allowed.
+// Reads bytes that must outlive it.  Every method throws std::runtime_error that names `what` if the word is missing or
+// not allowed.
 class WordReader {
  public:
-  explicit WordReader(const std::string& bytes) : words_(bytes.size() / 8) {
-    if (bytes.size() % 8 != 0) malformed("its size is not a multiple of 8 bytes");
-    if (!bytes.empty()) std::memcpy(words_.data(), bytes.data(), bytes.size());
+  explicit WordReader(std::string_view bytes) : bytes_(bytes) {
+    if (bytes.size() % kWord != 0) malformed("its size is not a multiple of 8 bytes");
   }
   int64_t next(const char* what, int64_t low, int64_t high) {
-    if (position_ == words_.size()) malformed(std::string("it ends before ") + what);
-    const int64_t word = words_[position_++];
+    if (at_end()) malformed(std::string("it ends before ") + what);
+    int64_t word;
+    std::memcpy(&word, bytes_.data() + position_, kWord);
+    position_ += kWord;
     if (word < low || word > high) {
       malformed(std::string(what) + " is " + std::to_string(word) + ", required " + std::to_string(low) + " to " +
                 std::to_string(high));
@@ -38,10 +40,21 @@ class WordReader {
     constexpr auto limits = std::numeric_limits<int64_t>();
     return static_cast<uint64_t>(next(what, limits.min(), limits.max()));
   }
-  bool at_end() const { return position_ == words_.size(); }
+  // Reads a number of things that follow, none of which takes less than a word.
+  size_t count(const char* what) { return count(what, static_cast<int64_t>((bytes_.size() - position_) / kWord)); }
+  // Returns bytes that stand behind their number and are padded to whole words.
+  std::string_view text(const char* what) {
+    const size_t left = bytes_.size() - position_;
+    const size_t size = count(what, static_cast<int64_t>(left ? left - kWord : 0));
+    const std::string_view found = bytes_.substr(position_, size);
+    position_ += (size + kWord - 1) / kWord * kWord;  // a multiple of a word is left, so that this much is there
+    return found;
+  }
+  bool at_end() const { return position_ == bytes_.size(); }
 
  private:
-  std::vector<int64_t> words_;
+  static constexpr size_t kWord = 8;  // bytes
+  std::string_view bytes_;
   size_t position_ = 0;
 };
 

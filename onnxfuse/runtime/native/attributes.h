@@ -1,0 +1,39 @@
+// The attributes of fused nodes as bytes: for Python, which reads them, and for plan files, which hold equal bytes.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ort_api.h"
+
+namespace onnxfuse {
+
+struct AttributeName {
+  std::string name;
+  char type;  // i, f or s: an integer, a float or a string; I or F: a list of integers or floats
+  bool operator==(const AttributeName& other) const { return name == other.name && type == other.type; }
+};
+
+// A fused operator, and the attributes that its nodes may have.
+struct OperatorName {
+  std::string name;
+  std::vector<AttributeName> attributes;
+};
+
+// Reads lines such as "layer_norm axis:i epsilon:f".  Throws std::runtime_error if an attribute has no such type.
+std::vector<OperatorName> read_operators(std::string_view lines);
+
+// Returns a string attribute of a node; an empty string if it has none.
+std::string text_attribute(const Ort& ort, const OrtKernelInfo* info, const char* name);
+
+// Returns those attributes of a node that are in `names`, each as u32 size of its name, name, u8 type, u32 count, and
+// then as many int64, float32 or bytes.
+std::string read_attributes(const Ort& ort, const OrtKernelInfo* info, const std::vector<AttributeName>& names);
+
+// Returns the bytes by which plan files know a node: `read_attributes` in the order of the names, without `attributes`,
+// as `node_identity` in plan_file.py writes them.  Throws std::runtime_error if the node has an attribute that `names`
+// does not have.
+std::string node_identity(const Ort& ort, const OrtKernelInfo* info, std::vector<AttributeName> names);
+
+}  // namespace onnxfuse

@@ -1,0 +1,235 @@
+"""Model repositories for Triton: configurations have the documented fields, and the copied library runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from stand_in import CPU, SHIFT, model, node, stage
+from stored_plans import store
+
+from onnxfuse.cli import main
+from onnxfuse.errors import ModelError
+from onnxfuse.triton import config_text
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
+
+# The documented messages of model_config.proto, as far as they are used: name, number and type of each field. "*" is a
+# repeated field, "=" an enumeration.
+MESSAGES = {
+    "ModelConfig": {
+        "name": (1, "string"), "max_batch_size": (4, "int32"), "input": (5, "*ModelInput"),
+        "output": (6, "*ModelOutput"), "instance_group": (7, "*ModelInstanceGroup"),
+        "dynamic_batching": (11, "ModelDynamicBatching"), "backend": (17, "string"),
+        "model_operations": (18, "ModelOperations"),
+    },
+    "ModelInput": {
+        "name": (1, "string"), "data_type": (2, "=DataType"), "dims": (4, "*int64"),
+        "reshape": (5, "ModelTensorReshape"),
+    },
+    "ModelOutput": {
+        "name": (1, "string"), "data_type": (2, "=DataType"), "dims": (3, "*int64"),
+        "reshape": (5, "ModelTensorReshape"),
+    },
+    "ModelTensorReshape": {"shape": (1, "*int64")},
+    "ModelInstanceGroup": {"count": (2, "int32"), "kind": (4, "=Kind")},
+    "ModelDynamicBatching": {"preferred_batch_size": (1, "*int32")},
+    "ModelOperations": {"op_library_filename": (1, "*string")},
+}  # fmt: skip
+ENUMS = {
+    "DataType": [
+        "TYPE_INVALID", "TYPE_BOOL", "TYPE_UINT8", "TYPE_UINT16", "TYPE_UINT32", "TYPE_UINT64", "TYPE_INT8",
+        "TYPE_INT16", "TYPE_INT32", "TYPE_INT64", "TYPE_FP16", "TYPE_FP32", "TYPE_FP64", "TYPE_STRING", "TYPE_BF16",
+    ],
+    "Kind": ["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"],
+}  # fmt: skip
+TYPES = {"string": 9, "int32": 5, "int64": 3}
+
+
+def parsed(text: str) -> Any:
+    """Return a configuration as Triton reads it; a field or value that is not documented fails."""
+    file = descriptor_pb2.FileDescriptorProto(name="model_config.proto", package="inference", syntax="proto3")
+    for enum, names in ENUMS.items():
+        added = file.enum_type.add(name=enum)
+        for number, name in enumerate(names):
+            added.value.add(name=name, number=number)
+    for message, fields in MESSAGES.items():
+        added = file.message_type.add(name=message)
+        for name, (number, kind) in fields.items():
+            plain = kind.lstrip("*=")
+            field = added.field.add(name=name, number=number, label=3 if kind.startswith("*") else 1)
+            field.type = TYPES.get(plain, 14 if kind.startswith("=") else 11)
+            if plain not in TYPES:
+                field.type_name = f".inference.{plain}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    config = message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))()
+    return text_format.Parse(text, config)
+
+
+def configured(graph: str, **arguments: Any) -> Any:
+    return parsed(config_text(onnx.parser.parse_model(f"{HEAD} {graph}"), "m", "/lib.so", **arguments))
+
+
+def shown(tensors: Any) -> list[tuple[str, str, list[int], list[int] | None]]:
+    names = ENUMS["DataType"]
+    return [
+        (t.name, names[t.data_type], list(t.dims), list(t.reshape.shape) if t.HasField("reshape") else None)
+        for t in tensors
+    ]
+
+
+# --- config.pbtxt -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_takes_batches() -> None:
+    config = configured("g (int64[batch, seq] ids, float[batch] t) => (float16[batch, 8] y, bool[batch] z) {}")
+    assert (config.name, config.backend, config.max_batch_size) == ("m", "onnxruntime", 32)
+    assert shown(config.input) == [("ids", "TYPE_INT64", [-1], None), ("t", "TYPE_FP32", [1], [])]
+    assert shown(config.output) == [("y", "TYPE_FP16", [8], None), ("z", "TYPE_BOOL", [1], [])]
+    assert config.HasField("dynamic_batching")
+    assert [ENUMS["Kind"][group.kind] for group in config.instance_group] == ["KIND_GPU"]
+    assert list(config.model_operations.op_library_filename) == ["/lib.so"]
+
+
+WITHOUT_BATCHES = {
+    "static": "g (float[4, n] x) => (float[4, n] y) {}",
+    "two names": "g (float[a, n] x, float[b, n] w) => (float[a, n] y) {}",
+    "output": "g (float[n, 4] x) => (float[4] y) {}",
+    "scalar": "g (float[n, 4] x, float s) => (float[n] y) {}",
+}
+
+
+@pytest.mark.parametrize("graph", WITHOUT_BATCHES.values(), ids=WITHOUT_BATCHES)
+def test_a_model_that_takes_none(graph: str) -> None:
+    config = configured(graph)
+    assert config.max_batch_size == 0 and not config.HasField("dynamic_batching")
+    assert list(config.input[0].dims) == [4 if "float[4, n] x" in graph else -1, -1 if "n] x" in graph else 4]
+
+
+def test_the_largest_batch_may_be_given() -> None:
+    assert configured(WITHOUT_BATCHES["two names"], max_batch_size=4).max_batch_size == 4
+    taken = "g (float[n, 4] x) => (float[n] y) {}"
+    config = configured(taken, max_batch_size=0)
+    assert config.max_batch_size == 0 and shown(config.output) == [("y", "TYPE_FP32", [-1], None)]
+    with pytest.raises(Exception, match="the first dim of 'x' is not dynamic; give 0 as the largest"):
+        configured(WITHOUT_BATCHES["static"], max_batch_size=4)
+
+
+def test_initializers_are_no_inputs_and_outputs_may_be_inferred() -> None:
+    source = onnx.parser.parse_model(f"{HEAD} g (float[n, 4] x) => (float[n, 4] y) {{ y = Add(x, b) }}")
+    source.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), "b"))
+    source.graph.input.append(onnx.helper.make_tensor_value_info("b", 1, [4]))
+    source.graph.output[0].type.tensor_type.ClearField("shape")
+    config = parsed(config_text(source, 'a "quoted" näme', "/lib.so"))
+    assert config.name == 'a "quoted" näme'
+    assert shown(config.input) == [("x", "TYPE_FP32", [4], None)]
+    assert shown(config.output) == [("y", "TYPE_FP32", [4], None)]
+
+
+def test_what_triton_does_not_know_is_named() -> None:
+    with pytest.raises(ModelError, match="'y' is of float8_e4m3fn, which Triton does not know"):
+        configured("g (float[4] x) => (float8e4m3fn[4] y) { y = Cast<to = 17>(x) }")
+    unknown = onnx.parser.parse_model(f"{HEAD} g (float[4] x) => (float[4] y) {{ y = other.Op(x) }}")
+    unknown.graph.output[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match="the shape of 'y' is not known, which Triton's configuration must tell"):
+        config_text(unknown, "m", "/lib.so")
+
+
+# --- the repository ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Yield a model of the stand-in's kernels, with a plan file beside it and its bias in a file of its own."""
+    stage(monkeypatch)
+    proto = onnx.load_model_from_string(model(SHIFT))
+    del proto.graph.input[1]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([10, 20, 30]), "b"))
+    path = tmp_path / "shift.onnx"
+    store(tmp_path / "shift.onnx.plans", proto.SerializeToString())
+    (tmp_path / "weights").mkdir()
+    onnx.save(proto, path, save_as_external_data=True, location="weights/bias", size_threshold=0)
+    yield path
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export-triton", *map(str, arguments)])
+
+
+SERVE = """
+import sys
+import numpy as np
+import onnxruntime as ort
+
+model, library = sys.argv[1:]
+options = ort.SessionOptions()
+options.register_custom_ops_library(library)  # as Triton does for op_library_filename
+run = ort.InferenceSession(model, options, ["CPUExecutionProvider"])
+print(run.run(None, {"x": np.float32([[1, 2, 3]])})[0].tolist())
+assert "onnxfuse" not in sys.modules
+import ctypes, os
+print("launches", ctypes.CDLL(os.environ["ONNXFUSE_LIBCUDA"]).fake_launches())
+"""
+
+
+def test_what_is_written_serves_without_onnxfuse(fused: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    result = export(fused, repository)
+    assert result.exit_code == 0, result.output
+    assert f"--model-repository={repository}" in result.output
+    written = sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
+    assert written == [
+        "shift/1/libonnxfuse.so", "shift/1/libonnxfuse.so.plans", "shift/1/model.onnx", "shift/1/weights/bias",
+        "shift/config.pbtxt",
+    ]  # fmt: skip
+    config = parsed((repository / "shift" / "config.pbtxt").read_text(encoding="utf-8"))
+    (library,) = config.model_operations.op_library_filename
+    assert library == str(repository / "shift" / "1" / "libonnxfuse.so")
+    command = [sys.executable, "-c", SERVE, str(repository / "shift" / "1" / "model.onnx"), library]
+    environment = {**os.environ, "ONNXFUSE_PROVIDER": CPU}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stdout == "[[11.0, 22.0, 33.0]]\nlaunches 1\n", done.stderr
+
+
+def test_the_server_may_see_the_repository_elsewhere(fused: Path, tmp_path: Path) -> None:
+    assert export(fused, tmp_path / "r", "--name", "other", "--served-from", "/models").exit_code == 0
+    config = parsed((tmp_path / "r" / "other" / "config.pbtxt").read_text(encoding="utf-8"))
+    assert list(config.model_operations.op_library_filename) == ["/models/other/1/libonnxfuse.so"]
+    assert config.name == "other"
+
+
+def test_what_is_refused(fused: Path, tmp_path: Path) -> None:
+    def refusal(*arguments: object) -> str:
+        result = export(*arguments)
+        assert result.exit_code == 2, result.output
+        return " ".join(result.stderr.split())
+
+    repository = tmp_path / "r"
+    assert "there is no plan file '/none'" in refusal(fused, repository, "--plans", "/none")
+    other = fused.with_name("other.onnx")
+    changed = onnx.load(fused)
+    changed.graph.node[0].attribute.append(onnx.helper.make_attribute("extra", 3))
+    onnx.save(changed, other)
+    message = refusal(other, repository, "--plans", f"{fused}.plans")
+    assert "has no plans for node 'node_0' on stand-in; the model is not the one that it was made for" in message
+    assert not repository.exists()
+    assert export(fused, repository).exit_code == 0
+    assert "is there already; give another --name, or --overwrite" in refusal(fused, repository)
+    assert export(fused, repository, "--overwrite").exit_code == 0
+
+
+def test_a_model_of_other_operators_has_no_plans(fused: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy.onnx"
+    path.write_bytes(model(f"g (float[n] x) => (float[n] y) {{ {node('copy', 'x', 'y', operands='x')} }}"))
+    result = export(path, tmp_path / "r", "--plans", f"{fused}.plans")
+    assert "has plans for no node of the model" in " ".join(result.stderr.split())
