@@ -12,6 +12,7 @@ library = Extension(
     sources=sorted(map(str, NATIVE.glob("*.cc"))),
     depends=sorted(map(str, NATIVE.glob("*.h"))),
     extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden"],
+    extra_link_args=["-Wl,-z,nodelete"],  # as in onnxfuse/runtime/build_native.py
     libraries=["dl", "pthread"],
     language="c++",
     optional=True,  # without the library fused nodes run their bodies, and sessions on a GPU say so

@@ -12,6 +12,9 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.native_library import PACKAGE
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+# onnxruntime unloads a library of operators with the last session that uses it, but this one holds what is shared by
+# later sessions, such as plan files, and objects that threads delete when they end.
+LINK_FLAGS = ("-ldl", "-Wl,-z,nodelete")
 
 
 def compiler() -> str | None:
@@ -27,7 +30,9 @@ def build(target: Path, *flags: str) -> Path:
         raise OnnxfuseError("no C++ compiler found; install g++ or clang++, or name one in CXX")
     sources = sorted(str(path) for path in (PACKAGE / "native").glob("*.cc"))
     part = target.with_suffix(".part")
-    result = subprocess.run([found, *FLAGS, *flags, *sources, "-o", str(part), "-ldl"], capture_output=True, text=True)
+    result = subprocess.run(
+        [found, *FLAGS, *flags, *sources, "-o", str(part), *LINK_FLAGS], capture_output=True, text=True
+    )
     if result.returncode:
         raise OnnxfuseError(f"{found} cannot compile the native library: {result.stderr.strip()}")
     part.rename(target)
