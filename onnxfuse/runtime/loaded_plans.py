@@ -14,6 +14,7 @@ from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
 from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.gpu_kinds import (
     PORTABLE_CLUSTER,
     describe,
@@ -49,7 +50,7 @@ def load_plans(path: str | Path, provider: str = CUDA, device_id: int = 0, model
     key = path.resolve(), provider, here
     with _lock:
         known = planner.plan_files.get(key)
-        source = known if isinstance(known, _Source) and known.stamp == _stamp(path) else _open(path, key)
+        source = known if isinstance(known, _Source) and known.is_current(path) else _open(path, key)
         made_for = source.file.versions.get("model")
         if model is not None and made_for not in (None, model):
             raise PlanFileError(f"{path}: made for another model, or the model has changed; make it again")
@@ -117,6 +118,10 @@ class _Source:
             self._by_node.setdefault((each.node, each.tf32), []).append(each)
         self._loaded: dict[tuple[KernelCode, int], LoadedKernel] = {}
         self._given: dict[tuple[SavedTemplate, int, bool], GivenTemplate] = {}
+
+    def is_current(self, path: Path) -> bool:
+        """Return whether the file is the one that was read, and the kernels are those that it was made from."""
+        return self.stamp == _stamp(path) and self.file.versions.get("kernels") == kernels_digest()
 
     def find(self, situation: Situation, inputs: Sequence[TensorSpec]) -> GivenTemplate | None:
         """Return the template for such inputs, whose dynamic dims may be -1 - k; None if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, cast, get_args
@@ -76,7 +77,7 @@ def _library_call(step: Matmul | Convolution) -> list[int]:
 
 def packed(words: Sequence[int]) -> bytes:
     """Return words of 64 bits, signed or not, as bytes."""
-    return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in words)
+    return b"".join(struct.pack("<q" if word < 1 << 63 else "<Q", word) for word in map(operator.index, words))
 
 
 def _launch(step: Launch) -> list[int]:

@@ -22,8 +22,8 @@ from snake_cases import NUMPY, SHAPES, Snake, check, expected
 
 import onnxfuse
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.loaded_plans import load_plans
+from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.saved_plans import save_plans
 
 __all__ = ["site"]

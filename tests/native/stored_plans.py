@@ -11,10 +11,9 @@ from stand_in import CPU
 
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
+from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import attribute_kinds, read_calls, read_model
-from onnxfuse.runtime.plan import TensorSpec
 from onnxfuse.runtime.plan_file import write_plan_file
-from onnxfuse.runtime.preparation import dims_of
 from onnxfuse.runtime.saved_plans import compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.situation import Situation
 
@@ -24,10 +23,8 @@ def store(path: Path, *sources: bytes, tf32: bool = True) -> Path:
     calls = [call for source in sources for call in read_calls(read_model(source))]
     device, templates = planner.device_of(CPU, 0, tf32), []
     for call in calls:
-        dims = dims_of(call.shapes)
-        assert dims is not None
-        rows = zip(dims, call.dtypes, call.constants, strict=True)
-        inputs = [TensorSpec(shape, str(dtype), constant=constant) for shape, dtype, constant in rows]
+        inputs = inputs_of(call)
+        assert inputs is not None
         templates.append(planner.prepare(Situation(call.node, device, CPU, True), inputs))
     by_op = {call.op: [each for each in calls if each.op == call.op] for call in calls}
     operators = [f"{op} {attribute_kinds(same)}" for op, same in by_op.items()]

@@ -19,8 +19,8 @@ from onnxfuse.runtime import environment
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.kernel_folders import add_kernels, kernel_folders
-from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.loaded_plans import load_plans
+from onnxfuse.runtime.nvrtc import source_text
 from onnxfuse.runtime.plan_file import PlanFileError
 from onnxfuse.runtime.saved_plans import save_plans
 

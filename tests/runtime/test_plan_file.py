@@ -504,7 +504,8 @@ def test_every_count_and_index_of_a_file_is_checked(gpu: Stage, tmp_path: Path) 
         "the number of devices is -1", "the number of cubins is", "a kernel's device is -1, required 0 to 0",
         "a kernel's cubin is", "a kernel's shared memory is -1", "a kernel's cluster is", "the number of operators is",
         "a template's TF32 is -1",
-        "the libraries of a template is -1, required 0 to 15", "the number of bytes of a node is", "a template: the number of variants is",
+        "the libraries of a template is -1, required 0 to 15", "the number of bytes of a node is",
+        "a template: the number of variants is",
         "a template: the function of a patch is", "a template: the flags of an input is", "a template has kernel -1",
     ):  # fmt: skip
         assert what in text, what

@@ -346,9 +346,7 @@ def test_tf32_is_told_apart(gpu: Stage, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("library", "name"), [("cublaslt", "cuBLASLt"), ("cudnn", "cuDNN")])
-def test_algorithms_are_for_one_version_of_their_library(
-    gpu: Stage, plans: Path, library: str, name: str
-) -> None:
+def test_algorithms_are_for_one_version_of_their_library(gpu: Stage, plans: Path, library: str, name: str) -> None:
     def change(file: PlanFile) -> PlanFile:
         templates = [replace(each, libraries={library: True}) for each in file.templates]
         return replace(file, versions={**file.versions, library: 90000}, templates=templates)
