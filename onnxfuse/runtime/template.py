@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
+from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.expressions import Expressions, Values
 from onnxfuse.runtime.hosts import Host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
@@ -138,7 +139,7 @@ def make_template(
         known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
             variant = candidates_at(host, template, sizes, record)[0]
-        except ValueError as found:  # the shapes do not fit together, or no kernel takes them
+        except (ValueError, OnnxfuseError) as found:  # shapes do not fit together, or no kernel or library takes them
             error = error or found
         if len(ties) > known_ties and not samples:
             points = _Samples(template.expressions, size_count(inputs))
