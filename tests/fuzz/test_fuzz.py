@@ -131,6 +131,13 @@ FOUND = {
            { s = Softmax <axis = 1> (x) y = Cast <to = 16> (s) }""",
         True,
     ),
+    "a Range of more numbers than int64 can count": (
+        """(float[1,n] x) => (float[] y)
+           <int64 one = {1}, int64 lowest = {-9223372036854775808}, float least = {-inf}> {
+             s = Shape (x) i = Constant <value_int = 0> () b = Gather (s, i) r = Range (lowest, b, one)
+             w = Where (r, x, least) y = Softmax <axis = -1> (w) }""",
+        False,
+    ),
 }
 
 
