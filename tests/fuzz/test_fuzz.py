@@ -138,6 +138,13 @@ FOUND = {
              w = Where (r, x, least) y = Softmax <axis = -1> (w) }""",
         False,
     ),
+    "the shape of the last row, of which there may be none": (
+        """(float[n,4,3] x) => (float[] y)
+           <int64[1] zero = {0}, int64[1] last = {-1}, int64[1] far = {2147483647}, int64[1] columns = {12}> {
+             r = Slice (x, last, far, zero) s = Shape (r) rows = Gather (s, zero)
+             t = Concat <axis = 0> (rows, columns) y = Reshape (r, t) }""",
+        True,
+    ),
 }
 
 
