@@ -8,14 +8,17 @@ contradicts what is inferred.
 
 from __future__ import annotations
 
+from onnx import TensorProto
+
 from onnxfuse.analysis.dims import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
 from onnxfuse.analysis.rules import apply_rule
-from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.shape_info import PartialShape, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.dtypes import INTEGER_RANGES
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
 
@@ -64,7 +67,7 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
             shape = inferred
         if shape is not None and not all(map(_is_size, shape)):  # of an invalid node
             shape = None
-        completed = shapes.completed(output.name, shape, is_foreign)
+        completed = shapes.completed(output.name, shape and _recordable(shapes, output.name, shape), is_foreign)
         if output.name:  # otherwise the output is left out
             shapes.record(output, completed, output_dtype(shapes, node, i) or shapes.recorded_dtype(output))
     values = apply_rule(VALUE_RULES.get(op), shapes, node)
@@ -75,3 +78,9 @@ def infer_node(shapes: ShapeInfo, node: Node) -> None:
 
 def _is_size(size: object) -> bool:
     return size is None or isinstance(size, Dim) or (isinstance(size, int) and size >= 0)
+
+
+def _recordable(shapes: ShapeInfo, name: str, shape: PartialShape) -> PartialShape:
+    """Return the shape with an unknown size for each number that no int64 holds: a model cannot record such a size."""
+    largest = INTEGER_RANGES[TensorProto.INT64][1]
+    return [shapes.unknown(name, i) if isinstance(n, int) and n > largest else n for i, n in enumerate(shape)]

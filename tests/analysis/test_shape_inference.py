@@ -154,7 +154,9 @@ SHAPES = [
     (9, X3, "y = Slice <axes = [1], starts = [0], ends = [9223372036854775807]> (x)", "batch seq 64"),
     (9, X3, "y = Slice <axes = [1, 2], starts = [1, -8], ends = [2147483647, 64]> (x)", "batch seq - 1 8"),
     (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [9223372036854775807]> () "
-             "y = Slice(x, m, e, a1)", "batch 1 64"),
+             "y = Slice(x, m, e, a1)", "batch Min(1, seq) 64"),  # nothing where seq is 0
+    (17, "float[batch,8,64] x", "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [2147483647]> () "
+                                "y = Slice(x, m, e, a1)", "batch 1 64"),
     (17, X3, "m = Constant <value_ints = [-1]> () y = Slice(x, a0, m, a1)", "batch seq - 1 64"),
     (17, X3, "t = Constant <value_ints = [32]> () y = Slice(x, a0, t, a1)", "batch Min(32, seq) 64"),
     (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [-9223372036854775808]> () "
@@ -204,6 +206,10 @@ SHAPES = [
     (9, X4, "y = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 2]> (x)", "batch 3 h + 2 w + 3"),
     (17, X3, "s = Shape(x) i = Constant <value_int = 1> () d = Gather(s, i) z = Constant <value_int = 0> () "
              "y = Range(z, d, i)", "seq"),
+    # sizes that are no int64
+    (17, X3, "r = Constant <value_ints = [1, 2, 1152921504606846976]> () y = Tile(x, r)", "batch 2*seq ?"),
+    (17, X3, "a = Constant <value_int = -9223372036854775808> () b = Constant <value_int = 1> () "
+             "y = Range(a, b, b)", "?"),
     (17, X3, "s = Shape(x) o = ConstantOfShape <value = int64[1] {1}> (s) y = NonZero(o)", "3 64*batch*seq"),
     (17, X3, "y = NonZero(x)", "3 ?"),
     # targets of as many elements as no shape has: an axis for each would fill the memory
