@@ -52,7 +52,7 @@ def test_compiles_without_spills(device: Device) -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize("case", sampled(cases(), 3), ids=str)
+@pytest.mark.parametrize("case", sampled(cases(), 9), ids=str)
 def test_the_emulated_kernel(case: Snake, aligned: bool, tmp_path: Path) -> None:
     arrays = case.arrays()
     (y,) = emulate(plan(case, T4 if aligned else H200, aligned), list(arrays.values()), tmp_path, aligned)
