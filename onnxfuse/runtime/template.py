@@ -139,7 +139,7 @@ def make_template(
         known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
             variant = candidates_at(host, template, sizes, record)[0]
-        except (ValueError, OnnxfuseError) as found:  # shapes do not fit together, or no kernel or library takes them
+        except (ArithmeticError, ValueError, OnnxfuseError) as found:  # no kernel or library takes these shapes
             error = error or found
         if len(ties) > known_ties and not samples:
             points = _Samples(template.expressions, size_count(inputs))
