@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native"))
 
 import stand_in
 from stand_in import CPU, SHIFT, Stage, model, node, stage
+from stored_plans import native_session
 
 import onnxfuse
 from onnxfuse import cli
@@ -274,6 +275,30 @@ def test_what_was_measured_on_a_gpu_that_is_here_is_in_the_file(
         assert gpu.last()[0] == grid
     result, _ = compiled(path, provider=CPU, gpus=["H100 PCIe"])
     assert result.gpus[0].tuned == 0, "nothing is known of a GPU that is not here"
+
+
+# --- sessions that know no Python -------------------------------------------------------------------------------------
+
+
+def test_a_session_without_python_runs_by_the_file(gpu: Stage, tmp_path: Path) -> None:
+    """It registers the functions whose nodes all have a kernel; the body of the other one runs."""
+    graph = (
+        "g (float[n, d] x, float[d] b, float[k] v) => (float[n, d] y, float[k] z) { "
+        + node("shift", "x, b", "y", operands="x bias")
+        + node("scale", "v", "z", operands="x", more=", factor = -2.0")
+        + " }"
+    )
+    path = write(tmp_path / "m.onnx", graph)
+    compiled(path, provider=CPU)
+    gpu.kernels("shift").calls.clear()
+    before = gpu.launches()
+    run = native_session(path.read_bytes(), Path(f"{path}.plans"))
+    x, b, v = np.ones((5, 3), np.float32), np.arange(3, dtype=np.float32), np.ones(2, np.float32)
+    y, z = run.run(None, {"x": x, "b": b, "v": v})
+    np.testing.assert_array_equal(y, x + b)
+    np.testing.assert_array_equal(z, -2 * v)
+    assert gpu.launches() == before + 1
+    assert not gpu.kernels("shift").calls
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
