@@ -20,7 +20,7 @@ from onnxfuse.runtime.call_inputs import dim_names, inputs_of
 from onnxfuse.runtime.environment import allows_tf32, session_environment
 from onnxfuse.runtime.fused_calls import Call, attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.gpu_kinds import gpu_kind, named_gpus
-from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan import Device, TensorSpec
 from onnxfuse.runtime.plan_file import PlanFile, write_plan_file
 from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import backend_of, compile_kernels, plan_file_of, saved_template
@@ -171,28 +171,43 @@ class _Planned:
 
 
 def _plan(task: _Task, device: Device) -> _Planned:
-    """Make the templates of a model's nodes for a GPU; equal nodes share one."""
+    """Make the templates of a model's nodes for a GPU; equal nodes share one.
+
+    A node that reads an input of the model or writes an output has a second one, because the memory that a program
+    binds to these need not begin at a multiple of 16 bytes.
+    """
     reasons = require_bodies(task.calls, [why_no_kernel(call, device) for call in task.calls])
+    outside = {each.name for each in (*task.model.graph.input, *task.model.graph.output)}
     templates: dict[object, PreparedTemplate | str] = {}
     for i, call in enumerate(task.calls):
         task.progress(f"plan for {device.name}", i, len(task.calls))
         inputs = inputs_of(call)
-        if reasons[i]:
-            continue
-        if inputs is None:
-            reasons[i] = UNKNOWN_RANKS
+        if reasons[i] or inputs is None:
+            reasons[i] = reasons[i] or UNKNOWN_RANKS
             continue
         situation = Situation(call.node, device, task.provider, verdicts=device.is_here)
-        key = situation.key(inputs)
-        if key not in templates:
-            try:
-                samples = samples_within(dim_names(call.shapes), task.ranges)
-                templates[key] = planner.new_template(situation, inputs, samples)
-            except (OnnxfuseError, ValueError) as error:
-                templates[key] = f"no kernel takes its shapes: {first_line(error)}"
-        known = templates[key]
-        reasons[i] = known if isinstance(known, str) else None
+        samples = samples_within(dim_names(call.shapes), task.ranges)
+        found = _template(templates, situation, inputs, samples)
+        reasons[i] = found if isinstance(found, str) else None
+        if outside.intersection((*call.proto.input, *call.proto.output)):
+            _template(templates, situation, [replace(spec, aligned=False) for spec in inputs], samples)
     return _Planned(device, [t for t in templates.values() if not isinstance(t, str)], reasons, task.calls)
+
+
+def _template(
+    templates: dict[object, PreparedTemplate | str],
+    situation: Situation,
+    inputs: Sequence[TensorSpec],
+    samples: Sequence[Sequence[int]],
+) -> PreparedTemplate | str:
+    """Return the template of a node, which is made unless it is known, or why there is none."""
+    key = situation.key(inputs)
+    if key not in templates:
+        try:
+            templates[key] = planner.new_template(situation, inputs, samples)
+        except (OnnxfuseError, ValueError) as error:
+            templates[key] = f"no kernel takes its shapes: {first_line(error)}"
+    return templates[key]
 
 
 def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:

@@ -30,7 +30,6 @@ from onnxfuse.runtime.prepared import GivenTemplate
 from onnxfuse.runtime.run_plan import LIBRARIES
 from onnxfuse.runtime.saved_plans import backend_of
 from onnxfuse.runtime.situation import Situation
-from onnxfuse.runtime.template import sizes_of
 from onnxfuse.runtime.template_words import TemplateWords
 
 log: Final = logging.getLogger("onnxfuse")
@@ -117,7 +116,7 @@ class _Source:
         for each in templates:
             self._by_node.setdefault((each.node, each.tf32), []).append(each)
         self._loaded: dict[tuple[KernelCode, int], LoadedKernel] = {}
-        self._given: dict[tuple[SavedTemplate, int, bool], GivenTemplate] = {}
+        self._given: dict[tuple[SavedTemplate, tuple[TensorSpec, ...], int, bool], GivenTemplate] = {}
 
     def is_current(self, path: Path) -> bool:
         """Return whether the file is the one that was read, and the kernels are those that it was made from."""
@@ -127,16 +126,21 @@ class _Source:
         """Return the template for such inputs, whose dynamic dims may be -1 - k; None if there is none."""
         if [situation.provider, gpu_kind(situation.device)] != self._where:
             return None
+        found: list[tuple[SavedTemplate, TemplateWords]] = []
         for each in self._by_node.get((node_identity(situation.node), situation.device.tf32), ()):
-            words = each.words if situation.verdicts else each.words.untuned()
-            if words.variants and (words.inputs == tuple(inputs) or sizes_of(words.inputs, inputs) is not None):
-                return self._given_for(each, words, situation)
-        return None
+            words = each.words.for_inputs(inputs)
+            if words and situation.verdicts:
+                found.append((each, words))
+            elif words and (untuned := words.untuned()).variants:
+                found.append((each, untuned))
+        # The one that is not for other inputs too is made for these.
+        best = min(found, key=lambda pair: pair[0].words.inputs != pair[1].inputs, default=None)
+        return self._given_for(*best, situation) if best else None
 
     def _given_for(self, saved: SavedTemplate, words: TemplateWords, situation: Situation) -> GivenTemplate:
         ordinal = situation.device.ordinal
         with self._lock:
-            key = saved, ordinal, situation.verdicts
+            key = saved, words.inputs, ordinal, situation.verdicts
             if key not in self._given:
                 load = partial(self._kernel, ordinal=ordinal)
                 self._given[key] = GivenTemplate(self._path, saved, words, situation, load)

@@ -11,7 +11,8 @@ from typing import Final
 
 from onnxfuse.ir.dtypes import DTYPE_NAMES
 from onnxfuse.runtime.plan import TensorSpec
-from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, packed
+from onnxfuse.runtime.plan_bytes import ALIGNED, CONSTANT, input_words, packed
+from onnxfuse.runtime.template import sizes_of
 from onnxfuse.runtime.template_bytes import FUNCTION, TEMPLATE_MARK
 from onnxfuse.runtime.word_reader import WordReader
 
@@ -32,18 +33,32 @@ class TemplateWords:
     """A template, whose functions are CUfunction handles, or numbers of kernels in a file."""
 
     inputs: tuple[TensorSpec, ...]
-    head: bytes  # all words in front of the functions
+    expressions: bytes
     functions: tuple[int, ...]
     variants: tuple[VariantWords, ...]
 
     def data(self) -> bytes:
         """Return all words as `template_bytes` writes them."""
-        functions = packed([len(self.functions), *self.functions])
-        return b"".join((self.head, functions, packed([len(self.variants)]), *(each.data for each in self.variants)))
+        head = packed([TEMPLATE_MARK, len(self.inputs), *input_words(self.inputs)])
+        functions = packed([len(self.functions), *self.functions, len(self.variants)])
+        return b"".join((head, self.expressions, functions, *(each.data for each in self.variants)))
 
     def with_functions(self, functions: Sequence[int]) -> TemplateWords:
         """Return the template with other functions, as many as it has."""
         return replace(self, functions=tuple(functions))
+
+    def for_inputs(self, inputs: Sequence[TensorSpec]) -> TemplateWords | None:
+        """Return the template for such inputs, whose dynamic dims may be -1 - k; None if it is not for them.
+
+        A template for inputs that need not be aligned or constant is also for inputs that are.
+        """
+        if len(inputs) != len(self.inputs):
+            return None
+        pairs = list(zip(self.inputs, inputs, strict=True))
+        if any(own.aligned > other.aligned or own.constant > other.constant for own, other in pairs):
+            return None
+        strict = tuple(replace(own, aligned=other.aligned, constant=other.constant) for own, other in pairs)
+        return replace(self, inputs=strict) if sizes_of(strict, inputs) is not None else None
 
     def untuned(self) -> TemplateWords:
         """Return the template without the variants that were chosen by measuring."""
@@ -62,13 +77,14 @@ def read_template(data: bytes) -> TemplateWords:
         raise ValueError("it is no template of this format")
     inputs = _inputs(reader)
     sizes = max((-dim for spec in inputs for dim in spec.shape if dim < 0), default=0)
+    start = reader.position
     reader.skip(3 * reader.count("expressions"))
-    head = data[: reader.position]
+    expressions = data[start : reader.position]
     functions = reader.words(reader.count("functions"))
     variants = tuple(_variant(reader, data, sizes, len(functions)) for _ in range(reader.count("variants")))
     if not reader.at_end:
         raise ValueError("words follow its end")
-    return TemplateWords(inputs, head, functions, variants)
+    return TemplateWords(inputs, expressions, functions, variants)
 
 
 def _inputs(reader: WordReader) -> tuple[TensorSpec, ...]:

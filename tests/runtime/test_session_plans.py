@@ -69,7 +69,7 @@ def test_the_file_beside_the_model_is_used(gpu: Stage, path: Path, caplog: pytes
     check(run)
     assert not gpu.kernels("shift").calls, "nothing is planned"
     assert [each.why for each in explain_session(run)] == [f"{CPU}, device 0; plans of m.onnx.plans"]
-    assert f"{path}.plans: 1 templates are used" in caplog.text
+    assert f"{path}.plans: 2 templates are used" in caplog.text
     assert not warnings(caplog)
 
 
@@ -145,6 +145,17 @@ def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPa
     )
     for n in 1, 2, 64:
         check(open_(path), n)
+
+
+def test_memory_that_is_not_aligned_needs_no_planning_either(
+    gpu: Stage, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(planner.backends, CPU, dataclasses.replace(planner.backends[CPU], load=refused))
+    run, memory = open_(path), np.arange(32, dtype=np.float32)
+    for start, of_bias in (1, 0), (0, 1), (1, 1), (3, 2):
+        x, b = memory[start : start + 8].reshape(2, 4), memory[16 + of_bias : 20 + of_bias]
+        np.testing.assert_array_equal(run.run(None, {"x": x, "b": b})[0], x + b)
+    assert not gpu.kernels("shift").calls
 
 
 def cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
