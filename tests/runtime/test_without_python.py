@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,6 +29,7 @@ from stand_in import CPU, DEVICE, SHIFT, Stage, fails, feed, model, node, stage
 from stored_plans import native_options, native_session, store
 
 from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.plan import Plan
 from onnxfuse.runtime.plan_file import DIGEST_BYTES, MAGIC, PlanFile, SavedTemplate, read_plan_file, write_plan_file
 from onnxfuse.session import InferenceSession
 
@@ -165,14 +167,39 @@ def constant_bias(source: bytes) -> bytes:
     return bytes(proto.SerializeToString())
 
 
-def test_what_a_plan_relies_on_must_hold_and_more_may(gpu: Stage, plans: Path, tmp_path: Path) -> None:
-    """A kernel reads what it takes for constant before the kernel in front of it ends."""
+def test_a_plan_for_constants_starts_no_kernel_early_where_there_are_none(
+    gpu: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel reads what it takes for constant while the kernel in front of it runs."""
+    host = gpu.kernels("shift")
+    good = host.candidates
+
+    def early(*arguments: Any) -> list[Plan]:
+        return [replace(plan, steps=tuple(replace(s, pdl=True) for s in plan.steps)) for plan in good(*arguments)]
+
+    monkeypatch.setattr(host, "candidates", early)
     constant = constant_bias(model(SHIFT))
+    for_constants = store(tmp_path / "constants.plans", constant)
+    native_session(constant, for_constants).run(None, {"x": feed(4, 3)["x"]})
+    assert gpu.cuda.fake_last_pdl() == 1
+    shifts(native_session(model(SHIFT), for_constants), 4)
+    assert gpu.cuda.fake_last_pdl() == 0
+    for_any = store(tmp_path / "any.plans", model(SHIFT))
     x, b = feed(4, 3).values()
-    np.testing.assert_array_equal(native_session(constant, plans).run(None, {"x": x})[0], x + b)
-    relying = store(tmp_path / "constant.plans", constant)
-    np.testing.assert_array_equal(native_session(constant, relying).run(None, {"x": x})[0], x + b)
-    message = fails(native_session(model(SHIFT), relying), {"x": x, "b": b})
+    np.testing.assert_array_equal(native_session(constant, for_any).run(None, {"x": x})[0], x + b)
+    assert gpu.cuda.fake_last_pdl() == 1, "constants are more than this plan relies on"
+
+
+def test_unaligned_memory_needs_plans_of_its_own(gpu: Stage, plans: Path) -> None:
+    memory = np.zeros(4 * 3 + 1, np.float32)
+    offset = 1 if memory.ctypes.data % 16 == 0 else 0
+    x = memory[offset : offset + 12].reshape(4, 3)
+    assert x.ctypes.data % 16
+    binding = (run := native_session(model(SHIFT), plans)).io_binding()
+    binding.bind_input("x", "cpu", 0, np.float32, x.shape, x.ctypes.data)
+    binding.bind_cpu_input("b", np.ones(3, np.float32))
+    binding.bind_output("y")
+    message = refusal(lambda: run.run_with_iobinding(binding))
     assert "shift 'node_0' (float32[4,3], float32[3]): plan files have no plan for these inputs" in message
 
 

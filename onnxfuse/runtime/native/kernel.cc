@@ -260,16 +260,23 @@ void FusedKernel::choose_given(const OrtKernelContext* context) {
   templates_.insert(templates_.end(), chosen.begin(), chosen.end());
 }
 
-FusedKernel::SharedPlan FusedKernel::known(const Key& key) {
-  std::shared_lock<std::shared_mutex> lock(mutex_);
-  for (const bool or_better : {false, true}) {
-    for (const auto& each : templates_) {
-      if (!each->fits(key, or_better)) continue;
-      if (SharedPlan plan = each->known_plan(key)) return plan;
+FusedKernel::SharedPlan FusedKernel::first_fit(const Templates& templates, const Key& key,
+                                               SharedPlan (Template::*plan)(const Key&)) const {
+  using Fit = Template::Fit;
+  for (const Fit fit : {Fit::kExact, Fit::kBetter, Fit::kNotConstant}) {
+    // Python makes templates for inputs exactly as they are, or, in a session with plan files, with their constants.
+    if (setup_.asks_python && (fit == Fit::kNotConstant || (given_.empty() && fit != Fit::kExact))) break;
+    for (const auto& each : templates) {
+      if (!each->fits(key, fit)) continue;
+      if (SharedPlan found = ((*each).*plan)(key)) return found;
     }
-    if (given_.empty()) break;  // Python makes a template for exactly these inputs
   }
   return nullptr;
+}
+
+FusedKernel::SharedPlan FusedKernel::known(const Key& key) {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  return first_fit(templates_, key, &Template::known_plan);
 }
 
 FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
@@ -279,12 +286,7 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     templates = templates_;
   }
-  for (const bool or_better : {false, true}) {
-    for (const auto& each : templates) {
-      if (SharedPlan plan = each->fits(key, or_better) ? each->plan(key) : nullptr) return plan;
-    }
-    if (given_.empty()) break;
-  }
+  if (SharedPlan plan = first_fit(templates, key, &Template::plan)) return plan;
   if (!setup_.asks_python) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");

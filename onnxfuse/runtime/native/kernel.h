@@ -46,6 +46,8 @@ class FusedKernel {
   void read_node(const OrtKernelInfo* info);
   void take_templates(const OrtKernelInfo* info, const std::vector<AttributeName>& names);
   void choose_given(const OrtKernelContext* context);
+  // Returns what the first template that fits and has a plan returns: known_plan or plan of Template; null without any.
+  SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
   SharedPlan known(const Key& key);
   SharedPlan make(const Key& key, Stream stream);
   std::shared_ptr<Template> ask(const Key& key, Stream stream);

@@ -112,14 +112,26 @@ int64_t Template::plans_made() { return plan_count; }
 
 size_t Template::set_max_recent_plans(size_t count) { return max_recent_plans.exchange(count); }
 
-bool Template::fits(const Key& key, bool or_better) const {
+// Whether inputs are constant where the pattern's are.
+bool Template::holds_constants(const Key& key) const {
+  for (size_t i = 0; i < key.size(); ++i) {
+    if (kinds_[i] == Word::kFlags && (pattern_[i] & ~key[i] & kConstant)) return false;
+  }
+  return true;
+}
+
+bool Template::fits(const Key& key, Fit fit) const {
   if (key.size() != pattern_.size()) return false;
   int64_t sizes[kMaxRank];
   int64_t seen = 0;
   for (size_t i = 0; i < key.size(); ++i) {
+    if (kinds_[i] == Word::kFlags && fit != Fit::kExact) {
+      const int64_t required = fit == Fit::kNotConstant ? pattern_[i] & ~kConstant : pattern_[i];
+      if (required & ~key[i]) return false;
+      continue;
+    }
     if (kinds_[i] != Word::kDim || pattern_[i] >= 0) {
-      const int64_t ignored = or_better && kinds_[i] == Word::kFlags ? ~pattern_[i] : 0;
-      if ((key[i] & ~ignored) != pattern_[i]) return false;
+      if (key[i] != pattern_[i]) return false;
       continue;
     }
     const int64_t number = -1 - pattern_[i];
@@ -183,8 +195,13 @@ Template::SharedPlan Template::make(const Key& key) const {
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
-  auto plan = std::make_shared<const Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
+  auto plan = std::make_shared<Plan>(read_plan(bytes, types_of(key), output_dtypes_, device_));
   check_functions(*plan);
+  if (!holds_constants(key)) {  // a kernel that starts early would read them while the kernel in front writes them
+    for (Step& step : plan->steps) {
+      if (auto* launch = std::get_if<Launch>(&step)) launch->config.pdl = false;
+    }
+  }
   return plan;
 }
 

@@ -42,9 +42,11 @@ class Template {
   static std::shared_ptr<Template> shared(const std::string& bytes, const std::vector<int64_t>& output_dtypes,
                                           int device);
 
-  // Returns whether the inputs of `key` differ from the template's in the sizes of dynamic dims at most.  If
-  // `or_better`, they may also be aligned or constant where the template's are not, which plans do not rely on then.
-  bool fits(const Key& key, bool or_better = false) const;
+  // Inputs may differ from the template's in the sizes of dynamic dims; if kBetter, also by being aligned or constant
+  // where the template's are not, on which its plans do not rely; if kNotConstant, also by not being constant: then no
+  // kernel of a plan starts while the kernel in front of it runs.
+  enum class Fit { kExact, kBetter, kNotConstant };
+  bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
   // Returns the plan for inputs that fit; null if no variant is for their sizes.  Throws what `read_plan` throws.
   SharedPlan plan(const Key& key);
@@ -89,6 +91,7 @@ class Template {
   std::vector<int64_t> sizes_of(const Key& key) const;
   const Variant* choose(const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) const;
   SharedPlan make(const Key& key) const;
+  bool holds_constants(const Key& key) const;
   void check_functions(const Plan& plan) const;  // throws std::runtime_error for a launch of another function
   SharedPlan add(const Key& key, SharedPlan plan);  // the caller holds the lock
 
