@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 def sampled(cases: Iterable[Any], every: int) -> list[Any]:
@@ -15,6 +17,11 @@ def sampled(cases: Iterable[Any], every: int) -> list[Any]:
 
 def _case(values: Any, marks: list[pytest.MarkDecorator]) -> Any:
     return pytest.param(*values, marks=marks) if isinstance(values, tuple) else pytest.param(values, marks=marks)
+
+
+def part_of(cases: Sequence[T], part: int, of: int) -> Sequence[T]:
+    """Return every case of a part; the first case if there are fewer cases than parts."""
+    return cases[part::of] or cases[:1]
 
 
 def by_parts(of: int) -> pytest.MarkDecorator:

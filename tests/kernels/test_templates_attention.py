@@ -22,7 +22,7 @@ PARTS = 10  # of the kernels, of which one is compiled in a plain run
 
 
 @GPUS
-@pytest.mark.parametrize("case", sampled([*CASES, *CACHES, *ROTATED], 3), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sampled([*CASES, *CACHES, *ROTATED], 6), ids=lambda case: case.name)
 def test_templates(case: Case, device: Device) -> None:
     check_template(case.node, case.inputs, device, max_kernels=MAX_KERNELS, sizes=case.sizes, generic=GENERIC)
 

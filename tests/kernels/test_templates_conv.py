@@ -37,7 +37,7 @@ def is_run(conv: DynamicConv, device: Device) -> bool:
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
-@pytest.mark.parametrize("conv", sampled(CONVOLUTIONS, 4), ids=str)
+@pytest.mark.parametrize("conv", sampled(CONVOLUTIONS, 12), ids=str)
 def test_templates_say_what_their_host_says(conv: DynamicConv, device: Device) -> None:
     if not is_run(conv, device):
         pytest.skip(f"{device.name} has no bfloat16")

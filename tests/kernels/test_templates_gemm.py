@@ -91,7 +91,7 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("device", [T4, A100, H200], ids=lambda device: f"sm_{device.arch}")
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("pattern", sampled(PATTERNS, 4), ids=str)
 def test_a_template_says_what_its_host_says(pattern: Pattern, device: Device) -> None:
     if device.arch < mma.MMA_ARCH and pattern.dtype == "bfloat16":
         pytest.skip("no GPU before sm_80 has bfloat16 products")
@@ -118,7 +118,7 @@ def tiling_of(launch: Launch) -> HopperConfig:
 HOPPER = [pattern for pattern in PATTERNS if pattern.dtype != "float32" and len(pattern.operands.split("w_")) == 1]
 
 
-@pytest.mark.parametrize("pattern", HOPPER, ids=str)
+@pytest.mark.parametrize("pattern", sampled(HOPPER, 4), ids=str)
 def test_the_tiling_is_nearly_the_best_one_for_every_number_of_rows(pattern: Pattern) -> None:
     """The loss by the host's own estimate, at numbers of rows of which hardly one is a sample of the template."""
     pattern = dataclasses.replace(pattern, lead=(-1,))

@@ -18,7 +18,7 @@ SHORT = [case for case in CASES if not any(dim in (1023, 40960) for shape in cas
 
 
 @pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: device.name)
-@pytest.mark.parametrize("case", sampled(CASES, 6), ids=str)
+@pytest.mark.parametrize("case", sampled(CASES, 12), ids=str)
 def test_few_kernels_take_all_sizes(case: TemplateCase, device: Device) -> None:
     for dtype, aligned in ("float16", True), ("float32", True), ("float16", False):
         case.check(dtype, device, aligned)

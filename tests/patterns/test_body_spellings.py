@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 from conftest import EachCase
 from onnx import TensorProto, helper, numpy_helper
+from sampling import by_parts, part_of
 from spellings import Spelling, Unfused, Unwritable, build, one_option_changed, spellings
 
 from onnxfuse import Fusion
@@ -34,6 +35,7 @@ FREE = {"Reshape", NEUTRAL}  # a Reshape copies nothing
 # How many operators a stored body may leave more than the best spelling.  Of attention with rotary embedding another
 # spelling leaves up to two fewer Transposes, or Splits and Slices, of queries and keys than the one that is stored.
 EXTRA = {"attention_with_rotary_embedding": 2}
+PARTS = 3  # of the variants of a fusion
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
@@ -155,9 +157,12 @@ class Case:
         return f"{self.spelling.id}-opset{self.spelling.opset}"
 
 
-def cases(fusion: Fusion) -> Iterator[Case]:
-    """Yield the first variant wherever its body or an operator's version is another, others in two opsets."""
-    for spelling in variants(fusion):
+def cases(fusion: Fusion, part: int) -> Iterator[Case]:
+    """Yield the first variant wherever its body or an operator's version is another, others in two opsets.
+
+    Of the variants, a part is taken.
+    """
+    for spelling in part_of([*variants(fusion)], part, PARTS):
         if spelling.what == "first":
             yield from {_body_and_versions(case): case for case in reversed([*_writable(spelling, OPSETS)])}.values()
             continue
@@ -214,10 +219,11 @@ def test_known_operators_remain(
     assert remaining(framed(stored(unfused)), tmp_path) == Counter(expected.split())
 
 
+@by_parts(PARTS)
 @by_name
-def test_no_spelling_leaves_fewer_operators(fusion: Fusion, each_case: EachCase, tmp_path: Path) -> None:
+def test_no_spelling_leaves_fewer_operators(fusion: Fusion, part: int, each_case: EachCase, tmp_path: Path) -> None:
     tried = set[frozenset[tuple[int, int]]]()
-    for case, subtest in each_case(cases(fusion)):
+    for case, subtest in each_case(cases(fusion, part)):
         with subtest:
             found = remaining(framed(stored(case.unfused)), tmp_path)
             others = {m.SerializeToString(deterministic=True): m for m in other_spellings(case, tried)}

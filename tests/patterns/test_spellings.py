@@ -15,6 +15,7 @@ import pytest
 from conftest import EachCase
 from onnx import TensorProto, helper, numpy_helper
 from runtimes import assert_close, evaluate, run
+from sampling import by_parts, part_of
 from spellings import Spelling, Unfused, build, every_label, every_option, spellings
 
 from onnxfuse import Fusion, Report, optimize
@@ -25,6 +26,7 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.match.side_outputs import side_outputs
 from onnxfuse.rewrite.function_body import body
 
+PARTS = 3  # of the spellings of a fusion
 FUSIONS = catalogue.builtin()
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 
@@ -85,9 +87,10 @@ def test_what_cannot_be_written_contradicts_the_declaration(fusion: Fusion) -> N
         assert reason.kind in allowed, f"{spelling.id}: {reason}"
 
 
+@by_parts(PARTS)
 @by_name
-def test_no_other_fusion_takes_a_part_of_it(fusion: Fusion, each_case: EachCase) -> None:
-    for spelling, subtest in each_case(spellings(fusion).written):
+def test_no_other_fusion_takes_a_part_of_it(fusion: Fusion, part: int, each_case: EachCase) -> None:
+    for spelling, subtest in each_case(part_of(spellings(fusion).written, part, PARTS)):
         with subtest:
             optimized, _ = optimize(build(spelling).model, verify=False)
             assert [n.op_type for n in optimized.graph.node] == [fusion.name]
