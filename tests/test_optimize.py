@@ -84,6 +84,15 @@ def test_a_wrong_recorded_shape_is_corrected(record: str, is_output: bool) -> No
     assert model.SerializeToString(deterministic=True) == before
 
 
+def test_the_shapes_of_inputs_of_fused_nodes_are_recorded() -> None:
+    """What plans kernels reads the model with onnx's inference, to which a Slice of computed length is unknown."""
+    fused, _ = optimize(load_exported("bert_sdpa_ts_fp32.onnx"), verify=False)
+    (node,) = (each for each in fused.graph.node if each.op_type.startswith("embedding_layer_norm"))
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in fused.graph.value_info}
+    positions = [dim.dim_param or dim.dim_value for dim in shapes[node.input[2]]]
+    assert positions == [1, "Min(32, seq)"], "there are 32 positions"
+
+
 @pytest.mark.parametrize(
     ("choice", "counts"),
     [

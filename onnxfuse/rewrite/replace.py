@@ -13,7 +13,7 @@ from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import AttributeValue, Tensor, op_of
+from onnxfuse.ir.node import AttributeValue, Tensor, is_constant, op_of
 from onnxfuse.match import Match, Miss
 from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
@@ -87,7 +87,8 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
         node.inputs.clear()
         node.outputs.clear()
     graph.position[graph.add_node(name, inputs, outputs, attributes, name=fused_name, domain=DOMAIN)] = position
-    for tensor in outputs:
+    # The inputs too, because what plans kernels reads the model with onnx's inference, which knows fewer dims.
+    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
     dims = {k: v if is_static(v) else str(v) for k, v in match.dims.items() if k != "..."}
     return Fused(match.fusion.name, fused_name, replaced, dims, outputs[0].name)
