@@ -62,7 +62,8 @@ struct Loaded {
     auto made = std::make_shared<GivenTemplate>();
     made->tf32 = stored.tf32;
     const auto function_of = [&](int64_t number) {
-      if (number < 0 || number >= static_cast<int64_t>(file.kernels.size())) malformed("a template's kernel is missing");
+      const auto count = static_cast<int64_t>(file.kernels.size());
+      if (number < 0 || number >= count) malformed("a template has kernel " + std::to_string(number));
       const StoredKernel& kernel = file.kernels[static_cast<size_t>(number)];
       if (kernel.device != stored.device) malformed("a template's kernel is for another GPU");
       made->modules.push_back(module(file, kernel.code, device));

@@ -14,8 +14,8 @@ namespace onnxfuse {
 // Returns an empty string if they say nothing.  `ort` may be null: then only the environment counts.
 std::string setting(const Ort* ort, const OrtSessionOptions* options, const char* name);
 
-// Returns whether `missing` is "body": where plans are missing, the bodies of fused nodes run.  The alternative, and the
-// default, is "refuse".  Throws std::runtime_error for another word.
+// Returns whether `missing` is "body": where plans are missing, the bodies of fused nodes run.  The alternative, which
+// is the default, is "refuse".  Throws std::runtime_error for another word.
 bool bodies_may_run(const Ort* ort, const OrtSessionOptions* options);
 
 // Returns the files that the config entry onnxfuse.plans names, separated by colons; throws what PlanFile::load throws.

@@ -1,4 +1,4 @@
-// A plan file, as onnxfuse.runtime.plan_file describes it: templates, machine code and operators for GPUs of some kinds.
+// A plan file, as onnxfuse.runtime.plan_file describes it: templates, machine code and operators for kinds of GPUs.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct PlanFile {
 
   std::string path;
   std::string data;  // the views point into it
-  uint64_t cublaslt = 0, cudnn = 0;  // the versions whose algorithms and engines the templates name; 0 if they name none
+  uint64_t cublaslt = 0, cudnn = 0;  // the versions whose algorithms and engines the templates name; 0 without any
   std::vector<DeviceKind> devices;
   std::vector<std::string_view> codes;  // cubins
   std::vector<StoredKernel> kernels;

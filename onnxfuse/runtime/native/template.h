@@ -54,8 +54,8 @@ class Template {
   // Returns the same plan if a call of `plan` has made it before, and null otherwise.
   SharedPlan known_plan(const Key& key);
 
-  // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run, and libraries
-  // are open then.  Throws what `plan` throws.
+  // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run.  Throws what
+  // `plan` throws.
   void try_plan();
 
   // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
