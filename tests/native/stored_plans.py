@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
-from stand_in import CPU
+import pytest
+from stand_in import CPU, SHIFT, Stage, feed, model, stage
 
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
@@ -16,6 +19,38 @@ from onnxfuse.runtime.fused_calls import attribute_kinds, read_calls, read_model
 from onnxfuse.runtime.plan_file import write_plan_file
 from onnxfuse.runtime.saved_plans import compile_kernels, plan_file_of, saved_template
 from onnxfuse.runtime.situation import Situation
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    gc.collect()  # because tracebacks of other tests may hold sessions
+    result = stage(monkeypatch)
+    for name in "PLANS", "MISSING", "PROVIDER":
+        monkeypatch.delenv(f"ONNXFUSE_{name}", raising=False)
+    yield result
+    result.cuda.fake_second_multiprocessors(132)
+    result.cuda.fake_fail_next(0)
+
+
+@pytest.fixture
+def plans(gpu: Stage, tmp_path: Path) -> Path:
+    """Return a plan file of SHIFT; the hosts have forgotten that they were asked."""
+    path = store(tmp_path / "shift.plans", model(SHIFT))
+    gpu.kernels("shift").calls.clear()
+    return path
+
+
+def shifts(run: ort.InferenceSession, n: int, d: int = 3) -> None:
+    """Check what a session of SHIFT computes."""
+    given = feed(n, d)
+    np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
+
+
+def refusal(make: Callable[[], object]) -> str:
+    """Return the message of what must fail; its log goes to stderr."""
+    with pytest.raises(Exception) as caught:  # onnxruntime's errors have no common class
+        make()
+    return str(caught.value)
 
 
 def store(path: Path, *sources: bytes, tf32: bool = True) -> Path:
