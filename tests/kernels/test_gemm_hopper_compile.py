@@ -41,7 +41,7 @@ def launch(way: Implementation) -> Launch:
 EVERY_PRODUCT = {**PRODUCTS, **ODD, **OTHERS}
 
 
-@pytest.mark.parametrize("gemm", sampled(EVERY_PRODUCT.values(), 3), ids=[*EVERY_PRODUCT])
+@pytest.mark.parametrize("gemm", sampled(EVERY_PRODUCT.values(), 6), ids=[*EVERY_PRODUCT])
 @pytest.mark.parametrize("config", hopper.CONFIGS, ids=lambda config: config.name)
 def test_compiles_without_spills(config: hopper.HopperConfig, gemm: Gemm) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")

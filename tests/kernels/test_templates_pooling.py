@@ -136,7 +136,7 @@ def kernels(device: Device) -> list[Kernel]:
 
 
 @by_parts(PARTS)
-@pytest.mark.parametrize("device", sampled(DEVICES, 4), ids=lambda device: f"sm_{device.arch}")
+@pytest.mark.parametrize("device", sampled(DEVICES, 9), ids=lambda device: f"sm_{device.arch}")
 def test_kernels_compile_without_spills(device: Device, part: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
     compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin

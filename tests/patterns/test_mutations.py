@@ -10,7 +10,7 @@ import pytest
 from conftest import EachCase
 from mutations import Mutant, Mutation, mutations, roundings
 from runtimes import assert_close, evaluate, run
-from sampling import by_parts
+from sampling import by_parts, part_of
 from spellings import build, longest, richest
 
 from onnxfuse import Fusion, fusion, op, rearrange, scalar, tensor
@@ -26,6 +26,7 @@ OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became
 # float32 and the usual nodes behind it, in models that were never optimized too; the mutants are in other spellings.
 BFLOAT16_LAYER_NORM = "Failed to find kernel for LayerNormalization(1) (node:'/LayerNormFusion/'"
 
+PARTS = 4  # of the mutations of a fusion
 by_name = pytest.mark.parametrize("fusion", catalogue.builtin(), ids=lambda fusion: fusion.name)
 by_opset = pytest.mark.parametrize("opset", OPSETS)
 
@@ -35,17 +36,17 @@ def generated(fusion: Fusion, opset: int) -> list[Mutation]:
     return list(mutations(build(OPSETS[opset](fusion, opset))))
 
 
-def every_other(found: Iterable[Mutation], opset: int, part: int) -> list[Mutation]:
-    """Return one of two parts of the mutations; in the two opsets, a part begins with the first and the second."""
-    return list(found)[(part + list(OPSETS).index(opset)) % 2 :: 2]
+def in_part(found: Iterable[Mutation], opset: int, part: int) -> Sequence[Mutation]:
+    """Return one of the parts of the mutations; in the two opsets, a part has others."""
+    return part_of(list(found), (part + PARTS // 2 * list(OPSETS).index(opset)) % PARTS, PARTS)
 
 
 @by_name
 @by_opset
-@by_parts(2)
+@by_parts(PARTS)
 def test_never_fused_wrongly_and_always_explained(fusion: Fusion, opset: int, part: int, each_case: EachCase) -> None:
     """In opset 13 the mutant is also fused with all fusions: another one may take a part of it."""
-    for mutation, subtest in each_case(every_other(generated(fusion, opset), opset, part)):
+    for mutation, subtest in each_case(in_part(generated(fusion, opset), opset, part)):
         with subtest:
             check(mutation, with_all=opset == 13)
 
@@ -78,13 +79,13 @@ def test_the_body_itself_is_fused(fusion: Fusion, opset: int) -> None:
 
 @by_name
 @by_opset
-@by_parts(2)
+@by_parts(PARTS)
 def test_rounding_between_float32_values_stays(fusion: Fusion, opset: int, part: int, each_case: EachCase) -> None:
     """A value that is cast to a half precision and back is fused neither across the Casts nor without an explanation.
 
     What has to stay is the value in the half precision: as an operand of a fused node, or as its output.
     """
-    for mutation, subtest in each_case(every_other(roundings(build(OPSETS[opset](fusion, opset))), opset, part)):
+    for mutation, subtest in each_case(in_part(roundings(build(OPSETS[opset](fusion, opset))), opset, part)):
         with subtest:
             mutant = mutation.make()
             for fusions in ([fusion], catalogue.builtin()):
