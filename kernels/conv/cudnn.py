@@ -12,6 +12,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Convolution, ConvolutionActivation, Device, Pointer
+from onnxfuse.runtime.symint import is_symbolic
 
 log: Final = logging.getLogger("onnxfuse")
 
@@ -38,6 +39,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         or not _is_cudnn_activation(conv.activation)
         or conv.column_scale
         or conv.extra
+        or is_symbolic(conv.n, *conv.sizes)  # cuDNN proposes engines for one shape
         or not (device.is_here and _is_available())
     ):
         return []

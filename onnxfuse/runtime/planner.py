@@ -136,7 +136,7 @@ def answer_request(request: native.Request) -> bytes:
         if request.measure:
             prepared = _measured(situation, prepared, sizes)
         elif prepared.template.chosen(sizes) is None:
-            prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
+            prepared = _with_sizes(situation, prepared, sizes, request.inputs)
         if prepared not in of_node:
             of_node.append(prepared)
         return prepared.data()
@@ -262,6 +262,20 @@ def new_template(
             sizes = sizes_of(inputs, measured)
             if sizes is not None:
                 _add_fastest(situation, prepared, sizes, measure=False)
+    return prepared
+
+
+def _with_sizes(
+    situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...], inputs: Sequence[TensorSpec]
+) -> PreparedTemplate:
+    """Return a template that has a plan for these sizes: this one with one more, or one for these sizes alone.
+
+    The latter is for what only a library runs that plans for single shapes.  Raises what the host raises.
+    """
+    try:
+        prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
+    except ValueError:
+        return prepare(situation, inputs)
     return prepared
 
 
