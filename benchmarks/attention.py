@@ -35,7 +35,7 @@ from kernels import copies, per_launch
 from onnxfuse.kernels.attention.implementations import implementations
 from onnxfuse.kernels.attention.operands import attention_of
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import FusedNode, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import cupy
 
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
 from onnxfuse.runtime.plan import Kernel
 

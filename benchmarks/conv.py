@@ -37,7 +37,7 @@ from replays import REPLAYS, Calls, captured, in_turns
 from rows import Rows
 
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 

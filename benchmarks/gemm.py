@@ -40,7 +40,7 @@ from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
 
 L2_BYTES = 60 << 20

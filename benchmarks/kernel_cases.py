@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 

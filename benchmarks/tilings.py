@@ -24,7 +24,8 @@ from rows import versions
 
 from kernels import chained, copies, difference, per_launch, rotated, sets_of
 from onnxfuse.kernels.norms.rows import RowTiling, shared_bytes
-from onnxfuse.runtime.cupy_backend import gpu, load_kernel
+from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.cupy_backend import load_kernel
 from onnxfuse.runtime.plan import Launch
 
 VALUES = range(4, 41)  # per thread

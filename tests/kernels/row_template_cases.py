@@ -75,9 +75,13 @@ class TemplateCase:
         return found[: size_count(self.specs("float16"))]
 
     def elements(self, sizes: Sequence[int]) -> int:
-        """Return the elements of the largest tensor with dynamic dims."""
-        dynamic = [shape for shape in self.shapes.values() if min(shape) < 0]
-        return max(math.prod(sizes[-1 - dim] if dim < 0 else dim for dim in shape) for shape in dynamic)
+        """Return the elements of the largest tensor with dynamic dims; ids count as the rows of their table."""
+        return max(
+            math.prod(sizes[-1 - dim] if dim < 0 else dim for dim in shape)
+            * (self.shapes[name.replace("ids", "table")][1] if name.startswith("ids") else 1)
+            for name, shape in self.shapes.items()
+            if min(shape) < 0
+        )
 
     def arrays(self, dtype: str, sizes: Sequence[int]) -> dict[str, np.ndarray]:
         """Return operands at random, of these sizes."""

@@ -11,7 +11,7 @@ from kernel_runs import RELATIVE, compile_all, launch, result, upload
 from test_gemm_gpu import ACTIVATION_16
 
 from onnxfuse.kernels.conv import hopper
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from onnxfuse.kernels.conv import matrix
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.gemm import cublaslt, hopper, mma, small
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.conv import matrix, mma
 from onnxfuse.kernels.conv.mma import ConvConfig
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu

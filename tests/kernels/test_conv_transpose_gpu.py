@@ -29,7 +29,7 @@ from onnxfuse.kernels.conv.mma import MMA_ARCH, ConvConfig, is_exact, k_tiles
 from onnxfuse.kernels.conv_transpose import depthwise as depthwise_host
 from onnxfuse.kernels.conv_transpose import hopper, host, mma
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu

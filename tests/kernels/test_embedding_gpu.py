@@ -11,7 +11,7 @@ from embedding_cases import ADDENDS, Embedding, expected, inputs
 from kernel_hosts import host_of
 from kernel_runs import DTYPES, NUMPY, check, cupy, launch, result, run, small_gpu, upload
 
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Plan
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from onnxfuse.kernels.gemm import hopper
 from onnxfuse.kernels.gemm.problem import group
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Launch, Plan, Pointer, TensorSpec
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from kernel_runs import DTYPES, check, cupy, launch, normal, result, run, small_
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu

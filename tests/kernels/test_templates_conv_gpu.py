@@ -12,7 +12,7 @@ from dynamic_convs import DynamicConv, convolutions, transposed
 from kernel_runs import RELATIVE, compile_all, compile_native, launch, result, upload
 from template_checks import concrete_plan, template_of
 
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu

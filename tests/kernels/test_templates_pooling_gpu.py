@@ -15,7 +15,7 @@ from test_pooling_emulated import onnxruntime as pooled
 from test_resize_emulated import onnxruntime as resized
 from test_templates_pooling import CASES, described
 
-from onnxfuse.runtime.cupy_backend import gpu
+from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Launch
 
 pytestmark = pytest.mark.gpu
