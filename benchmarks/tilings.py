@@ -25,7 +25,7 @@ from rows import versions
 from kernels import chained, copies, difference, per_launch, rotated, sets_of
 from onnxfuse.kernels.norms.rows import RowTiling, shared_bytes
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.cupy_backend import load_kernel
+from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Launch
 
 VALUES = range(4, 41)  # per thread
@@ -93,7 +93,7 @@ def name(step: Launch) -> str:
     if "CLUSTER" in defines:
         names = ("ROWS_PER_BLOCK", "CLUSTER", "PREFETCH_WEIGHTS", "PERSISTENT", "IN_SHARED", "MIN_BLOCKS")
         parts += [f"{name.lower()}{defines[name]}" for name in names]
-    registers = load_kernel(step.kernel, 0).module.num_regs
+    registers = compile_cubin(step.kernel, gpu(0).arch).registers
     return " ".join([*parts, f"grid{step.grid[0]}", f"regs{registers}"])
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, get_args
 
@@ -18,6 +19,7 @@ try:
 except ImportError as error:
     raise MissingPackageError(f"{NO_ONNXRUNTIME} ({error})") from error
 
+from onnxfuse.ir.load import read
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.custom_ops import register_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
@@ -117,9 +119,11 @@ def open_session(
     path = None if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
     stamp = _stamp(path)
     source = path_or_bytes if isinstance(path_or_bytes, bytes) else Path(path_or_bytes)
-    model = read_model(source)
-    calls = read_calls(model)
-    target, given = _find_plans(model, calls, find_target(options, providers, provider_options), plans, plan_file)
+    with ThreadPoolExecutor(1) as pool:  # the provider starts while the model is read
+        found = pool.submit(find_target, options, providers, provider_options)
+        model = read_model(source)
+        calls = read_calls(model)
+    target, given = _find_plans(model, calls, found.result(), plans, plan_file)
     files = external_files(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
     why_alike = f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
@@ -127,7 +131,7 @@ def open_session(
     mixed = [call for call, why in zip(calls, reasons, strict=True) if why and _has_kernel(call.op, calls, reasons)]
     folder = path.parent if path and mixed and files else None
     if mixed:
-        source = split_functions(model, mixed).SerializeToString()
+        source = split_functions(model, mixed, read(source)).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
     register_operators(options, target, kernels, bodies, plans)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Device, Kernel
 
 CUDA: Final = "CUDAExecutionProvider"
@@ -17,8 +17,9 @@ class Backend:
     """What a provider needs; any thread may call these functions."""
 
     no_gpu: Callable[[], str | None]  # why kernels cannot run here; None if they can
-    unavailable: Callable[[], str | None]  # why they cannot be compiled and run here; None if they can
+    unavailable: Callable[[], str | None]  # why they cannot be compiled here; None if they can
     gpu_count: Callable[[], int]
     device: Callable[[int], Device]
     load: Callable[[Kernel, int], LoadedKernel]
     machine_code: Callable[[Kernel, Device], bytes]
+    cannot_time: Callable[[], str | None]  # why nothing can be timed here; None if it can

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from onnxfuse.runtime.cupy_backend import cupy_module
+from onnxfuse.runtime import nvrtc
 from onnxfuse.runtime.kernel_folders import kernel_folders
 from onnxfuse.runtime.plan import Device
 from onnxfuse.version import __version__
@@ -98,12 +98,8 @@ def driver_version() -> str:
 
 @functools.cache
 def cuda_version() -> str:
-    """Return the versions of the CUDA runtime and of NVRTC that CuPy uses; "" without CuPy or CUDA."""
-    try:
-        cuda = cupy_module().cuda
-        return f"{cuda.runtime.runtimeGetVersion()} nvrtc {'.'.join(map(str, cuda.nvrtc.getVersion()))}"
-    except Exception:  # CuPy's errors have no common class
-        return ""
+    """Return the version of NVRTC; "" without it."""
+    return "" if nvrtc.unavailable() else f"nvrtc {'.'.join(map(str, nvrtc.compiler_version()))}"
 
 
 @functools.cache

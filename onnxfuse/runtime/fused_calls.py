@@ -15,8 +15,8 @@ from onnx import helper
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.domain import DOMAIN, check_version
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.ir.load import read
 from onnxfuse.ir.protos import RANDOM_OPERATORS, subgraphs
+from onnxfuse.ir.without_weights import read_without_weights
 from onnxfuse.runtime.plan import FusedNode
 from onnxfuse.runtime.planner import fused_node
 
@@ -64,8 +64,8 @@ class Call:
 
 
 def read_model(source: str | Path | bytes | onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without its external data.  Raises ModelError if it cannot be read."""
-    return source if isinstance(source, onnx.ModelProto) else read(source)
+    """Return the model; one that is read has no values of large weights.  Raises ModelError if it cannot be read."""
+    return source if isinstance(source, onnx.ModelProto) else read_without_weights(source)
 
 
 def read_calls(model: onnx.ModelProto) -> list[Call]:
@@ -125,8 +125,11 @@ def attribute_kinds(calls: Collection[Call]) -> str:
     return " ".join(f"{name}:{kind}" for name, kind in sorted(kinds))
 
 
-def split_functions(model: onnx.ModelProto, calls: Collection[Call]) -> onnx.ModelProto:
-    """Return a copy of the model in which these nodes call renamed copies of their functions."""
+def split_functions(model: onnx.ModelProto, calls: Collection[Call], whole: onnx.ModelProto) -> onnx.ModelProto:
+    """Let these nodes of the model call renamed copies of their functions in `whole`, the model with its weights.
+
+    Returns `whole`.
+    """
     ids = {id(call.proto) for call in calls}
     renamed: dict[str, str] = {}
     taken = {f.name for f in model.functions}
@@ -137,16 +140,14 @@ def split_functions(model: onnx.ModelProto, calls: Collection[Call]) -> onnx.Mod
         taken.add(name)
         renamed[op] = name
     indices = [index for index, node in enumerate(_all_model_nodes(model)) if id(node) in ids]
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    nodes = _all_model_nodes(result)
+    nodes = _all_model_nodes(whole)
     for index in indices:
         nodes[index].op_type = renamed[nodes[index].op_type]
     for function in model.functions:
         if function.domain == DOMAIN and function.name in renamed:
-            result.functions.add().CopyFrom(function)
-            result.functions[-1].name = renamed[function.name]
-    return result
+            whole.functions.add().CopyFrom(function)
+            whole.functions[-1].name = renamed[function.name]
+    return whole
 
 
 def _all_model_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:

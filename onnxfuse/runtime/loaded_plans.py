@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,6 @@ from typing import Final
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.backends import CUDA
-from onnxfuse.runtime.cupy_backend import LoadedKernel
 from onnxfuse.runtime.environment import kernels_digest
 from onnxfuse.runtime.gpu_kinds import (
     PORTABLE_CLUSTER,
@@ -23,6 +21,7 @@ from onnxfuse.runtime.gpu_kinds import (
     plans_alike,
     why_too_large,
 )
+from onnxfuse.runtime.kernel_loader import LoadedKernel, load_cubin
 from onnxfuse.runtime.plan import Device, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, PlanFile, PlanFileError, SavedTemplate, node_identity, read_plan_file
 from onnxfuse.runtime.planner import PlanFileKey
@@ -151,20 +150,9 @@ class _Source:
         with self._lock:
             key = code, ordinal
             if key not in self._loaded:
-                module, function = native.load_function(native.driver(), ordinal, code.cubin, code.entry)
-                kernel = LoadedKernel(function, _Module(ordinal, module), code.shared, code.cluster)
+                kernel = load_cubin(code.cubin, code.entry, ordinal)
+                kernel.max_shared, kernel.max_cluster = code.shared, code.cluster
                 large = int(code.cluster > PORTABLE_CLUSTER)
-                native.check(native.driver().onnxfuse_configure(ordinal, function, code.shared, large))
+                native.check(native.driver().onnxfuse_configure(ordinal, kernel.handle, code.shared, large))
                 self._loaded[key] = kernel
             return self._loaded[key]
-
-
-@dataclass(eq=False)
-class _Module:
-    """A loaded cubin, which is unloaded with the last kernel that needs it."""
-
-    ordinal: int
-    handle: int  # CUmodule
-
-    def __del__(self) -> None:
-        native.load().onnxfuse_unload(self.ordinal, self.handle)

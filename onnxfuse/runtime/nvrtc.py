@@ -6,7 +6,6 @@ import functools
 import importlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxfuse.errors import KernelError
+from onnxfuse.runtime.cupy_backend import cupy_module
 from onnxfuse.runtime.kernel_folders import OWN, KernelFolder, kernel_folders
 from onnxfuse.runtime.plan import Kernel
 
@@ -29,6 +29,7 @@ PTXAS_REPORT: Final = re.compile(
 )
 INCLUDE: Final = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 PRAGMA_ONCE: Final = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[^\n]*$", re.MULTILINE)
+_texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] = {}  # and when their files were written
 
 
 # --- the source of a kernel ------------------------------------------------------------------------------------------
@@ -40,7 +41,13 @@ def source_text(stem: str) -> str:
     One text holds all because CuPy's cache of compiled code looks at no other file. Raises KernelError if a file is
     missing.
     """
-    return _with_headers(_find_source(f"{stem}.cu"), set())
+    key = stem, tuple(each.folder for each in kernel_folders())
+    text, files = _texts.get(key, ("", {}))
+    if not files or any(path.stat().st_mtime_ns != modified for path, modified in files.items()):
+        seen: set[Path] = set()
+        text = _with_headers(_find_source(f"{stem}.cu"), seen)
+        _texts[key] = text, {path: path.stat().st_mtime_ns for path in seen}
+    return text
 
 
 def compile_flags(kernel: Kernel) -> tuple[str, ...]:
@@ -82,7 +89,7 @@ def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
 def _with_headers(path: Path, seen: set[Path]) -> str:
     """Return the file's text with headers that are not in `seen` in place of their include lines; add them to it."""
     seen.add(path)
-    text = PRAGMA_ONCE.sub("", _read(path))
+    text = PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
     parts, end = [f'#line 1 "{path.name}"\n'], 0
     for include in INCLUDE.finditer(text):
         header = _find_header(include[1], path)
@@ -92,15 +99,6 @@ def _with_headers(path: Path, seen: set[Path]) -> str:
             parts.append(f'{_with_headers(header, seen)}\n#line {line} "{path.name}"')
         end = include.end()
     return "".join([*parts, text[end:]])
-
-
-def _read(path: Path) -> str:
-    return _read_version(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def _read_version(path: Path, modified_ns: int) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 # --- NVRTC -----------------------------------------------------------------------------------------------------------
@@ -158,8 +156,19 @@ def _cuda_include_flags() -> Iterator[str]:
         yield f"-I{found}"
 
 
+def unavailable() -> str | None:
+    """Return why kernels cannot be compiled here; None if they can."""
+    try:
+        compiler_version()
+    except KernelError as error:
+        return str(error)
+    except Exception as error:  # of cuda-bindings or CuPy where the library is missing; they have no common class
+        return f"NVRTC cannot be used ({type(error).__name__}: {error}); install onnxfuse[cuda]"
+    return None
+
+
 def compiler_version() -> tuple[int, ...]:
-    """Return NVRTC's version.  Raises KernelError if there is none."""
+    """Return NVRTC's version.  Raises KernelError if neither cuda-bindings nor CuPy is installed."""
     nvrtc, is_cupy = _nvrtc()
     return tuple(nvrtc.getVersion()) if is_cupy else tuple(nvrtc.nvrtcVersion()[1:])
 
@@ -172,12 +181,13 @@ def _compile(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
 
 @functools.cache
 def _nvrtc() -> tuple[Any, bool]:
-    """Return a module that calls NVRTC, and whether it is CuPy's, which sessions have imported already."""
-    for name, is_cupy in ((CUPY_NVRTC, "cupy" in sys.modules), (BINDINGS, False), (CUPY_NVRTC, True)):
-        with suppress(ImportError):
-            if name == BINDINGS or is_cupy:
-                return importlib.import_module(name), is_cupy
-    raise KernelError("compiling kernels needs cuda-bindings and nvidia-cuda-nvrtc, or CuPy")
+    """Return a module that calls NVRTC, and whether it is CuPy's, whose import takes far longer."""
+    with suppress(ImportError):
+        return importlib.import_module(BINDINGS), False
+    with suppress(ImportError):
+        cupy_module()
+        return importlib.import_module(CUPY_NVRTC), True
+    raise KernelError("compiling kernels needs cuda-bindings or CuPy; install onnxfuse[cuda]")
 
 
 def _compile_with_bindings(nvrtc: Any, source: str, name: str, flags: list[str]) -> tuple[bytes, str]:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from onnxfuse.errors import KernelError, ModelError
 from onnxfuse.ir.dtypes import dtype_name
-from onnxfuse.runtime import cuda_driver, cupy_backend
+from onnxfuse.runtime import cuda_driver, cupy_backend, kernel_loader, nvrtc
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import CUDA, Backend
 from onnxfuse.runtime.expressions import Expressions
@@ -58,11 +58,12 @@ class Verdicts(Protocol):
 backends: Final[dict[str, Backend]] = {
     CUDA: Backend(
         cuda_driver.unavailable,
-        cupy_backend.unavailable,
+        nvrtc.unavailable,
         cuda_driver.gpu_count,
         cuda_driver.gpu,
-        cupy_backend.load_kernel,
-        cupy_backend.machine_code,
+        kernel_loader.load_kernel,
+        kernel_loader.machine_code,
+        cupy_backend.unavailable,
     )
 }
 

@@ -12,7 +12,7 @@ from typing import Final
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.situation import Situation

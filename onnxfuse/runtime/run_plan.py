@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Convolution, Matmul, Plan, Step, TensorSpec
 from onnxfuse.runtime.plan_bytes import (

@@ -16,10 +16,11 @@ import onnxruntime as ort
 
 from onnxfuse.errors import OnnxfuseError, UsageError, first_line
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.load import read
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.environment import Environment, allows_tf32, session_environment
 from onnxfuse.runtime.external_data import configured_folder
-from onnxfuse.runtime.fused_calls import Call, read_calls, read_model
+from onnxfuse.runtime.fused_calls import Call, read_calls
 from onnxfuse.runtime.target import ProviderOptions
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.bound_session import (
@@ -159,7 +160,7 @@ def tune_session(
     if PROVIDERS[provider] != provider_name:
         return
     path = None if isinstance(source, bytes | onnx.ModelProto) else Path(source)
-    model = read_model(source if isinstance(source, bytes | onnx.ModelProto) else Path(source))
+    model = source if isinstance(source, onnx.ModelProto) else read(source)
     texts = [f"{key}:{'x'.join(map(str, dims))}" for key, dims in shapes.items()]
     feeds = feeds_of_known_sizes(model, texts, {}, "shapes={'input': (8, 512)}")
     stated = configured_folder(session_options) if session_options is not None else None
@@ -193,7 +194,8 @@ def _task(
     check_available(provider)
     if name not in planner.backends:
         raise UsageError(f"kernels run on {', '.join(planner.backends)}, not on {name}; there is nothing to tune")
-    if why := planner.backends[name].unavailable():
+    backend = planner.backends[name]
+    if why := backend.no_gpu() or backend.unavailable() or backend.cannot_time():
         raise UsageError(f"kernels cannot run here, so there is nothing to tune: {why}")
     calls = read_calls(model)
     if not calls:

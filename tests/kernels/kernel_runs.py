@@ -41,7 +41,7 @@ launched: set[str] = set()  # the sources of all kernels that `launch` has run
 
 def small_gpu() -> Device:
     """Return the GPU with two multiprocessors, so that five rows are planned for like many rows of a whole GPU."""
-    gpu: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    gpu: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return dataclasses.replace(gpu, multiprocessors=2)
 
 
@@ -106,7 +106,7 @@ def launch(plan: Plan, read: Sequence[Any], written: Sequence[Any]) -> None:
     """Run the steps of a plan through the code that a session uses."""
     if not plan.steps:  # a session runs no such plan either
         return
-    if why := lacks(plan, importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)):
+    if why := lacks(plan, importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)):
         pytest.skip(why)
     launched.update(step.kernel.source for step in plan.steps if isinstance(step, Launch))
     compile_native()

@@ -111,7 +111,7 @@ class Sizes:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    found = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    found = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     if found.arch != 90:
         pytest.skip(f"needs a GPU of compute capability 9.0, found {found.name}")
     return found

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 def plans(each: CachedCase, device: Device) -> list[Plan]:

@@ -22,7 +22,7 @@ EPSILON = 1e-6
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    whole: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    whole: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return whole
 
 

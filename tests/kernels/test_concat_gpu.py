@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    gpu: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    gpu: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return gpu
 
 

@@ -39,7 +39,7 @@ BIAS, RESIDUAL = Pointer("input", 2), Pointer("input", 3)
 @pytest.fixture(scope="module")
 def device() -> Device:
     compile_native()
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 def replaced(what: Any, **changes: Any) -> Any:

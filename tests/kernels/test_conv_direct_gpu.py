@@ -49,7 +49,7 @@ LARGE = 2000.0  # times x: sums near the largest fp16 numbers
 
 @pytest.fixture(scope="module")
 def gpu() -> Device:
-    device: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    device: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return device
 
 

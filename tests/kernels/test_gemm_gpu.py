@@ -106,7 +106,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def gpu() -> Device:
-    device: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    device: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return device
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 # Rows of a part of a warp, of a block, of a cluster, and longer than registers hold.

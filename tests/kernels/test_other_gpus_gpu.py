@@ -96,7 +96,7 @@ def other_tests() -> Iterator[OtherTest]:
 
 @pytest.mark.parametrize("case", list(other_tests()), ids=lambda case: case.id)
 def test_as_planned_for_another_gpu(case: OtherTest) -> None:
-    real = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    real = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     device = dataclasses.replace(case.device, ordinal=real.ordinal)
     if real.arch < BF16_ARCH <= device.arch:
         pytest.skip(f"plans for sm_{device.arch} have instructions that {real.name}, sm_{real.arch}, lacks")

@@ -30,7 +30,7 @@ NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8"
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    whole: Device = importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    whole: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
     return whole
 
 

@@ -24,7 +24,7 @@ BATCH, QUERIES, KEYS = 11, 101, 103  # the sizes that become dynamic; no static 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 def plans_at(template: Template, specs: Sequence[TensorSpec]) -> list[Plan]:

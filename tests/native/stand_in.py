@@ -27,7 +27,7 @@ import onnxfuse.kernels
 from onnxfuse.runtime import build_native, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.backends import Backend
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Device, Kernel
 from onnxfuse.runtime.target import native_library
 from onnxfuse.session import InferenceSession
@@ -144,7 +144,7 @@ def _load(entry: str, ordinal: int) -> LoadedKernel:
     return LoadedKernel(function, module)
 
 
-BACKEND = Backend(lambda: None, lambda: None, lambda: 2, device, load, lambda *_: b"fake:cubin")
+BACKEND = Backend(lambda: None, lambda: None, lambda: 2, device, load, lambda *_: b"fake:cubin", lambda: None)
 
 
 @functools.cache

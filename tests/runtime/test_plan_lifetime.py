@@ -20,7 +20,7 @@ from stand_in import CPU, SHIFT, Stage, feed, model, session, stage
 
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import Kernel
 
 GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode

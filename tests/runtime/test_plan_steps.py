@@ -247,7 +247,7 @@ ALONE = """
 import sys
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.plan import *
 native.library_path = lambda: {library!r}
 source = TensorMap(Pointer("input", 0), "float32", (32, 8), (128,), (32, 8))
@@ -287,7 +287,7 @@ import ctypes
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import *
-from onnxfuse.runtime.cupy_backend import LoadedKernel
+from onnxfuse.runtime.kernel_loader import LoadedKernel
 native.library_path = lambda: {library!r}
 library = native.driver()
 function = LoadedKernel(*reversed(native.load_function(library, 0, b"fake:cubin", "noop")))

@@ -36,7 +36,7 @@ SUMS_TF32 = 2.0**-10
 @pytest.fixture(scope="module")
 def device() -> Device:
     compile_native()
-    return importlib.import_module("onnxfuse.runtime.cupy_backend").gpu(0)
+    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
 
 
 def run(plan: Plan, inputs: Mapping[str, Array], aligned: bool) -> Array:

@@ -19,7 +19,7 @@ from stand_in import CPU, SHIFT, Stage, feed, model, node, stage
 
 from onnxfuse.compile.compile_file import compile_file
 from onnxfuse.errors import UsageError
-from onnxfuse.runtime import cupy_backend, environment, planner, support
+from onnxfuse.runtime import nvrtc, planner, support
 from onnxfuse.runtime.plan_file import read_plan_file, write_plan_file
 from onnxfuse.session import InferenceSession, explain_session, register
 
@@ -134,8 +134,9 @@ def refused(*_: object) -> NoReturn:
 
 def test_nothing_is_imported_to_compile(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither CuPy, nor NVRTC, nor the kernels' hosts, where nothing was measured."""
-    for module in cupy_backend, environment:
-        monkeypatch.setattr(module, "cupy_module", refused)
+    for name in "cupy", "cuda.bindings.nvrtc", "cupy_backends.cuda.libs.nvrtc":
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    nvrtc._nvrtc.cache_clear()
     monkeypatch.setattr(support, "find_host", refused)
     monkeypatch.setattr(planner, "find_host", refused)
     monkeypatch.setitem(

@@ -1,0 +1,77 @@
+"""Load machine code on GPUs through the native library, each kernel once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.runtime import native_library as native
+from onnxfuse.runtime.code_cache import cached_cubin
+from onnxfuse.runtime.cuda_driver import gpu
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
+from onnxfuse.runtime.plan import Device, Kernel
+
+MAX_UNUSED_KERNELS: Final = 256  # that stay loaded when their sessions are gone, because the next session may use them
+
+
+@dataclass(eq=False)
+class LoadedKernel:
+    """A kernel's entry point on a GPU, which can be launched as long as this object lives."""
+
+    handle: int  # CUfunction
+    module: object  # what unloads the code when it is deleted
+    max_shared: int = 0  # bytes of dynamic shared memory that launches may use so far
+    max_cluster: int = 1  # blocks of a cluster that launches may use so far
+
+
+@dataclass(eq=False)
+class _Module:
+    """Loaded machine code, which is unloaded with the last kernel that needs it."""
+
+    ordinal: int
+    handle: int  # CUmodule
+
+    def __del__(self) -> None:
+        native.load().onnxfuse_unload(self.ordinal, self.handle)
+
+
+KernelKey = tuple[int, str, tuple[str, ...], str]  # GPU, entry, flags and source
+_loaded: weakref.WeakValueDictionary[KernelKey, LoadedKernel] = weakref.WeakValueDictionary()
+_recent: deque[LoadedKernel] = deque(maxlen=MAX_UNUSED_KERNELS)
+_turns: Final[dict[KernelKey, threading.Lock]] = {}  # of kernels that are being compiled
+_lock = threading.RLock()
+
+
+def load_cubin(code: bytes, entry: str, ordinal: int) -> LoadedKernel:
+    """Return an entry of machine code, loaded on the GPU with that number.  Raises NativeError."""
+    module, function = native.load_function(native.driver(), ordinal, code, entry)
+    return LoadedKernel(function, _Module(ordinal, module))
+
+
+def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
+    """Return the kernel, loaded on that GPU: the same object for equal kernels while somebody holds it.
+
+    Raises KernelError if it does not compile, NativeError if it cannot be loaded.
+    """
+    key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), source_text(kernel.source))
+    with _lock:
+        if loaded := _loaded.get(key):
+            return loaded
+        turn = _turns.setdefault(key, threading.Lock())
+    with turn:  # one thread compiles the kernel, while others compile others
+        loaded = _loaded.get(key)
+        if loaded is None:
+            loaded = load_cubin(cached_cubin(kernel, gpu(ordinal).arch), kernel.entry, ordinal)
+            with _lock:
+                _loaded[key] = loaded
+                _recent.append(loaded)
+                _turns.pop(key, None)
+        return loaded
+
+
+def machine_code(kernel: Kernel, device: Device) -> bytes:
+    """Return the kernel's cubin for that GPU's architecture.  Raises KernelError if it does not compile."""
+    return cached_cubin(kernel, device.arch)
