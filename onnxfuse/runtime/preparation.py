@@ -44,8 +44,8 @@ def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice) -> None:
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
 
 
-def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> list[PreparedTemplate]:
-    """Return the different templates of some nodes, but load those that plan files have."""
+def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> Iterator[PreparedTemplate]:
+    """Make and yield the different templates of some nodes, but load those that plan files have."""
     found: dict[int, PreparedTemplate] = {}
     for call in calls:
         inputs = inputs_of(call)
@@ -59,8 +59,9 @@ def _templates(calls: Sequence[Call], target: Target, choice: PlanChoice) -> lis
         except (OnnxfuseError, ValueError) as error:
             log.info("node '%s' is planned when it first runs: %s", call.node.name, error)
             continue
-        found[id(prepared)] = prepared
-    return list(found.values())
+        if id(prepared) not in found:
+            found[id(prepared)] = prepared
+            yield prepared
 
 
 def given_for(call: Call, target: Target, choice: PlanChoice) -> GivenTemplate | None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from onnxfuse.errors import KernelError
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
-from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.longest_first import LongestFirst
+from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template import Template, Variant
 from onnxfuse.runtime.template_bytes import kernel_key, template_bytes
 from onnxfuse.runtime.template_words import TemplateWords
-
-MAX_COMPILERS: Final = 32  # threads that compile kernels at once
 
 
 class GivenTemplate:
@@ -87,6 +87,15 @@ class PreparedTemplate:
         for variant in self.template.variants:
             yield from (step for step in variant.plan.steps if isinstance(step, Launch))
 
+    def missing(self) -> dict[str, list[Launch]]:
+        """Return the launches whose kernels are not loaded, or not allowed what they take, by kernel_key."""
+        found: dict[str, list[Launch]] = {}
+        for step in self.launches():
+            key = kernel_key(step.kernel)
+            if key not in self.kernels or not _is_allowed(self.kernels[key], step):
+                found.setdefault(key, []).append(step)
+        return found
+
     def load(self, steps: Iterable[Launch]) -> None:
         """Load the kernels of some launches, unless they are loaded, and allow these what they take.
 
@@ -112,22 +121,26 @@ class PreparedTemplate:
 
 
 def load_all(templates: Iterable[PreparedTemplate]) -> None:
-    """Load the kernels of some templates, which are compiled in several threads.  Raises KernelError, NativeError."""
-    tasks: dict[tuple[int, str], tuple[PreparedTemplate, list[Launch]]] = {}
-    for template in templates:
-        for step in template.launches():
-            key = kernel_key(step.kernel)
-            if key not in template.kernels or not _is_allowed(template.kernels[key], step):
-                tasks.setdefault((id(template), key), (template, []))[1].append(step)
-    if not tasks:
-        return
-    if len(tasks) == 1:
-        ((template, steps),) = tasks.values()
-        template.load(steps)
-        return
-    with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1, len(tasks))) as pool:
-        for done in [pool.submit(template.load, steps) for template, steps in tasks.values()]:
-            done.result()
+    """Load the kernels of some templates, which are compiled in several threads while more templates come.
+
+    Raises KernelError, NativeError.
+    """
+    compiled: set[tuple[int, str]] = set()
+    with LongestFirst() as pool:
+        for template in templates:
+            for key, steps in template.missing().items():
+                code = template.situation.device.ordinal, key
+                length = 0 if code in compiled else _length(steps[0].kernel)  # 0: it waits for another template's
+                compiled.add(code)
+                pool.add(length, partial(template.load, steps))
+
+
+def _length(kernel: Kernel) -> int:
+    """Return what the time to compile a kernel goes with: the length of its source."""
+    try:
+        return len(source_text(kernel.source))
+    except KernelError:  # which compiling it raises as well
+        return 0
 
 
 def load_kernels(plan: Plan, backend: Backend, ordinal: int) -> tuple[LoadedKernel, ...]:
