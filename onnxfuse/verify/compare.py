@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from onnxfuse.ir.load import load
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import OutputDifference, compare_output, worst
 from onnxfuse.verify.inputs import check_inputs, model_inputs
+from onnxfuse.verify.larger_inputs import depends_on, largest_first
 from onnxfuse.verify.noise import move_by_one_ulp
 from onnxfuse.verify.observed import REDRAWS, NotCompared, inverted_flags, redrawn, what_hides
 from onnxfuse.verify.own_process import TimeLimitExceeded
@@ -43,7 +44,6 @@ RUNS_COMPARED = 2  # with different sizes of the dynamic dims
 # From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
 # more memory.  Attention over 32768 positions has 4 GB of scores for each head.
 LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
-MAX_ELEMENTS_OF_LARGER = 2**15  # of an input of a larger size that is tried: a second of audio, 1024 tokens
 
 
 @dataclass(frozen=True)
@@ -343,6 +343,14 @@ def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, s
     return {name: reason for name, reason in reasons.items() if reason}
 
 
+def _may_show_more(
+    model: onnx.ModelProto, runs: Sequence[Run], given: Collection[str], random: Collection[str]
+) -> bool:
+    """Return whether an output that shows nothing in these runs depends on inputs that can be drawn again."""
+    drawn = {each.name for each in model_inputs(model)}.difference(given)
+    return any(depends_on(model, name, drawn) for name in _hidden_outputs(runs, random))
+
+
 def _run_at_sizes(
     model: onnx.ModelProto,
     folder: Path | None,
@@ -354,8 +362,8 @@ def _run_at_sizes(
 ) -> list[Run]:
     """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
 
-    Flags, which choose between branches, are inverted in one more run.  As long as an output shows nothing, a larger
-    size and other values follow; outputs in `random` never show anything.
+    Flags, which choose between branches, are inverted in one more run.  As long as an output that depends on drawn
+    inputs shows nothing, a larger size and other values follow; outputs in `random` never show anything.
     Raises VerificationError if it runs at none.
     """
     session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
@@ -365,8 +373,8 @@ def _run_at_sizes(
 
     left = draws(model, shapes, given)
     runs = _first_runs(left, run_at, tell, bool(given))
-    first, hides = runs[0], bool(_hidden_outputs(runs, random))
-    for sizes, feeds in _largest_first(left) if hides else ():
+    first, may_show = runs[0], _may_show_more(model, runs, given, random)
+    for sizes, feeds in largest_first(model, folder, left) if may_show else ():
         tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
         with suppress(Exception):  # sizes and values that the model refuses show nothing either
             runs.append(run_at(sizes, feeds))
@@ -375,9 +383,9 @@ def _run_at_sizes(
         tell("run the original with flags inverted")
         with suppress(Exception):
             runs.append(run_at(first.sizes, first.feeds | flags))
-    for kind in REDRAWS if hides else ():
+    for kind in REDRAWS if may_show else ():
         feeds = redrawn(first.feeds, kind, given)
-        if not feeds or not _hidden_outputs(runs, random):
+        if not feeds or not _may_show_more(model, runs, given, random):
             break
         tell(f"run the original on {kind} values")
         with suppress(Exception):
@@ -408,12 +416,6 @@ def _first_runs(
     if not runs:
         raise VerificationError(describe_failures(failures, is_given))
     return runs
-
-
-def _largest_first(left: Iterable[Draw]) -> list[tuple[dict[str, int], dict[str, Array]]]:
-    """Return sizes and inputs of those draws that a model runs fast on, the largest ones first."""
-    made = [(draw.sizes, draw.make()) for draw in left]
-    return [each for each in made[::-1] if all(a.size <= MAX_ELEMENTS_OF_LARGER for a in each[1].values())]
 
 
 def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:

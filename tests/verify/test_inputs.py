@@ -249,6 +249,25 @@ def test_a_larger_size_is_tried_where_an_output_shows_nothing() -> None:
     assert (found.status, found.sizes[-1]) == ("verified", {"b": 1, "t": 32768})
 
 
+def test_no_size_is_tried_at_which_a_result_is_huge() -> None:
+    """`h` is 0 everywhere; of 32768 samples, the product of all with all others would have 2^30 elements."""
+    body = """t = Transpose<perm = [0, 2, 1]>(x)  y = MatMul(x, t)  a = Abs(x)  n = Neg(a)  h = Relu(n)"""
+    source = model("(float[b, t, 1] x) => (float[b, t, t] y, float[b, t, 1] h)", body)
+    found = compare(source, source)
+    assert [each.name for each in found.not_compared] == ["h"]
+    assert max(sizes["t"] for sizes in found.sizes) == 2048
+
+
+def test_no_other_inputs_are_tried_for_an_output_that_depends_on_none_that_is_drawn() -> None:
+    source = model("(float[b, t] x, float[u] z) => (float[b, t] y, float[u] c)", "y = Relu(x)  c = Neg(z)")
+    found = compare(source, source, inputs={"z": np.ones(2, np.float32)})
+    assert [each.name for each in found.not_compared] == ["c"]
+    assert [sizes["t"] for sizes in found.sizes] == [5, 8]
+    drawn = compare(source, source, inputs={"x": np.ones((2, 3), np.float32)})
+    assert [each.name for each in drawn.not_compared] == ["y"]
+    assert len(drawn.sizes) == 2
+
+
 def test_the_sizes_that_were_tried_are_told() -> None:
     body = "s = Constant<value_ints = [-1, 99999]>()  y = Reshape(x, s)"
     source = model("(float[b, t] x) => (float[b, 99999] y)", body)

@@ -1,0 +1,81 @@
+"""Choose the inputs that are tried where an output shows nothing: whether others move it, and how large they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from onnxfuse.analysis.dims import Dim, Size, evaluate
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.execution_order import reads
+from onnxfuse.ir.extract import ancestors
+from onnxfuse.ir.serde import read_graph
+from onnxfuse.verify.requested_shapes import Draw
+
+MAX_ELEMENTS_GIVEN: Final = 2**15  # of an input: a second of audio, 1024 tokens
+# Of a tensor that the model computes: twelve heads of attention over 512 tokens.  To compare an output of four times as
+# many takes 5 seconds and 1 GB, and a product of all samples of audio with all others has 2^30.
+MAX_ELEMENTS_COMPUTED: Final = 2**22
+
+
+def depends_on(model: onnx.ModelProto, output: str, names: Collection[str]) -> bool:
+    """Return whether an output of the model is one of these tensors, or computed from one."""
+    nodes = ancestors(model.graph.node, [output])
+    return output in names or any(name in names for node in nodes for name in reads(node))
+
+
+def largest_first(
+    model: onnx.ModelProto, folder: Path | None, draws: Iterable[Draw]
+) -> Iterator[tuple[dict[str, int], dict[str, Array]]]:
+    """Yield sizes and inputs of those draws that a model runs fast on, the largest ones first.
+
+    Tensors whose shapes the draws do not determine count as small.
+    """
+    made = [(draw.sizes, draw.make()) for draw in draws]
+    made = [each for each in made if all(array.size <= MAX_ELEMENTS_GIVEN for array in each[1].values())]
+    shapes = _shapes(model, folder) if made else None
+    for sizes, feeds in reversed(made):
+        if shapes is None or _most_elements(shapes, feeds) <= MAX_ELEMENTS_COMPUTED:
+            yield sizes, feeds
+
+
+def _shapes(model: onnx.ModelProto, folder: Path | None) -> ShapeInfo | None:
+    try:
+        graph = read_graph(model, folder)
+        graph.sort()
+    except ModelError:  # of fused nodes of another version, or of a cycle
+        return None
+    return infer_shapes(graph)
+
+
+def _most_elements(shapes: ShapeInfo, feeds: Mapping[str, Array]) -> int:
+    """Return the number of elements of the largest tensor that nodes compute from these inputs."""
+    tensors = {t.name: t for node in shapes.graph.nodes for t in (*node.inputs, *node.outputs)}
+    found = {name: shapes.shape(tensor) for name, tensor in tensors.items()}
+    sizes: dict[str, int] = {}
+    for name, array in feeds.items():
+        sizes.update(_named_sizes(found.get(name) or (), array.shape))
+    return max((_elements(shape, sizes) for shape in {s for s in found.values() if s is not None}), default=0)
+
+
+def _named_sizes(shape: Shape, given: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Yield the symbols that are dims of an input, with their sizes."""
+    for size, number in zip(shape, given, strict=False):
+        match size:
+            case Dim(terms=(((name,), 1),)):
+                yield name, number
+
+
+def _elements(shape: Iterable[Size], sizes: Mapping[str, int]) -> int:
+    """Return the number of elements; 0 if a size is not known."""
+    try:
+        return math.prod(max(0, evaluate(size, sizes)) for size in shape)
+    except (KeyError, ZeroDivisionError):
+        return 0
