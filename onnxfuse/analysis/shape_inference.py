@@ -3,10 +3,12 @@
 The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
 of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
 count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
-contradicts what is inferred.
+contradicts what is inferred, and no Slice has a size that runtimes disagree about.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 from onnx import TensorProto
 
@@ -31,15 +33,37 @@ def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
     shapes = ShapeInfo(graph, strict)
     for node in graph.nodes:
         infer_node(shapes, node)
-    wrong = [t for node in graph.nodes for t in node.outputs if shapes.contradicts_record(t.name)]
-    for tensor in wrong:
-        graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
-    if wrong or not any(_needs_records(shapes, node) for node in graph.nodes):
+    _correct_records(shapes, graph.nodes)
+    is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
+    if is_stale or shapes.infos.has_ambiguous_slices or not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
     shapes = ShapeInfo(graph, strict, shapes.infos)
     for node in graph.nodes:
         infer_node(shapes, node)
     return shapes
+
+
+def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
+    """Infer again what nodes compute that a pass has changed, and what is computed from that.
+
+    What the model records of these tensors held for the nodes as they were, so it is corrected.
+    """
+    behind: list[Node] = []
+    moved: set[str] = set()
+    for node in shapes.graph.nodes:
+        if node in changed or not moved.isdisjoint(shapes.graph.reads(node)):
+            moved.update(tensor.name for tensor in node.outputs)
+            if not _is_foreign(shapes, node):  # of which nothing more is known than before
+                infer_node(shapes, node)
+                behind.append(node)
+    _correct_records(shapes, behind)
+
+
+def _correct_records(shapes: ShapeInfo, nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        for tensor in node.outputs:
+            if shapes.contradicts_record(tensor.name, zeros_count=True):
+                shapes.graph.correct_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
 
 
 def _needs_records(shapes: ShapeInfo, node: Node) -> bool:

@@ -125,8 +125,10 @@ class ShapeInfo:
         """
         if inferred is None:
             found = self._sizes(name, self.infos.shape(name))
-            is_recorded = found is None and foreign and self.uses_records
-            return self._sizes(name, self.infos.recorded_shape(name)) if is_recorded else found
+            if found is not None or not foreign or not self.uses_records:
+                return found
+            recorded = self.infos.recorded_shape(name)  # in which 0 may stand for a size that PyTorch does not know
+            return self._sizes(name, recorded and [size or None for size in recorded])
         if None not in inferred:
             return tuple(size for size in inferred if size is not None)
         known = self._sizes(name, self.infos.shape(name))
@@ -134,17 +136,18 @@ class ShapeInfo:
             known = tuple(self.unknown(name, i) for i in range(len(inferred)))
         return tuple(other if size is None else size for size, other in zip(inferred, known, strict=True))
 
-    def contradicts_record(self, name: str) -> bool:
+    def contradicts_record(self, name: str, *, zeros_count: bool = False) -> bool:
         """Return whether the shape that is known of a tensor shows that the recorded one belongs to other inputs.
 
-        PyTorch records 0 for sizes that it does not know, so a 0 contradicts nothing.
+        PyTorch records 0 for sizes that it does not know, so a 0 is wrong but says nothing of the other records.
         """
         found, recorded = self._shapes.get(name), self.infos.recorded_shape(name)
         if found is None or recorded is None:
             return False
         pairs = zip(found, recorded, strict=False)
         return len(found) != len(recorded) or any(
-            isinstance(other, int) and other and size != other and is_known(size) for size, other in pairs
+            isinstance(other, int) and (other or zeros_count) and size != other and is_known(size)
+            for size, other in pairs
         )
 
     def _sizes(self, name: str, dims: Sequence[RecordedSize] | None) -> Shape | None:

@@ -8,6 +8,7 @@ import onnx
 import onnx.shape_inference
 from onnx import TensorProto
 
+from onnxfuse.analysis.backward_slices import hide_ambiguous_ends
 from onnxfuse.analysis.dim_parser import is_name, parse_size
 from onnxfuse.analysis.dims import UNKNOWN, Size
 from onnxfuse.ir.protos import nodes, overridable_initializers
@@ -30,6 +31,8 @@ class ValueInfos:
         """Run onnx's inference on a copy without the weights and without the recorded shapes."""
         self._own_names = _dim_names(model.graph)
         light, weights = _without_weights(model)
+        # What a tool recorded of such slices, and behind them, may follow another reading than onnxruntime's.
+        self.has_ambiguous_slices = hide_ambiguous_ends(light)
         try:
             graph = onnx.shape_inference.infer_shapes(light).graph
         except ONNX_FAILURES:

@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from onnxfuse.analysis.backward_slices import is_ambiguous_end
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.shape_rules.slices import is_ambiguous_end
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.dtypes import INTEGER_RANGES, Array
 from onnxfuse.ir.graph import Graph, array_of, constant_value

@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 
-from onnxfuse.analysis.shape_inference import infer_node
+from onnxfuse.analysis.backward_slices import ENDS, STEPS, has_steps, is_ambiguous_end
+from onnxfuse.analysis.shape_inference import infer_behind
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.shape_rules.slices import is_ambiguous_end
 from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.graph import Graph, array_of
@@ -27,7 +27,6 @@ from onnxfuse.ir.protos import NodeContainer, OneNode, nodes, overridable_initia
 from onnxfuse.ir.validate import ONNX_DOMAINS
 from onnxfuse.passes.fold_constants import value_of_constant_node
 
-ENDS, STEPS = 2, 4  # inputs of a Slice
 Part: TypeAlias = "onnx.GraphProto | onnx.FunctionProto"
 
 
@@ -37,8 +36,8 @@ def settle_backward_slices(graph: Graph, shapes: ShapeInfo) -> int:
     What subgraphs and the model's own functions hold is changed as well.
     """
     found = [node for node in graph.nodes if op_of(node) == "Slice" and _settle(graph, shapes, node)]
-    for node in found:
-        infer_node(shapes, node)
+    if found:
+        infer_behind(shapes, found)
     return len(found) + _settle_in_subgraphs(graph) + _settle_in_functions(graph)
 
 
@@ -96,7 +95,7 @@ def _settle_messages(graph: Graph, part: Part, outer: Mapping[str, Array]) -> in
     inner_count = 0
     for node in part.node:
         inner_count += sum(_settle_messages(graph, inner, constants) for inner in subgraphs(node))
-        if not _has_steps(node):
+        if not has_steps(node):
             continue
         ends, steps = constants.get(node.input[ENDS]), constants.get(node.input[STEPS])
         settled = None if ends is None else _settled(ends, steps, ends.dtype)
@@ -113,13 +112,9 @@ def _initializers(part: Part) -> Iterable[onnx.TensorProto]:
     return part.initializer if isinstance(part, onnx.GraphProto) else ()
 
 
-def _has_steps(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Slice" and node.domain in ONNX_DOMAINS and len(node.input) > STEPS
-
-
 def _bounds(part: NodeContainer) -> set[str]:
     """Return the names of the ends and steps of Slices, also of those in subgraphs."""
-    return {node.input[i] for node in nodes(part) if _has_steps(node) for i in (ENDS, STEPS)}
+    return {node.input[i] for node in nodes(part) if has_steps(node) for i in (ENDS, STEPS)}
 
 
 def _constants(graph: Graph, part: Part, names: Collection[str], overridable: Collection[str]) -> dict[str, Array]:

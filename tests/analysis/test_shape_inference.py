@@ -19,7 +19,7 @@ from onnxfuse.analysis.shape_inference import infer_node, infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor
-from onnxfuse.ir.serde import read_graph
+from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.passes import PIPELINE
 
 INDEX = read_index()
@@ -435,6 +435,7 @@ def test_a_record_behind_a_computed_parameter_is_not_used() -> None:
         ("float[n,7] o", "n 7"),
         ("float[n,7] o, float[n,4] r", "n 7"),
         ("float[n,7] o, float[0,0] r", "n 7"),  # PyTorch's 0 for a size that it does not know
+        ("float[0,7] o", "? 7"),  # which may stand here, too
         ("float[1,7] o, float[1,4] r", None),  # the batch was made dynamic after the export
         ("float[n,7] o, float[n,5] r", None),
     ],
@@ -445,6 +446,18 @@ def test_records_count_behind_other_domains_if_none_is_stale(records: str, expec
     graph, shapes = inferred(onnx.parser.parse_model(text))
     found = shapes.shape(named(graph, "y"))
     assert (found and shown(found)) == expected
+
+
+def test_a_recorded_size_of_0_is_corrected() -> None:
+    """A runtime that cannot infer what a fused node computes would believe it."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,4] x) => (float[0,4] y) <float[0,0] r> { r = Relu(x) y = Neg(r) }"""
+    graph, _ = inferred(onnx.parser.parse_model(text))
+    model = write_model(graph)
+    found = {v.name: v.type.tensor_type.shape.dim for v in (*model.graph.value_info, *model.graph.output)}
+    assert {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in found.items()} == {
+        "r": ["n", 4], "y": ["n", 4],
+    }  # fmt: skip
 
 
 def test_the_dtypes_of_a_loops_outputs_are_their_own() -> None:

@@ -138,6 +138,12 @@ FOUND = {
              w = Where (r, x, least) y = Softmax <axis = -1> (w) }""",
         False,
     ),
+    "outputs that are declared empty, behind a backward Slice to the largest integer": (
+        """(float[n,1] x) => (float[n,0] v, float[m,0] y)
+           <int64[1] start = {1}, int64[1] far = {9223372036854775807}, int64[1] last = {-1}, int64[1] step = {-2}> {
+             s = Slice (x, start, far, last, step) t = Shape (s) v = Expand (x, t) y = Concat <axis = 0> (s, v) }""",
+        True,
+    ),
     "the shape of the last row, of which there may be none": (
         """(float[n,4,3] x) => (float[] y)
            <int64[1] zero = {0}, int64[1] last = {-1}, int64[1] far = {2147483647}, int64[1] columns = {12}> {

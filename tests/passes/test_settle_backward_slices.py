@@ -99,6 +99,37 @@ def test_slices_in_subgraphs_and_functions(text: str) -> None:
         assert new.size >= 15
 
 
+def test_what_a_model_declares_behind_a_settled_slice_is_corrected() -> None:
+    """onnxruntime believed the 0 of `v`, where its own inference tells nothing, and refused to join `s` and `v`."""
+    text = """g (float[n,1] x) => (float[n,0] v, float[m,0] y)
+        <int64[1] start = {1}, int64[1] far = {9223372036854775807}, int64[1] axis = {-1}, int64[1] step = {-2}> {
+          s = Slice (x, start, far, axis, step)  t = Shape (s)  v = Expand (x, t)  y = Concat <axis = 0> (s, v) }"""
+    model = onnx.parser.parse_model(f"{HEAD} {text}")
+    optimized, _ = optimize(model, verify=False)
+    assert_same(model, optimized, (2, 1), tol=0)
+    dims = [[d.dim_param or d.dim_value for d in o.type.tensor_type.shape.dim] for o in optimized.graph.output]
+    assert dims == [["n", 1], ["2*n", 1]]
+
+
+REVERSE = """start = Constant <value_ints = [-1]> ()  far = Constant <value_ints = [9223372036854775807]> ()
+    axis = Constant <value_ints = [1]> ()  step = Constant <value_ints = [-1]> ()
+    r = Slice (x, start, far, axis, step)"""
+
+
+@pytest.mark.parametrize(("outside", "inside"), [("r = Neg (x)", REVERSE), (REVERSE, "r = Neg (x)")])
+@pytest.mark.parametrize("record", ["", "<float[n,0] f>"])
+def test_the_shape_of_what_a_function_returns_is_not_taken_from_onnx(outside: str, inside: str, record: str) -> None:
+    """The shape was folded to the 0 that onnx infers, or that a tool has recorded, where onnxruntime has 3."""
+    text = f"""g (float[n,3] x) => (float[m] y) {record} {{
+          {outside}  f = own.f (r)  s = Shape <start = 1> (f)  one = Constant <value_floats = [1.0]> ()
+          y = Expand (one, s) }}
+        <domain: "own", opset_import: ["" : 17]> f (x) => (r) {{ {inside} }}"""
+    model = onnx.parser.parse_model(f"{HEAD} {text}")
+    optimized, _ = optimize(model, verify=False)
+    (y,) = run(optimized, {"x": np.ones((2, 3), np.float32)})
+    assert y.tolist() == [1, 1, 1]
+
+
 def test_bounds_of_inner_slices_that_are_not_constant_stay() -> None:
     """`far` is what the Loop carries, although the graph around it has a constant of that name."""
     text = """g (float[4] x, int64[1] end) => (y) <int64[1] start = {-1}, int64[1] far = {9223372036854775807},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from onnxfuse.analysis.backward_slices import TO_THE_END, is_ambiguous_end
 from onnxfuse.analysis.bounds import lower_bound, maximum, minimum, upper_bound
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, axes_parameter, input_shape, integers, normalize_axis
@@ -12,7 +13,6 @@ from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.node import Node
 
 RULES = RuleTable[ShapeRule]()
-TO_THE_END = 2**31 - 1  # exporters write this, or the largest int64, as the end of a slice that takes the rest
 SliceBounds: TypeAlias = "tuple[Size | None, Size | None, Size]"  # start, end, step; None: not known
 
 
@@ -69,15 +69,6 @@ def _slice(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
         else:
             result[axis] = _slice_size(source[axis], start, end, step)
     return tuple(result)
-
-
-def is_ambiguous_end(end: object, step: object) -> bool:
-    """Return whether runtimes disagree about a slice: backward with the end INT32_MAX or INT64_MAX.
-
-    That is empty in ONNX, and goes to the first element in onnxruntime.  The pass `settle_backward_slices` writes
-    constant ends as the latter.
-    """
-    return isinstance(step, int) and step < 0 and end in (TO_THE_END, 2**63 - 1)
 
 
 def slice_bounds(shapes: ShapeInfo, node: Node, shape: Shape) -> dict[int, SliceBounds]:

@@ -6,11 +6,12 @@ import math
 
 import numpy as np
 
+from onnxfuse.analysis.backward_slices import is_ambiguous_end
 from onnxfuse.analysis.dims import product
 from onnxfuse.analysis.rules import RuleTable, ValueRule, input_shape, input_value, integers, normalize_axis
 from onnxfuse.analysis.shape_info import MAX_VALUE_ELEMENTS, CannotInfer, ShapeInfo, exact_elements
 from onnxfuse.analysis.shape_rules.fills import range_length
-from onnxfuse.analysis.shape_rules.slices import is_ambiguous_end, slice_bounds, split_sizes
+from onnxfuse.analysis.shape_rules.slices import slice_bounds, split_sizes
 from onnxfuse.ir.attributes import flag_attribute, int_attribute, ints_attribute, tensor_attribute
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.node import Node
