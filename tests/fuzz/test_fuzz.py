@@ -203,6 +203,31 @@ def test_what_onnxruntime_does_not_write_counts_for_no_difference(start: str, ro
     assert "output z is " in compare(model, wrong, {"n": 3}, 0).sentence
 
 
+@pytest.mark.parametrize(
+    ("right", "other", "said"),
+    [
+        ("t = Mul (x, a) y = Mul (t, b)", "t = Mul (a, b) y = Mul (x, t)", ""),
+        ("t = Mul (x, a) y = Mul (t, b)", "t = Mul (a, c) y = Mul (x, t)", "off by"),
+        ("t = Mul (x, a) y = Mul (t, b)", "t = Mul (a, b) u = Mul (x, t) y = Min (u, cap)", "off by"),
+        ("t = Mul (a, b) y = Mul (x, t)", "t = Mul (x, a) y = Mul (t, b)", "inf, not"),
+        ("y = Mul (x, a)", "t = Mul (x, a) y = Min (t, top)", ", not inf"),
+        ("t = Mul (x, a) u = Mul (t, b) s = Sigmoid (u) y = Neg (s)",
+         "t = Mul (a, b) u = Mul (x, t) s = Sigmoid (u) y = Neg (s)", ""),
+        ("t = Mul (x, a) u = Mul (t, b) i = ArgMax (u) y = Cast <to = 1> (i)",
+         "t = Mul (a, b) u = Mul (x, t) i = ArgMax (u) y = Cast <to = 1> (i)", ""),
+        ("t = Mul (x, b) i = ArgMax (t) y = Cast <to = 1> (i)",
+         "t = Mul (x, b) u = Neg (t) i = ArgMax (u) y = Cast <to = 1> (i)", "not"),
+    ],
+)  # fmt: skip
+def test_an_overflow_that_an_order_of_products_avoids_is_no_difference(right: str, other: str, said: str) -> None:
+    """The float64 value is right as well, where a value overflows in float32 alone, and nothing else is."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[] y)
+        <float a = {1e38}, float b = {0.1}, float c = {0.1001}, float cap = {3.4e37}, float top = {3.4e38}> { NODES }"""
+    first, second = (onnx.parser.parse_model(text.replace("NODES", nodes)) for nodes in (right, other))
+    verdict = compare(first, second, {"n": 50}, 0)
+    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+
+
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
     there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
     verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)

@@ -1,0 +1,110 @@
+"""Values that float32 cannot hold in one order of operations, and can in another.
+
+(x * 1e38) * 0.1 is infinite for x = 4, and x * (1e38 * 0.1) is 4e37, which is right.  So where a value of the original
+overflows in float32 and not in float64, an output may also be what the original computes in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from onnxfuse.ir.protos import graphs
+from onnxfuse.verify.cpu_session import open_session, run
+
+DTYPE_ATTRIBUTES = {"to", "dtype"}
+
+
+def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the outputs in float64; None if no value of the main graph overflows in float32 alone."""
+    names = [o.name for o in model.graph.output]
+    open_model = _with_all_outputs(model)
+    exact, rounded = _run(_to_float64(open_model), _to_float64_arrays(feeds)), _run(open_model, feeds)
+    if exact is None or rounded is None:
+        return None
+    overflows = any(_overflows(value, exact[name]) for name, value in rounded.items())
+    return {name: exact[name] for name in names} if overflows else None
+
+
+def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any) -> tuple[Any, list[Any]]:
+    """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
+
+    A float that was found nearer to the exact one must be that one.  Others, such as indices, may be as in float64.
+    """
+    if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
+        return want, list(near)
+    if want.dtype != np.float32:
+        return want, [*near, exact]
+    with np.errstate(all="ignore"):
+        is_nearer = np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
+        exact = exact.astype(np.float32)
+    want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
+    return want, near
+
+
+def _overflows(value: Any, exact: Any) -> bool:
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32 or value.shape != exact.shape:
+        return False
+    return bool((~np.isfinite(value) & np.isfinite(exact)).any())
+
+
+def _with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    present = {o.name for o in model.graph.output}
+    made = dict.fromkeys(name for node in model.graph.node for name in node.output if name)
+    result.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made if name not in present)
+    return result
+
+
+def _run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run a model in onnxruntime, or, where that has no kernel for float64, in onnx's reference."""
+    try:
+        return run(open_session(model, None, optimize=False), feeds)
+    except Exception:  # onnxruntime has no public base class of its errors
+        pass
+    try:
+        with np.errstate(all="ignore"):
+            results = ReferenceEvaluator(model).run(None, dict(feeds))
+    except Exception:  # whatever NumPy raises
+        return None
+    return dict(zip([o.name for o in model.graph.output], results, strict=True))
+
+
+def _to_float64(model: onnx.ModelProto) -> onnx.ModelProto:
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for part in graphs(result.graph, *result.functions):
+        for info in (*part.value_info, *(() if isinstance(part, onnx.FunctionProto) else (*part.input, *part.output))):
+            if info.type.tensor_type.elem_type == TensorProto.FLOAT:
+                info.type.tensor_type.elem_type = TensorProto.DOUBLE
+        for tensor in () if isinstance(part, onnx.FunctionProto) else part.initializer:
+            _tensor_to_float64(tensor)
+        for node in part.node:
+            for attribute in node.attribute:
+                _attribute_to_float64(node, attribute)
+    return result
+
+
+def _attribute_to_float64(node: onnx.NodeProto, attribute: AttributeProto) -> None:
+    if attribute.name in DTYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT:
+        attribute.i = TensorProto.DOUBLE
+    elif attribute.HasField("t"):
+        _tensor_to_float64(attribute.t)
+    elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+        value = np.array(helper.get_attribute_value(attribute), np.float64)
+        attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(value)))
+
+
+def _tensor_to_float64(tensor: TensorProto) -> None:
+    if tensor.data_type == TensorProto.FLOAT:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+
+
+def _to_float64_arrays(feeds: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in feeds.items()}
