@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from judge import SECONDS, Hang, Verdict, compare, judge, limited
 from reduction import reduced
-from undetermined import joins_unequal_sizes
+from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
 from onnxfuse.verify import own_process
 
@@ -201,6 +201,24 @@ def test_what_onnxruntime_does_not_write_counts_for_no_difference(start: str, ro
     wrong = onnx.parser.parse_model(UNEQUAL.replace("START", start).replace("z = Concat", "q = Neg (s) z = Concat")
                                     .replace("(s, e) }", "(q, e) }"))  # fmt: skip
     assert "output z is " in compare(model, wrong, {"n": 3}, 0).sentence
+
+
+@pytest.mark.parametrize(
+    ("end", "rows", "runs", "relies"),
+    [(2**63 - 1, 0, True, True), (2**63 - 1, 1, True, False), (-(2**63), 1, True, False), (-(2**63), 0, False, False)],
+)
+def test_what_onnxruntime_accepts_for_a_size_that_a_slice_has_not_is_no_difference(
+    end: int, rows: int, runs: bool, relies: bool
+) -> None:
+    """It infers no rows for s, which has two, so that it accepts the sum with no rows in the branch that is not run."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,n] x) => (float[] y)
+        <int64[1] start = {3}, int64[1] end = {END}, int64[1] axis = {0}, int64[1] back = {-2}, bool c = {1}> {
+          s = Slice (x, start, end, axis, back)  shape = Constant <value = int64[2] {ROWS, 1}> ()
+          y = If (c) < then_branch = yes () => (float[] a) { a = Neg (s) },
+                       else_branch = no () => (float[] b) { w = ConstantOfShape (shape)  b = Add (s, w) }> }"""
+    model = onnx.parser.parse_model(text.replace("END", str(end)).replace("ROWS", str(rows)))
+    assert relies_on_empty_slices(model, {"x": np.ones((8, 2), np.float32)}) is relies
+    assert judge(model, {"n": 2}, 0).kind == ("same" if runs else "idle")
 
 
 @pytest.mark.parametrize(
