@@ -29,12 +29,27 @@ def remove_no_ops(graph: Graph, shapes: ShapeInfo) -> int:
     return count
 
 
-def _remove(graph: Graph, node: Node, source: Tensor) -> bool:
-    """Let the consumers of the node's output read `source`; False if both names must stay."""
-    if not graph.replace(node.outputs[0], source):
+def _remove(graph: Graph, shapes: ShapeInfo, node: Node, source: Tensor) -> bool:
+    """Let the consumers of the node's output read `source`; False if both names must stay.
+
+    They also stay where the output is one of the graph, and declares more than is known of `source`: other consumers of
+    `source` would then read what the declaration says, and onnxruntime refuses them if it is wrong.
+    """
+    output = node.outputs[0]
+    if graph.is_kept(output) and len(source.outputs) > 1 and _says_more(shapes, output, source):
+        return False
+    if not graph.replace(output, source):
         return False
     node.inputs.clear()
     return True
+
+
+def _says_more(shapes: ShapeInfo, output: Tensor, source: Tensor) -> bool:
+    """Return whether an output is declared with constant dims, or a rank, that are not known of `source`."""
+    declared, known = output.shape, shapes.shape(source)
+    if declared is None or known is None or len(declared) != len(known):
+        return declared is not None
+    return any(isinstance(dim, int) and dim != found for dim, found in zip(declared, known, strict=True))
 
 
 def _replace_node(
@@ -57,12 +72,12 @@ def _remove_identity(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     merged = (
         transpose is not None and op_of(transpose) == "Transpose" and any(op_of(r) == "Gemm" for r in source.outputs)
     )
-    return not (merged and graph.is_kept(node.outputs[0])) and _remove(graph, node, source)
+    return not (merged and graph.is_kept(node.outputs[0])) and _remove(graph, shapes, node, source)
 
 
 def _remove_of_one_input(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Concat, Max, Min or Mean of one tensor."""
-    return len(node.inputs) == 1 and len(node.outputs) == 1 and _remove(graph, node, node.inputs[0])
+    return len(node.inputs) == 1 and len(node.outputs) == 1 and _remove(graph, shapes, node, node.inputs[0])
 
 
 def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -81,7 +96,7 @@ def _remove_empty_inputs(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 
 def _remove_split(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Split into one part."""
-    return len(node.outputs) == 1 and _remove(graph, node, node.inputs[0])
+    return len(node.outputs) == 1 and _remove(graph, shapes, node, node.inputs[0])
 
 
 def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -89,16 +104,16 @@ def _remove_dropout(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     if any(t.outputs or graph.is_kept(t) for t in node.outputs[1:]):
         return False
     if graph.opset < 7:
-        return bool(int_attribute(node, "is_test")) and _remove(graph, node, node.inputs[0])
+        return bool(int_attribute(node, "is_test")) and _remove(graph, shapes, node, node.inputs[0])
     flag = attribute_or_input(graph, node, "training_mode")
-    return (flag is None or isinstance(flag, int)) and not flag and _remove(graph, node, node.inputs[0])
+    return (flag is None or isinstance(flag, int)) and not flag and _remove(graph, shapes, node, node.inputs[0])
 
 
 def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Cast to the dtype of its input; let a Cast after an exact Cast read that one's input."""
     source, wanted = node.inputs[0], shapes.dtype(node.outputs[0])
     if wanted and shapes.dtype(source) == wanted:
-        return _remove(graph, node, source)
+        return _remove(graph, shapes, node, source)
     first_cast = producer(source)
     if first_cast is None or op_of(first_cast) != "Cast":
         return False
@@ -106,7 +121,7 @@ def _simplify_cast(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     if not is_exact_cast(shapes.dtype(origin), shapes.dtype(source)) or wanted == TensorProto.STRING:
         return False
     if shapes.dtype(origin) == wanted:
-        return _remove(graph, node, origin)
+        return _remove(graph, shapes, node, origin)
     node.inputs[0] = origin
     return True
 
@@ -117,7 +132,7 @@ def _replace_cast_like(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     if not wanted:
         return False
     if shapes.dtype(node.inputs[0]) == wanted:
-        return _remove(graph, node, node.inputs[0])
+        return _remove(graph, shapes, node, node.inputs[0])
     _replace_node(graph, node, "Cast", node.inputs[:1], {**node.attrs, "to": wanted})
     return True
 
@@ -126,7 +141,7 @@ def _remove_if_same_shape(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove an Expand or a Tile to the shape of its input."""
     shape = shapes.shape(node.inputs[0])
     is_same = shape is not None and shape == shapes.shape(node.outputs[0])
-    return is_same and _remove(graph, node, node.inputs[0])
+    return is_same and _remove(graph, shapes, node, node.inputs[0])
 
 
 def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -139,7 +154,7 @@ def _remove_slice(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _remove_pad(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Remove a Pad that adds nothing."""
     pads = attribute_or_input(graph, node, "pads")
-    return isinstance(pads, list) and not any(pads) and _remove(graph, node, node.inputs[0])
+    return isinstance(pads, list) and not any(pads) and _remove(graph, shapes, node, node.inputs[0])
 
 
 def _simplify_arithmetic(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
@@ -161,7 +176,7 @@ def _remove_neutral(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
             rank = shapes.rank(source)
             keeps_shape = not constant.shape or (rank is not None and len(constant.shape) <= rank)
             is_neutral = keeps_shape and bool(constant_value(graph, constant) == NEUTRAL_SCALARS[op])
-            return is_neutral and _remove(graph, node, source)
+            return is_neutral and _remove(graph, shapes, node, source)
     return False
 
 
@@ -183,7 +198,7 @@ def _flatten_weight(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
 def _replace_sum(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     """Replace a Sum of two tensors by an Add, and remove a Sum of one."""
     if len(node.inputs) == 1:
-        return _remove(graph, node, node.inputs[0])
+        return _remove(graph, shapes, node, node.inputs[0])
     if len(node.inputs) != 2 or graph.opset < 7:
         return False
     _replace_node(graph, node, "Add", node.inputs)

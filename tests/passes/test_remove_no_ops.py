@@ -44,6 +44,22 @@ def test_an_identity_keeps_a_transposed_output_apart_from_a_gemm() -> None:
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.parametrize("declared", ["float", "float[4,M]"])
+def test_an_identity_keeps_an_output_apart_whose_shape_is_only_declared(declared: str) -> None:
+    """A declaration may be wrong; onnxruntime ignores it, but not for a Slice of that output (fuzzer, 101010034)."""
+    text = f"""(float[4,M] x) => ({declared} y, float[K,M] z) {{
+        a = Loop(three, yes, x) <body = again (int64 i, bool go, float[] s) => (bool on, float[] t) {{
+            on = Identity(go) t = Identity(s) }}>
+        b = Softmax<axis=0>(a) y = Identity(b) z = Slice(b, zero, end, zero, two) }}"""
+    row = np.array([0])
+    model = parse(text, 18, three=np.array(3), yes=np.array(True), zero=row, end=row + 3, two=row + 2)
+    after, _ = apply(model, normalize)
+    assert ops(after) == "Loop Softmax Identity Slice"
+    feeds = {"x": random(4, 2)}
+    for left, right in zip(run(model, feeds), run(after, feeds), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
 @pytest.mark.parametrize(
     ("nodes", "rest"),
     [
