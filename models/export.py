@@ -2,7 +2,7 @@
 
 Needs torch, transformers, onnxscript, onnx and onnxruntime:
 
-    python models/export.py                               # everything, tiny, into the archives of models/exported
+    python models/export.py                               # everything, tiny, into the archive of models/exported
     python models/export.py bert 'llama_*_dynamo_fp32'    # some of it
     python models/export.py bert --full --out /data/full  # the public sizes, for benchmarks
 """
@@ -27,7 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
-from exported_models import EXPORTED, SUFFIX, compress, decompress
+from exported_models import ARCHIVE, EXPORTED, compress, decompress
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -191,7 +191,7 @@ def record(job: Job, result: Result, out: Path) -> None:
         index[part] = {name: entry for name, entry in sorted(index[part].items()) if name in known}
     model = result.proto.SerializeToString() if result.proto else None
     if job.config is job.architecture.config:
-        record_variant(job, model, out / f"{job.architecture.name}{SUFFIX}", index["models"])
+        record_in_archive(job, model, out / ARCHIVE, index["models"])
     elif model:
         replace(out / job.file_name, model)
     else:
@@ -199,15 +199,12 @@ def record(job: Job, result: Result, out: Path) -> None:
     replace(out / "index.json", lay_out(index).encode())
 
 
-def record_variant(job: Job, model: bytes | None, archive: Path, known: Container[str]) -> None:
-    """Replace the archive of an architecture by one with this variant and the others that the index still has."""
+def record_in_archive(job: Job, model: bytes | None, archive: Path, known: Container[str]) -> None:
+    """Replace the archive by one with this model and the others that the index still has."""
     models = decompress(archive.read_bytes()) if archive.exists() else {}
     if model:
         models[job.file_name] = model
-    if models := {name: each for name, each in models.items() if name in known}:
-        replace(archive, compress(models))
-    else:
-        archive.unlink(missing_ok=True)
+    replace(archive, compress({name: each for name, each in models.items() if name in known}))
 
 
 @click.command(help=__doc__)
