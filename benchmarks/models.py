@@ -48,6 +48,7 @@ from clocks import Clocks
 from model_cases import Case, Work, export
 from model_tables import cell, tables
 from peers import CONVOLUTIONS, MAX_AUTOTUNE, PEERS, QUICK, TOLERANCE, Peer, reference, relative_error, release
+from result_text import result_text
 from warm import in_processes
 
 from onnxfuse.bench.machine import device, versions
@@ -320,7 +321,7 @@ def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[d
 def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the results so far; readers see the old file or the new one."""
     part = out / "models.json.part"
-    part.write_text(json.dumps({**head, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(result_text({**head, "results": rows}), encoding="utf-8")
     part.replace(out / "models.json")
 
 
