@@ -1,8 +1,9 @@
-"""Read and write models/exported: one compressed archive of all models that export.py exports, and their index.
+"""Read and write models/exported/models.tar.xz, a compressed archive of all models that export.py exports.
 
-The variants of an architecture share their random weights. In the archive, tensors of floats are external data of the
-models, as ONNX defines it, in a file for each dtype that holds each tensor once. A float16 tensor that is a float32 one
-rounded is stored as a place in the float32 file.
+`tar -xOf models/exported/models.tar.xz index.json` prints the index: what feeds each model, and what it was made with.
+The variants of an architecture share their random weights. So the floats of all models are in one file for each dtype,
+which holds each tensor once, and the models refer to them as ONNX refers to external data, without lengths. A float16
+tensor that is a float32 one rounded is a place in the float32 file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 EXPORTED = Path(__file__).parent / "exported"
-ARCHIVE = "models.tar.xz"
+ARCHIVE, INDEX = "models.tar.xz", "index.json"
 # Most of the content is floats of four bytes: each byte is coded by its position in four, not by the byte before it.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 1, "lp": 2, "pb": 1}]
 DTYPES = {TensorProto.FLOAT: np.dtype("<f4"), TensorProto.FLOAT16: np.dtype("<f2")}
@@ -33,7 +34,7 @@ SMALLEST = 16  # bytes of a tensor that is external
 
 def read_index() -> dict[str, dict[str, Any]]:
     """Return what the index says of each model, by its name, such as bert_sdpa_dynamo_fp16.onnx."""
-    models: dict[str, dict[str, Any]] = json.loads((EXPORTED / "index.json").read_text(encoding="utf-8"))["models"]
+    models: dict[str, dict[str, Any]] = json.loads(archived()[INDEX])["models"]
     return models
 
 
@@ -63,11 +64,16 @@ def unpack(name: str, folder: Path) -> Path:
     return path
 
 
-def compress(models: Mapping[str, bytes]) -> bytes:
-    """Return an archive of models by name: the same bytes for the same models, without times and owners."""
+def compress(models: Mapping[str, bytes], index: str) -> bytes:
+    """Return an archive of models by name and their index: the same bytes for the same ones, without times and owners.
+
+    Raises ValueError if the name of a model does not end in .onnx.
+    """
+    if wrong := [name for name in models if not name.endswith(".onnx")]:
+        raise ValueError(f"names {wrong}, required: names that end in .onnx")
     parsed = {name: onnx.load_from_string(models[name]) for name in sorted(models)}
     files = make_external(parsed.values())
-    files |= {name: model.SerializeToString() for name, model in parsed.items()}
+    files |= {INDEX: index.encode()} | {name: model.SerializeToString() for name, model in parsed.items()}
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, data in files.items():
@@ -80,11 +86,11 @@ def compress(models: Mapping[str, bytes]) -> bytes:
 def decompress(content: bytes) -> dict[str, bytes]:
     """Return the models of an archive by name."""
     files = files_of(content)
-    return {name: restored(name, files) for name in files if name not in LOCATIONS.values()}
+    return {name: restored(name, files) for name in files if name.endswith(".onnx")}
 
 
 def files_of(content: bytes) -> dict[str, bytes]:
-    """Return the files of an archive by name: models without their floats, and the files that hold these."""
+    """Return the files of an archive by name: the index, models without their floats, and the files of floats."""
     with tarfile.open(fileobj=io.BytesIO(lzma.decompress(content)), mode="r:") as archive:
         members = ((member.name, archive.extractfile(member)) for member in archive)
         return {name: file.read() for name, file in members if file}
