@@ -24,7 +24,7 @@ from onnxfuse.cli import main
 from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
-DONE, FAILED, USAGE, PARTLY, NOTHING = 0, 1, 2, 3, 4  # the last two: how much was compared
+DONE, FAILED, USAGE, NOTHING = 0, 1, 2, 4  # 3 and 4 say how much was compared
 HANGS = 600  # seconds; a program that takes longer waits for something
 
 
