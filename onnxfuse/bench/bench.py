@@ -325,7 +325,7 @@ def _op_times(
     try:
         rows = op_times(
             fused, folder, feeds, runner.provider, dispatches, runner.cuda_graph, runner.progress,
-            open_session, unfused=True, plans="first" if runner.tune == "never" else "known",
+            open_session, unfused=True, choice="first" if runner.tune == "never" else "known",
         )  # fmt: skip
         return rows, ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured
