@@ -1,31 +1,47 @@
-"""Lay out a benchmark's results as JSON: every row of a table is one line."""
+"""Lay out a benchmark's results as JSON, in which every row of a table is one line without the names of its columns."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-NESTED = (Mapping, list, tuple)
+TABLE = {"columns", "rows"}  # the keys of a table
 
 
 def result_text(result: Mapping[str, Any]) -> str:
-    """Return JSON with a line for each entry of the result, and for each row of an entry that is a table.
+    """Return JSON with a line for each entry of the result, and for each of its rows where it is a list of objects.
 
+    Such a list is written as {"columns": names, "rows": lists of values}; null is a value that a row does not have.
     Numbers have six digits, and "nan" and "inf" are strings.
     """
-    entries = ",\n".join(f"{json.dumps(name)}: {_table(value)}" for name, value in result.items())
+    entries = ",\n".join(f"{json.dumps(name)}: {''.join(_entry(value))}" for name, value in result.items())
     return f"{{\n{entries}\n}}\n"
 
 
-def _table(value: Any) -> str:
-    """Return a line for each row of a list or an object of lists or objects; other values are one line."""
-    if isinstance(value, Mapping) and any(isinstance(each, NESTED) for each in value.values()):
-        return "{\n" + ",\n".join(f"{json.dumps(name)}:{_line(each)}" for name, each in value.items()) + "\n}"
-    if isinstance(value, list | tuple) and any(isinstance(each, NESTED) for each in value):
-        return "[\n" + ",\n".join(map(_line, value)) + "\n]"
-    return _line(value)
+def read_result(text: str) -> dict[str, Any]:
+    """Return the result that `result_text` wrote."""
+    return {name: _rows(value) for name, value in json.loads(text).items()}
+
+
+def _entry(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
+        columns = list(dict.fromkeys(name for row in value for name in row))
+        yield f'{{"columns": {_line(columns)}, "rows": [\n'
+        yield ",\n".join(_line([row.get(name) for name in columns]) for row in value)
+        yield "\n]}"
+    elif isinstance(value, Mapping) and any(isinstance(each, Mapping | list | tuple) for each in value.values()):
+        yield "{\n" + ",\n".join(f"{json.dumps(name)}:{_line(each)}" for name, each in value.items()) + "\n}"
+    else:
+        yield _line(value)
+
+
+def _rows(value: Any) -> Any:
+    if not (isinstance(value, Mapping) and value.keys() == TABLE):
+        return value
+    named: list[Sequence[tuple[str, Any]]] = [list(zip(value["columns"], row, strict=True)) for row in value["rows"]]
+    return [{name: each for name, each in row if each is not None} for row in named]
 
 
 def _line(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import cupy
 import torch
-from result_text import result_text
+from result_text import read_result, result_text
 
 
 @functools.cache
@@ -43,7 +43,7 @@ class Rows:
         self._path, self._fields, self._more = path, fields, more
         self._rows: dict[str, Mapping[str, Any]] = {}
         if earlier is not None:
-            found = json.loads(earlier.read_text(encoding="utf-8"))
+            found = read_result(earlier.read_text(encoding="utf-8"))
             if found["versions"] != versions():
                 raise SystemExit(f"{earlier} was measured with {found['versions']}; here are {versions()}")
             self._rows = {self._key(row): row for row in found["rows"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
 import math
 import subprocess
 import sys
@@ -70,27 +69,30 @@ def benchmark(name: str) -> ModuleType:
 
 
 def test_every_row_of_a_result_is_a_line() -> None:
-    rows = ({"us": 1.23456789, "shape": (1, 2)}, {"us": math.inf, "shape": [3]})
+    rows = ({"us": 1.23456789, "shape": (1, 2)}, {"us": math.inf, "shape": [3], "best": "a"})
     result = {"versions": {"cuda": "13.0"}, "rows": rows, "models": {"a": {"n": [1]}}}
-    text = benchmark("result_text").result_text(result)
+    module = benchmark("result_text")
+    text = module.result_text(result)
     assert text.splitlines() == [
         "{",
         '"versions": {"cuda":"13.0"},',
-        '"rows": [',
-        '{"us":1.23457,"shape":[1,2]},',
-        '{"us":"inf","shape":[3]}',
-        "],",
+        '"rows": {"columns": ["us","shape","best"], "rows": [',
+        "[1.23457,[1,2],null],",
+        '["inf",[3],"a"]',
+        "]},",
         '"models": {',
         '"a":{"n":[1]}',
         "}",
         "}",
     ]
+    rows = [{"us": 1.23457, "shape": [1, 2]}, {"us": "inf", "shape": [3], "best": "a"}]
+    assert module.read_result(text) == {**result, "rows": rows}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_is_laid_out_as_benchmarks_write_it(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text == benchmark("result_text").result_text(json.loads(text))
+    text, module = path.read_text(encoding="utf-8"), benchmark("result_text")
+    assert text == module.result_text(module.read_result(text))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
