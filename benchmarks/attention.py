@@ -154,14 +154,14 @@ def cases(dtype: str) -> Iterator[Case]:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-def specs(case: Case, tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
+def specs(tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
     names = {dtype: name for name, dtype in DTYPES.items()} | {torch.bool: "bool"}
     return tuple(TensorSpec(tuple(x.shape), names[x.dtype]) for x in tensors)
 
 
 def ways(case: Case, tensors: Sequence[torch.Tensor]) -> dict[str, Plan]:
     """Return the plans of the host by name, its first choice first."""
-    problem, y = attention_of(case.node(), specs(case, tensors), gpu(0))
+    problem, y = attention_of(case.node(), specs(tensors), gpu(0))
     return {way.name: Plan((y,), way.steps, way.scratch) for way in implementations(problem, gpu(0))}
 
 
@@ -175,7 +175,7 @@ def sets_of(case: Case) -> tuple[list[list[torch.Tensor]], int]:
 
 def runner(case: Case, plan: Plan, sets: Sequence[Sequence[torch.Tensor]]) -> tuple[list[Callable[[], Any]], Any]:
     """Return calls that run a plan on each set, on PyTorch's current stream, and the result of the first."""
-    ready = planner.ready_plan(plan, specs(case, sets[0]))
+    ready = planner.ready_plan(plan, specs(sets[0]))
     scratch = torch.empty(ready.scratch_bytes + 256, device="cuda", dtype=torch.uint8)
     start = -(-scratch.data_ptr() // 256) * 256
     results = [torch.full(plan.outputs[0].shape, math.nan, device="cuda", dtype=DTYPES[case.dtype]) for _ in sets]

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from compiling import compile_all
 from gemm import L2_BYTES, copy_bytes_per_us, copy_us
+from plan_names import names_of
 from replays import REPLAYS, Calls, captured, in_turns
 from rows import Rows
 
@@ -271,7 +272,7 @@ def measure(case: Case, replays: int) -> dict[str, Any]:
     in_torch = case.in_torch(sets)
     expected = reference(case, in_torch[0])
     graphs = {"cudnn": captured([functools.partial(bare(case), each) for each in in_torch])}
-    row: dict[str, Any] = {"sets": len(sets), "flops": case.shape.flops, "candidates": []}
+    row: dict[str, Any] = {"sets": len(sets), "flops": case.shape.flops, "candidates": {}}
     # Of depthwise ones that takes 0.1 to 0.7 ms, and there is none that is transposed.
     if case.activation == "relu" and not case.shape.depthwise and not case.shape.transposed:
         try:
@@ -283,55 +284,32 @@ def measure(case: Case, replays: int) -> dict[str, Any]:
     except ValueError as error:
         plans, row["refused"] = [], str(error)
     out = torch.empty(case.y_shape, device="cuda", dtype=DTYPES[case.dtype])
-    for name, plan in zip(names_of(plans), plans, strict=True):
+    names, errors = names_of(plans), dict[str, float]()
+    for name, plan in zip(names, plans, strict=True):
         out.fill_(math.nan)
         torch.cuda.synchronize()  # the first call runs on another stream
-        found: dict[str, Any] = {"name": name}
-        row["candidates"].append(found)
         try:
             calls = runs(plan, sets, out)
             calls[0]()
             torch.cuda.synchronize()
-            found["error"] = float((out.to(expected.dtype) - expected).abs().max() / expected.abs().max())
-            found["right"] = found["error"] <= LARGEST_ERROR[case.dtype]
+            errors[name] = float((out.to(expected.dtype) - expected).abs().max() / expected.abs().max())
             graphs[name] = captured(calls)
         except Exception:  # the others are still worth measuring
-            found["failed"] = traceback.format_exc()
+            row.setdefault("failed_candidates", {})[name] = traceback.format_exc()
             torch.cuda.synchronize()  # raises where the GPU runs nothing any more
     times = in_turns(graphs, replays)
     row |= {f"{name}_us": times[name] for name in ("cudnn", "fused") if name in times}
-    for each in row["candidates"]:
-        each |= {"us": times[each["name"]]} if each["name"] in times else {}
+    row["candidates"] = {name: times[name] for name in errors if name in times}
+    if wrong := {name: error for name, error in errors.items() if not error <= LARGEST_ERROR[case.dtype]}:
+        row["wrong_candidates"] = wrong
     moved = sum(t.numel() * t.element_size() for t in (*sets[0].values(), out))
     row |= {"bytes": moved, "copy_us": copy_us(moved)}
-    timed = [each for each in row["candidates"] if "us" in each and each["right"]]
-    if timed:
-        best = min(timed, key=lambda each: each["us"])
-        row |= {"best": best["name"], "us": best["us"], "first_us": row["candidates"][0].get("us")}
-        row |= {"error": best["error"], "tflops": case.shape.flops / best["us"] / 1e6}
-        row |= {"over_cudnn": best["us"] / row["cudnn_us"], "over_copy": best["us"] / row["copy_us"]}
+    if timed := {name: us for name, us in row["candidates"].items() if name not in wrong}:
+        best, us = min(timed.items(), key=lambda each: each[1])
+        row |= {"best": best, "us": us, "first_us": row["candidates"].get(names[0]), "error": errors[best]}
+        row |= {"tflops": case.shape.flops / us / 1e6, "over_cudnn": us / row["cudnn_us"]}
+        row["over_copy"] = us / row["copy_us"]
     return row
-
-
-def names_of(plans: Sequence[Plan]) -> list[str]:
-    """Return a name of each plan: its kernels with the macros in which the plans differ, or what else its steps are."""
-    values: dict[tuple[str, str], set[str]] = {}
-    for plan in plans:
-        for step in plan.steps:
-            for macro, value in step.kernel.defines.items() if isinstance(step, Launch) else ():
-                values.setdefault((step.kernel.source, macro), set()).add(str(value))
-    names = list[str]()
-    for number, plan in enumerate(plans):
-        parts = []
-        for step in plan.steps:
-            if isinstance(step, Launch):
-                source, defines = step.kernel.source, step.kernel.defines.items()
-                differing = [f"{macro}={value}" for macro, value in defines if len(values[source, macro]) > 1]
-                parts.append(" ".join([source, *differing]))
-            else:
-                parts.append(type(step).__name__.lower())
-        names.append(f"{number}: {', '.join(parts)}")
-    return names
 
 
 # ---- output ------------------------------------------------------------------------------------------------------
@@ -352,8 +330,7 @@ HEAD = f"{'':46}{'cudnn':>8}{'fused':>8}{'ours':>8}{'ratio':>7}{'copy':>8}{'TFLO
 def line(row: dict[str, Any]) -> str:
     numbers = [f"{row[name]:8.1f}" if name in row else f"{'-':>8}" for name in ("cudnn_us", "fused_us", "us")]
     ratio = f"{row['over_cudnn']:7.2f}" if "us" in row else f"{'-':>7}"
-    bad = [c["name"].split(":")[0] for c in row["candidates"] if "failed" in c]
-    wrong = [c["name"].split(":")[0] for c in row["candidates"] if c.get("right") is False]
+    bad, wrong = ([name.split(":")[0] for name in row.get(f"{kind}_candidates", ())] for kind in ("failed", "wrong"))
     notes = f" FAILED {','.join(bad)}" * bool(bad) + f" WRONG {','.join(wrong)}" * bool(wrong)
     rest = (
         f"{row['tflops']:9.0f}{row['error']:10.1e}  {row['best']}" if "us" in row else f"{'-':>9}{'-':>10}  no kernel"

@@ -9,7 +9,6 @@ before, and a first process of each is not counted, because it brings the files 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
@@ -17,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from result_text import result_text
 
 import onnxfuse
 from onnxfuse.ir.save import save
@@ -63,7 +64,7 @@ def main() -> None:
         rows.append({"engine": way, "first_answer_s": statistics.median(starts), "later_ms": statistics.median(later)})
         print("{engine:12} first answer after {first_answer_s:.3f} s, later runs {later_ms:.3f} ms".format(**rows[-1]))
     if arguments.out:
-        arguments.out.write_text(json.dumps({"model": arguments.model.name, "rows": rows}, indent=2), encoding="utf-8")
+        arguments.out.write_text(result_text({"model": arguments.model.name, "rows": rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import json
 import logging
 import math
 import statistics
@@ -32,6 +31,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+from result_text import result_text
 
 from onnxfuse import optimize
 from onnxfuse.bench.machine import device, versions
@@ -331,7 +331,7 @@ def compare_files(
         "models": models,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (arguments.out / name).write_text(result_text(result), encoding="utf-8")
 
 
 def cases() -> Iterator[Case]:

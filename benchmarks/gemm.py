@@ -165,31 +165,29 @@ def measure(case: Case, peers: list[Peer], with_onnxruntime: bool) -> dict[str, 
     sets = operand_sets(case)
     reference = case.formula(*(t.double() for t in sets[0]))
     torch.cuda.synchronize()  # later work runs on other streams and may reuse the memory of these operands
-    row: dict[str, Any] = {"sets": len(sets), "flops": gemm.flops, "candidates": []}
+    row: dict[str, Any] = {"sets": len(sets), "flops": gemm.flops, "candidates": {}}
     graphs = {f"bare {i}": captured(calls) for i, calls in enumerate(bare(case, sets))}
     graphs |= {peer.__name__: captured(peer(case, sets)) for peer in peers}
-    for way in implementations.implementations(gemm, gpu(0)):
+    ways, errors = implementations.implementations(gemm, gpu(0)), dict[str, float]()
+    for way in ways:
         out = torch.full(y.shape, math.nan, device="cuda", dtype=DTYPES[case.dtype])
         try:
             graphs[way.name] = captured(runs(way, y, sets, out))
-            worst = float((out.double() - reference).norm() / reference.norm().clamp(min=1e-30))
-            row["candidates"].append({"name": way.name, "error": worst})
+            errors[way.name] = float((out.double() - reference).norm() / reference.norm().clamp(min=1e-30))
         except Exception:  # the others are still worth measuring
-            row["candidates"].append({"name": way.name, "failed": traceback.format_exc()})
+            row.setdefault("failed_candidates", {})[way.name] = traceback.format_exc()
     times = in_turns(graphs)
     row |= {f"{peer.__name__}_us": times[peer.__name__] for peer in peers}
     if with_onnxruntime:
         row["onnxruntime_us"] = onnxruntime(case, sets)
     row["bare_us"] = min(us for name, us in times.items() if name.startswith("bare "))
-    for each in row["candidates"]:
-        if "error" in each:
-            each["us"] = times[each["name"]]
-    best = min((each for each in row["candidates"] if "us" in each), key=lambda each: each["us"])
-    row |= {"best": best["name"], "us": best["us"], "first_us": row["candidates"][0].get("us")}
-    row |= {"tflops": gemm.flops / best["us"] / 1e6, "over_bare": best["us"] / row["bare_us"]}
+    row["candidates"] = {name: times[name] for name in errors}
+    best, us = min(row["candidates"].items(), key=lambda each: each[1])
+    row |= {"best": best, "us": us, "first_us": row["candidates"].get(ways[0].name), "error": max(errors.values())}
+    row |= {"tflops": gemm.flops / us / 1e6, "over_bare": us / row["bare_us"]}
     if case.m <= FEW_ROWS:
         weights = (2 if gemm.up else 1) * case.n * case.k * 2
-        row["share_of_copy"] = weights / best["us"] / copy_bytes_per_us()
+        row["share_of_copy"] = weights / us / copy_bytes_per_us()
         row["copy_us"] = copy_us(weights)
     return row
 
@@ -275,10 +273,11 @@ def line(row: dict[str, Any]) -> str:
     times = ("eager_us", "inductor_us", "onnxruntime_us")
     peers = " ".join(f"{name[:-3]} {row[name]:.1f}" for name in times if name in row)
     share = f" {100 * row['share_of_copy']:3.0f}% of copy" if "share_of_copy" in row else ""
-    each = ", ".join(f"{c['name']} {c['us']:.1f}" if "us" in c else f"{c['name']} FAILED" for c in row["candidates"])
+    each = ", ".join(f"{name} {us:.1f}" for name, us in row["candidates"].items())
+    failed = "".join(f", {name} FAILED" for name in row.get("failed_candidates", ()))
     return (
         f"{shape:16}{row['dtype']:9}{row['epilogue']:14}{row['us']:8.1f} us {row['tflops']:6.0f} TFLOP/s "
-        f"{row['over_bare']:5.2f} x bare {row['bare_us']:.1f}{share} {peers} | {each}"
+        f"{row['over_bare']:5.2f} x bare {row['bare_us']:.1f}{share} {peers} | {each}{failed}"
     )
 
 

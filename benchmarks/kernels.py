@@ -40,10 +40,11 @@ from typing import Any
 
 import torch
 from kernel_cases import DTYPES, Case, cases
+from plan_names import names_of
 from rows import Rows
 
 from onnxfuse.runtime import planner
-from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan import Plan, TensorSpec
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 L2_BYTES = 60 << 20
@@ -145,8 +146,7 @@ def measure(case: Case, peers: Peers) -> dict[str, Any]:
     alone = [per_launch(rotated(plan, read, written), moved) for plan in plans]
     in_chain = [per_launch(chained(case, plan, read[0], written[0]), moved) for plan in plans]
     for name, each in ("us", alone), ("chain_us", in_chain):
-        (row[name], row[f"{name}_spread"]), plan = min(zip(each, plans, strict=True), key=lambda pair: pair[0])
-        row[f"{name}_launch"] = described(plan)
+        (row[name], row[f"{name}_spread"]), row[f"{name}_plan"] = min(zip(each, names_of(plans), strict=True))
     row["error"] = max(difference(case, plan, read[0], written[0]) for plan in plans)
     row["copy_us"], _ = per_launch(copies(moved, len(read)), moved)
     row["tb_per_s"], row["share_of_copy"] = moved / row["us"] / 1e6, row["copy_us"] / row["us"]
@@ -165,16 +165,6 @@ def measure(case: Case, peers: Peers) -> dict[str, Any]:
 def rotated(plan: Plan, read: list[list[torch.Tensor]], written: list[list[torch.Tensor]]) -> list[Callable[[], None]]:
     """Return one launch for each set of inputs and outputs."""
     return [launcher(plan, *pair) for pair in zip(read, written, strict=True)]
-
-
-def described(plan: Plan) -> dict[str, Any]:
-    """Return the compile-time constants of a plan's launch."""
-    (step,) = plan.steps
-    assert isinstance(step, Launch)
-    return {
-        "grid": step.grid, "block": step.block, "cluster": step.cluster, "shared": step.shared,
-        "defines": dict(step.kernel.defines),
-    }  # fmt: skip
 
 
 def chained(case: Case, plan: Plan, read: list[torch.Tensor], written: list[torch.Tensor]) -> list[Callable[[], None]]:

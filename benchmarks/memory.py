@@ -13,7 +13,6 @@ and told besides is the size of onnxruntime when it runs the model alone.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import numpy
 import onnx
 from onnx import TensorProto, helper
+from result_text import result_text
 
 WIDTH, HIDDEN, HEADS = 2048, 5632, 16
 INTERVAL = 0.02  # seconds between two looks at the memory
@@ -75,7 +75,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     kind = f"{'-packed' if given.packed else ''}{'-verify' if given.verify else ''}"
     path = given.out / f"memory{kind}-{result['date']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(result_text(result), encoding="utf-8")
 
 
 def peak(arguments: Sequence[str]) -> Peak:

@@ -48,6 +48,7 @@ from clocks import Clocks
 from model_cases import Case, Work, export
 from model_tables import cell, tables
 from peers import CONVOLUTIONS, MAX_AUTOTUNE, PEERS, QUICK, TOLERANCE, Peer, reference, relative_error, release
+from result_text import read_result, result_text
 from warm import in_processes
 
 from onnxfuse.bench.machine import device, versions
@@ -122,7 +123,7 @@ def measure(
         for row, prepared in ready:
             prepared.run()  # PyTorch frees what a CUDA graph wrote when another one runs
             error = relative_error(reference(work), prepared.outputs())
-            row |= {"relative_error": error if error < math.inf else None, "agrees": error <= TOLERANCE}
+            row |= {"relative_error": error if error < math.inf else "inf", "agrees": error <= TOLERANCE}
     for row, _ in ready:
         row["total_s"] = round(row["total_s"] + (time.perf_counter() - started) / len(ready), 2)
     return rows
@@ -308,7 +309,7 @@ def estimate(pairs: Sequence[Pair], out: Path) -> float:
 def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """Return the results of an earlier run on the same device with the same versions, for pairs not measured now."""
     try:
-        before = json.loads((out / "models.json").read_text(encoding="utf-8"))
+        before = read_result((out / "models.json").read_text(encoding="utf-8"))
         if any(before[key] != head[key] for key in ("schema", "provider", "device", "versions")):
             return []
     except (OSError, ValueError, KeyError):
@@ -320,7 +321,7 @@ def earlier(out: Path, head: Mapping[str, Any], pairs: Sequence[Pair]) -> list[d
 def write(out: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the results so far; readers see the old file or the new one."""
     part = out / "models.json.part"
-    part.write_text(json.dumps({**head, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    part.write_text(result_text({**head, "results": rows}), encoding="utf-8")
     part.replace(out / "models.json")
 
 

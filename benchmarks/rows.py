@@ -6,13 +6,13 @@ import datetime
 import functools
 import importlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import cupy
 import torch
+from result_text import read_result, result_text
 
 
 @functools.cache
@@ -43,7 +43,7 @@ class Rows:
         self._path, self._fields, self._more = path, fields, more
         self._rows: dict[str, Mapping[str, Any]] = {}
         if earlier is not None:
-            found = json.loads(earlier.read_text(encoding="utf-8"))
+            found = read_result(earlier.read_text(encoding="utf-8"))
             if found["versions"] != versions():
                 raise SystemExit(f"{earlier} was measured with {found['versions']}; here are {versions()}")
             self._rows = {self._key(row): row for row in found["rows"]}
@@ -54,18 +54,5 @@ class Rows:
 
     def put(self, row: Mapping[str, Any]) -> None:
         self._rows[self._key(row)] = row
-        self._path.write_text(text({"versions": versions(), **self._more}, list(self._rows.values())), encoding="utf-8")
-
-
-def text(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return JSON with a line for each row; numbers have six digits, and "nan" and "inf" are strings."""
-    lines = ",\n".join(json.dumps(_short(row), default=str) for row in rows)
-    return f'{json.dumps(head, indent=1, default=str)[:-2]},\n "rows": [\n{lines}\n]}}\n'
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {key: _short(each) for key, each in value.items()}
-    return [_short(each) for each in value] if isinstance(value, list | tuple) else value
+        result = {"versions": versions(), **self._more, "rows": list(self._rows.values())}
+        self._path.write_text(result_text(result), encoding="utf-8")

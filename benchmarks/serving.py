@@ -42,6 +42,7 @@ from typing import Any, get_args
 sys.path.insert(0, str(Path(__file__).parent))
 
 from model_cases import Case, export
+from result_text import read_result, result_text
 from serving_cold import caches_in, cold
 from serving_engines import ENGINES, Bounds, Served
 from serving_growth import beyond_onnxruntime, growing_cache, memory
@@ -222,10 +223,10 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 def earlier(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that were measured before under the same conditions."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_result(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    same = json.loads(json.dumps({**head, "date": before.get("date")}))
+    same = read_result(result_text({**head, "date": before.get("date")}))
     return before["parts"] if {**before, "parts": None} == {**same, "parts": None} else {}
 
 
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 prepared[case.name] = run.prepared(given, case)
             parts[part] = {"date": head["date"], **measure(run, part, prepared[case.name])}
             draft = path.with_suffix(".part")
-            draft.write_text(json.dumps({**head, "parts": parts}, indent=1) + "\n", encoding="utf-8")
+            draft.write_text(result_text({**head, "parts": parts}), encoding="utf-8")
             draft.replace(path)
             print(table(part, parts[part]) + "\n", flush=True)
     return None

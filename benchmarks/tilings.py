@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from kernel_cases import Case, row_cases
+from result_text import result_text
 from rows import versions
 
 from kernels import chained, copies, difference, per_launch, rotated, sets_of
@@ -145,7 +145,7 @@ def main(given: argparse.Namespace) -> None:
             results[key] = sweep(case)
             report(case, results[key])
             torch.cuda.empty_cache()
-            Path(given.out, "tilings.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+            Path(given.out, "tilings.json").write_text(result_text(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

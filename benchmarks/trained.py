@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 import time
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from result_text import result_text
 
 from onnxfuse import optimize
 from onnxfuse.bench.machine import device
@@ -96,7 +96,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("onnxfuse", "onnx", "onnxruntime", "numpy")}, "rows": rows,
     }  # fmt: skip
     if arguments.out:
-        arguments.out.write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(result_text(head), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -159,10 +159,6 @@ __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits until all but the last PENDING committed groups are written.
-template <int PENDING>
-__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
-
 // Makes a thread's ordinary accesses to shared memory visible to TMA and wgmma; each writer calls it before the
 // barrier.
 __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -2,7 +2,7 @@
 
 Needs torch, transformers, onnxscript, onnx and onnxruntime:
 
-    python models/export.py                               # everything, tiny, into the archives of models/exported
+    python models/export.py                               # everything, tiny, into the archive in models/exported
     python models/export.py bert 'llama_*_dynamo_fp32'    # some of it
     python models/export.py bert --full --out /data/full  # the public sizes, for benchmarks
 """
@@ -15,7 +15,7 @@ import logging
 import platform
 import tempfile
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import onnxscript
 import torch
 import transformers
 from architecture import Input
-from exported_models import EXPORTED, SUFFIX, compress, decompress
+from exported_models import ARCHIVE, EXPORTED, INDEX, compress, decompress, files_of
 from exporters import SEED, Job, as_tuple, build_model, export_graph, number_values, strip_traces
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from table import ARCHITECTURES
@@ -157,9 +157,9 @@ def select(names: tuple[str, ...], full: bool) -> Iterator[Job]:
                 yield Job(architecture, variant, config)
 
 
-def load_index(path: Path) -> dict:
+def load_index(text: bytes) -> dict:
     """Return the index so far, so that a partial run keeps the other entries."""
-    index = json.loads(path.read_text()) if path.exists() else {}
+    index = json.loads(text)
     return {"made_with": versions(), "models": index.get("models", {}), "invalid": index.get("invalid", {})}
 
 
@@ -181,33 +181,32 @@ def lay_out(index: dict) -> str:
 
 
 def record(job: Job, result: Result, out: Path) -> None:
-    """Write a file and its index entry, and remove entries that the table no longer has."""
-    index = load_index(out / "index.json")
+    """Write a model and its index entry: into the archive, or a model of full size beside the index."""
+    model = result.proto.SerializeToString() if result.proto else None
+    archive, index, path = out / ARCHIVE, out / INDEX, out / job.file_name
+    if job.config is job.architecture.config:
+        content = archive.read_bytes() if archive.exists() else None
+        entries = updated(load_index(files_of(content)[INDEX] if content else b"{}"), job, result)
+        models = (decompress(content) if content else {}) | ({job.file_name: model} if model else {})
+        known = {name: each for name, each in models.items() if name in entries["models"]}
+        replace(archive, compress(known, lay_out(entries)))
+        return
+    if model:
+        replace(path, model)
+    else:
+        path.unlink(missing_ok=True)
+    replace(index, lay_out(updated(load_index(index.read_bytes() if index.exists() else b"{}"), job, result)).encode())
+
+
+def updated(index: dict, job: Job, result: Result) -> dict:
+    """Return the index with the entry of a result, and without entries that the table no longer has."""
     known = {variant.file_name(each.name) for each in ARCHITECTURES for variant in each.variants}
     for part, content in (("models", result.entry), ("invalid", result.invalid)):
         index[part].pop(job.file_name, None)
         if content:
             index[part][job.file_name] = content
         index[part] = {name: entry for name, entry in sorted(index[part].items()) if name in known}
-    model = result.proto.SerializeToString() if result.proto else None
-    if job.config is job.architecture.config:
-        record_variant(job, model, out / f"{job.architecture.name}{SUFFIX}", index["models"])
-    elif model:
-        replace(out / job.file_name, model)
-    else:
-        (out / job.file_name).unlink(missing_ok=True)
-    replace(out / "index.json", lay_out(index).encode())
-
-
-def record_variant(job: Job, model: bytes | None, archive: Path, known: Container[str]) -> None:
-    """Replace the archive of an architecture by one with this variant and the others that the index still has."""
-    models = decompress(archive.read_bytes()) if archive.exists() else {}
-    if model:
-        models[job.file_name] = model
-    if models := {name: each for name, each in models.items() if name in known}:
-        replace(archive, compress(models))
-    else:
-        archive.unlink(missing_ok=True)
+    return index
 
 
 @click.command(help=__doc__)
@@ -215,7 +214,7 @@ def record_variant(job: Job, model: bytes | None, archive: Path, known: Containe
 @click.option("--out", type=click.Path(path_type=Path), default=EXPORTED)
 @click.option("--full", is_flag=True, help="Export the public sizes; needs a folder of its own in --out.")
 def main(names: tuple[str, ...], out: Path, full: bool) -> None:
-    """Export the selected models and keep the index beside them up to date."""
+    """Export the selected models and keep their index up to date."""
     warnings.filterwarnings("ignore")  # tracing warns about each constant shape
     for logger in ("torch.onnx", "onnxscript", "onnx_ir", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)

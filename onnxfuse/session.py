@@ -92,7 +92,7 @@ def InferenceSession(
         providers,
         provider_options,
         prefer=prefer,
-        plans=choice,
+        choice=choice,
         plan_file=plan_file,
         **arguments,
     )
@@ -105,14 +105,14 @@ def open_session(
     provider_options: Sequence[ProviderOptions] | None = None,
     *,
     prefer: Prefer | None,
-    plans: PlanChoice,
+    choice: PlanChoice,
     plan_file: Path | None = None,
     **arguments: object,
 ) -> ort.InferenceSession:
     """Open a session like `InferenceSession`.
 
     prefer     which nodes run as kernels and which as bodies; None runs every node with a kernel as one
-    plans      which candidate plans of a kernel run
+    choice     which candidate plans of a kernel run
     plan_file  a file with plans, which is used if it fits
     """
     options = sess_options if sess_options is not None else ort.SessionOptions()
@@ -123,7 +123,7 @@ def open_session(
         found = pool.submit(find_target, options, providers, provider_options)
         model = read_model(source)
         calls = read_calls(model)
-    target, given = _find_plans(model, calls, found.result(), plans, plan_file)
+    target, given = _find_plans(model, calls, found.result(), choice, plan_file)
     files = external_files(model) if path else set()
     outside = file_outside(path.parent, files) if path and not configured_folder(options) else None
     why_alike = f"; nodes cannot differ, as '{outside}' leads out of the model's folder" if outside else None
@@ -134,10 +134,10 @@ def open_session(
         source = split_functions(model, mixed, read(source)).SerializeToString()
     kernels = [call for call, why in zip(calls, reasons, strict=True) if why is None]
     bodies = {call.op for call in calls} - {call.op for call in kernels}
-    register_operators(options, target, kernels, bodies, plans)
+    register_operators(options, target, kernels, bodies, choice)
     if kernels:
         arguments.setdefault("enable_fallback", 0)
-    with preparation(kernels, target, plans), external_data_folder(folder, options, shared=sess_options is not None):
+    with preparation(kernels, target, choice), external_data_folder(folder, options, shared=sess_options is not None):
         session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")

@@ -13,7 +13,7 @@ The fields of config.pbtxt are those of ModelConfig in triton-inference-server/c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -93,16 +93,18 @@ def export_triton(
         raise UsageError(f"'{folder}' is there already; give another --name, or --overwrite to replace it")
     served = Path(served_from) if served_from else repository.resolve()
     config = config_text(model, name, str(served / name / VERSION / LIBRARY_NAME), max_batch_size)
-    version = folder / VERSION
-    version.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        (version / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.parent / file, version / file)
-    shutil.copyfile(source, version / "model.onnx")
-    shutil.copyfile(library, version / LIBRARY_NAME)
-    shutil.copyfile(plans, version / (LIBRARY_NAME + PLANS_SUFFIX))
+    copies = {source: "model.onnx", library: LIBRARY_NAME, plans: LIBRARY_NAME + PLANS_SUFFIX}
+    _copy(copies | {source.parent / file: file for file in files}, folder / VERSION)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     return folder
+
+
+def _copy(copies: Mapping[Path, str], folder: Path) -> None:
+    """Copy files into a folder, which is made, under other names."""
+    for source, name in copies.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
 
 
 def _check_plans(model: onnx.ModelProto, file: PlanFile, path: Path) -> None:

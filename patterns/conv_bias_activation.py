@@ -10,6 +10,15 @@ def per_channel(value: Term) -> Term:
     return when(rearrange(value, "m 1 1 -> m 1 1"), "the output has two spatial axes", lambda rank: rank == 4)
 
 
+def shifted(scaled: Term, column_shift: Term) -> Term:
+    """Return the sum of an image and a number for each channel."""
+    return when(
+        scaled + per_channel(column_shift),
+        "kernels have either slopes of a PRelu or a shift of channels",
+        lambda activation: activation != "prelu",
+    )
+
+
 @fusion(
     out="n m ...",
     example={
@@ -62,12 +71,4 @@ def conv_bias_activation(
     total = before_activation(product, residual)
     activated = activation(total, alpha, beta, none=total, prelu=op.PRelu(total, per_channel(slope)))
     scaled = either(activated * per_channel(column_scale), activated)
-    shifted = either(
-        when(
-            scaled + per_channel(column_shift),
-            "kernels have either slopes of a PRelu or a shift of channels",
-            lambda activation: activation != "prelu",
-        ),
-        scaled,
-    )
-    return choose("residual_position", before=shifted, after=scaled + residual)
+    return choose("residual_position", before=either(shifted(scaled, column_shift), scaled), after=scaled + residual)

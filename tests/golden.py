@@ -80,7 +80,8 @@ def write() -> None:
     lines = []
     for name in sorted(INDEX):
         model, report = optimize(load_exported(name), verify=False)
-        lines.append(f"{json.dumps(name)}: {json.dumps(record(name, model, report.to_json()))}")
+        found = record(name, model, report.to_json())
+        lines.append(f"{json.dumps(name)}: {json.dumps(found, separators=(',', ':'))}")
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     print(f"{len(lines)} models, {RECORD.stat().st_size} bytes in {RECORD}")
 

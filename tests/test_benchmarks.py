@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from other_gpus import OTHER_GPUS
 
+from onnxfuse.runtime.plan import Kernel, Launch, Plan
+
 ROOT = Path(__file__).parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
 PROGRAMS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("models/*.py"), ROOT / "tests" / "sanitize.py"])
 WITH_OPTIONS = (
     "attention",
@@ -51,6 +57,58 @@ def test_the_benchmark_of_other_gpus_has_those_of_the_tests() -> None:
     for each in OTHER_GPUS:
         assert f'Device("{each.name}", {each.arch}, {each.multiprocessors}, {each.shared_per_block})' in text
     assert text.count('": Device("') == len(OTHER_GPUS)
+
+
+def benchmark(name: str) -> ModuleType:
+    """Return a module of benchmarks/, whose folder is not among those that modules are imported from."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_row_of_a_result_is_a_line() -> None:
+    rows = ({"us": 1.23456789, "shape": (1, 2)}, {"us": math.inf, "shape": [3], "best": "a"})
+    result = {"versions": {"cuda": "13.0"}, "rows": rows, "models": {"a": {"n": [1]}}}
+    module = benchmark("result_text")
+    text = module.result_text(result)
+    assert text.splitlines() == [
+        "{",
+        '"versions": {"cuda":"13.0"},',
+        '"rows": {"columns": ["us","shape","best"], "rows": [',
+        "[1.23457,[1,2],null],",
+        '["inf",[3],"a"]',
+        "]},",
+        '"models": {',
+        '"a":{"n":[1]}',
+        "}",
+        "}",
+    ]
+    rows = [{"us": 1.23457, "shape": [1, 2]}, {"us": "inf", "shape": [3], "best": "a"}]
+    assert module.read_result(text) == {**result, "rows": rows}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_is_laid_out_as_benchmarks_write_it(path: Path) -> None:
+    text, module = path.read_text(encoding="utf-8"), benchmark("result_text")
+    assert text == module.result_text(module.read_result(text))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_page_of_performance_names_a_result(path: Path) -> None:
+    assert f"(../benchmarks/results/{path.name})" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
+def test_a_plan_is_named_by_the_macros_in_which_plans_differ() -> None:
+    kernels = [Kernel("softmax", "softmax", {"T": "f16", "THREADS": threads}) for threads in (128, 256)]
+    launches = [Launch(kernel, (1, 1, 1), (128, 1, 1), ()) for kernel in kernels]
+    plans = [Plan((), (launch,)) for launch in launches] + [Plan((), (launches[0], launches[0]))]
+    assert benchmark("plan_names").names_of(plans) == [
+        "0: softmax THREADS=128",
+        "1: softmax THREADS=256",
+        "2: softmax THREADS=128, softmax THREADS=128",
+    ]
 
 
 def has(module: str, name: str) -> bool:

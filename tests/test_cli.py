@@ -19,18 +19,17 @@ from click.testing import CliRunner, Result
 from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
 
-from onnxfuse import cli
-from onnxfuse.cli import main
+from onnxfuse.cli import main, terminal
 from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
-DONE, FAILED, USAGE, PARTLY, NOTHING = 0, 1, 2, 3, 4  # the last two: how much was compared
+DONE, FAILED, USAGE, NOTHING = 0, 1, 2, 4  # 3 and 4 say how much was compared
 HANGS = 600  # seconds; a program that takes longer waits for something
 
 
 def test_the_time_limit_is_the_library_s() -> None:
     """The command line repeats it: the module that holds it imports numpy, which `--help` does without."""
-    (option,) = (p for p in cli.optimize_command.params if p.name == "timeout")
+    (option,) = (p for p in main.commands["optimize"].params if p.name == "timeout")
     assert option.default == own_process.DEFAULT_TIMEOUT
 
 
@@ -208,12 +207,12 @@ def test_a_pipe_is_refused(block: Path) -> None:
 
 def test_the_progress_bar_forgets_the_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of unknown length has no count, and its bar moves; it does not stand at the count before it."""
-    monkeypatch.setattr(cli, "SECONDS_WITHOUT_PROGRESS", 0.0)
+    monkeypatch.setattr(terminal, "SECONDS_WITHOUT_PROGRESS", 0.0)
     bars: list[Progress] = []
     monkeypatch.setattr(
         "rich.progress.Progress", lambda *columns, **how: bars.append(Progress(*columns, **how)) or bars[0]
     )
-    with cli._progress() as show:
+    with terminal.shown_progress() as show:
         for stage, done, of, total in (("fuse", 3, 504, 504), ("fuse", 504, 504, 504), ("verify: run it", 0, 0, None)):
             show(stage, done, of)
             (task,) = bars[0].tasks

@@ -68,7 +68,7 @@ def test_kernels_run_by_a_plan_file(program: Path, served: Callable[..., list[st
     assert answer.outputs == {"y": ([2, 3], pytest.approx((pattern(2, 3) + pattern(3)).ravel(), rel=1e-5))}
 
 
-def test_what_does_not_fit_is_said(program: Path, served: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said(program: Path, served: Callable[..., list[str]]) -> None:
     with pytest.raises(RuntimeError, match="run_model: onnxfuse: plan file /none: No such file or directory"):
         run_example(program, *served("onnxfuse.plans=/none"))
     answer = run_example(program, *served("onnxfuse.plans=/none", "onnxfuse.missing=body"))

@@ -185,7 +185,7 @@ def test_the_folders_of_the_example_need_no_installation() -> None:
     assert "snake" in {fusion.name for fusion in catalogue.with_folders([PATTERNS])}
 
 
-def test_a_package_that_is_installed_in_place_may_be_added_as_a_folder(site: Path, tmp_path: Path) -> None:
+def test_a_package_that_is_installed_in_place_may_be_added_as_a_folder(site: Path) -> None:
     install_example(site)
     assert add_kernels(site / "onnxfuse_snake" / "kernels") == ("snake",)
     assert len([each for each in kernel_folders() if each.origin.name != "onnxfuse"]) == 1

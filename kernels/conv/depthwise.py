@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.kernels.conv.fitting import few_fitting, fitting
 from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Scalar
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
@@ -86,23 +86,16 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """
     if not is_supported(conv):
         return []
-    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
-    fitting = best_first(found, lambda config: cost(conv, config, device))
-    chosen = [config for i, config in enumerate(fitting) if sum(map(config.resembles, fitting[:i])) < MAX_RESEMBLING]
+    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
+    ordered = best_first(found, lambda config: cost(conv, config, device))
+    chosen = [config for i, config in enumerate(ordered) if sum(map(config.resembles, ordered[:i])) < MAX_RESEMBLING]
     return [implementation(conv, config, device) for config in chosen[:MAX_IMPLEMENTATIONS]]
-
-
-def _fitting(conv: Conv, device: Device) -> list[DepthwiseConfig]:
-    """Return the configs that shared memory has room for."""
-    return [config for config in configs(conv) if config.shared(conv) <= device.shared_per_block]
 
 
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseConfig]:
     """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
-    return few_of_each(
-        problems, lambda conv: _fitting(conv, device), lambda conv, config: cost(conv, config, device), MAX_FEW
-    )
+    return few_fitting(problems, device, configs, cost, MAX_FEW)
 
 
 def is_supported(conv: Conv) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.kernels.conv import depthwise
+from onnxfuse.kernels.conv.fitting import few_fitting, fitting
 from onnxfuse.kernels.conv.problem import Conv, arguments_of_image, two
 from onnxfuse.kernels.conv.stem import MMA_ARCH, RESERVED_BYTES
 from onnxfuse.kernels.conv.usual import usual
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.menu import few_of_each
 from onnxfuse.kernels.tensors import ITEM_BYTES, PDL_ARCH, VECTOR_BYTES
 from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum, minimum
@@ -126,10 +126,9 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run it, the expected fastest first; none if conv_depthwise_mma.cu does not compute it."""
     if not is_supported(conv, device):
         return []
-    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else _fitting(conv, device)
-    fitting = best_first(found, lambda config: cost(conv, config, device))
+    found = _few(usual(conv), device) if is_symbolic(conv.n, *conv.sizes) else fitting(configs(conv), conv, device)
     chosen: list[DepthwiseMmaConfig] = []
-    for config in fitting:
+    for config in best_first(found, lambda config: cost(conv, config, device)):
         alike = sum(config.buffers == other.buffers for other in chosen)
         if alike < MAX_OF_BUFFERS and not any(map(config.resembles, chosen)):
             chosen.append(config)
@@ -138,20 +137,10 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     return [implementation(conv, config, device) for config in chosen]
 
 
-def _fitting(conv: Conv, device: Device, thorough: bool = True) -> list[DepthwiseMmaConfig]:
-    """Return the configs that shared memory has room for."""
-    return [config for config in configs(conv, thorough) if config.shared(conv) <= device.shared_per_block]
-
-
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device) -> list[DepthwiseMmaConfig]:
     """Return a few configs for a convolution of dynamic sizes, of which one is good for any size."""
-    return few_of_each(
-        problems,
-        lambda conv: _fitting(conv, device, thorough=False),
-        lambda conv, config: cost(conv, config, device),
-        MAX_FEW,
-    )
+    return few_fitting(problems, device, functools.partial(configs, thorough=False), cost, MAX_FEW)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:

@@ -17,6 +17,7 @@ from onnxfuse.kernels.conv import (
     stem,
 )
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
+from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
@@ -45,8 +46,6 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
     hopper.implementations,
     mma.implementations,
 )
-MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
-MAX_LIBRARY: Final = 2  # of them, those by cuDNN
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -57,17 +56,11 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     conv, y = conv_of(node, inputs, device)
-    if not conv.pixels * conv.m:
-        return [Plan((y,), ())]
-    found = implementations(of_fewer_axes(conv), device)
-    if not found:
-        raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
-    return [Plan((y,), each.steps, each.scratch) for each in found]
+    return plans(node, conv, y, lambda: implementations(of_fewer_axes(conv), device))
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """Return the ways to run a convolution with at least one element of y, the expected fastest first."""
     own = next((found for kind in KINDS if (found := kind(conv, device))), [])
     dynamic = is_symbolic(conv.n, *conv.sizes)  # cuDNN is asked for engines by their numbers
-    library = [] if own and dynamic else cudnn.implementations(conv, device)[:MAX_LIBRARY]
-    return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]
+    return with_library(own, [] if own and dynamic else cudnn.implementations(conv, device))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from onnxfuse.kernels.conv import cudnn
+from onnxfuse.kernels.conv.plans import plans, with_library
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.conv_transpose import depthwise, hopper, mma
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of, unsupported
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import is_symbolic
-
-MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
-MAX_LIBRARY: Final = 2  # of them, those by cuDNN
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
@@ -25,12 +22,7 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
     conv, y = conv_transpose_of(node, inputs, device)
-    if not conv.pixels * conv.m:
-        return [Plan((y,), ())]
-    found = implementations(conv, device)
-    if not found:
-        raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
-    return [Plan((y,), each.steps, each.scratch) for each in found]
+    return plans(node, conv, y, lambda: implementations(conv, device))
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:
@@ -38,6 +30,5 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     by_wgmma = hopper.implementations(conv, device)
     if is_symbolic(conv.n, *conv.sizes):  # the first kind alone: a template has few kernels, and none of cuDNN's
         return by_wgmma or depthwise.implementations(conv, device) or mma.implementations(conv, device)
-    library = cudnn.implementations(conv, device)[:MAX_LIBRARY]
     others = depthwise.implementations(conv, device) or mma.implementations(conv, device)
-    return [*[*by_wgmma, *others][: MAX_IMPLEMENTATIONS - len(library)], *library]
+    return with_library([*by_wgmma, *others], cudnn.implementations(conv, device))

@@ -131,24 +131,27 @@ def bench(
     """
     path = Path(model)
     progress("load", 0, 0)
-    original, folder = load(path)
-    if drawn := describe_random_node(original, inputs or {}, seeded=True):
-        raise VerificationError(drawn)
+    original, folder = _load(path, inputs or {})
     others = [(name, *load(other)) for name, other in _named(against).items()]
     choices = list(feeds_to_try(original, shapes, inputs or {}))
     fused, counts = _fused(path, original, patterns, progress)
-    base = "bodies" if fused is original else "original"
-    modes: tuple[Mode, ...] = (PLAIN, CUDA_GRAPH) if cuda_graph and provider == "cuda" else (PLAIN,)
-    runner = _Runner(provider, progress, modes, "cached" if tune == "now" else tune)
+    runner = _Runner(provider, progress, cuda_graph and provider == "cuda", "cached" if tune == "now" else tune)
     feeds, first = runner.first(original, folder, choices)
     if tune == "now":
         tune_model(fused, folder, feeds, provider, open_session, progress=progress)
-    expected = runner.expected(original, folder, feeds, first)
-    bound, failed = runner.start([(base, original, folder), ("fused", fused, folder), *others], base, feeds, first)
-    contenders = _in_order([*runner.timed(bound, expected, runs), *failed], [base, "fused", *_named(against)])
+    models = [("bodies" if fused is original else "original", original, folder), ("fused", fused, folder), *others]
+    contenders, bound = _timed(runner, models, feeds, first, runs)
     rows, why = _op_times(fused, folder, feeds, runner, bound) if ops and counts else ([], "")
-    models, rate = tuple(with_speed_ups(contenders, base)), copy_rate(provider, LARGE_COPY_BYTES)
-    return Bench(str(path), provider, device(provider), describe_feeds(feeds), counts, models, tuple(rows), rate, why)
+    given, rate = describe_feeds(feeds), copy_rate(provider, LARGE_COPY_BYTES)
+    return Bench(str(path), provider, device(provider), given, counts, contenders, tuple(rows), rate, why)
+
+
+def _load(path: Path, inputs: Mapping[str, Array]) -> tuple[onnx.ModelProto, Path | None]:
+    """Load the original.  Raises VerificationError if its outputs are random, so that they cannot be compared."""
+    model, folder = load(path)
+    if drawn := describe_random_node(model, inputs, seeded=True):
+        raise VerificationError(drawn)
+    return model, folder
 
 
 def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
@@ -158,8 +161,21 @@ def _named(against: Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
     return {str(path) if names.count(path.name) > 1 else path.name: path for path in paths}
 
 
-def _in_order(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    return sorted(contenders, key=lambda each: (names.index(each.name), each.mode != PLAIN))
+def _timed(
+    runner: _Runner,
+    models: Sequence[tuple[str, onnx.ModelProto, Path | None]],
+    feeds: dict[str, Array],
+    first: BoundSession,
+    runs: int | None,
+) -> tuple[tuple[Contender, ...], Mapping[tuple[str, Mode], BoundSession]]:
+    """Time models, of which the first is the original, and compare their outputs; return the sessions that run too."""
+    (base, original, folder), *_ = models
+    expected = runner.expected(original, folder, feeds, first)
+    bound, failed = runner.start(models, base, feeds, first)
+    names = [name for name, *_ in models]
+    found = [*runner.timed(bound, expected, runs), *failed]
+    in_order = sorted(found, key=lambda each: (names.index(each.name), each.mode != PLAIN))
+    return tuple(with_speed_ups(in_order, base)), bound
 
 
 def _fused(
@@ -198,12 +214,17 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Runner:
-    """Runs the models on one provider in some modes."""
+    """Runs the models on one provider, without CUDA graphs and with them."""
 
     provider: Provider
     progress: Progress
-    modes: Sequence[Mode]
+    cuda_graph: bool  # whether they also run with CUDA graphs
     tune: TunePolicy
+
+    @property
+    def modes(self) -> Sequence[Mode]:
+        """The modes that every model runs in."""
+        return (PLAIN, CUDA_GRAPH) if self.cuda_graph else (PLAIN,)
 
     def first(
         self, model: onnx.ModelProto, folder: Path | None, choices: Sequence[dict[str, Array]]
@@ -303,8 +324,8 @@ def _op_times(
     dispatches = explain_session(session.session) if session else ()
     try:
         rows = op_times(
-            fused, folder, feeds, runner.provider, dispatches, CUDA_GRAPH in runner.modes, runner.progress,
-            open_session, unfused=True, plans="first" if runner.tune == "never" else "known",
+            fused, folder, feeds, runner.provider, dispatches, runner.cuda_graph, runner.progress,
+            open_session, unfused=True, choice="first" if runner.tune == "never" else "known",
         )  # fmt: skip
         return rows, ""
     except Exception as error:  # such as too little memory for all values at once; the models are measured

@@ -7,7 +7,7 @@ layouts of all of them as those of two spatial axes: nchw and nhwc, ohwi and hwi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from onnxfuse.analysis.dims import Size
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 IMAGE_RANKS: Final = (3, 4, 5)  # numbers of axes; tensors of others stay channels-first
 # What the attribute w_layout says.  In ONNX, the weights of Conv are (M, C/group, H, W), and those of ConvTranspose,
 # whose layouts are ihwo and hwoi, are (C, M/group, H, W).
-WEIGHT_LAYOUTS: Final = ("ohwi", "hwio", "ihwo", "hwoi")
+WeightLayout: TypeAlias = Literal["ohwi", "hwio", "ihwo", "hwoi"]
 
 
 def to_last(rank: int) -> Perm:
@@ -30,8 +30,8 @@ def to_first(rank: int) -> Perm:
     return 0, rank - 1, *range(1, rank - 1)
 
 
-def weight_perm(layout: str, rank: int) -> Perm:
-    """Return the perm that brings the weights of a convolution from ONNX's layout to one of WEIGHT_LAYOUTS."""
+def weight_perm(layout: WeightLayout, rank: int) -> Perm:
+    """Return the perm that brings the weights of a convolution from ONNX's layout to this one."""
     return to_last(rank) if layout in ("ohwi", "ihwo") else (*range(2, rank), 1, 0)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from onnxfuse.ir.attributes import int_attribute, str_attribute
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
-from onnxfuse.layout.axes import Perm, to_last, weight_perm
+from onnxfuse.layout.axes import Perm, WeightLayout, to_last, weight_perm
 from onnxfuse.layout.bodies import Body, body_of_function, body_of_node
 from onnxfuse.layout.conversion import Conversion, Kind, Model, not_a_convolution
 from onnxfuse.layout.writer import Writer
@@ -48,7 +48,7 @@ def _conversion(
     assert is_constant(w)
     # Weights are (channels, filters / group, spatial...); in a depthwise one, those of all channels lie together.
     is_depthwise = w.shape[1] == 1 and w.shape[0] == int_attribute(node, "group", 1) > 1
-    w_layout = "hwoi" if is_depthwise else "ihwo"
+    w_layout: WeightLayout = "hwoi" if is_depthwise else "ihwo"
     images = [name for name in ("x", "residual") if name in operands]
 
     def write(writer: Writer) -> None:

@@ -18,6 +18,7 @@ from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
 from onnxfuse.ir.serde import node_proto
 from onnxfuse.layout.axes import (
     Perm,
+    WeightLayout,
     has_one_pixel,
     permuted,
     spatial_axes,
@@ -75,7 +76,7 @@ def _convolution(
     assert is_constant(w)
     filters, depth = w.shape[:2]
     is_stem = group == 1 and depth <= MAX_STEM_CHANNELS and not _is_transposed(operands["x"])
-    w_layout = "hwio" if depth == 1 and filters == group > 1 else "ohwi"
+    w_layout: WeightLayout = "hwio" if depth == 1 and filters == group > 1 else "ohwi"
     index = {name: i for i, name in enumerate(operands)}
 
     def write(writer: Writer) -> None:

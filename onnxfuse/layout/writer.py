@@ -12,7 +12,16 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, is_constant
-from onnxfuse.layout.axes import IMAGE_RANKS, Perm, has_one_pixel, permuted, to_first, to_last, weight_perm
+from onnxfuse.layout.axes import (
+    IMAGE_RANKS,
+    Perm,
+    WeightLayout,
+    has_one_pixel,
+    permuted,
+    to_first,
+    to_last,
+    weight_perm,
+)
 from onnxfuse.layout.bodies import Body, channels_last_function
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
@@ -73,8 +82,8 @@ class Writer:
             self._constants[key] = self.graph.constant(f"{constant.name}/nhwc", np.ascontiguousarray(value))
         return self._constants[key]
 
-    def weight(self, weight: Constant, layout: str) -> Constant:
-        """Return the weights of a convolution in one of WEIGHT_LAYOUTS; all that share them share that."""
+    def weight(self, weight: Constant, layout: WeightLayout) -> Constant:
+        """Return the weights of a convolution in this layout; all that share them share that."""
         perm = weight_perm(layout, len(weight.shape))
         if (weight.name, perm) not in self._constants:
             value = np.ascontiguousarray(constant_value(self.graph, weight).transpose(perm))

@@ -289,8 +289,8 @@ def _measured(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int
     template = prepared.template
     if not any(each.tuned and each.hints == sizes for each in template.variants):
         _add_fastest(situation, prepared, sizes, measure=True)
-    chosen = template.chosen(sizes) or candidates_at(_host_of(situation), template, sizes)[0]
-    if chosen.hints != sizes:
+    chosen = template.chosen(sizes)
+    if chosen is None or chosen.hints != sizes:
         chosen = candidates_at(_host_of(situation), template, sizes)[0]
     alone = Template(situation.node, with_sizes(template.inputs, sizes), situation.device, Expressions())
     alone.variants.append(Variant(concrete(chosen.plan), (), (), (), ()))

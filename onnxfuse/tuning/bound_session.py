@@ -40,12 +40,12 @@ Open = Callable[[str | bytes, ort.SessionOptions, ProvidersWithOptions], ort.Inf
 class OpenFused(Protocol):
     """Opens a session in which fused nodes run as kernels where `prefer` does not object: session.open_session.
 
-    plans    which candidate plans of a kernel run
+    choice   which candidate plans of a kernel run
     """
 
     def __call__(
         self, path_or_bytes: str | bytes, sess_options: ort.SessionOptions, providers: ProvidersWithOptions, /,
-        *, prefer: Prefer | None, plans: PlanChoice,
+        *, prefer: Prefer | None, choice: PlanChoice,
     ) -> ort.InferenceSession:  # fmt: skip
         """Open the session."""
         ...

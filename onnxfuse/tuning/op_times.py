@@ -96,7 +96,7 @@ class _Operator:
     values: Mapping[str, Value]
     options: ProviderOptions
     open_fused: OpenFused
-    plans: PlanChoice
+    choice: PlanChoice
 
 
 def op_times(
@@ -112,7 +112,7 @@ def op_times(
     options: ProviderOptions | None = None,
     only_kernels: bool = False,
     unfused: bool = False,
-    plans: PlanChoice = "measured",
+    choice: PlanChoice = "measured",
 ) -> list[OpTime]:
     """Time the fused nodes of the main graph on the values that they have in a run with `feeds`; slowest first.
 
@@ -122,13 +122,13 @@ def op_times(
     options       of the provider
     only_kernels  leave out the nodes that run as their bodies
     unfused       also time the nodes that no fusion took
-    plans         which candidate plans of a kernel run
+    choice        which candidate plans of a kernel run
     """
     how = {each.node: each for each in dispatches}
     chosen = [n for n in model.graph.node if n.domain == DOMAIN or (unfused and not UNTIMED.fullmatch(n.op_type))]
     values = _values(model, chosen, folder, feeds, provider, options or {})
     ops = [
-        _Operator(model, folder, nodes, values, options or {}, open_fused, plans)
+        _Operator(model, folder, nodes, values, options or {}, open_fused, choice)
         for nodes in _equal_nodes(model, chosen, values)
     ]
     if only_kernels:
@@ -277,7 +277,7 @@ def _bound(op: _Operator, copies: int, kernels: bool, provider: Provider, cuda_g
     """
     options = {**op.options, **({"enable_cuda_graph": 1} if cuda_graph else {})}
     model, feeds, shapes = _repeated(op, copies)
-    open_session = partial(op.open_fused, prefer=all_kernels, plans=op.plans) if kernels else None
+    open_session = partial(op.open_fused, prefer=all_kernels, choice=op.choice) if kernels else None
     session = start_session(model, op.folder, provider, open_session, options=options)
     for each in explain_session(session) if kernels else ():
         if each.how != "kernel":

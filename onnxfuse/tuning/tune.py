@@ -213,7 +213,7 @@ def _task(
 
 def _dispatch_to_kernels(task: _Task) -> Sequence[NodeDispatch]:
     """Return how each node runs in a session where all nodes with a kernel run as kernels."""
-    open_session = partial(task.open_fused, prefer=all_kernels, plans="measured")
+    open_session = partial(task.open_fused, prefer=all_kernels, choice="measured")
     try:
         session = start_session(task.model, task.folder, task.provider, open_session, options=task.options)
         return explain_session(session)
@@ -231,7 +231,7 @@ def _measure_plans(task: _Task, others: Sequence[Callable[[], Mapping[str, Array
     """
     if not others:
         return
-    open_session = partial(task.open_fused, prefer=all_kernels, plans="measured")
+    open_session = partial(task.open_fused, prefer=all_kernels, choice="measured")
     session = start_session(task.model, task.folder, task.provider, open_session, options=task.options)
     for done, make in enumerate(others):
         task.progress("measure plans", done, len(others))
@@ -330,7 +330,7 @@ def _warm_session(
 ) -> BoundSession:
     """Start a session and warm it up; without `prefer`, all nodes run as their bodies in plain onnxruntime."""
     options = {**task.options, **({"enable_cuda_graph": 1} if mode == CUDA_GRAPH else {})}
-    open_session = partial(task.open_fused, prefer=prefer, plans="measured") if prefer else None
+    open_session = partial(task.open_fused, prefer=prefer, choice="measured") if prefer else None
     session = start_session(model, task.folder, task.provider, open_session, options=options)
     bound = bind(session, task.feeds, task.provider, shapes, task.ordinal)
     for _ in range(WARM_UP_RUNS):

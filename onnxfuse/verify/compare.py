@@ -162,17 +162,37 @@ def compare(
         return Verification(None, (), str(error), sizes)
     except Exception as error:  # whatever onnxruntime or the file system raises is the finding
         return Verification(False, (), f"the optimized model does not run: {first_line(error)}", sizes)
+    return _verdict(*_differences(before, after, folder, reference, results, tell))
+
+
+def _differences(
+    original: onnx.ModelProto,
+    optimized: onnx.ModelProto,
+    folder: Path | None,
+    reference: Reference,
+    results: Sequence[Mapping[str, object]],
+    tell: Progress,
+) -> tuple[tuple[OutputDifference, ...], Reference]:
+    """Return the differences of the outputs, and the reference with those outputs that turned out to show nothing.
+
+    The original's noise is measured, and ties are looked for, only where an output differs by more than its tolerance.
+    """
     names = [name for name in reference.runs[0].outputs if name not in reference.random]
     errors = tuple(reference.worst_difference(results, name) for name in names)
-    if tolerance is None and any(not e.passed and math.isfinite(e.max_rel) for e in errors):
+    if reference.tolerance is None and any(not e.passed and math.isfinite(e.max_rel) for e in errors):
         tell("measure the noise of the original")
-        errors, unsteady = _allow_noise(before, folder, reference, errors)
+        errors, unsteady = _allow_noise(original, folder, reference, errors)
         reference = replace(reference, not_compared={**reference.not_compared, **unsteady})
     if any(not e.passed and not e.tolerance for e in errors):
-        ties = _find_ties(before, folder, reference, results, errors)
+        ties = _find_ties(original, folder, reference, results, errors)
         errors = tuple(replace(e, passed=True, reason="") if e.name in ties else e for e in errors)
         reference = replace(reference, not_compared={**reference.not_compared, **ties})
-    errors = _fail_changed_dtypes(before, after, errors) if reference.in_float32 else errors
+    return _fail_changed_dtypes(original, optimized, errors) if reference.in_float32 else errors, reference
+
+
+def _verdict(errors: Sequence[OutputDifference], reference: Reference) -> Verification:
+    """Return what the differences of the outputs say of the optimized model."""
+    sizes = tuple(run.sizes for run in reference.runs)
     failed = next((e for e in errors if not e.passed), None)
     reason = "; ".join(text for text in (failed.reason if failed else "", reference.note) if text)
     hidden = tuple(NotCompared(name, why) for name, why in reference.not_compared.items())

@@ -183,7 +183,7 @@ def _compare_part(
             compared |= _says_something(old)
             check = _Check(sessions, feeds, name, old, new, true if isinstance(true, np.ndarray) else None)
             if fault := check.fault():
-                return f"on {what} {fault}{_rounding_sentence(unfused, optimized, part)}"
+                return f"on {what} {fault}{_rounding_sentence(optimized, part)}"
     if not compared:
         raise VerificationError(reason)
     return ""
@@ -334,7 +334,7 @@ def _says_something(array: Array) -> bool:
         return bool((np.abs(_wide(array)) < MASK_MAGNITUDES.get(array.dtype.name, MASK_MAGNITUDE)).any())
 
 
-def _rounding_sentence(unfused: UnfusedGraph, optimized: onnx.ModelProto, part: Part) -> str:
+def _rounding_sentence(optimized: onnx.ModelProto, part: Part) -> str:
     """Return a sentence about Casts to half precision that only one of both has, "" for none."""
     replaced = _roundings(part.replaced)
     body = next((f for f in optimized.functions if f.domain == DOMAIN and f.name == part.fused.op_type), None)

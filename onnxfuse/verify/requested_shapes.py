@@ -100,17 +100,29 @@ def describe_feeds(feeds: Mapping[str, Array]) -> dict[str, str]:
 
 
 def parse_shapes(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[int, ...]]:
-    """Parse `input:8x512` into name and sizes.  The name may be left out if the model has one input."""
-    result: dict[str, tuple[int, ...]] = {}
+    """Parse `input:8x512` into name and sizes.  Raises UsageError as `split_shapes` does."""
+    found = split_shapes(shapes, inputs, r"\d+", "input:8x512")
+    return {name: tuple(map(int, sizes)) for name, sizes in found.items()}
+
+
+def split_shapes(shapes: Sequence[str], inputs: Sequence[Input], size: str, example: str) -> dict[str, tuple[str, ...]]:
+    """Split `input:8x512` into name and sizes.  The name may be left out if the model has one input.
+
+    size     the pattern of one size
+    example  of such a text, for the error
+
+    Raises UsageError for a text of another form, and for an input that is named twice.
+    """
+    result: dict[str, tuple[str, ...]] = {}
     for text in shapes:
         name, colon, dims = text.rpartition(":")
         name = inputs[0].name if not colon and len(inputs) == 1 else name
-        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
+        if not name or not re.fullmatch(f"{size}(x{size})*", dims):
             known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
-            raise UsageError(f"--shape '{text}' is not of the form input:8x512; the model's inputs: {known}")
+            raise UsageError(f"--shape '{text}' is not of the form {example}; the model's inputs: {known}")
         if name in result:
             raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
-        result[name] = tuple(map(int, dims.split("x")))
+        result[name] = tuple(dims.split("x"))
     return result
 
 

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from onnxfuse.errors import UsageError
 from onnxfuse.verify.inputs import Input
+from onnxfuse.verify.requested_shapes import split_shapes
 
 MAX_SPREAD: Final = 256  # combinations of sizes
 Range = tuple[int, int]  # the least and the greatest size; both are the same for a size that was given as one number
 
 
 def parse_ranges(shapes: Sequence[str], inputs: Sequence[Input]) -> dict[str, tuple[Range, ...]]:
-    """Parse `input:1..8x1..512` into name and ranges.  The name may be left out if the model has one input.
+    """Parse `input:1..8x1..512` into name and ranges.
 
-    Raises UsageError for a text of another form, and for an input that is named twice.
+    Raises UsageError as `split_shapes` does, and for a range whose least size is not the first.
     """
-    result: dict[str, tuple[Range, ...]] = {}
-    for text in shapes:
-        name, colon, dims = text.rpartition(":")
-        name = inputs[0].name if not colon and len(inputs) == 1 else name
-        if not name or not re.fullmatch(r"\d+(\.\.\d+)?(x\d+(\.\.\d+)?)*", dims):
-            known = ", ".join(f"{each.name}:{'x'.join(map(str, each.dims))}" for each in inputs)
-            raise UsageError(f"--shape '{text}' is not of the form input:1..8x512; the model's inputs: {known}")
-        if name in result:
-            raise UsageError(f"--shape is given twice for input '{name}'; give one of them")
-        result[name] = tuple(_range(part) for part in dims.split("x"))
-        for low, high in result[name]:
-            if low > high:
-                raise UsageError(f"--shape '{text}' has the range {low}..{high}; give the least size first")
-    return result
+    found = split_shapes(shapes, inputs, r"\d+(\.\.\d+)?", "input:1..8x512")
+    return {name: tuple(_range(name, size) for size in sizes) for name, sizes in found.items()}
 
 
-def _range(text: str) -> Range:
+def _range(name: str, text: str) -> Range:
     low, _, high = text.partition("..")
+    if high and int(low) > int(high):
+        raise UsageError(f"--shape of input '{name}' has the range {text}; give the least size first")
     return int(low), int(high or low)
 
 

@@ -36,7 +36,7 @@ def computed(graph: Graph) -> list[Tensor]:
 
 
 def feeds(inputs: list[dict[str, Any]], sizes: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
-    """Return random inputs as index.json describes them."""
+    """Return random inputs as the index of the exported models describes them."""
     random = np.random.default_rng(seed)
     result = {}
     for each in inputs:

@@ -306,8 +306,8 @@ def models() -> ModuleType:
     return module
 
 
-def results(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = json.loads((folder / "models.json").read_text(encoding="utf-8"))["results"]
+def results(models: ModuleType, folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = models.read_result((folder / "models.json").read_text(encoding="utf-8"))["results"]
     return {(row["model"], row["peer"]): row for row in rows}
 
 
@@ -320,7 +320,7 @@ def test_peers_are_measured_or_recorded_as_missing(
     peers = "ort,onnxfuse,onnxfuse-bodies" + ",torch-eager" * ("torch" in missing)
     peers += ",onnxscript" * ("onnxscript" in missing)
     models.main(["--out", str(tmp_path), "--only", "vit-b1", "--peers", peers, "--quick", "--provider", "cpu"])
-    found = results(tmp_path)
+    found = results(models, tmp_path)
     for name in "ort", "onnxfuse", "onnxfuse-bodies":
         row = found["vit-b1", name]
         assert set(row) >= TIMES and row["agrees"] and row["relative_error"] < 5e-3, row
@@ -356,7 +356,7 @@ def test_a_spent_budget_leaves_the_rest_out(
     models: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models.main(["--out", str(tmp_path), "--only", "vit-b1", "--quick", "--budget", "0", "--provider", "cpu"])
-    assert results(tmp_path) == {}
+    assert results(models, tmp_path) == {}
     assert "not measured, the 0 s are spent: vit-b1 ort" in capsys.readouterr().out
 
 
@@ -375,7 +375,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_results_only(
     monkeypatch.setattr(sys, "executable", str(program))
     common = ["--out", str(tmp_path), "--only", "vit-b1", "--peers", "ort,ort-graph", "--limit", limit]
     models.main([*common, "--provider", "cpu"])
-    rows = results(tmp_path)
+    rows = results(models, tmp_path)
     assert list(rows) == [("vit-b1", "ort"), ("vit-b1", "ort-graph")]
     assert all(row["error"].startswith(error) for row in rows.values())
 

@@ -23,7 +23,7 @@ from stand_in import CPU, SHIFT, Stage, model, node, stage
 from stored_plans import native_session
 
 import onnxfuse
-from onnxfuse import cli
+from onnxfuse.cli import main, terminal
 from onnxfuse.compile.compile_file import Compiled, LeftOut, compile_file
 from onnxfuse.compile.samples import samples_within
 from onnxfuse.compile.summary import summary
@@ -198,7 +198,7 @@ def test_nodes_without_a_kernel_are_named_with_the_reason(gpu: Stage, tmp_path: 
 
 
 def printed(result: Compiled) -> str:
-    console = cli.console()
+    console = terminal.console()
     with console.capture() as capture:
         console.print(summary(result), soft_wrap=True)
     return capture.get()
@@ -326,7 +326,7 @@ def test_a_session_without_python_runs_by_the_file(gpu: Stage, tmp_path: Path) -
 
 
 def command(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(cli.main, ["compile", *map(str, arguments)])
+    result = CliRunner().invoke(main, ["compile", *map(str, arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

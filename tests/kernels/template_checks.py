@@ -15,8 +15,6 @@ from onnxfuse.runtime.plan_bytes import plan_words
 from onnxfuse.runtime.symint import SymInt, SymReal
 from onnxfuse.runtime.template import Template, Variant, make_template, size_count, with_sizes
 
-Allowed = Callable[[Plan, Plan], bool]
-
 
 def template_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Template:
     """Return the template of a node whose dynamic dims are -1 - k."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from architectures import DEVICES, H200, to_compile
+from architectures import DEVICES, H200, check_compiles, to_compile
 from channels_last_cases import LARGE, RESIZES, SMALL, Case
 from kernel_hosts import host_of
 
@@ -60,10 +60,7 @@ def allowed_spills(kernel: Kernel) -> int:
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device, part: int) -> None:
     for kernel in to_compile(device, kernels, part, PARTS):
-        compiled = compile_cubin(kernel, device.arch)
-        spilled = compiled.spill_stores + compiled.spill_loads
-        assert spilled <= allowed_spills(kernel), f"{kernel} spills {spilled} bytes on sm_{device.arch}"
-        assert "warning" not in compiled.log, compiled.log
+        check_compiles(kernel, device, allowed_spills(kernel))
 
 
 @pytest.mark.parametrize("source", SOURCES)

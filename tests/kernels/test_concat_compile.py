@@ -7,14 +7,13 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from architectures import DEVICES, H200, to_compile
+from architectures import DEVICES, H200, check_compiles, to_compile
 from concat_cases import LARGE, SMALL, Case
 from kernel_hosts import host_of
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 from sampling import by_parts
 
-from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 
 FUSIONS = ("concat", "split")
@@ -44,10 +43,8 @@ def kernels(device: Device) -> list[Kernel]:
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_in_registers(device: Device, part: int) -> None:
     for kernel in to_compile(device, kernels, part, PARTS):
-        compiled = compile_cubin(kernel, device.arch)
-        assert compiled.stack <= 0, f"{kernel} has {compiled.stack} bytes of local memory on sm_{device.arch}"
-        assert compiled.registers <= 64, f"{kernel} takes {compiled.registers} registers on sm_{device.arch}"
-        assert "warning" not in compiled.log, compiled.log
+        registers = check_compiles(kernel, device, stack=0).registers
+        assert registers <= 64, f"{kernel} takes {registers} registers on sm_{device.arch}"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
@@ -63,7 +60,7 @@ def test_tensors_of_more_elements_than_a_word_counts() -> None:
     (plan,) = host_of("concat").candidates(case.node("concat", "float16"), case.specs("concat", "float16"), H200)
     (step,) = plan.steps
     assert isinstance(step, Launch) and step.kernel.defines["INDEX"] == "u64"
-    assert compile_cubin(step.kernel, 90).stack <= 0
+    check_compiles(step.kernel, H200, stack=0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ So a new family of kernels is compiled before it has tests of its own, which kno
 from __future__ import annotations
 
 import pytest
-from architectures import DEVICES, H200
+from architectures import DEVICES, H200, check_compiles
 from onnx import TensorProto, numpy_helper
 from spellings import NEWEST, OLDEST, Spelling, Unwritable, build
 
@@ -15,7 +15,6 @@ from onnxfuse.dsl.catalogue import builtin
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime.fused_calls import read_calls
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, TensorSpec
 
 # Their kernels take channels-last tensors alone, of which no pattern makes nodes; they have compile tests of their own.
@@ -36,8 +35,7 @@ def test_the_first_plan_of_a_generated_node_compiles(fusion: Fusion, device: Dev
     assert steps
     for step in steps:
         if isinstance(step, Launch):
-            compiled = compile_cubin(step.kernel, device.arch)
-            assert "warning" not in compiled.log, compiled.log
+            check_compiles(step.kernel, device, spills=None)
 
 
 def generated_node(fusion: Fusion, dtype: int) -> tuple[FusedNode, list[TensorSpec]]:

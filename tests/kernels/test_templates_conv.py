@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from architectures import A100, DEVICES, H200, T4, to_compile
+from architectures import A100, DEVICES, H200, T4, check_compiles, to_compile
 from conv_cases import ConvCase, depthwise, image, large_shapes
 from conv_emulation import run_emulated
 from dynamic_convs import DynamicConv, convolutions, own_tilings, transposed
@@ -174,13 +173,8 @@ def kernels(device: Device) -> list[Kernel]:
 @by_parts(PARTS)
 @pytest.mark.parametrize("device", sampled(DEVICES, 9), ids=lambda device: f"sm_{device.arch}")
 def test_kernels_compile_without_spills(device: Device, part: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
-    compile_cubin = importlib.import_module("onnxfuse.runtime.nvrtc").compile_cubin
     for kernel in to_compile(device, kernels, part, PARTS):
-        compiled = compile_cubin(kernel, device.arch)
-        spilled = compiled.spill_stores + compiled.spill_loads + compiled.stack
-        assert not spilled, f"{kernel} has {spilled} bytes outside registers on sm_{device.arch}"
-        assert "warning" not in compiled.log, compiled.log
+        check_compiles(kernel, device, stack=0)
 
 
 EMULATED = [

@@ -18,7 +18,7 @@ INDEX = read_index()
 
 
 def feeds_of(entry: dict, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Return random inputs as models/exported/index.json describes them."""
+    """Return random inputs as the index of the exported models describes them."""
     random_state, feeds = np.random.default_rng(0), {}
     for each in entry["inputs"]:
         dims = [evaluate(parse_size(d), sizes) if isinstance(d, str) else d for d in each["dims"]]

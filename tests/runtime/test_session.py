@@ -159,7 +159,7 @@ def test_a_measurement_may_prefer_the_body(gpu: Stage) -> None:
     def slow(_: object, calls: Sequence[Call], *__: object) -> list[Preference]:
         return [Preference(False, "the body was faster: 3 against 4 us") for _ in calls]
 
-    run = open_session(model(SHIFT), providers=[CPU], prefer=slow, plans="first")
+    run = open_session(model(SHIFT), providers=[CPU], prefer=slow, choice="first")
     assert [(r.how, r.why) for r in explain_session(run)] == [("body", "the body was faster: 3 against 4 us")]
 
 

@@ -240,9 +240,9 @@ def offered(monkeypatch: pytest.MonkeyPatch, gpu: Stage, trial: Pretended) -> No
     monkeypatch.setitem(autotune.trials, CPU, trial)
 
 
-def grid_of_a_run(gpu: Stage, plans: PlanChoice = "known") -> int:
+def grid_of_a_run(gpu: Stage, choice: PlanChoice = "known") -> int:
     given = feed(2, 3)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans=plans)
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice=choice)
     np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
     return gpu.last()[0]
 
@@ -276,7 +276,7 @@ def test_what_was_measured_counts_for_sizes_near_by(monkeypatch: pytest.MonkeyPa
     offered(monkeypatch, gpu, OnHost({1: 5, 2: 1, 3: 4}))
     assert grid_of_a_run(gpu, "measured") == 3
     forget()
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="known")
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="known")
     grids = []
     for rows in (1, 2, 3, 4, 5, 100):
         with contextlib.suppress(Exception):  # the plans are for six elements only
@@ -301,7 +301,7 @@ def test_a_session_that_measures_asks_at_each_shape(monkeypatch: pytest.MonkeyPa
     own = gpu.kernels("shift").candidates
     twice = lambda *arguments: [*own(*arguments), *own(*arguments)]  # noqa: E731
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", twice)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="measured")
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="measured")
     for rows in (2, 5, 2, 9):
         given = feed(rows, 4)
         np.testing.assert_array_equal(run.run(None, given)[0], given["x"] + given["b"])
@@ -326,7 +326,7 @@ def test_nothing_is_timed_where_nothing_is_computed(monkeypatch: pytest.MonkeyPa
         return [dataclasses.replace(plan(each), outputs=(inputs[0],)) for each in (1, 3)]
 
     monkeypatch.setattr(gpu.kernels("shift"), "candidates", empty)
-    run = open_session(model(SHIFT), providers=[CPU], prefer=None, plans="measured")
+    run = open_session(model(SHIFT), providers=[CPU], prefer=None, choice="measured")
     assert run.run(None, feed(0, 3))[0].shape == (0, 3)
     assert trial.timed == []
 

@@ -15,12 +15,9 @@ import pytest
 
 from onnxfuse.runtime import cache_folder as cache_folder_module
 from onnxfuse.runtime.cache_folder import cache_folder
-from onnxfuse.runtime.plan import Device
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import lookup, lookup_case, store
 
-DEVICE = Device("NVIDIA H200", 90, 132, 227 * 1024)
-CUDA = "CUDAExecutionProvider"
 HERE = {"gpu": "a", "driver": "1"}
 NODE = {"fusion": "layer_norm", "attributes": {"epsilon": 1e-5, "masked_score": float("-inf")}}
 SMALL, LARGE = {"shapes": ["4x8 float16"]}, {"shapes": ["4096x768 float16"]}
@@ -217,7 +214,7 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
     assert cache_folder() == tmp_path / ".cache" / "onnxfuse"
 
 
-def test_two_processes_write_one_measurement(tmp_path: Path) -> None:
+def test_two_processes_write_one_measurement() -> None:
     """A reader finds the whole measurement of one of them at any time, never a mixture."""
     script = """
 import sys

@@ -1,0 +1,31 @@
+"""The plans of a convolution or a transposed one, of which both hosts offer a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
+
+MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+MAX_LIBRARY: Final = 2  # of them, those by cuDNN
+
+
+def plans(
+    node: FusedNode, conv: Conv, y: TensorSpec, implementations: Callable[[], Sequence[Implementation]]
+) -> list[Plan]:
+    """Return the plans of a node, one of no steps if y has no elements.  Raises ValueError if no kernel takes it."""
+    if not conv.pixels * conv.m:
+        return [Plan((y,), ())]
+    found = implementations()
+    if not found:
+        raise ValueError(f"{node.fusion} '{node.name}': no kernel takes {conv}")
+    return [Plan((y,), each.steps, each.scratch) for each in found]
+
+
+def with_library(own: Sequence[Implementation], library: Sequence[Implementation]) -> list[Implementation]:
+    """Return the fastest of our own kernels, and behind them the few of cuDNN's engines that have room."""
+    library = library[:MAX_LIBRARY]
+    return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]

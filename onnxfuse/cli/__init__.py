@@ -1,0 +1,65 @@
+"""The command line: parse the arguments, call the library, print the result.
+
+Each command has a file of its name, and imports what it needs when it runs: `--version` and `--help` import neither
+onnx, NumPy nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
+from onnxfuse.cli.bench import bench_command
+from onnxfuse.cli.compile import compile_command
+from onnxfuse.cli.env import env_command
+from onnxfuse.cli.explain import explain_command
+from onnxfuse.cli.export_triton import export_triton_command
+from onnxfuse.cli.fusions import list_command, show_command
+from onnxfuse.cli.optimize import optimize_command
+from onnxfuse.cli.terminal import console
+from onnxfuse.cli.tune import tune_command
+from onnxfuse.cli.verify import verify_command
+from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.version import __version__
+
+
+class Commands(click.Group):
+    """Turns errors that users can act on into one line and an exit code: 2 for wrong usage, 1 for other failures."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command, and print an OnnxfuseError as one line."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if interrupts.seen():
+                raise KeyboardInterrupt from None
+            if not isinstance(error, OnnxfuseError):
+                raise
+            from rich.markup import escape
+
+            message = f"[red]error[/]: {escape(str(error))}"
+            console(stderr=True).print(message, highlight=False, soft_wrap=True)
+            ctx.exit(2 if isinstance(error, UsageError) else 1)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="onnxfuse")
+def main() -> None:
+    """Fuse the subgraphs of an ONNX model that one kernel could run."""
+
+
+for command in (
+    bench_command,
+    compile_command,
+    env_command,
+    explain_command,
+    export_triton_command,
+    list_command,
+    show_command,
+    optimize_command,
+    tune_command,
+    verify_command,
+):
+    main.add_command(command)

@@ -1,0 +1,85 @@
+"""The command `onnxfuse bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onnxfuse.cli.options import (
+    file_path,
+    kernels_option,
+    patterns_option,
+    provider_option,
+    shape_option,
+    tune_option,
+    use_kernels,
+)
+from onnxfuse.cli.terminal import console, shown_progress
+
+if TYPE_CHECKING:
+    from onnxfuse.tuning.bound_session import Provider
+    from onnxfuse.tuning.dispatch import TunePolicy
+
+
+@click.command("bench")
+@click.argument("model", type=file_path)
+@patterns_option
+@kernels_option
+@shape_option
+@click.option("--against", multiple=True, type=file_path, help="Time another model beside it (repeatable).")
+@click.option(
+    "--runs", type=click.IntRange(2), help="Runs of each model in each mode.  [default: as many as take two seconds]"
+)
+@provider_option
+@click.option(
+    "--cuda-graph/--no-cuda-graph", default=True, show_default=True, help="On CUDA, also run with CUDA graphs."
+)
+@click.option("--ops/--no-ops", default=True, show_default=True, help="Also time each operator alone.")
+@tune_option
+@click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file.")
+@click.option("--json", "json_file", type=file_path, help="Write the result to a JSON file.")
+@click.option("--chart", "chart_file", type=file_path, help="Draw the result to a .html or .png file.")
+def bench_command(
+    model: Path,
+    patterns: tuple[Path, ...],
+    kernels: tuple[Path, ...],
+    shapes: tuple[str, ...],
+    against: tuple[Path, ...],
+    runs: int | None,
+    provider: Provider | None,
+    cuda_graph: bool,
+    ops: bool,
+    tune: TunePolicy,
+    npz: Path | None,
+    json_file: Path | None,
+    chart_file: Path | None,
+) -> None:
+    """Time MODEL and the same model fused.
+
+    Both run in turns, and their outputs are compared; exits with 1 if one is wrong or does not run.
+    """
+    from onnxfuse.bench import chart
+    from onnxfuse.bench.bench import bench
+    from onnxfuse.ir.load import load
+    from onnxfuse.tuning.bound_session import default_provider
+    from onnxfuse.verify.inputs import load_inputs
+
+    if chart_file:
+        chart.check_name(chart_file)
+    provider = provider or default_provider()
+    use_kernels(kernels, provider)
+    inputs = load_inputs(npz, load(model)[0]) if npz else None
+    with shown_progress() as progress:
+        result = bench(
+            model, patterns=patterns, shapes=shapes, against=against, runs=runs, provider=provider,
+            cuda_graph=cuda_graph, inputs=inputs, ops=ops, tune=tune, progress=progress,
+        )  # fmt: skip
+    if json_file:
+        result.write(json_file)
+    if chart_file:
+        chart.draw(result, chart_file)
+    console().print(chart.tables(result))
+    sys.exit(0 if result.passed else 1)

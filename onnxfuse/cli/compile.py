@@ -1,0 +1,47 @@
+"""The command `onnxfuse compile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from onnxfuse.cli.options import file_path, kernels_option, option_option, options_by_name, shape_option, use_kernels
+from onnxfuse.cli.terminal import console, shown_progress
+
+
+@click.command("compile")
+@click.argument("model", type=file_path)
+@click.option("-o", "--output", "target", type=file_path, help="The file to write.  [default: MODEL.plans]")
+@click.option("--arch", "archs", multiple=True, metavar="sm_90", help="Compile for a compute capability (repeatable).")
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Compile for a GPU of this name (repeatable).")
+@kernels_option
+@shape_option
+@option_option
+def compile_command(
+    model: Path,
+    target: Path | None,
+    archs: tuple[str, ...],
+    gpus: tuple[str, ...],
+    kernels: tuple[Path, ...],
+    shapes: tuple[str, ...],
+    options: tuple[str, ...],
+) -> None:
+    """Compile the kernels of a fused MODEL into a plan file.
+
+    Sessions that find the file, beside the model or by plans=, plan and compile nothing.  It is made for the GPUs of
+    this machine, with what `onnxfuse tune` measured on them, or for those that --arch and --gpu name, which need not be
+    here.  A --shape may have ranges, as in ids:1..8x1..512, within which plans are chosen; other sizes run too.
+    """
+    from onnxfuse.compile.compile_file import compile_file
+    from onnxfuse.compile.summary import summary
+    from onnxfuse.ir.save import check_target
+
+    target = target or model.with_name(f"{model.name}.plans")
+    check_target(target)
+    use_kernels(kernels, "cuda")
+    with shown_progress() as progress:
+        compiled = compile_file(
+            model, target, archs=archs, gpus=gpus, shapes=shapes, options=options_by_name(options), progress=progress
+        )
+    console().print(summary(compiled), soft_wrap=True)

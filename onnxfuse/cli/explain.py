@@ -1,0 +1,67 @@
+"""The command `onnxfuse explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onnxfuse.cli.options import file_path, patterns_option
+from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.errors import UsageError
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@click.command("explain")
+@click.argument("source", type=file_path)
+@click.argument("fusion", required=False)
+@click.option("--node", help="Show only what was tried around this node.")
+@click.option("--limit", type=click.IntRange(0), default=5, show_default=True, help="How many misses to show.")
+@patterns_option
+def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
+    """Show where SOURCE nearly matches a fusion.
+
+    Each miss names the node that differs, what was found and what the fusion requires.
+    """
+    from rich.markup import escape
+
+    from onnxfuse.dsl import catalogue
+    from onnxfuse.explain import explain, nearest, where_fused, where_inside
+    from onnxfuse.ir.load import load
+    from onnxfuse.optimizer import StageTimer, fuse_model
+
+    fusions = catalogue.with_folders(patterns)
+    if fusion:
+        catalogue.require_known(fusion, [f.name for f in fusions])
+    model, folder = load(source)
+    if node and (sentence := where_inside(model, node)):
+        console().print(escape(sentence))
+        return
+    if node:
+        _require_node(node, model)
+    with shown_progress() as progress:
+        fusing = fuse_model(model, folder, fusions, timer=StageTimer(progress)).fusing
+    if node and (sentence := where_fused(fusing.fused, node)):
+        console().print(escape(sentence))
+        return
+    misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
+    for miss in misses[:limit]:
+        click.echo(explain(miss) + "\n")
+    if not misses:
+        done = sum(fusion in (None, one.fusion) for one in fusing.fused)
+        click.echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
+    elif len(misses) > limit:
+        click.echo(f"{len(misses) - limit} more; --limit {len(misses)} shows all.")
+
+
+def _require_node(name: str, model: onnx.ModelProto) -> None:
+    """Raise UsageError, with the most similar name, unless a node or one of its outputs has this name."""
+    from difflib import get_close_matches
+
+    names = [known for node in model.graph.node for known in (node.name, *node.output) if known]
+    if name not in names:
+        near = get_close_matches(name, names, 1)
+        raise UsageError(f"there is no node '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))

@@ -1,0 +1,47 @@
+"""The command `onnxfuse export-triton`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from onnxfuse.cli.options import file_path
+
+
+@click.command("export-triton")
+@click.argument("source", type=file_path)
+@click.argument("repository", type=file_path)
+@click.option("--plans", type=file_path, help="The plan file of SOURCE.  [default: SOURCE.plans]")
+@click.option("--name", help="The name of the model in the repository.  [default: that of the file]")
+@click.option(
+    "--served-from", metavar="PATH",
+    help="Where the server sees the repository, as in a container.  [default: where it is written]",
+)  # fmt: skip
+@click.option(
+    "--max-batch-size", type=click.IntRange(0),
+    help="The largest batch that the server makes of requests.  [default: 32 if one dynamic dim is the first of all "
+    "inputs and outputs, else 0]",
+)  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace a model of that name.")
+def export_triton_command(
+    source: Path,
+    repository: Path,
+    plans: Path | None,
+    name: str | None,
+    served_from: str | None,
+    max_batch_size: int | None,
+    overwrite: bool,
+) -> None:
+    """Write a model repository for Triton.
+
+    The fused model SOURCE, the native library and the plan file of `onnxfuse compile` go into REPOSITORY, where Triton
+    Inference Server runs the kernels without Python.
+    """
+    from onnxfuse.triton import export_triton
+
+    folder = export_triton(
+        source, repository, plans=plans, name=name, served_from=served_from, max_batch_size=max_batch_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+    click.echo(f"wrote {folder}; start the server with --model-repository={served_from or repository.resolve()}")

@@ -1,0 +1,111 @@
+"""The command `onnxfuse optimize`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from onnxfuse.cli.options import (
+    EXIT_CODES,
+    file_path,
+    input_option,
+    only_option,
+    patterns_option,
+    shape_option,
+    skip_option,
+    timeout_option,
+    tolerance_option,
+)
+from onnxfuse.cli.terminal import console, shown_progress
+from onnxfuse.errors import UsageError
+
+
+@click.command("optimize")
+@click.argument("source", type=file_path)
+@click.argument("target", type=file_path, required=False)
+@only_option
+@skip_option
+@patterns_option
+@input_option
+@tolerance_option
+@shape_option
+@timeout_option
+@click.option(
+    "--fallback",
+    type=click.Choice(["onnx", "ort"]),
+    default="onnx",
+    show_default=True,
+    help="The operators in the bodies of fused nodes: standard ONNX, or also onnxruntime's own.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "nchw", "nhwc"]),
+    default="auto",
+    show_default=True,
+    help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
+)
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
+)
+@click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
+@click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
+@click.option("--overwrite", is_flag=True, help="Let TARGET be the file that SOURCE is.")
+def optimize_command(
+    source: Path,
+    target: Path | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    patterns: tuple[Path, ...],
+    npz: Path | None,
+    shapes: tuple[str, ...],
+    timeout: float,
+    tolerance: float | None,
+    fallback: Literal["onnx", "ort"],
+    layout: Literal["auto", "nchw", "nhwc"],
+    verify: bool,
+    report: Path | None,
+    dry_run: bool,
+    overwrite: bool,
+) -> None:
+    """Fuse SOURCE, verify the result, write TARGET.
+
+    Exits with 0 if all was compared and is equal, 3 if some outputs or fused nodes could not be compared, 4 if none
+    could; the files are written then too.
+    """
+    from onnxfuse.ir.load import load
+    from onnxfuse.ir.save import save
+    from onnxfuse.optimizer import optimize
+    from onnxfuse.report.report import check_name
+    from onnxfuse.verify.inputs import load_inputs
+
+    if target is None and not dry_run:
+        raise UsageError("give the file to write as a second argument, or --dry-run")
+    if report:
+        check_name(report)
+    if target is not None and not dry_run:
+        _check_target(source, target, overwrite)
+    inputs = load_inputs(npz, load(source)[0]) if npz else None
+    with shown_progress() as progress:
+        optimized, result = optimize(
+            source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, verify=verify,
+            inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
+        )  # fmt: skip
+    if target is not None and not dry_run:
+        save(optimized, target, folder=source.parent)
+        result = result.written(target)
+    if report:
+        result.write(report)
+    console().print(result.table())
+    sys.exit(EXIT_CODES[result.verified.status] if verify else 0)
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raise an error, before any work, if the model cannot be written, or would replace its source unasked."""
+    from onnxfuse.ir.save import check_target
+
+    check_target(target)
+    if target.exists() and source.exists() and target.samefile(source) and not overwrite:
+        raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")

@@ -1,0 +1,75 @@
+"""Options that several commands have, and what is done with their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from onnxfuse.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxfuse.tuning.bound_session import Provider
+
+EXIT_CODES: Final = {"verified": 0, "failed": 1, "partly": 3, "none": 4}  # of optimize and verify
+
+file_path = click.Path(path_type=Path)
+only_option = click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable).")
+skip_option = click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable).")
+patterns_option = click.option(
+    "--patterns", multiple=True, type=file_path, metavar="DIR", help="Also use the fusions in this folder (repeatable)."
+)
+kernels_option = click.option(
+    "--kernels", multiple=True, type=file_path, metavar="DIR", help="Also run the kernels in this folder (repeatable)."
+)
+shape_option = click.option(
+    "--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Set the sizes of an input (repeatable)."
+)
+provider_option = click.option(
+    "--provider", type=click.Choice(["cpu", "cuda"]),
+    help="Where to run.  [default: cuda if onnxruntime has it, else cpu]",
+)  # fmt: skip
+tune_option = click.option(
+    "--tune", type=click.Choice(["never", "cached", "now"]), default="cached", show_default=True,
+    help="never: run every kernel; cached: run the kernels and bodies that `onnxfuse tune` found to be faster; "
+    "now: tune first.",
+)  # fmt: skip
+tolerance_option = click.option(
+    "--tolerance", type=click.FloatRange(0, min_open=True), metavar="X",
+    help="The largest error of an output, relative to its largest value.  "
+    "[default: by its dtype, or more where the original's own noise is larger]",
+)  # fmt: skip
+input_option = click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file.")
+option_option = click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
+)
+timeout_option = click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=600, show_default=True, metavar="SECONDS",
+    help="How long opening a model in onnxruntime, or one run of it, may take.",
+)  # fmt: skip
+
+
+def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
+    """Split texts "name=value".  Raises UsageError for other texts."""
+    found: dict[str, str] = {}
+    for option in options:
+        name, equals, found[name] = option.partition("=")
+        if not (name and equals):
+            raise UsageError(f"--option '{option}' is not of the form NAME=VALUE; give it as in --option use_tf32=0")
+        if name == "device_id":
+            raise UsageError("give --device-id, not --option device_id")
+    return found
+
+
+def use_kernels(folders: tuple[Path, ...], provider: Provider) -> None:
+    """Let the sessions of a command run the kernels in these folders too.
+
+    Raises an error before any work if these, or those of an installed package, do not load.
+    """
+    from onnxfuse.runtime.kernel_folders import add_kernels, kernel_folders
+
+    for folder in folders:
+        add_kernels(folder)
+    if provider == "cuda":
+        kernel_folders()

@@ -1,0 +1,54 @@
+"""What commands print on: the console, and a progress bar."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import onnxfuse.interrupts as interrupts  # `from onnxfuse import` would import the pattern language
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
+
+
+@functools.cache
+def console(stderr: bool = False) -> Console:
+    """Return rich's console on stdout or stderr."""
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a progress bar once the work has taken SECONDS_WITHOUT_PROGRESS."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=console(stderr=True), transient=True)
+    shown, task = "load", bar.add_task("load", total=None)
+
+    def show(stage: str, done: int, of: int) -> None:
+        """Show a stage; each begins a new bar, which moves to and fro while nobody knows how much there is to do."""
+        nonlocal shown, task
+        if interrupts.seen():  # and something swallowed the exception
+            raise KeyboardInterrupt
+        if stage != shown or not of:
+            bar.remove_task(task)
+            shown, task = stage, bar.add_task(stage, total=None)
+        bar.update(task, completed=done, total=of or None)
+
+    timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, bar.start)
+    timer.start()
+    try:
+        yield show
+    finally:
+        timer.cancel()
+        timer.join()
+        if bar.live.is_started:  # stopping prints a newline
+            bar.stop()

@@ -1,0 +1,58 @@
+"""The command `onnxfuse verify`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from onnxfuse.cli.options import EXIT_CODES, file_path, input_option, shape_option, timeout_option, tolerance_option
+from onnxfuse.cli.terminal import console, shown_progress
+
+
+@click.command("verify")
+@click.argument("original", type=file_path)
+@click.argument("optimized", type=file_path)
+@tolerance_option
+@input_option
+@shape_option
+@timeout_option
+def verify_command(
+    original: Path,
+    optimized: Path,
+    npz: Path | None,
+    shapes: tuple[str, ...],
+    timeout: float,
+    tolerance: float | None,
+) -> None:
+    """Compare two models in onnxruntime.
+
+    Exits with 0 if all outputs are equal, 1 if one differs, 3 if some could not be compared, 4 if none could.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from onnxfuse.ir.load import load
+    from onnxfuse.verify.compare import compare
+    from onnxfuse.verify.inputs import load_inputs
+    from onnxfuse.verify.own_process import own_process
+
+    model, _ = load(original)
+    load(optimized)  # a file that cannot be read is an error here, and would be a difference to `compare`
+    inputs = load_inputs(npz, model) if npz else None
+    with own_process(timeout), shown_progress() as progress:
+        result = compare(
+            original, optimized, inputs=inputs, shapes=shapes, tolerance=tolerance,
+            progress=lambda step: progress(step, 0, 0),
+        )  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for name in "output", "largest error", "relative", "tolerance":
+        table.add_column(name)
+    for one in result.outputs:
+        table.add_row(escape(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
+    console().print(table)
+    for each in result.not_compared:
+        console().print(f"output '{escape(each.name)}' is not compared: {escape(each.reason)}", soft_wrap=True)
+    console().print("equal" if result.passed else escape(result.reason), soft_wrap=True)
+    sys.exit(EXIT_CODES[result.status])
