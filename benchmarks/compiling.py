@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import cupy
 
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         flags = compile_flags(kernel)
         if kernel.arch_specific:
             flags += (f"-arch={arch_name(kernel, gpu(0).arch)}",)
-        cupy.RawKernel(source_text(kernel.source), kernel.entry, options=flags).compile()
+        cupy.RawKernel(kernel_text(kernel), kernel.entry, options=flags).compile()
 
 
 if __name__ == "__main__":

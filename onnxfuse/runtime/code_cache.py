@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.runtime.cache_folder import cache_folder, warn_once
-from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, source_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_cubin, compile_flags, compiler_version, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
 DIGEST_BYTES: Final = 32  # of SHA-256, in front of the code, so that a damaged file is compiled again
@@ -33,7 +33,7 @@ def _path(kernel: Kernel, arch: int) -> Path | None:
     folder = cache_folder()
     if folder is None:
         return None
-    content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), source_text(kernel.source))
+    content = (compiler_version(), arch_name(kernel, arch), compile_flags(kernel), kernel_text(kernel))
     return folder / "code" / f"{hashlib.sha256(repr(content).encode()).hexdigest()}.cubin"
 
 

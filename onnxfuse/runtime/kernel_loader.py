@@ -11,7 +11,7 @@ from typing import Final
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, Kernel
 
 MAX_UNUSED_KERNELS: Final = 256  # that stay loaded when their sessions are gone, because the next session may use them
@@ -56,7 +56,7 @@ def load_kernel(kernel: Kernel, ordinal: int) -> LoadedKernel:
 
     Raises KernelError if it does not compile, NativeError if it cannot be loaded.
     """
-    key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), source_text(kernel.source))
+    key = (ordinal, kernel.entry, (arch_name(kernel, 0), *compile_flags(kernel)), kernel_text(kernel))
     with _lock:
         if loaded := _loaded.get(key):
             return loaded

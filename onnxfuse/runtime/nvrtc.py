@@ -50,6 +50,20 @@ def source_text(stem: str) -> str:
     return text
 
 
+def kernel_text(kernel: Kernel) -> str:
+    """Return what is compiled for a kernel, with its headers in it: its own text, or that of its file."""
+    if not kernel.text:
+        return source_text(kernel.source)
+    parts, end = [f'#line 1 "{kernel.source}.cu"\n'], 0
+    seen: set[Path] = set()
+    for include in INCLUDE.finditer(kernel.text):
+        header = _find_header(include[1], None)
+        line = kernel.text.count("\n", 0, include.end()) + 1
+        parts += [kernel.text[end : include.start()], _once(header, seen), f'\n#line {line} "{kernel.source}.cu"']
+        end = include.end()
+    return "".join([*parts, kernel.text[end:]])
+
+
 def compile_flags(kernel: Kernel) -> tuple[str, ...]:
     """Return the compiler's flags without that for the architecture."""
     return ("-std=c++17", *(f"-D{name}={_literal(value)}" for name, value in sorted(kernel.defines.items())))
@@ -71,10 +85,10 @@ def _find_source(name: str) -> Path:
     return _first(name, kernel_folders())
 
 
-def _find_header(name: str, included_by: Path) -> Path:
+def _find_header(name: str, included_by: Path | None) -> Path:
     """Return the header of a name: that beside the kernels of the file which includes it, or else onnxfuse's own."""
     folders = kernel_folders()
-    beside = [each for each in folders if included_by.is_relative_to(each.folder)]
+    beside = [each for each in folders if included_by and included_by.is_relative_to(each.folder)]
     return _first(name, [*beside, *(each for each in folders if each.origin is OWN)])
 
 
@@ -84,6 +98,11 @@ def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
             return path
     where = ", ".join(dict.fromkeys(str(each.folder) for each in folders))
     raise KernelError(f"kernel source {name} was not found in {where} or a family's folder there")
+
+
+def _once(header: Path, seen: set[Path]) -> str:
+    """Return a header's text with its own headers; nothing if it was seen."""
+    return "" if header in seen else _with_headers(header, seen)
 
 
 def _with_headers(path: Path, seen: set[Path]) -> str:
@@ -130,7 +149,7 @@ def compile_cubin(kernel: Kernel, arch: int) -> Cubin:
         "-Xptxas=-v",
         *_cuda_include_flags(),
     ]
-    code, log = _compile(source_text(kernel.source), f"{kernel.source}.cu", flags)
+    code, log = _compile(kernel_text(kernel), f"{kernel.source}.cu", flags)
     for found in PTXAS_REPORT.finditer(log):
         if found["entry"] == kernel.entry:
             registers, stack, stores, loads, shared = (

@@ -82,12 +82,13 @@ class FusedNode:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry point of a .cu file, with its compile-time constants."""
+    """An entry point of a .cu file, or of a text that a host has generated, with its compile-time constants."""
 
-    source: str  # the file's stem
+    source: str  # the file's stem, or what messages call the text
     entry: str
     defines: Mapping[str, int | float | str] = field(default_factory=dict)
     arch_specific: bool = False  # needs instructions of this architecture alone, as sm_90a has
+    text: str = ""  # what is compiled where it is no file; it may include onnxfuse's headers
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.backends import Backend
 from onnxfuse.runtime.kernel_loader import LoadedKernel
 from onnxfuse.runtime.longest_first import LongestFirst
-from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Kernel, Launch, Plan, TensorSpec
 from onnxfuse.runtime.plan_file import KernelCode, SavedTemplate
 from onnxfuse.runtime.situation import Situation
@@ -138,7 +138,7 @@ def load_all(templates: Iterable[PreparedTemplate]) -> None:
 def _length(kernel: Kernel) -> int:
     """Return what the time to compile a kernel goes with: the length of its source."""
     try:
-        return len(source_text(kernel.source))
+        return len(kernel_text(kernel))
     except KernelError:  # which compiling it raises as well
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
@@ -35,7 +36,8 @@ def template_bytes(template: Template, functions: Mapping[str, int]) -> bytes:
 
 def kernel_key(kernel: Kernel) -> str:
     """Return a text that is equal for equal kernels."""
-    return repr((kernel.source, kernel.entry, sorted(kernel.defines.items()), kernel.arch_specific))
+    own = (hashlib.sha256(kernel.text.encode()).hexdigest(),) if kernel.text else ()
+    return repr((kernel.source, kernel.entry, sorted(kernel.defines.items()), kernel.arch_specific, *own))
 
 
 def _variant(variant: Variant, indices: Mapping[str, int]) -> list[int]:

@@ -20,7 +20,7 @@ from kernel_hosts import host_of, require_support
 
 from onnxfuse.runtime import build_native, planner
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, source_text
+from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
 
 cupy: Any = pytest.importorskip("cupy")
@@ -135,7 +135,7 @@ def compile_all(kernels: Iterable[Kernel], gpu: Device) -> None:
     claims = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
     claims.mkdir(exist_ok=True)
     for kernel in kernels:
-        text, flags = source_text(kernel.source), compile_flags(kernel)
+        text, flags = kernel_text(kernel), compile_flags(kernel)
         if kernel.arch_specific:
             flags += (f"-arch={arch_name(kernel, gpu.arch)}",)
         key = hashlib.sha256(repr((text, flags, kernel.entry)).encode()).hexdigest()

@@ -11,7 +11,7 @@ import pytest
 from pdl_cases import ATTENTION, NODES, node_of
 
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.nvrtc import CUPY_FLAGS, compile_flags, source_text
+from onnxfuse.runtime.nvrtc import CUPY_FLAGS, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
 nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
@@ -56,7 +56,7 @@ def ptx(kernel_text: str, flags: tuple[str, ...]) -> str:
 
 def entry(kernel: Kernel) -> str:
     """The PTX of the kernel's entry alone."""
-    parts = ptx(source_text(kernel.source), compile_flags(kernel)).split(".entry ")
+    parts = ptx(kernel_text(kernel), compile_flags(kernel)).split(".entry ")
     return next(part for part in parts[1:] if part.startswith(f"{kernel.entry}("))
 
 

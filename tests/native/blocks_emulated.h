@@ -145,7 +145,7 @@ struct Thread {
     std::unique_ptr<char[]> stack;
     Wait wait = Wait::None;
     Index index;
-    float exchanged;
+    u32 exchanged;
 };
 
 struct Block {
@@ -271,15 +271,16 @@ static void launch(Index grid, Index threads, int shared, std::function<void()> 
 
 static void __syncthreads() { emulated::wait(emulated::Wait::Block); }
 
-static float __shfl_xor_sync(unsigned, float value, int mask) {
+template <class T>
+static T __shfl_xor_sync(unsigned, T value, int mask) {
     using namespace emulated;
     Thread* self = running;
-    self->exchanged = value;
+    self->exchanged = bits_as<u32>(value);
     emulated::wait(Wait::Warp);
     const size_t own = self - here->threads.data();
-    const float other = here->threads[(own / 32 * 32) + ((own % 32) ^ mask)].exchanged;
+    const u32 other = here->threads[(own / 32 * 32) + ((own % 32) ^ mask)].exchanged;
     emulated::wait(Wait::Warp);
-    return other;
+    return bits_as<T>(other);
 }
 
 // ---- cluster.cuh -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_kernel_is_compiled_once_for_each_architecture_and_set_of_macros(
     assert compiled == wanted
     monkeypatch.setattr(code_cache, "compiler_version", lambda: (13, 1))
     assert cached_cubin(KERNEL, 90) == b"code 4", "another compiler"
-    monkeypatch.setattr(code_cache, "source_text", lambda stem: "another source")
+    monkeypatch.setattr(code_cache, "kernel_text", lambda kernel: "another source")
     assert cached_cubin(KERNEL, 90) == b"code 5"
 
 

@@ -1,0 +1,180 @@
+"""Index arithmetic: sums of variables with factors, where quotients and remainders appear only if they do not cancel.
+
+An index is computed from the variables of a loop nest.  A quotient and a remainder by a size cancel where the index is
+put together again (a Reshape that splits what another one merges), or where ranges prove what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A number from 0 to `extent` - 1: a variable, or a function of an index.
+
+    `kind` is "variable", "value" (read from memory while the kernel runs), "div" or "mod" by the size `by`, or
+    "reflect", "edge" or "wrap": the place in a dim of `by` elements that padding repeats.
+    """
+
+    kind: str
+    extent: Size
+    name: str = ""  # of a variable or value
+    of: Index | None = None
+    by: Size = ONE
+    varies: tuple[str, ...] = ()  # the variables on which a value depends
+
+
+@dataclass(frozen=True)
+class Index:
+    """The sum of a constant and of atoms with factors, of which none is 0."""
+
+    constant: Size
+    terms: tuple[tuple[Atom, Size], ...] = ()
+
+    def __add__(self, other: Index | Size | int) -> Index:
+        if not isinstance(other, Index):
+            return Index(self.constant + other, self.terms)
+        return _merged(self.constant + other.constant, (*self.terms, *other.terms))
+
+    def __mul__(self, factor: Size | int) -> Index:
+        size = as_size(factor)
+        if size == ZERO:
+            return NOTHING
+        return Index(self.constant * size, tuple((atom, each * size) for atom, each in self.terms))
+
+    @property
+    def range(self) -> tuple[Size, Size] | None:
+        """The least and the greatest value, as far as ranges of atoms say; None if signs are not known."""
+        low = high = self.constant
+        for atom, factor in self.terms:
+            if factor.is_nonnegative:
+                high = high + factor * (atom.extent - 1)
+            elif (-factor).is_nonnegative:
+                low = low + factor * (atom.extent - 1)
+            else:
+                return None
+        return low, high
+
+    def factor(self, name: str) -> Size:
+        """Return the factor of a variable; 0 where it is absent."""
+        return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), ZERO)
+
+    def variables(self) -> set[str]:
+        """Return the names of all variables on which it depends."""
+        found: set[str] = set()
+        for atom, _ in self.terms:
+            found |= {atom.name} if atom.kind == "variable" else set(atom.varies)
+            found |= atom.of.variables() if atom.of else set()
+        return found
+
+    def atoms(self) -> Iterator[Atom]:
+        """Yield its atoms and those inside them."""
+        for atom, _ in self.terms:
+            yield atom
+            if atom.of:
+                yield from atom.of.atoms()
+
+
+NOTHING = Index(ZERO)
+
+
+def variable_index(name: str, extent: Size) -> Index:
+    """Return the index that is one variable, which is 0 if it has one value only."""
+    return NOTHING if extent == ONE else Index(ZERO, ((Atom("variable", extent, name), ONE),))
+
+
+def flat(index: Iterable[Index], shape: Iterable[Size]) -> Index:
+    """Return the place of an element in a row-major tensor."""
+    found = NOTHING
+    for each, dim in zip(index, shape, strict=True):
+        found = found * dim + each
+    return found
+
+
+def function(kind: str, of: Index, by: Size) -> Index:
+    """Return a function of an index as an index."""
+    return Index(ZERO, ((Atom(kind, by, of=of, by=by), ONE),))
+
+
+def divided(index: Index, by: Size) -> tuple[Index, Index]:
+    """Return quotient and remainder of an index that is 0 or more; by 0 where nothing is ever read."""
+    if by in (ONE, ZERO):
+        return index, NOTHING
+    quotient, rest = NOTHING, NOTHING
+    for atom, factor in index.terms:
+        exact = factor.divided(by)
+        if exact is not None:
+            quotient = quotient + Index(ZERO, ((atom, exact),))
+        else:
+            rest = rest + Index(ZERO, ((atom, factor),))
+    number, size = index.constant.constant, by.constant
+    exact = index.constant.divided(by)
+    if exact is not None:
+        quotient = quotient + exact
+    elif number is not None and size is not None:
+        quotient, rest = quotient + number // size, rest + number % size
+    else:
+        rest = rest + index.constant
+    bounds = rest.range
+    if bounds and bounds[0].is_nonnegative and (by - 1 - bounds[1]).is_nonnegative:
+        return quotient, rest
+    if not bounds or not bounds[0].is_nonnegative:
+        quotient, rest = NOTHING, index
+    return quotient + _quotient(rest, by), function("mod", rest, by)
+
+
+def _quotient(index: Index, by: Size) -> Index:
+    inner, divisor = index, by
+    if len(index.terms) == 1 and index.constant == ZERO:
+        atom, factor = index.terms[0]
+        if atom.kind == "div" and atom.of and factor == ONE:
+            inner, divisor = atom.of, by * atom.by
+    bounds = inner.range
+    count = bounds[1] + 1 if bounds else None
+    extent = (count.divided(divisor) if count else None) or count or divisor
+    if count and count.constant is not None and divisor.constant:
+        extent = as_size(-(-count.constant // divisor.constant))
+    return Index(ZERO, ((Atom("div", extent, of=inner, by=divisor), ONE),))
+
+
+def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
+    sums: dict[Atom, Size] = {}
+    for atom, factor in terms:
+        sums[atom] = sums.get(atom, ZERO) + factor
+    for atom, factor in list(sums.items()):
+        if atom.kind == "mod" and atom.of and factor != ZERO:
+            above = _quotient(atom.of, atom.by).terms[0][0]
+            if sums.get(above) == factor * atom.by:
+                del sums[above], sums[atom]
+                rest = Index(constant, tuple((a, f) for a, f in sums.items() if f != ZERO))
+                return rest + atom.of * factor
+    return Index(constant, tuple(sorted(((a, f) for a, f in sums.items() if f != ZERO), key=repr)))
+
+
+def replaced(index: Index, by: Mapping[str, Index]) -> Index:
+    """Return an index with others in place of variables, simplified again."""
+    found = Index(index.constant)
+    for atom, factor in index.terms:
+        found = found + _replaced_atom(atom, by) * factor
+    return found
+
+
+def _replaced_atom(atom: Atom, by: Mapping[str, Index]) -> Index:
+    if atom.of is None:
+        return by.get(atom.name, Index(ZERO, ((atom, ONE),)))
+    inner = replaced(atom.of, by)
+    if atom.kind in ("div", "mod"):
+        return divided(inner, atom.by)[atom.kind == "mod"]
+    return function(atom.kind, inner, atom.by)
+
+
+def text_of(index: Index, size: Callable[[Size], str], atom: Callable[[Atom], str]) -> str:
+    """Return an index as an expression of C++."""
+    parts = [("" if factor == ONE else f"{size(factor)} * ") + atom(each) for each, factor in index.terms]
+    if index.constant != ZERO or not parts:
+        parts.append(size(index.constant))
+    return " + ".join(parts)

@@ -1,0 +1,111 @@
+"""Index maps: which element of its input an element of a map's output is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from onnxfuse.kernels.region.indices import NOTHING, Index, divided, flat, function
+from onnxfuse.kernels.region.program import Operation
+from onnxfuse.kernels.region.shapes import Shapes, axis_of, slice_of
+from onnxfuse.kernels.region.sizes import ONE, Shape, Size, as_size
+
+Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
+
+
+def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
+    """Return the place in an operation's only input of an element of its output.
+
+    Of the maps it takes all but Concat and Gather; for a Pad with a constant, the place may lie outside.
+    """
+    x, name = shapes.of[operation.inputs[0]], operation.name
+    if name == "Transpose":
+        perm = operation.integers("perm")
+        return tuple(place[perm.index(axis)] for axis in range(len(x)))
+    if name == "Reshape":
+        return reshaped(place, shapes.of[output], x)
+    if name == "Unsqueeze":
+        return tuple(each for axis, each in enumerate(place) if axis not in operation.integers("axes"))
+    if name == "Squeeze":
+        left = iter(place)
+        return tuple(NOTHING if axis in operation.integers("axes") else next(left) for axis in range(len(x)))
+    if name == "Expand":
+        return broadcast(place, shapes.of[output], x, shapes)
+    if name == "Slice":
+        return _sliced(operation, place, x, shapes)
+    if name == "Split":
+        axis, which = axis_of(operation), operation.outputs.index(output)
+        before = sum(operation.integers("sizes")[:which])
+        return _moved(place, axis, as_size(before))
+    if name == "Tile":
+        return tuple(divided(each, dim)[1] for each, dim in zip(place, x, strict=True))
+    return _padded(operation, place, x)
+
+
+def _moved(place: Place, axis: int, by: Size) -> Place:
+    return (*place[:axis], place[axis] + by, *place[axis + 1 :])
+
+
+def before(place: Place, axis: int, by: Size) -> Place:
+    """Return a place `by` elements before another along an axis."""
+    return _moved(place, axis, -by)
+
+
+def broadcast(place: Place, shape: Shape, x: Shape, shapes: Shapes) -> Place:
+    """Return the place in `x`, which is broadcast to `shape`."""
+    skipped = len(shape) - len(x)
+    return tuple(
+        NOTHING if dim == ONE or not shapes.sizes.equal(dim, whole) else each
+        for each, whole, dim in zip(place[skipped:], shape[skipped:], x, strict=True)
+    )
+
+
+def reshaped(place: Place, shape: Shape, x: Shape) -> Place:
+    """Return the place of the same element in a tensor of another shape.
+
+    Dims are taken from the last on until as many elements are on both sides, so that only such blocks are divided.
+    """
+    found: list[Index] = []
+    own, other = list(range(len(shape))), list(range(len(x)))
+    while own or other:
+        left, right = [own.pop()] if own else [], [other.pop()] if other else []
+        a, b = _product(shape, left), _product(x, right)
+        while a != b and (own or other):
+            take_own = bool(own) and (not other or (b - a).is_nonnegative)
+            if take_own:
+                left.insert(0, own.pop())
+            else:
+                right.insert(0, other.pop())
+            a, b = _product(shape, left), _product(x, right)
+        whole = flat([place[i] for i in left], [shape[i] for i in left])
+        for i in reversed(right[1:]):
+            whole, rest = divided(whole, x[i])
+            found.append(rest)
+        if right:
+            found.append(whole)
+    return tuple(reversed(found))
+
+
+def _product(shape: Shape, axes: Sequence[int]) -> Size:
+    found = ONE
+    for axis in axes:
+        found = found * shape[axis]
+    return found
+
+
+def _sliced(operation: Operation, place: Place, x: Shape, shapes: Shapes) -> Place:
+    found = list(place)
+    for axis in operation.integers("axes"):
+        first, step, _ = slice_of(operation, axis, x[axis], shapes.sizes)
+        found[axis] = place[axis] * step + first
+    return tuple(found)
+
+
+def _padded(operation: Operation, place: Place, x: Shape) -> Place:
+    mode, pads, found = operation.attributes.get("mode", "constant"), operation.integers("pads"), list(place)
+    for axis, dim in enumerate(x):
+        if pads[axis] or pads[axis + len(x)]:
+            moved = place[axis] + -pads[axis]
+            is_inside = mode == "constant" or (pads[axis] <= 0 and pads[axis + len(x)] <= 0)
+            found[axis] = moved if is_inside else function(mode, moved, dim)
+    return tuple(found)

@@ -1,0 +1,198 @@
+"""The text of a loop nest: who computes a row, its loops, and what threads exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
+from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.sizes import Size, as_size
+from onnxfuse.kernels.region.writer import Reference, Writer
+
+Way: TypeAlias = Literal["elements", "warp", "block", "columns"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
+
+    Where `way` is "elements", threads have vectors of the outputs; "warp" and "block" have a row together, along whose
+    elements their vectors lie; in "columns", vectors lie across rows, and threads of a block below each other share
+    theirs.
+    """
+
+    way: Way
+    threads: int  # of a block
+    width: int = 1
+    columns: int = 0  # threads of a block side by side
+    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+
+
+class NestText:
+    """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
+
+    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str) -> None:
+        """Take what is written, how, and where.
+
+        `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
+        """
+        self.nest, self.tiling, self.writer = nest, tiling, writer
+        self.release, self.leaving = release, leaving
+        self.type = writer.arguments.index_type
+
+    def write(self) -> None:
+        """Write all lines."""
+        {"elements": self._elements, "columns": self._columns}.get(self.tiling.way, self._rows)()
+
+    def _elements(self) -> None:
+        """Write elements that do not depend on each other."""
+        nest, writer, width = self.nest, self.writer, self.tiling.width
+        variables = nest.lists[ELEMENTS]
+        writer.line(f"const {self.type} at = {self.type}(block) * {self.tiling.threads} + threadIdx.x;")
+        writer.line(f"if (at >= {self._bound(ELEMENTS, width)}) return;")
+        if variables:
+            self._parts("at", variables, width)
+            writer.vector, writer.width = variables[-1].name, width
+        self._stores()
+
+    def _rows(self) -> None:
+        """Write rows that a warp or a block has together."""
+        nest, writer, threads = self.nest, self.writer, self.tiling.threads
+        lanes = 32 if self.tiling.way == "warp" else threads
+        if self.tiling.way == "warp":
+            writer.line(f"const {self.type} row = {self.type}(block) * {threads // 32} + threadIdx.x / 32;")
+            writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
+            writer.line("const int lane = threadIdx.x % 32;")
+        else:
+            writer.line(f"const {self.type} row = block;")
+            writer.line("const int lane = threadIdx.x;")
+        if nest.lists[ROWS]:
+            self._parts("row", nest.lists[ROWS], 1)
+        for level in nest.levels:
+            self._level(level, "lane", lanes)
+        if nest.lists[ELEMENTS]:
+            with self._loop(ELEMENTS, "lane", lanes):
+                self._stores()
+        else:
+            with writer.branch("if (lane == 0)"):
+                self._stores()
+
+    def _columns(self) -> None:
+        """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
+        nest, writer, tiling = self.nest, self.writer, self.tiling
+        parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
+        writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
+        writer.line(f"const {self.type} own = {self.type}(block) * {tiling.columns} + column;")
+        writer.line(f"const bool exists = own < {bound};")
+        writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
+        self._parts("row", nest.lists[ROWS], tiling.width)
+        writer.vector, writer.width = nest.lists[ROWS][-1].name, tiling.width
+        for level in nest.levels:
+            self._level(level, "part", parts)
+        if nest.lists[ELEMENTS]:
+            with self._loop(ELEMENTS, "part", parts):
+                self._stores("exists")
+        else:
+            self._stores("exists && part == 0" if parts > 1 else "exists")
+
+    # --- loops ----------------------------------------------------------------------------------------------------
+
+    def _vectors(self, extent: Size, width: int) -> Size:
+        sizes = self.writer.shapes.sizes
+        exact = extent.divided(as_size(width))
+        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
+
+    def _bound(self, name: str, width: int) -> str:
+        """Return the number of vectors that a list's variables count."""
+        return self.writer.arguments.size(self._vectors(self.nest.count(name), width))
+
+    def _parts(self, name: str, variables: Sequence[Variable], width: int) -> None:
+        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
+        writer, left = self.writer, name
+        for variable in reversed(variables):
+            is_vector = variable is variables[-1] and width > 1
+            factor = f" * {width}" if is_vector else ""
+            if variable is variables[0]:
+                writer.line(f"const {self.type} {variable.name} = {left}{factor};")
+                return
+            by = writer.arguments.by(self._vectors(variable.extent, width) if is_vector else variable.extent)
+            part = f"({left} % {by}){factor}" if factor else f"{left} % {by}"
+            writer.line(f"const {self.type} {variable.name} = {part}, {variable.name}_left = {left} / {by};")
+            left = f"{variable.name}_left"
+
+    @contextmanager
+    def _loop(self, name: str, start: str, step: int) -> Iterator[None]:
+        """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows."""
+        writer, variables = self.writer, self.nest.lists[name]
+        goes_along = self.tiling.way != "columns"
+        width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
+        before, at = (writer.vector, writer.width), f"at_{writer.new_name()}"
+        with writer.block(f"for ({self.type} {at} = {start}; {at} < {self._bound(name, width)}; {at} += {step})"):
+            if variables:
+                self._parts(at, variables, width)
+            if goes_along:
+                writer.vector, writer.width = (variables[-1].name if variables else ""), width
+            yield
+        writer.vector, writer.width = before
+
+    def _level(self, level: tuple[Instance, ...], start: str, step: int) -> None:
+        """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
+        nest, writer = self.nest, self.writer
+        by_list: dict[str, list[Instance]] = {}
+        for instance in level:
+            by_list.setdefault(nest.elements_of(instance, writer.shapes)[0], []).append(instance)
+        for name, instances in by_list.items():
+            places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
+            accumulators = {each: writer.accumulator(each) for each in places}
+            with self._loop(name, start, step):
+                for each, place in places.items():
+                    writer.add(each, accumulators[each], place)
+            for each, accumulator in accumulators.items():
+                self._merge(each, accumulator)
+                writer.keep(each, accumulator)
+
+    def _merge(self, instance: Instance, accumulator: Reference) -> None:
+        """Write what merges the parts of all threads that have a row."""
+        writer, tiling, name = self.writer, self.tiling, accumulator.text
+        kind, slots = instance.accumulator(writer.program), f"slots_{name}"
+        if tiling.way == "warp":
+            writer.line(f"merge_warp({name});")
+        elif tiling.way == "block":
+            writer.line(f"__shared__ Slots<{kind}, {tiling.threads // 32}> {slots};")
+            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {slots}.all);")
+        elif tiling.columns < tiling.threads:
+            parts = tiling.threads // tiling.columns
+            writer.line(f"__shared__ Slots<{kind}, {tiling.threads}> {slots};")
+            each = f"EACH({writer.width}) " if accumulator.varies else ""
+            call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}.all, column, part)"
+            writer.line(f"{each}{call};")
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    def _stores(self, condition: str = "") -> None:
+        """Write the values of the outputs, and then all stores."""
+        writer, place = self.writer, self.nest.place
+        found = {name: writer.value(name, place) for name in self.nest.outputs}
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        for i, name in enumerate(writer.program.outputs):
+            if name in found:
+                self._store(i, flat(place, self.nest.shape), found[name], condition)
+
+    def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
+        writer, head = self.writer, f"if ({condition}) " if condition else ""
+        if not writer.varies(address):
+            writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
+        elif writer.is_contiguous(address):
+            if not value.varies:
+                kind = NUMBER[writer.program.dtypes[writer.program.outputs[output]]]
+                value = writer.declare(kind, value.text, True)
+            writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
+        else:
+            at = writer.index(address, lanes=True)
+            writer.line(f"{head}EACH({writer.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")

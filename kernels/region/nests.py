@@ -1,0 +1,251 @@
+"""Loop nests: how the elements of a region's outputs are divided among threads, and the text that computes them.
+
+A nest computes outputs of one shape.  Its variables are first the axes of these outputs.  Where reductions are read at
+places that all elements of a row share, the axes of such places are the nest's rows, and its other axes the elements
+of a row.  Variables are then split and merged until what is read is at sums of variables, as far as that is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
+from onnxfuse.kernels.region.writer import Writer
+
+MAX_REFINEMENTS: Final = 24
+ROWS: Final = "row"
+ELEMENTS: Final = "element"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a nest, with values from 0 to `extent` - 1."""
+
+    name: str
+    extent: Size
+
+
+@dataclass(frozen=True)
+class Nest:
+    """Outputs of one shape, and the variables by which all their elements are reached.
+
+    `lists` has the variables of rows, those of a row's elements, and for reductions over other elements theirs, the
+    innermost last; `places` says what the axes of outputs and of reductions are in these variables.
+    """
+
+    outputs: tuple[str, ...]
+    shape: Shape
+    lists: Mapping[str, tuple[Variable, ...]]
+    places: Mapping[str, Index]
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions in their first variables; each level reads those before
+    accesses: tuple[tuple[str, Index], ...] = ()
+    bounds: tuple[tuple[Index, Size], ...] = ()
+    names: int = 0
+
+    @property
+    def place(self) -> Place:
+        """The place of the element that is computed, in the nest's variables."""
+        return tuple(self.places.get(f"o{axis}", NOTHING) for axis in range(len(self.shape)))
+
+    def count(self, name: str) -> Size:
+        """Return the product of the extents of a list of variables."""
+        return product(each.extent for each in self.lists[name])
+
+    def elements_of(self, instance: Instance, shapes: Shapes) -> tuple[str, tuple[Index, ...]]:
+        """Return the list that has the elements of a reduction, and their places along the reduced axes."""
+        extents = instance.extents(shapes)
+        name = self.list_of(extents)
+        if name != ELEMENTS:
+            return name, tuple(self.places.get(f"{name}_{i}", NOTHING) for i in range(len(extents)))
+        own = iter(axis for axis in self.element_axes() if self.shape[axis] != ONE)
+        return name, tuple(NOTHING if dim == ONE else self.places[f"o{next(own)}"] for dim in extents)
+
+    def list_of(self, extents: Sequence[Size]) -> str:
+        """Return the name of the list for reduced axes of these extents: the row's elements if they have the same."""
+        dims = [dim for dim in extents if dim != ONE]
+        if dims and dims == [self.shape[axis] for axis in self.element_axes() if self.shape[axis] != ONE]:
+            return ELEMENTS
+        return "reduced " + " ".join(f"[{dim}]" for dim in extents)
+
+    def element_axes(self) -> list[int]:
+        """Return the axes of the outputs that are elements of rows."""
+        rows = {name for level in self.levels for each in level for name in _variables(each)}
+        return [axis for axis in range(len(self.shape)) if f"o{axis}" not in rows]
+
+
+def _variables(instance: Instance) -> set[str]:
+    return set().union(*(index.variables() for index in instance.kept if index)) if instance.kept else set()
+
+
+def _is_of(instance: Instance, variables: set[str]) -> bool:
+    """Return whether a reduction's place depends on these variables alone, and on nothing that is read."""
+    atoms = (atom for index in instance.kept if index for atom in index.atoms())
+    return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
+
+
+def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
+    """Return the nest of outputs that have one shape."""
+    shape = shapes.of[outputs[0]]
+    axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(shape) if dim != ONE]
+    places = {each.name: variable_index(each.name, each.extent) for each in axes}
+    nest = Nest(tuple(outputs), shape, {ROWS: (), ELEMENTS: tuple(axes)}, places)
+    nest = _with_levels(nest, program, shapes)
+    rows = {name for level in nest.levels for each in level for name in _variables(each)}
+    lists: dict[str, tuple[Variable, ...]] = {
+        ROWS: tuple(each for each in axes if each.name in rows),
+        ELEMENTS: tuple(each for each in axes if each.name not in rows),
+    }
+    places = dict(nest.places)
+    for instance in (each for level in nest.levels for each in level):
+        extents = instance.extents(shapes)
+        name = nest.list_of(extents)
+        if name not in lists:
+            letter = f"r{len(lists)}"
+            variables = [Variable(f"{letter}_{i}", dim) for i, dim in enumerate(extents)]
+            lists[name] = tuple(each for each in variables if each.extent != ONE)
+            places |= {f"{name}_{i}": variable_index(each.name, each.extent) for i, each in enumerate(variables)}
+    nest = replace(nest, lists=lists, places=places)
+    return _refined(nest, program, shapes)
+
+
+def _with_levels(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+    """Return a nest with the reductions that whole rows share: those that no branch holds, at places of outputs."""
+    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    for name in nest.outputs:
+        writer.value(name, nest.place)
+    own = {f"o{axis}" for axis in range(len(nest.shape))}
+    shared = [each for each, is_conditional in writer.found if not is_conditional and _is_of(each, own)]
+    levels: list[tuple[Instance, ...]] = []
+    known: set[Instance] = set()
+    left = list(dict.fromkeys(shared))
+    while left:
+        ready = tuple(each for each in left if _reads(each, program, shapes) & set(left) <= {each})
+        if not ready:
+            ready = (left[0],)
+        levels.append(ready)
+        known |= set(ready)
+        left = [each for each in left if each not in known]
+    return replace(nest, levels=tuple(levels))
+
+
+def _reads(instance: Instance, program: Program, shapes: Shapes) -> set[Instance]:
+    """Return the reductions that are computed while one is."""
+    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    writer._in_place(instance)
+    return {each for each, _ in writer.found}
+
+
+def in_variables(instance: Instance, nest: Nest) -> Instance:
+    """Return a reduction at its place in the nest's variables."""
+    kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)
+    return replace(instance, kept=kept)
+
+
+# --- variables that make what is read a sum --------------------------------------------------------------------------
+
+
+def _refined(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+    """Return a nest with split variables where dims are split, and merged ones where dims are merged."""
+    nest = _traced(nest, program, shapes)
+    for _ in range(MAX_REFINEMENTS):
+        split = next(_splits(nest), None)
+        if split is None:
+            break
+        nest = _traced(_with_split(nest, *split), program, shapes)
+    for _ in range(MAX_REFINEMENTS):
+        pair = next(_mergeable(nest), None)
+        if pair is None:
+            break
+        nest = _traced(_with_merged(nest, *pair), program, shapes)
+    return nest
+
+
+def _traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+    """Return a nest with what it reads and compares."""
+    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    for level in nest.levels:
+        for instance in level:
+            here = in_variables(instance, nest)
+            accumulator = writer.accumulator(here)
+            with writer.block(""):
+                writer.add(here, accumulator, nest.elements_of(instance, shapes)[1])
+            writer.keep(here, accumulator)
+    with writer.block(""):
+        for name in nest.outputs:
+            writer.value(name, nest.place)
+    stores = [("", flat(nest.place, nest.shape))]
+    return replace(nest, accesses=(*writer.accesses, *stores), bounds=tuple(writer.bounds))
+
+
+def _indices(nest: Nest) -> Iterator[Index]:
+    yield from (index for _, index in nest.accesses)
+    yield from (index for index, _ in nest.bounds)
+
+
+def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
+    """Yield variables of which quotients and remainders are taken, with the number of elements to divide them by."""
+    variables = {each.name: each for of in nest.lists.values() for each in of}
+    for atom in dict.fromkeys(atom for index in _indices(nest) for atom in index.atoms()):
+        if atom.kind not in ("div", "mod") or atom.of is None:
+            continue
+        for term, factor in atom.of.terms:
+            part = atom.by.divided(factor)
+            found = variables.get(term.name) if term.kind == "variable" else None
+            if found and part and part != ONE and part != found.extent and found.extent.divided(part):
+                yield found, part
+
+
+def _with_split(nest: Nest, variable: Variable, part: Size) -> Nest:
+    whole = variable.extent.divided(part)
+    assert whole is not None
+    high = Variable(f"{variable.name}h", whole)
+    low = Variable(f"{variable.name}l", part)
+    index = variable_index(high.name, whole) * part + variable_index(low.name, part)
+    return _with_variables(nest, (variable,), (high, low), {variable.name: index})
+
+
+def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
+    for variables in nest.lists.values():
+        for high, low in zip(variables, variables[1:], strict=False):
+            if all(_merges(index, high, low) for index in _indices(nest)):
+                yield high, low
+
+
+def _merges(index: Index, high: Variable, low: Variable) -> bool:
+    """Return whether two variables appear in an index as one: the second counts on where the first steps."""
+    if index.factor(high.name) != index.factor(low.name) * low.extent:
+        return False
+    inner = [atom for atom, _ in index.terms if atom.kind != "variable"]
+    return all(
+        not ({high.name, low.name} & set(atom.varies)) and (atom.of is None or _merges(atom.of, high, low))
+        for atom in inner
+    )
+
+
+def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:
+    one = Variable(f"{high.name}{low.name}", high.extent * low.extent)
+    quotient, rest = divided(Index(NOTHING.constant, ((Atom("variable", one.extent, one.name), ONE),)), low.extent)
+    return _with_variables(nest, (high, low), (one,), {high.name: quotient, low.name: rest})
+
+
+def _with_variables(nest: Nest, old: tuple[Variable, ...], new: tuple[Variable, ...], by: Mapping[str, Index]) -> Nest:
+    """Return a nest with other variables in place of some that stand side by side."""
+    lists = {}
+    for name, variables in nest.lists.items():
+        found: list[Variable] = []
+        for each in variables:
+            if each == old[0]:
+                found += [variable for variable in new if variable.extent != ONE]
+            elif each not in old:
+                found.append(each)
+        lists[name] = tuple(found)
+    places = {name: replaced(index, by) for name, index in nest.places.items()}
+    return replace(nest, lists=lists, places=places)

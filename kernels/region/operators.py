@@ -1,0 +1,145 @@
+"""Elementwise operators as expressions of C++."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.region.program import ACTIVATION_OF, FLOATS, HALVES, STEPS, Operation
+
+NUMBER: Final = {  # what a value of each dtype is computed in
+    "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
+    "int8": "signed char", "uint8": "unsigned char", "int16": "short", "int32": "int", "int64": "long long",
+}  # fmt: skip
+STORED: Final = {**NUMBER, "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+BYTES: Final = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1, "int16": 2,
+    "int32": 4, "int64": 8,
+}  # fmt: skip
+INFIX: Final = {
+    "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Equal": "==", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
+    "GreaterOrEqual": ">=", "And": "&&", "Or": "||", "Xor": "!=",
+}  # fmt: skip
+MATH: Final = {  # functions of the C library, with f behind their names for float
+    "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
+    "Floor": "floor", "Ceil": "ceil", "Round": "rint",
+}  # fmt: skip
+SELU: Final = (1.6732632423543772, 1.0507009873554805)  # alpha and gamma, ONNX's defaults
+
+
+def literal(value: Any, dtype: str) -> str:
+    """Return a constant of a dtype in C++; infinities and NaN may be texts."""
+    if dtype == "bool":
+        return "true" if value else "false"
+    if dtype not in FLOATS:
+        number = int(value)
+        if dtype == "int64":
+            return "(-9223372036854775807ll - 1)" if number == -(2**63) else f"{number}ll"
+        return "(-2147483647 - 1)" if number == -(2**31) else str(number)
+    real = float(value)
+    if math.isfinite(real):
+        return f"{real!r}{'' if dtype == 'float64' else 'f'}"
+    bits = "0x7fffffffu" if math.isnan(real) else "0x7f800000u" if real > 0 else "0xff800000u"
+    return f"__uint_as_float({bits})"
+
+
+def is_step(operation: Operation, target: str) -> bool:
+    """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
+    return operation.name in STEPS or (operation.name == "Cast" and target not in FLOATS)
+
+
+def keeps_exact(operation: Operation) -> bool:
+    """Return whether each result is one of the operator's inputs or its negative, so that it needs no rounding."""
+    return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "relu")
+
+
+def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str) -> str:
+    """Return the result of an operator for inputs that are given as expressions, of these dtypes."""
+    name, of = operation.name, dtypes[0]
+    single = "f" if NUMBER[of] == "float" else ""
+    if name in INFIX:
+        return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
+    if name in MATH:
+        return f"{MATH[name]}{single}({given[0]})"
+    if name == "Gelu" and operation.attributes.get("approximate", "none") == "tanh":
+        return f"activate::gelu_tanh({given[0]}, 0.0f, 0.0f)"
+    if name in ("Relu", "relu"):
+        return f"larger<{NUMBER[of]}>({given[0]}, {NUMBER[of]}(0))"
+    if name in ACTIVATION_OF:
+        return _activation(name, given[0], operation.attributes)
+    if name in ("Min", "Max"):
+        function = "smaller" if name == "Min" else "larger"
+        return f"{function}<{NUMBER[of]}>({given[0]}, {given[1]})"
+    if name == "Where":
+        return f"{given[0]} ? {given[1]} : {given[2]}"
+    if name == "Cast":
+        return _cast(given[0], of, target)
+    if name in ("Pow", "Mod"):
+        return _power(given, dtypes) if name == "Pow" else _remainder(given, of)
+    return _others(operation, given[0], of)
+
+
+def _others(operation: Operation, x: str, of: str) -> str:
+    """Return the result of an operator of one input that is no function of the C library."""
+    name, number = operation.name, NUMBER[of]
+    alpha, gamma = (
+        literal(operation.attributes.get(key, default), of)
+        for key, default in zip(("alpha", "gamma"), SELU, strict=True)
+    ) if of in FLOATS else ("", "")  # fmt: skip
+    detects = [bool(operation.attributes.get(f"detect_{side}", 1)) for side in ("positive", "negative")]
+    infinities = [
+        f"{x} == {literal(value, 'float32')}" for value, is_on in zip(("inf", "-inf"), detects, strict=True) if is_on
+    ]
+    found = {
+        "Neg": _of_width(f"-{x}", of),
+        "Abs": f"magnitude<{number}>({x})" if of not in FLOATS else f"magnitude({x})",
+        "Sign": f"sign<{number}>({x})",
+        "Not": f"!{x}",
+        "Identity": x,
+        "Reciprocal": f"{literal(1, of) if of in FLOATS else 1} / {x}",
+        "Selu": f"selu<{number}>({x}, {alpha}, {gamma})",
+        "Softsign": f"{x} / ({literal(1, of) if of in FLOATS else 1} + magnitude({x}))",
+        "IsNaN": f"{x} != {x}",
+        "IsInf": " || ".join(infinities) or "false",
+    }
+    return found[name]
+
+
+def _of_width(text: str, dtype: str) -> str:
+    """Return an expression that wraps around as the dtype does; C++ computes in int what is narrower."""
+    return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8", "int16") else text
+
+
+def _activation(name: str, x: str, attributes: Mapping[str, Any]) -> str:
+    function = ACTIVATIONS[ACTIVATION_OF[name]]
+    alpha, beta = (
+        literal(attributes.get(key, default), "float32")
+        for key, default in (("alpha", function.alpha), ("beta", function.beta))
+    )
+    return f"activate::{function.name}({x}, {alpha}, {beta})"
+
+
+def _power(given: Sequence[str], dtypes: Sequence[str]) -> str:
+    base, exponent = dtypes[:2]
+    if base not in FLOATS:
+        return f"power_of_integer<{NUMBER[base]}>({given[0]}, double({given[1]}))"
+    if given[1] in ("2.0f", "2.0", "2", "2ll"):
+        return f"{given[0]} * {given[0]}"
+    number = NUMBER[base]
+    return f"pow{'f' if number == 'float' else ''}({given[0]}, {number}({given[1]}))"
+
+
+def _remainder(given: Sequence[str], dtype: str) -> str:
+    if dtype in FLOATS:
+        return f"fmod{'f' if NUMBER[dtype] == 'float' else ''}({given[0]}, {given[1]})"
+    return f"modulo<{NUMBER[dtype]}>({given[0]}, {given[1]})"
+
+
+def _cast(x: str, source: str, target: str) -> str:
+    if target == "bool":
+        return f"{x} != 0"
+    if target in HALVES:
+        return f"rounded<{STORED[target]}>(float({x}))"
+    return f"({NUMBER[target]})({x})"

@@ -1,0 +1,153 @@
+"""What a region computes: the node's attribute `program`, read and checked.
+
+The program is JSON: "ops" are [operator, inputs, outputs, attributes] in an order in which they can be computed,
+"outputs" are the values that the node gives, and "dtypes" names the dtype of every value.  Operands are x0, x1, ...
+Operators mean what ONNX says, whatever the model's opset.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.runtime.plan import FusedNode
+
+FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+HALVES: Final = ("float16", "bfloat16")
+INTEGERS: Final = ("int8", "uint8", "int16", "int32", "int64")
+DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
+
+ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
+COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+LOGIC: Final = ("And", "Or", "Xor", "Not")
+ACTIVATION_OF: Final = {  # operators that are functions of onnxfuse/activations.py
+    "Relu": "relu", "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
+    "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
+    **{name: name for name in ACTIVATIONS},
+}  # fmt: skip
+OF_FLOATS: Final = (
+    "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Reciprocal", "Selu", "Softsign",
+    "IsNaN", "IsInf",
+)  # fmt: skip
+ELEMENTWISE: Final = frozenset(
+    (*ARITHMETIC, *COMPARISONS, *LOGIC, *ACTIVATION_OF, *OF_FLOATS, "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
+)
+MAPS: Final = frozenset(
+    ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Gather", "Tile")
+)
+SUMS: Final = (
+    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
+    "ReduceLogSumExp",
+)  # fmt: skip
+EXTREMES: Final = ("ArgMax", "ArgMin")
+SOFTMAXES: Final = ("Softmax", "LogSoftmax")
+REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
+PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
+# Operators that are not continuous: a half-precision value is rounded to its dtype before they read it.
+STEPS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
+MAX_OPERANDS: Final = 64  # pointers that a kernel takes
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator of a program."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return an attribute that is a list of integers."""
+        return tuple(int(each) for each in self.attributes[name])
+
+
+@dataclass(frozen=True)
+class Program:
+    """All operators, the outputs and the dtypes of all values."""
+
+    operations: tuple[Operation, ...]
+    outputs: tuple[str, ...]
+    dtypes: Mapping[str, str]
+
+    @functools.cached_property
+    def producers(self) -> Mapping[str, Operation]:
+        """The operation that gives each value; operands have none."""
+        return {name: each for each in self.operations for name in each.outputs}
+
+    def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
+        """Return the dtype of one of an operation's inputs."""
+        return self.dtypes[operation.inputs[index]]
+
+
+def operand_number(name: str) -> int:
+    """Return the number of an operand: 3 for x3."""
+    return int(name[1:])
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Program:
+    content = json.loads(text)
+    operations = tuple(
+        Operation(name, tuple(inputs), tuple(outputs), attributes)
+        for name, inputs, outputs, attributes in content["ops"]
+    )
+    return Program(operations, tuple(content["outputs"]), content["dtypes"])
+
+
+def parse(node: FusedNode) -> Program:
+    """Return the program of a node.  Raises ValueError if the attribute is malformed or values are not in order."""
+    try:
+        program = _parsed(node.text("program"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"region: its program cannot be read: {type(error).__name__}: {error}") from error
+    known = {f"x{i}" for i in range(len(node.operands))}
+    for each in program.operations:
+        missing = [name for name in each.inputs if name not in known]
+        if missing:
+            raise ValueError(f"region: {each.name} reads {missing[0]}, which nothing before it gives")
+        known |= set(each.outputs)
+    for name in program.outputs:
+        if name not in program.producers:
+            raise ValueError(f"region: output {name} is the result of no operator")
+    absent = sorted(known - set(program.dtypes))
+    if absent:
+        raise ValueError(f"region: the program has no dtype for {absent[0]}")
+    return program
+
+
+def refusal(program: Program, dtypes: Sequence[str], output_dtypes: Sequence[str]) -> str | None:
+    """Say which operator or dtype no kernel can be generated for; None if one can."""
+    if len(dtypes) > MAX_OPERANDS:
+        return f"region: it has {len(dtypes)} operands; a kernel takes {MAX_OPERANDS}"
+    for i, dtype in enumerate(dtypes):
+        if program.dtypes.get(f"x{i}") != dtype:
+            return f"region: x{i} is {dtype}; its program says {program.dtypes.get(f'x{i}')}"
+    given = tuple(program.dtypes[name] for name in program.outputs)
+    if given != tuple(output_dtypes):
+        return f"region: its outputs are {', '.join(output_dtypes)}; its program says {', '.join(given)}"
+    for name, dtype in program.dtypes.items():
+        if dtype not in DTYPES:
+            return f"region: {name} is {dtype}; kernels are generated for {', '.join(DTYPES)}"
+    return next(filter(None, (_operator_refusal(program, each) for each in program.operations)), None)
+
+
+def _operator_refusal(program: Program, operation: Operation) -> str | None:
+    name = operation.name
+    if name != "Constant" and name not in ELEMENTWISE | MAPS | REDUCTIONS:
+        return f"region: kernels are not generated for the operator {name}"
+    if name == "Constant":
+        return None
+    dtype = program.dtype_of_input(operation)
+    if name in ACTIVATION_OF and (dtype not in FLOATS or dtype == "float64") and name not in ("Relu", "relu"):
+        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS[:-1])}"
+    of_floats = (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2")
+    if name in of_floats and dtype not in FLOATS:
+        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS)}"
+    if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
+        return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
+    return None

@@ -1,0 +1,96 @@
+"""Reductions: which accumulator each operator has, what is added to it, and what its result is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.kernels.region.indices import Index
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.program import EXTREMES, SOFTMAXES, Operation, Program
+from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
+from onnxfuse.kernels.region.sizes import Size, product
+
+ACCUMULATORS: Final = {  # of region.cuh, and what is added for an element
+    "ReduceSum": ("Sum", "{}"), "ReduceMean": ("Sum", "{}"), "ReduceMax": ("Max", "{}"), "ReduceMin": ("Min", "{}"),
+    "ReduceProd": ("Prod", "{}"), "ReduceSumSquare": ("Sum", "{0} * {0}"), "ReduceL2": ("Sum", "{0} * {0}"),
+    "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
+    "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A reduction of a value: at a place along the axes that are kept, and None along those that are reduced."""
+
+    kind: str
+    terms: str
+    value: str
+    kept: tuple[Index | None, ...]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The reduced axes."""
+        return tuple(axis for axis, index in enumerate(self.kept) if index is None)
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether the place of an element is the result."""
+        return self.kind.startswith("Extreme")
+
+    def extents(self, shapes: Shapes) -> tuple[Size, ...]:
+        """Return the sizes of the reduced axes."""
+        return tuple(shapes.of[self.value][axis] for axis in self.axes)
+
+    def count(self, shapes: Shapes) -> Size:
+        """Return the number of elements that are reduced to one."""
+        return product(self.extents(shapes))
+
+    def accumulator(self, program: Program) -> str:
+        """Return the type of the accumulator."""
+        number = NUMBER[program.dtypes[self.value]]
+        name, _, arguments = self.kind.partition(" ")
+        return f"{name}<{', '.join([number, *arguments.split()])}>"
+
+
+def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:
+    """Return the reduction that gives an operation's result at a place."""
+    value, axes = operation.inputs[0], reduced_axes(operation)
+    rank = len(shapes.of[value])
+    left = iter(place)
+    has_all = operation.name in SOFTMAXES or bool(operation.attributes.get("keepdims", 1))
+    kept: list[Index | None] = []
+    for axis in range(rank):
+        if axis in axes:
+            kept.append(None)
+            if has_all:
+                next(left)
+        else:
+            kept.append(next(left))
+    kind, terms = ACCUMULATORS[operation.name]
+    if operation.name in EXTREMES:
+        last = bool(operation.attributes.get("select_last_index", 0))
+        kind = f"{kind} {str(operation.name == 'ArgMax').lower()} {str(last).lower()}"
+    return Instance(kind, terms, value, tuple(kept))
+
+
+def term(instance: Instance, value: str) -> str:
+    """Return what is added for an element."""
+    return instance.terms.format(value)
+
+
+def finished(operation: Operation, accumulator: str, own: str, count: str, number: str) -> str:
+    """Return an operator's result; `own` is the element itself, for Softmax."""
+    name, total = operation.name, f"{accumulator}.total"
+    if name == "ReduceMean":
+        return f"{total} / ({number})({count})"
+    if name == "ReduceL2":
+        return f"{'sqrtf' if number == 'float' else 'sqrt'}({total})"
+    if name == "ReduceLogSumExp":
+        return f"{accumulator}.top + logarithm({accumulator}.sum)"
+    if name == "Softmax":
+        return f"exponential({own} - {accumulator}.top) / {accumulator}.sum"
+    if name == "LogSoftmax":
+        return f"{own} - {accumulator}.top - logarithm({accumulator}.sum)"
+    return f"(long long)({accumulator}.at)" if name in EXTREMES else total

@@ -1,0 +1,252 @@
+// What generated kernels of regions call: accesses of all dtypes, operators, and the accumulators of reductions.
+//
+//   PRECISE  1: some value is fp32, so that activations are as accurate; 0: all floats are stored in 16 bits
+#pragma once
+
+template <bool, class Yes, class> struct Either { using Type = Yes; };
+template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; };
+
+// ---- loads and stores of N neighbouring elements -----------------------------------------------------------------
+
+template <int BYTES>
+struct alignas(BYTES) Bytes { char bytes[BYTES]; };
+
+template <int N>
+__device__ __forceinline__ void load(const f32* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+template <int N>
+__device__ __forceinline__ void load(const f16* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+template <int N>
+__device__ __forceinline__ void load(const bf16* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
+
+template <class T, int N>
+__device__ __forceinline__ void copy_elements(const T* from, T* to) {  // as wide as alignment allows, up to 16 bytes
+    constexpr int BYTES = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
+    using Chunk = typename Either<BYTES == 16, uint4,
+        typename Either<BYTES == 8, u64, typename Either<BYTES == 4, u32,
+        typename Either<BYTES == 2, unsigned short, unsigned char>::Type>::Type>::Type>::Type;
+#pragma unroll
+    for (int i = 0; i < int(N * sizeof(T)) / BYTES; ++i)
+        reinterpret_cast<Chunk*>(to)[i] = reinterpret_cast<const Chunk*>(from)[i];
+}
+
+template <int N, class T>
+__device__ __forceinline__ void load(const T* from, T (&to)[N]) {
+    alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) T aligned[N];
+    copy_elements<T, N>(from, aligned);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = aligned[i];
+}
+
+template <class T>
+struct Number { using Type = T; };  // what one element is computed in
+template <> struct Number<f32> { using Type = float; };
+template <> struct Number<f16> { using Type = float; };
+template <> struct Number<bf16> { using Type = float; };
+
+template <class T>
+__device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
+    typename Number<T>::Type values[1];
+    load(from, values);
+    return values[0];
+}
+
+template <int N>
+__device__ __forceinline__ void put(bool leaving, f32* to, const float (&values)[N]) { store_as(leaving, to, values); }
+template <int N>
+__device__ __forceinline__ void put(bool leaving, f16* to, const float (&values)[N]) { store_as(leaving, to, values); }
+template <int N>
+__device__ __forceinline__ void put(bool leaving, bf16* to, const float (&values)[N]) { store_as(leaving, to, values); }
+template <int N, class T>
+__device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
+    alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) T aligned[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) aligned[i] = values[i];
+    copy_elements<T, N>(aligned, to);
+}
+
+template <class T>
+__device__ __forceinline__ void put_one(bool leaving, T* to, typename Number<T>::Type value) {
+    const typename Number<T>::Type values[1] = {value};
+    put(leaving, to, values);
+}
+
+// The value as a tensor of 16-bit floats would hold it.
+template <class T>
+__device__ __forceinline__ float rounded(float value) {
+    const float before[1] = {value};
+    float after[1];
+    unpack(pack<T, 1>(before), after);
+    return after[0];
+}
+
+// ---- operators ---------------------------------------------------------------------------------------------------
+
+// A NaN among the two is the result.
+template <class T>
+__device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
+template <class T>
+__device__ __forceinline__ T smaller(T a, T b) { return a < b || a != a ? a : b; }
+
+template <class T>
+__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
+
+template <class T>
+__device__ __forceinline__ T magnitude(T x) { return x < T(0) ? T(-x) : x; }
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ double magnitude(double x) { return fabs(x); }
+
+// The remainder with the sign of the divisor.
+template <class T>
+__device__ __forceinline__ T modulo(T a, T b) {
+    const T rest = a % b;
+    return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
+}
+
+template <class T>
+__device__ __forceinline__ T power_of_integer(T base, double exponent) { return T(pow(double(base), exponent)); }
+
+template <class T>
+__device__ __forceinline__ T selu(T x, T alpha, T gamma) { return gamma * (x > T(0) ? x : alpha * T(expm1(x))); }
+
+// An index as Gather takes it, from -size to size - 1; others are an error of the model, and read the nearest element.
+template <class T>
+__device__ __forceinline__ T gathered(T at, T size) {
+    if (at < 0) at += size;
+    return at < 0 ? T(0) : at >= size ? T(size - 1) : at;
+}
+
+// The place that padding repeats at one before the first or behind the last of `size` places.
+template <class T>
+__device__ __forceinline__ T reflected(T at, T size) {
+    if (size == 1) return 0;
+    const T period = 2 * (size - 1), rest = modulo<T>(at, period);
+    return rest < size ? rest : period - rest;
+}
+template <class T>
+__device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
+
+// ---- accumulators ------------------------------------------------------------------------------------------------
+
+template <class T>
+struct Sum {
+    T total = T(0);
+    __device__ __forceinline__ void add(T x) { total += x; }
+    __device__ __forceinline__ void merge(const Sum& other) { total += other.total; }
+};
+
+template <class T>
+struct Prod {
+    T total = T(1);
+    __device__ __forceinline__ void add(T x) { total *= x; }
+    __device__ __forceinline__ void merge(const Prod& other) { total *= other.total; }
+};
+
+template <class T> struct Lowest;
+template <> struct Lowest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0xff800000u); } };
+template <> struct Lowest<double> { static __device__ __forceinline__ double value() { return -double(__uint_as_float(0x7f800000u)); } };
+template <> struct Lowest<int> { static __device__ __forceinline__ int value() { return -2147483647 - 1; } };
+template <> struct Lowest<long long> {
+    static __device__ __forceinline__ long long value() { return -9223372036854775807ll - 1; }
+};
+template <class T> struct Highest { static __device__ __forceinline__ T value() { return T(-1) - Lowest<T>::value(); } };
+template <> struct Highest<float> { static __device__ __forceinline__ float value() { return __uint_as_float(0x7f800000u); } };
+template <> struct Highest<double> { static __device__ __forceinline__ double value() { return -Lowest<double>::value(); } };
+
+template <class T>
+struct Max {
+    T total = Lowest<T>::value();
+    __device__ __forceinline__ void add(T x) { total = larger(total, x); }
+    __device__ __forceinline__ void merge(const Max& other) { add(other.total); }
+};
+
+template <class T>
+struct Min {
+    T total = Highest<T>::value();
+    __device__ __forceinline__ void add(T x) { total = smaller(total, x); }
+    __device__ __forceinline__ void merge(const Min& other) { add(other.total); }
+};
+
+__device__ __forceinline__ float exponential(float x) { return exp2_fast(LOG2_E * x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float logarithm(float x) { return logf(x); }
+__device__ __forceinline__ double logarithm(double x) { return log(x); }
+
+// The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential a number. `top` is finite
+// even if all are -inf, and the sum is NaN if one of them is inf or NaN.
+template <class T>
+struct Online {
+    T top = T(-LARGEST), sum = T(0);
+    __device__ __forceinline__ void add(T x) {
+        const T distance = x - top, factor = exponential(distance > T(0) ? -distance : distance);
+        sum = distance > T(0) ? sum * factor + (T(1) + (x - x)) : sum + factor;
+        top = distance > T(0) ? x : top;
+    }
+    __device__ __forceinline__ void merge(const Online& other) {
+        const T both = top > other.top ? top : other.top;
+        sum = sum * exponential(top - both) + other.sum * exponential(other.top - both);
+        top = both;
+    }
+};
+
+// The place of the largest number (of the least one if !LARGEST_WINS); the first of equal ones, or the last if LAST.
+template <class T, bool LARGEST_WINS, bool LAST>
+struct Extreme {
+    T best = T(0);
+    int at = -1;
+    __device__ __forceinline__ void add(T x, int place) { merge(Extreme{x, place}); }
+    __device__ __forceinline__ void merge(const Extreme& other) {
+        const bool better = LARGEST_WINS ? other.best > best : other.best < best;
+        const bool later = other.at > at;
+        if (other.at >= 0 && (at < 0 || better || (other.best == best && later == LAST))) *this = other;
+    }
+};
+
+// What the lane whose number differs by `mask` has.
+template <class A>
+__device__ __forceinline__ A exchanged(const A& own, int mask) {
+    union Words {
+        A whole;
+        u32 words[sizeof(A) / 4];
+        __device__ __forceinline__ Words() {}
+    } from, to;
+    from.whole = own;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(A) / 4); ++i) to.words[i] = __shfl_xor_sync(0xffffffffu, from.words[i], mask);
+    return to.whole;
+}
+
+template <class A>
+__device__ __forceinline__ void merge_warp(A& own) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
+}
+
+// Uninitialised shared memory for COUNT accumulators.
+template <class A, int COUNT>
+union Slots {
+    A all[COUNT];
+    char bytes[COUNT * sizeof(A)];
+    __device__ __forceinline__ Slots() {}
+};
+
+template <class A, int THREADS>
+__device__ __forceinline__ void merge_block(A& own, A* slots) {
+    merge_warp(own);
+    __syncthreads();  // the slots may still be read for another reduction
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = own;
+    __syncthreads();
+    own = slots[0];
+#pragma unroll
+    for (int i = 1; i < THREADS / 32; ++i) own.merge(slots[i]);
+}
+
+// Merges the parts of a column, in their order.
+template <class A, int COLUMNS, int PARTS>
+__device__ __forceinline__ void merge_column(A& own, A* slots, int column, int part) {
+    __syncthreads();
+    slots[part * COLUMNS + column] = own;
+    __syncthreads();
+    own = slots[column];
+#pragma unroll
+    for (int i = 1; i < PARTS; ++i) own.merge(slots[i * COLUMNS + column]);
+}

@@ -1,0 +1,131 @@
+"""How a nest is divided among threads: by rows or elements, and with how wide vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.nest_text import Tiling
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest
+from onnxfuse.kernels.region.operators import BYTES
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ONE, Size
+from onnxfuse.kernels.region.writer import Writer
+from onnxfuse.kernels.tensors import VECTOR_BYTES
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import estimate, is_symbolic
+
+MAX_WIDTH: Final = 8  # elements of a vector
+THREADS: Final = 128  # of a block
+ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
+MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
+MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
+FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
+MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
+
+
+def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
+    """Return how a nest runs on a device."""
+    sizes = shapes.sizes
+    if not nest.levels:
+        width = width_along(nest, ELEMENTS, program, shapes, aligned)
+        return Tiling("elements", THREADS, _narrowed(sizes.value(nest.count(ELEMENTS)), width, device))
+    first = nest.levels[0][0]
+    name = nest.elements_of(first, shapes)[0]
+    length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
+    if _prefers_columns(nest, name):
+        width = width_along(nest, ROWS, program, shapes, aligned)
+        many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+        if not many and not is_symbolic(rows):
+            while width > 1 and rows // width < SMALL_VECTORS * device.multiprocessors // COLUMNS:
+                width //= 2
+        shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
+        return Tiling("columns", ROW_THREADS, width, COLUMNS if shared else ROW_THREADS)
+    few = estimate(rows) < 4 * device.multiprocessors
+    warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
+    widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
+    threads = 32 if warp else ROW_THREADS
+    for each, width in widths.items():
+        count = sizes.value(nest.count(each))
+        while width > 1 and not is_symbolic(count) and count // width < threads:
+            width //= 2
+        widths[each] = width
+    return Tiling("warp" if warp else "block", THREADS if warp else ROW_THREADS, inner_widths=widths)
+
+
+def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
+    """Return tilings for blocks of equal size, because one launch has the blocks of all nests."""
+    threads = max(tiling.threads for tiling in tilings)
+    return [
+        replace(each, threads=threads, columns=threads if each.columns == each.threads else each.columns)
+        for each in tilings
+    ]
+
+
+def _narrowed(count: int, width: int, device: Device) -> int:
+    """Return a width at which a small tensor has more vectors."""
+    small = SMALL_VECTORS * device.multiprocessors
+    if is_symbolic(count):
+        return min(width, SMALL_WIDTH) if estimate(count // width) < small else width
+    while width > SMALL_WIDTH and count // width < small:
+        width //= 2
+    return width
+
+
+def _prefers_columns(nest: Nest, name: str) -> bool:
+    """Return whether threads side by side read neighbouring rows: more is contiguous that way, or rows are short."""
+    rows, elements = nest.lists[ROWS], nest.lists[name]
+    if not rows:
+        return False
+    length = nest.count(name).constant
+    if not elements or (length is not None and length <= MAX_SERIAL):
+        return True
+    along = [sum(index.factor(each[-1].name) == ONE for _, index in nest.accesses) for each in (rows, elements)]
+    return along[0] > along[1]
+
+
+def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool) -> int:
+    """Return the elements of a vector along the last variable of a list.
+
+    Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
+    most accesses are of whole vectors, and the widest of these.
+    """
+    variables = nest.lists[name]
+    if not variables or not aligned:
+        return 1
+    last = variables[-1]
+    along = [(operand, index) for operand, index in nest.accesses if index.factor(last.name) == ONE]
+    dtypes = [program.dtypes[each] for operand, _ in along for each in ([operand] if operand else nest.outputs)]
+    if not dtypes:
+        return 1
+    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[dtype] for dtype in dtypes))
+    best, most = 1, 0
+    for width in _widths(last.extent, widest, shapes):
+        writer = Writer(program, shapes, Arguments(shapes.sizes, False), True, last.name, width)
+        if not all(writer.splits_no_vector(index, bound) for index, bound in nest.bounds):
+            continue
+        whole = [operand for operand, index in along if writer.is_contiguous(index)]
+        is_stored_so = not any(operand == "" for operand, _ in along) or "" in whole
+        if is_stored_so and len(whole) > most:
+            best, most = width, len(whole)
+    return best
+
+
+def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:
+    """Yield widths that divide an extent, the widest first; whether they divide a dynamic dim is asked."""
+    sizes = shapes.sizes
+    known = sizes.divisor(extent)
+    if known % widest and extent.constant is None and sizes.value(extent) % widest == 0:
+        if len(extent.terms) == 1 and len(extent.terms[0][0]) == 1:
+            sizes.divisors[extent.terms[0][0][0]] = widest
+        known = widest
+    width = widest
+    while width > 1:
+        if known % width == 0:
+            yield width
+        width //= 2

@@ -1,0 +1,351 @@
+"""The text of a kernel's computation: each value of a program at a place, written where it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.indices import Atom, Index, flat, text_of, variable_index
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.operators import NUMBER, expression, is_step, keeps_exact, literal
+from onnxfuse.kernels.region.program import ELEMENTWISE, HALVES, REDUCTIONS, Operation, Program
+from onnxfuse.kernels.region.reductions import Instance, finished, instance_of, term
+from onnxfuse.kernels.region.shapes import Shapes, axis_of
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
+
+MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
+FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A value that the text has: a variable of C++, or an array of one for each lane of a vector."""
+
+    text: str
+    varies: bool = False  # it is an array
+    exact: bool = True  # its dtype holds it
+
+    @property
+    def lane(self) -> str:
+        """The value in lane j."""
+        return f"{self.text}[j]" if self.varies else self.text
+
+
+@dataclass
+class Writer:
+    """Lines of text, and which values they have computed; `vector` is the variable along which a thread has lanes."""
+
+    program: Program
+    shapes: Shapes
+    arguments: Arguments
+    aligned: bool  # operands and outputs start at multiples of 16 bytes
+    vector: str = ""
+    width: int = 1
+    prefix: str = "v"
+    lines: list[str] = field(default_factory=list)
+    depth: int = 1
+    count: int = 0
+    conditions: int = 0  # how many branches are open
+    scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
+    found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
+    accesses: list[tuple[str, Index]] = field(default_factory=list)
+    bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+
+    # --- lines ----------------------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        """Add a line."""
+        if len(self.lines) > MAX_LINES:
+            raise ValueError(f"region: its kernel has more than {MAX_LINES} lines")
+        self.lines.append("    " * self.depth + text)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Write a block behind a line such as `for (...)`; what is computed in it is known in it alone."""
+        self.line(f"{head} {{")
+        self.depth += 1
+        self.scopes.append({})
+        yield
+        self.scopes.pop()
+        self.depth -= 1
+        self.line("}")
+
+    @contextmanager
+    def branch(self, head: str) -> Iterator[None]:
+        """Write a block that not every thread runs."""
+        self.conditions += 1
+        with self.block(head):
+            yield
+        self.conditions -= 1
+
+    def new_name(self) -> str:
+        """Return a name that no variable has."""
+        self.count += 1
+        return f"{self.prefix}{self.count}"
+
+    def known(self, key: Any) -> Reference | None:
+        """Return what the text has for a key where the next line stands."""
+        return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
+
+    def keep(self, key: Any, reference: Reference) -> Reference:
+        """Note that the text has a value from here on."""
+        self.scopes[-1][key] = reference
+        return reference
+
+    def declare(self, kind: str, value: str, varies: bool, exact: bool = True) -> Reference:
+        """Write a variable with its value, an expression that may be of lane j."""
+        name = self.new_name()
+        if varies:
+            self.line(f"{kind} {name}[{self.width}];")
+            self.line(f"EACH({self.width}) {name}[j] = {value};")
+        else:
+            self.line(f"const {kind} {name} = {value};")
+        return Reference(name, varies, exact)
+
+    # --- indices --------------------------------------------------------------------------------------------------
+
+    def varies(self, *indices: Index | None) -> bool:
+        """Return whether any of these indices differs among the lanes of a vector."""
+        return self.width > 1 and any(self.vector in index.variables() for index in indices if index)
+
+    def index(self, index: Index, lanes: bool = False) -> str:
+        """Return an index as an expression: in lane j if `lanes`, else in the first lane."""
+
+        def atom(each: Atom) -> str:
+            if each.kind == "variable":
+                return f"({each.name} + j)" if lanes and each.name == self.vector else each.name
+            if each.kind == "value":
+                varies = self.width > 1 and self.vector in each.varies
+                return f"{each.name}[{'j' if lanes else 0}]" if varies else each.name
+            assert each.of is not None
+            inner, kind = self.index(each.of, lanes), self.arguments.index_type
+            if each.kind in FUNCTIONS:
+                return f"{FUNCTIONS[each.kind]}<{kind}>({inner}, {self.arguments.size(each.by)})"
+            inner = inner if inner.isidentifier() else f"({inner})"
+            return f"({inner} {'/' if each.kind == 'div' else '%'} {self.arguments.by(each.by)})"
+
+        return text_of(index, self.arguments.size, atom)
+
+    def is_contiguous(self, address: Index) -> bool:
+        """Return whether the lanes of a vector are neighbours at an address that a vector access takes."""
+        rest = Index(address.constant, tuple(each for each in address.terms if each[0].name != self.vector))
+        return self.aligned and address.factor(self.vector) == ONE and self.is_multiple(rest)
+
+    def is_multiple(self, index: Index) -> bool:
+        """Return whether an index without the vector's variable is a multiple of the width for all lanes."""
+        factors = (index.constant, *(factor for _, factor in index.terms))
+        divides = all(self.shapes.sizes.divisor(each) % self.width == 0 for each in factors)
+        return divides and self.vector not in index.variables()
+
+    def splits_no_vector(self, index: Index, bound: Size) -> bool:
+        """Return whether all lanes of a vector are on one side of a bound."""
+        difference = index + -bound
+        if self.vector not in difference.variables():
+            return True
+        rest = Index(difference.constant, tuple(each for each in difference.terms if each[0].name != self.vector))
+        return difference.factor(self.vector) == ONE and self.is_multiple(rest)
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, place: Place) -> Reference:
+        """Return a value at a place, which is written unless the text has it."""
+        operation = self.program.producers.get(name)
+        if operation and operation.name == "Constant":
+            return Reference(literal(operation.attributes["value"], self.program.dtypes[name]))
+        key = (name, place)
+        found = self.known(key)
+        if found:
+            return found
+        if operation is None:
+            return self.keep(key, self._load(name, place))
+        if operation.name in ELEMENTWISE:
+            return self.keep(key, self._elementwise(operation, name, place))
+        if operation.name in REDUCTIONS:
+            return self.keep(key, self._reduced(operation, place))
+        if operation.name == "Concat":
+            return self.keep(key, self._joined(operation, name, place))
+        if operation.name == "Gather":
+            return self.keep(key, self._gathered(operation, place))
+        inner = maps.source(operation, name, place, self.shapes)
+        if operation.name == "Pad" and operation.attributes.get("mode", "constant") == "constant":
+            return self.keep(key, self._padded(operation, inner))
+        return self.value(operation.inputs[0], inner)
+
+    def rounded(self, name: str, reference: Reference) -> Reference:
+        """Return a value as its dtype holds it, where that is a half precision."""
+        dtype = self.program.dtypes[name]
+        if dtype not in HALVES or reference.exact:
+            return reference
+        stored = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+        return self.declare("float", f"rounded<{stored}>({reference.lane})", reference.varies)
+
+    def _load(self, name: str, place: Place) -> Reference:
+        address = flat(place, self.shapes.of[name])
+        self.accesses.append((name, address))
+        kind = NUMBER[self.program.dtypes[name]]
+        if not self.varies(address):
+            return self.declare(kind, f"load_one({name} + ({self.index(address)}))", False)
+        if self.is_contiguous(address):
+            found = Reference(self.new_name(), True)
+            self.line(f"{kind} {found.text}[{self.width}];")
+            self.line(f"load({name} + ({self.index(address)}), {found.text});")
+            return found
+        return self.declare(kind, f"load_one({name} + ({self.index(address, lanes=True)}))", True)
+
+    def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
+        target, given = self.program.dtypes[name], []
+        for each in operation.inputs:
+            inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
+            reference = self.value(each, inner)
+            given.append(self.rounded(each, reference) if is_step(operation, target) else reference)
+        if operation.name == "Identity":
+            return given[0]
+        dtypes = [self.program.dtypes[each] for each in operation.inputs]
+        exact = target not in HALVES or operation.name == "Cast" or (
+            keeps_exact(operation) and all(each.exact for each in given)
+        )  # fmt: skip
+        if operation.name == "Cast" and dtypes[0] == target:
+            return given[0]
+        text = expression(operation, [each.lane for each in given], dtypes, target)
+        return self.declare(NUMBER[target], text, any(each.varies for each in given), exact)
+
+    def _declared(self, name: str, varies: bool) -> Reference:
+        found = Reference(self.new_name(), varies, self.program.dtypes[name] not in HALVES)
+        self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.width}]' if varies else ''};")
+        return found
+
+    def assign(self, to: Reference, value: Reference) -> None:
+        """Write an assignment to a variable that was declared before."""
+        self.line(f"EACH({self.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
+
+    def _is_below(self, index: Index, bound: Size) -> bool | None:
+        """Return whether an index is less than a bound; None if it depends."""
+        limits = index.range
+        if limits and (bound - 1 - limits[1]).is_nonnegative:
+            return True
+        return False if limits and (limits[0] - bound).is_nonnegative else None
+
+    def _joined(self, operation: Operation, name: str, place: Place) -> Reference:
+        axis, begin, head, parts = axis_of(operation), ZERO, "", []
+        for each in operation.inputs:
+            end = begin + self.shapes.of[each][axis]
+            if begin != end and self._is_below(place[axis], begin) is not True:
+                after_this = self._is_below(place[axis], end)
+                if after_this is not False:
+                    parts.append((each, begin, end))
+                if after_this:
+                    break
+            begin = end
+        if len(parts) == 1:
+            each, begin, _ = parts[0]
+            return self.value(each, maps.before(place, axis, begin))
+        found = self._declared(name, self.varies(*place))
+        for i, (each, begin, end) in enumerate(parts):
+            if i < len(parts) - 1:
+                self.bounds.append((place[axis], end))
+                head = f"{'else ' if i else ''}if ({self.index(place[axis])} < {self.arguments.size(end)})"
+            else:
+                head = "else"
+            with self.branch(head):
+                self.assign(found, self.rounded(each, self.value(each, maps.before(place, axis, begin))))
+        return Reference(found.text, found.varies)
+
+    def _padded(self, operation: Operation, inner: Place) -> Reference:
+        x, conditions = operation.inputs[0], []
+        for index, dim in zip(inner, self.shapes.of[x], strict=True):
+            limits = index.range
+            if not (limits and limits[0].is_nonnegative):
+                self.bounds.append((index, ZERO))
+                conditions.append(f"{self.index(index)} >= 0")
+            if self._is_below(index, dim) is not True:
+                self.bounds.append((index, dim))
+                conditions.append(f"{self.index(index)} < {self.arguments.size(dim)}")
+        if not conditions:
+            return self.value(x, inner)
+        found = self._declared(x, self.varies(*inner))
+        value = Reference(literal(operation.attributes.get("value", 0), self.program.dtypes[x]))
+        self.assign(found, value)
+        with self.branch(f"if ({' && '.join(conditions)})"):
+            self.assign(found, self.rounded(x, self.value(x, inner)))
+        return Reference(found.text, found.varies)
+
+    def _gathered(self, operation: Operation, place: Place) -> Reference:
+        x, indices = operation.inputs
+        axis, rank, dim = axis_of(operation), len(self.shapes.of[indices]), self.shapes.of[x][axis_of(operation)]
+        at = place[axis : axis + rank]
+        reference, kind = self.value(indices, at), self.arguments.index_type
+        key = ("gathered", reference.text, dim)
+        chosen = self.known(key)
+        if chosen is None:
+            text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
+            chosen = self.keep(key, self.declare(kind, text, reference.varies))
+        variables = tuple(sorted(set().union(*(each.variables() for each in at))))
+        atom = Atom("value", dim, chosen.text, varies=variables if variables else ())
+        return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[axis + rank :]))
+
+    # --- reductions -----------------------------------------------------------------------------------------------
+
+    def _reduced(self, operation: Operation, place: Place) -> Reference:
+        instance = instance_of(operation, place, self.program, self.shapes)
+        accumulator = self.known(instance) or self._in_place(instance)
+        own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
+        given = own() if operation.name in ("Softmax", "LogSoftmax") else None
+        count = self.arguments.size(instance.count(self.shapes))
+        target = self.program.dtypes[operation.outputs[0]]
+        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target])
+        varies = accumulator.varies or bool(given and given.varies)
+        exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
+        return self.declare(NUMBER[target], text, varies, exact)
+
+    def _in_place(self, instance: Instance) -> Reference:
+        """Write a loop in which each thread reduces all elements by itself."""
+        accumulator = self.accumulator(instance)
+        coordinates = []
+        for axis in instance.axes:
+            dim = self.shapes.of[instance.value][axis]
+            coordinates.append(variable_index(f"q{self.new_name()}", dim))
+        with self.loops(coordinates, [self.shapes.of[instance.value][axis] for axis in instance.axes]):
+            self.add(instance, accumulator, coordinates)
+        self.found.append((instance, self.conditions > 0))
+        return self.keep(instance, accumulator)
+
+    @contextmanager
+    def loops(self, coordinates: Sequence[Index], extents: Sequence[Size]) -> Iterator[None]:
+        """Write nested loops over variables, in a block of its own."""
+        with self.block(""):
+            opened = 0
+            for index, extent in zip(coordinates, extents, strict=True):
+                if extent == ONE:
+                    continue
+                name = index.terms[0][0].name
+                head = f"for ({self.arguments.index_type} {name} = 0; {name} < {self.arguments.size(extent)}; ++{name})"
+                self.line(f"{head} {{")
+                self.depth, opened = self.depth + 1, opened + 1
+            yield
+            for _ in range(opened):
+                self.depth -= 1
+                self.line("}")
+
+    def accumulator(self, instance: Instance) -> Reference:
+        """Declare the accumulator of a reduction, one for each lane whose places differ."""
+        varies = self.varies(*instance.kept)
+        found = Reference(self.new_name(), varies)
+        self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.width}]' if varies else ''};")
+        return found
+
+    def add(self, instance: Instance, accumulator: Reference, coordinates: Sequence[Index]) -> None:
+        """Write what adds the element at these places along the reduced axes to an accumulator."""
+        left = iter(coordinates)
+        place = tuple(next(left) if each is None else each for each in instance.kept)
+        reference = self.value(instance.value, place)
+        reference = self.rounded(instance.value, reference) if instance.is_extreme else reference
+        has_lanes = accumulator.varies or self.varies(*coordinates)
+        given = [term(instance, reference.lane)]
+        if instance.is_extreme:
+            given.append(f"int({self.index(coordinates[0], lanes=has_lanes)})")
+        each = f"EACH({self.width}) " if has_lanes else ""
+        self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")

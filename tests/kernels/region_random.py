@@ -1,0 +1,346 @@
+"""Programs of regions at random: operators, broadcasts, maps and reductions, whose results onnxruntime can tell.
+
+Operands hold multiples of a quarter.  Operators that are not continuous read values only that were computed exactly,
+because the last bit of others depends on the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from region_programs import NUMPY, RegionProgram
+
+LARGEST = 3000.0  # of values on the way, which 16-bit floats hold
+FLOATS = ("float32", "float16", "bfloat16")
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
+MAX_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Value:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bound: float  # of the absolute value
+    exact: bool
+
+
+@dataclass
+class Draft:
+    """A program as it grows; `rows` are the axes that reductions leave, once there is one."""
+
+    chance: random.Random
+    program: RegionProgram = field(default_factory=RegionProgram)
+    values: list[Value] = field(default_factory=list)
+
+    def operand(self, shape: tuple[int, ...], dtype: str, bound: float = 4.0) -> Value:
+        numbers = np.random.default_rng(self.chance.getrandbits(32))
+        if dtype == "bool":
+            array = numbers.integers(0, 2, shape).astype(bool)
+        elif dtype.startswith("int"):
+            array = numbers.integers(-int(bound), int(bound) + 1, shape).astype(dtype)
+        else:
+            array = (numbers.integers(-int(4 * bound), int(4 * bound) + 1, shape) / 4).astype(NUMPY[dtype])
+        return Value(self.program.operand(array), shape, dtype, bound, True)
+
+    def keep(self, value: Value) -> Value:
+        self.values.append(value)
+        self.program.scale = max(self.program.scale, value.bound)
+        return value
+
+    def add(self, op: str, *inputs: Value, shape: tuple[int, ...] | None = None, dtype: str = "",
+            bound: float | None = None, exact: bool | None = None, **attributes: object) -> Value:  # fmt: skip
+        found = inputs[0]
+        name = self.program.op(op, *(each.name for each in inputs), dtype=dtype, **attributes)
+        return self.keep(
+            Value(
+                name,
+                found.shape if shape is None else shape,
+                dtype or found.dtype,
+                found.bound if bound is None else bound,
+                found.exact if exact is None else exact,
+            )
+        )
+
+    def constant(self, value: float, dtype: str) -> Value:
+        name = f"v{sum(len(each[2]) for each in self.program.ops)}"
+        self.program.ops.append(["Constant", [], [name], {"value": value}])
+        self.program.dtypes[name] = dtype
+        return Value(name, (), dtype, abs(value), True)
+
+
+def _broadcastable(draft: Draft, value: Value) -> Value:
+    """Return another value or a new operand that broadcasts with one."""
+    chance = draft.chance
+    others = [
+        each for each in draft.values if each.dtype == value.dtype and _broadcast(each.shape, value.shape) is not None
+    ]
+    if others and chance.random() < 0.6:
+        return chance.choice(others)
+    if chance.random() < 0.2 and value.dtype != "bool":
+        return draft.constant(chance.choice([0.5, 2.0, -1.25]) if value.dtype in FLOATS else 3, value.dtype)
+    shape = tuple(1 if chance.random() < 0.3 else dim for dim in value.shape)
+    return draft.operand(shape[chance.randrange(len(shape) + 1) if chance.random() < 0.3 else 0 :], value.dtype)
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return tuple(np.broadcast_shapes(a, b))
+    except ValueError:
+        return None
+
+
+def binary(draft: Draft, x: Value) -> None:
+    y = _broadcastable(draft, x)
+    shape = _broadcast(x.shape, y.shape)
+    if shape is None or math.prod(shape) > MAX_ELEMENTS:
+        return
+    exact = x.exact and y.exact and max(x.bound, y.bound) <= 64
+    if x.dtype == "bool":
+        draft.add(draft.chance.choice(["And", "Or", "Xor", "Equal"]), x, y, shape=shape)
+        return
+    op = draft.chance.choice(["Add", "Sub", "Mul", "Min", "Max", "compare", "Div", "Mod", "Where"])
+    if op in ("Add", "Sub") and x.bound + y.bound < LARGEST:
+        draft.add(op, x, y, shape=shape, bound=x.bound + y.bound, exact=exact)
+    elif op == "Mul" and x.bound * y.bound < LARGEST:
+        draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact and x.bound * y.bound <= 64)
+    elif op in ("Min", "Max"):
+        draft.add(op, x, y, shape=shape, bound=max(x.bound, y.bound), exact=x.exact and y.exact)
+    elif op == "compare" and x.exact and y.exact:
+        name = draft.chance.choice(["Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"])
+        draft.add(name, x, y, shape=shape, dtype="bool", bound=1, exact=True)
+    elif op == "Div" and x.dtype in FLOATS:
+        above = draft.add("Add", draft.add("Abs", y), draft.constant(0.5, x.dtype), bound=y.bound + 0.5, exact=False)
+        draft.add("Div", x, above, shape=shape, bound=2 * x.bound, exact=False)
+    elif op == "Mod" and x.exact and y.exact and x.dtype not in FLOATS:
+        above = draft.add("Max", y, draft.constant(2, x.dtype))
+        draft.add("Mod", x, above, shape=shape, bound=max(2.0, y.bound))
+    elif op == "Where":
+        _where(draft, x, y, shape)
+
+
+def _where(draft: Draft, x: Value, y: Value, shape: tuple[int, ...]) -> None:
+    found = [each for each in draft.values if each.dtype == "bool" and _broadcast(each.shape, shape) == shape]
+    condition = draft.chance.choice(found) if found else draft.operand(shape[-1:], "bool", 1)
+    name = draft.program.op("Where", condition.name, x.name, y.name, dtype=x.dtype)
+    draft.keep(Value(name, shape, x.dtype, max(x.bound, y.bound), x.exact and y.exact))
+
+
+def unary(draft: Draft, x: Value) -> None:
+    chance = draft.chance
+    if x.dtype == "bool":
+        draft.add("Not", x)
+        return
+    if x.dtype not in FLOATS:
+        draft.add(chance.choice(["Neg", "Abs", "Sign", "Identity"]), x)
+        return
+    op = chance.choice([
+        "Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Sin", "Cos", "HardSigmoid", "HardSwish", "Softplus", "Gelu",
+        "Mish", "LeakyRelu", "Elu", "Selu", "Softsign", "Exp", "Sqrt", "Log", "Reciprocal", "Pow", "steps",
+    ])  # fmt: skip
+    if op in ("Neg", "Abs", "Relu"):
+        draft.add(op, x)
+    elif op == "steps" and x.exact:
+        name = chance.choice(["Floor", "Ceil", "Round", "Sign", "IsNaN", "IsInf"])
+        draft.add(name, x, dtype="bool" if name.startswith("Is") else "", bound=x.bound + 1)
+    elif op in ("Sqrt", "Log", "Reciprocal"):
+        above = draft.add("Add", draft.add("Abs", x), draft.constant(0.5, x.dtype), bound=x.bound + 0.5, exact=False)
+        draft.add(op, above, bound=max(2.0, x.bound), exact=False)
+    elif op == "Exp" and x.bound <= 6:
+        draft.add(op, x, bound=math.exp(x.bound), exact=False)
+    elif op == "Pow" and x.bound <= 32:
+        draft.add(op, x, draft.constant(2, x.dtype), bound=x.bound**2, exact=False)
+    elif op in ("Sin", "Cos", "Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign"):
+        if op not in ("Sin", "Cos") or x.bound < 30:
+            draft.add(op, x, bound=1.0, exact=False)
+    elif op not in ("Exp", "Pow", "steps") and x.bound < 100:
+        attributes = {"approximate": chance.choice(["none", "tanh"])} if op == "Gelu" else {}
+        draft.add(op, x, bound=2 * x.bound + 1, exact=False, **attributes)
+
+
+def cast(draft: Draft, x: Value) -> None:
+    target = draft.chance.choice([*FLOATS, "int32", "int64", "bool"])
+    if target == x.dtype or (not x.exact and target not in FLOATS):
+        return
+    exact = x.exact and (target not in FLOATS or x.bound <= 16)
+    draft.add("Cast", x, dtype=target, bound=1.0 if target == "bool" else x.bound, exact=exact, to=target)
+
+
+def view(draft: Draft, x: Value) -> None:
+    chance, shape = draft.chance, x.shape
+    op = chance.choice(["Reshape", "Reshape", "Transpose", "Transpose", "Unsqueeze", "Squeeze", "Expand"])
+    if op == "Transpose" and len(shape) > 1:
+        perm = list(range(len(shape)))
+        chance.shuffle(perm)
+        draft.add(op, x, shape=tuple(shape[i] for i in perm), perm=perm)
+    elif op == "Reshape":
+        target, attribute = _reshape(chance, shape)
+        if any(dim == 0 and (i >= len(shape) or shape[i] != 0) for i, dim in enumerate(attribute)):
+            return  # ONNX has no way to say so
+        name = draft.program.op("Reshape", x.name, shape=list(attribute))
+        draft.keep(Value(name, target, x.dtype, x.bound, x.exact))
+    elif op == "Unsqueeze" and len(shape) < 5:
+        axis = chance.randrange(len(shape) + 1)
+        draft.add(op, x, shape=(*shape[:axis], 1, *shape[axis:]), axes=[axis])
+    elif op == "Squeeze" and 1 in shape:
+        axis = shape.index(1)
+        draft.add(op, x, shape=(*shape[:axis], *shape[axis + 1 :]), axes=[axis])
+    elif op == "Expand":
+        target = tuple(chance.choice([2, 3]) if dim == 1 else dim for dim in shape)
+        if math.prod(target) <= MAX_ELEMENTS:
+            name = draft.program.op(
+                "Expand", x.name, shape=[t if d == 1 else 1 for t, d in zip(target, shape, strict=True)]
+            )
+            draft.keep(Value(name, target, x.dtype, x.bound, x.exact))
+
+
+def _reshape(chance: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return another shape of as many elements, and how a Reshape may say it."""
+    target: list[int] = []
+    for dim in shape:
+        divisors = [d for d in range(2, dim) if dim % d == 0]
+        if divisors and chance.random() < 0.5:
+            part = chance.choice(divisors)
+            target += [dim // part, part]
+        elif target and chance.random() < 0.35:
+            target[-1] *= dim
+        else:
+            target.append(dim)
+    attribute = list(target)
+    if 0 not in shape and target and chance.random() < 0.5:
+        attribute[chance.randrange(len(target))] = -1
+    for i, dim in enumerate(target):
+        if attribute[i] != -1 and i < len(shape) and shape[i] == dim and chance.random() < 0.7:
+            attribute[i] = 0
+    return tuple(target), tuple(attribute)
+
+
+def cut(draft: Draft, x: Value) -> None:
+    """Add a Slice, Pad, Split, Concat, Gather or Tile."""
+    chance, shape = draft.chance, x.shape
+    if not shape:
+        return
+    axis = chance.randrange(len(shape))
+    dim, op = shape[axis], chance.choice(["Slice", "Pad", "Split", "Concat", "Gather", "Tile", "roll"])
+
+    def resized(size: int) -> tuple[int, ...]:
+        return (*shape[:axis], size, *shape[axis + 1 :])
+
+    if op == "Slice":
+        step = chance.choice([1, 1, 1, 2, -1, -2, 3])
+        start, end = chance.choice([0, 1, -2, 3, -(2**63)]), chance.choice([2**63 - 1, dim, -1, 5])
+        if step < 0:
+            start, end = chance.choice([-1, 2**63 - 1, 3]), chance.choice([-(2**63), 0, 1])
+        size = len(range(dim)[slice(*(max(-(2**62), min(each, 2**62)) for each in (start, end)), step)])
+        draft.add(op, x, shape=resized(size), axes=[axis], starts=[start], ends=[end], steps=[step])
+    elif op == "Pad" and x.dtype != "bool" and dim:
+        mode = chance.choice(["constant", "constant", "reflect", "edge", "wrap"])
+        before, after = (chance.randrange(max(1, min(dim, 4))) for _ in range(2))
+        pads = [0] * 2 * len(shape)
+        pads[axis], pads[axis + len(shape)] = before, after
+        value = {"value": 1.5 if x.dtype in FLOATS else 7} if mode == "constant" else {}
+        draft.add(op, x, shape=resized(dim + before + after), bound=max(7.0, x.bound), pads=pads, mode=mode, **value)
+    elif op == "Split" and dim > 1:
+        part = chance.randrange(1, dim)
+        names = draft.program.ops_of("Split", x.name, count=2, axis=axis, sizes=[part, dim - part])
+        for name, size in zip(names, (part, dim - part), strict=True):
+            draft.keep(Value(name, resized(size), x.dtype, x.bound, x.exact))
+    elif op == "Concat":
+        size = chance.choice([1, 2, 4, 8])
+        other = draft.operand(resized(size), x.dtype)
+        given = chance.choice([(x, other), (other, x), (x, other, x)])
+        total = sum(each.shape[axis] for each in given)
+        if total * math.prod(resized(1)) <= MAX_ELEMENTS:
+            draft.add(op, *given, shape=resized(total), bound=max(x.bound, other.bound), axis=axis)
+    elif op == "roll" and dim > 2:
+        at = chance.randrange(1, dim)
+        tail = draft.add("Slice", x, shape=resized(dim - at), axes=[axis], starts=[at], ends=[2**63 - 1], steps=[1])
+        head = draft.add("Slice", x, shape=resized(at), axes=[axis], starts=[0], ends=[at], steps=[1])
+        draft.add("Concat", tail, head, shape=shape, axis=axis)
+    elif op == "Gather" and dim:
+        numbers = np.random.default_rng(chance.getrandbits(32))
+        places = chance.choice([(), (3,), (2, 4), (5,)])
+        array = numbers.integers(-dim, dim, places).astype(chance.choice(["int32", "int64"]))
+        indices = Value(draft.program.operand(array), places, array.dtype.name, dim, True)
+        target = (*shape[:axis], *places, *shape[axis + 1 :])
+        if math.prod(target) <= MAX_ELEMENTS and len(target) <= 5:
+            draft.add(op, x, indices, shape=target, axis=axis)
+    elif op == "Tile" and 2 * math.prod(shape) <= MAX_ELEMENTS:
+        draft.add(op, x, shape=resized(2 * dim), repeats=[2 if i == axis else 1 for i in range(len(shape))])
+
+
+def reduce(draft: Draft, x: Value) -> None:
+    chance, shape = draft.chance, x.shape
+    if not shape or 0 in shape or x.dtype == "bool":
+        return
+    axes = sorted(chance.sample(range(len(shape)), chance.choice([1, 1, min(2, len(shape))])))
+    if chance.random() < 0.5:
+        axes = [len(shape) - 1]
+    kept = tuple(1 if i in axes else dim for i, dim in enumerate(shape))
+    keeps = chance.random() < 0.7
+    target = kept if keeps else tuple(dim for i, dim in enumerate(shape) if i not in axes)
+    count = math.prod(shape[axis] for axis in axes)
+    if x.dtype not in FLOATS:
+        op = chance.choice(["ReduceSum", "ReduceMax", "ReduceMin"])
+        if x.bound * count < LARGEST:
+            draft.add(op, x, shape=target, bound=x.bound * count, axes=axes, keepdims=int(keeps))
+        return
+    op = chance.choice([
+        "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare",
+        "ReduceLogSumExp", "ArgMax", "ArgMin", "Softmax", "LogSoftmax", "norm",
+    ])  # fmt: skip
+    if op in ("ArgMax", "ArgMin"):
+        if x.exact:
+            axis, last = axes[0], chance.randrange(2)
+            kept = tuple(1 if i == axis else dim for i, dim in enumerate(shape))
+            target = kept if keeps else (*shape[:axis], *shape[axis + 1 :])
+            draft.add(op, x, shape=target, dtype="int64", bound=shape[axis], axis=axis, keepdims=int(keeps),
+                      select_last_index=last)  # fmt: skip
+    elif op in ("Softmax", "LogSoftmax"):
+        draft.add(op, x, bound=1.0 if op == "Softmax" else 2 * x.bound + 10, exact=False, axis=axes[0])
+    elif op == "norm":
+        mean = draft.add("ReduceMean", x, shape=kept, exact=False, axes=axes, keepdims=1)
+        moved = draft.add("Sub", x, mean, bound=2 * x.bound, exact=False)
+        if moved.bound < 40:
+            square = draft.add("Mul", moved, moved, bound=moved.bound**2, exact=False)
+            variance = draft.add("ReduceMean", square, shape=kept, exact=False, axes=axes, keepdims=1)
+            root = draft.add("Sqrt", draft.add("Add", variance, draft.constant(0.5, x.dtype)), bound=moved.bound + 1)
+            draft.add("Div", moved, root, bound=2 * moved.bound, exact=False)
+    else:
+        bound = x.bound**2 * count if op == "ReduceSumSquare" else x.bound * count + math.log(count)
+        if bound < LARGEST:
+            exact = x.exact and op in ("ReduceMax", "ReduceMin")
+            draft.add(op, x, shape=target, bound=bound, exact=exact, axes=axes, keepdims=int(keeps))
+
+
+def random_program(seed: int) -> RegionProgram:
+    """Return the program of a seed, with dynamic and, at times, empty dims."""
+    chance = random.Random(seed)
+    draft = Draft(chance)
+    rank = chance.choice([1, 2, 2, 3, 3, 4])
+    shape = tuple(chance.choice(SIZES) for _ in range(rank))
+    while math.prod(shape) > MAX_ELEMENTS // 4:
+        shape = tuple(max(1, dim // 2) for dim in shape)
+    if chance.random() < 0.04:
+        shape = (*shape[:-1], 0)
+    dtype = chance.choice([*FLOATS, "float16", "float16", "int32", "int64"])
+    draft.keep(draft.operand(shape, dtype))
+    for _ in range(chance.choice([2, 4, 6, 9])):
+        recent = draft.values[-3:]
+        step = chance.choice([binary, binary, unary, unary, cast, view, view, cut, cut, reduce])
+        step(draft, chance.choice([recent[-1], recent[-1], *recent]))
+    computed = [each for each in draft.values if each.name.startswith("v")]
+    if not computed:
+        computed = [draft.add("Identity", draft.values[0])]
+    used = {name for each in draft.program.ops for name in each[1]}
+    leaves = [each for each in computed if each.name not in used] or computed[-1:]
+    draft.program.outputs = [each.name for each in leaves][-4:]
+    if chance.random() < 0.2:
+        draft.program.outputs.append(chance.choice(computed).name)
+        draft.program.outputs = list(dict.fromkeys(draft.program.outputs))
+    if chance.random() < 0.6:
+        draft.program.dynamic = tuple({dim for dim in shape if chance.random() < 0.6})
+    return draft.program
