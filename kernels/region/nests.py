@@ -7,6 +7,7 @@ of a row.  Variables are then split and merged until what is read is at sums of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -214,7 +215,7 @@ def _with_split(nest: Nest, variable: Variable, part: Size) -> Nest:
 
 def _mergeable(nest: Nest) -> Iterator[tuple[Variable, Variable]]:
     for variables in nest.lists.values():
-        for high, low in zip(variables, variables[1:], strict=False):
+        for high, low in itertools.pairwise(variables):
             if all(_merges(index, high, low) for index in _indices(nest)):
                 yield high, low
 

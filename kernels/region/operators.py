@@ -122,7 +122,7 @@ def _activation(name: str, x: str, attributes: Mapping[str, Any]) -> str:
 
 
 def _power(given: Sequence[str], dtypes: Sequence[str]) -> str:
-    base, exponent = dtypes[:2]
+    base = dtypes[0]
     if base not in FLOATS:
         return f"power_of_integer<{NUMBER[base]}>({given[0]}, double({given[1]}))"
     if given[1] in ("2.0f", "2.0", "2", "2ll"):

@@ -148,6 +148,8 @@ def _operator_refusal(program: Program, operation: Operation) -> str | None:
     of_floats = (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2")
     if name in of_floats and dtype not in FLOATS:
         return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS)}"
+    if name in REDUCTIONS and dtype not in (*FLOATS, "int32", "int64"):
+        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS)}, int32, int64"
     if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
         return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
     return None

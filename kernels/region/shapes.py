@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from onnxfuse.kernels.region.program import ELEMENTWISE, EXTREMES, SUMS, Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
+
+
+OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # what these are of no elements is not defined
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return tuple(dim * repeat for dim, repeat in zip(x, operation.integers("repeats"), strict=True))
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
+        if name in OF_SOME and any(x[axis] == ZERO for axis in axes):
+            raise ValueError(f"region: {name} is of no elements")
         return tuple(ONE if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax
 

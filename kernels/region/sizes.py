@@ -115,7 +115,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 @dataclass
 class Sizes:
-    """The values of variables, and what was asked about them: answers are guards of the plan (see runtime/symint.py)."""
+    """The values of variables, and what was asked about them: answers are guards, as in runtime/symint.py."""
 
     values: dict[str, int] = field(default_factory=dict)  # symbolic integers
     divisors: dict[str, int] = field(default_factory=dict)  # known divisors of variables

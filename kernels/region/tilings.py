@@ -17,7 +17,7 @@ from onnxfuse.kernels.region.sizes import ONE, Size
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import estimate, is_symbolic
+from onnxfuse.runtime.symint import always, estimate, is_symbolic
 
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
@@ -46,7 +46,7 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
                 width //= 2
         shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
         return Tiling("columns", ROW_THREADS, width, COLUMNS if shared else ROW_THREADS)
-    few = estimate(rows) < 4 * device.multiprocessors
+    few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
     threads = 32 if warp else ROW_THREADS

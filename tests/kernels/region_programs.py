@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
 from onnxfuse.kernels.region.operators import is_step
-from onnxfuse.kernels.region.program import HALVES, SUMS, Operation
+from onnxfuse.kernels.region.program import COMPARISONS, HALVES, SUMS, Operation
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {
@@ -54,6 +54,8 @@ class RegionProgram:
         first = sum(len(each[2]) for each in self.ops)
         outputs = [f"v{first + i}" for i in range(count)]
         self.ops.append([op, list(inputs), outputs, attributes])
+        if op in COMPARISONS and not dtype:
+            dtype = "bool"
         self.dtypes |= dict.fromkeys(outputs, dtype or self.dtypes[inputs[0]])
         return outputs
 

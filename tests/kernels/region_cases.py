@@ -1,0 +1,232 @@
+"""Programs of regions by name: each operator, map and reduction, and regions that real models have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from region_programs import NUMPY, RegionProgram
+
+from onnxfuse.kernels.region.program import COMPARISONS, SUMS
+
+FLOATS = ("float32", "float16", "bfloat16")
+UNARY = (
+    "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
+    "Relu", "Sigmoid", "LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Gelu", "Mish",
+    "IsNaN", "IsInf", "Identity",
+)  # fmt: skip
+OF_DOUBLE = ("Neg", "Abs", "Sqrt", "Exp", "Log", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Sign", "Reciprocal")
+END = 2**63 - 1
+Made = tuple[str, RegionProgram]
+
+
+def numbers(shape: Sequence[int], dtype: str = "float32", seed: int = 0, low: int = -12, high: int = 12) -> np.ndarray:
+    """Return multiples of a quarter, or integers."""
+    found = np.random.default_rng(seed).integers(low, high, shape, endpoint=True)
+    return (found / 4).astype(NUMPY[dtype]) if dtype.startswith(("float", "bfloat")) else found.astype(NUMPY[dtype])
+
+
+def made(name: str, arrays: Sequence[np.ndarray], build: Callable[..., str | Sequence[str]],
+         dynamic: tuple[int, ...] = ()) -> Made:  # fmt: skip
+    """Return a program: `build` takes it and the names of its operands, and returns those of its outputs."""
+    program = RegionProgram(dynamic=dynamic)
+    given = [program.operand(each) for each in arrays]
+    found = build(program, *given)
+    program.outputs = [found] if isinstance(found, str) else list(found)
+    return name, program
+
+
+def one(name: str, op: str, *arrays: np.ndarray, dtype: str = "", dynamic: tuple[int, ...] = (),
+        **attributes: object) -> Made:  # fmt: skip
+    """Return a program of one operator."""
+    return made(name, arrays, lambda p, *names: p.op(op, *names, dtype=dtype, **attributes), dynamic)
+
+
+def operators() -> Iterator[Made]:
+    for op in UNARY:
+        for dtype in FLOATS:
+            low = 1 if op in ("Sqrt", "Log", "Reciprocal") else -12
+            x = numbers((5, 24), dtype, low=low)
+            x[0, :3] = [np.nan, np.inf, -np.inf] if op in ("IsNaN", "IsInf", "Relu", "Abs") else 1
+            yield one(f"{op} {dtype}", op, x, dtype="bool" if op.startswith("Is") else "")
+    for op in OF_DOUBLE:
+        low = 1 if op in ("Sqrt", "Log", "Reciprocal") else -12
+        yield one(f"{op} float64", op, numbers((3, 7), "float64", low=low))
+    for dtype in ("float32", "float16", "float64", "int32", "int64"):
+        x, y = numbers((4, 6, 8), dtype, 1), numbers((6, 1), dtype, 2, low=1)
+        for op in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Mod"):
+            yield one(f"{op} {dtype}", op, x, y)
+        for op in COMPARISONS:
+            yield one(f"{op} {dtype}", op, x, np.broadcast_to(x[0], (6, 8)).copy(), dtype="bool")
+    for op in ("Neg", "Abs", "Sign"):
+        yield one(f"{op} int64", op, numbers((9,), "int64"))
+    x = numbers((3, 8), "float32", 3, low=1)
+    yield one("Pow", "Pow", x, numbers((8,), "float32", 4))
+    yield one("Pow of float16", "Pow", x.astype(np.float16), np.array(2, np.float16))
+    for op in ("And", "Or", "Xor"):
+        yield one(op, op, numbers((4, 8), "bool", 1, 0, 1), numbers((8,), "bool", 2, 0, 1))
+    yield one("Not", "Not", numbers((33,), "bool", 1, 0, 1))
+    yield made("Where", [numbers((8,), "bool", 1, 0, 1), numbers((4, 8), "float16", 2), numbers((4, 1), "float16", 3)],
+               lambda p, c, a, b: p.op("Where", c, a, b, dtype="float16"))  # fmt: skip
+    nan = numbers((4, 8), "float16", 5)
+    nan[1] = np.nan
+    for op in ("Min", "Max"):
+        yield one(f"{op} with NaN", op, nan, numbers((4, 8), "float16", 6))
+        yield one(f"{op} with NaN behind", op, numbers((4, 8), "float16", 6), nan)
+    for source in (*FLOATS, "float64", "int32", "int64", "bool", "uint8", "int8"):
+        for target in (*FLOATS, "int32", "int64", "bool", "float64"):
+            low = 0 if source in ("bool", "uint8") else -12
+            x = numbers((2, 24), source, low=low, high=1 if source == "bool" else 12)
+            yield one(f"Cast {source} to {target}", "Cast", x, dtype=target, to=target)
+    infinite = np.array([1.0, np.inf, -np.inf, np.nan], np.float32)
+    yield one("IsInf of +inf", "IsInf", infinite, dtype="bool", detect_negative=0)
+    yield one("Gelu by tanh", "Gelu", numbers((64,), "float32"), approximate="tanh")
+    yield one("LeakyRelu with alpha", "LeakyRelu", numbers((64,), "float32"), alpha=0.3)
+    yield one("HardSigmoid with alpha and beta", "HardSigmoid", numbers((64,), "float16"), alpha=0.1, beta=0.7)
+
+
+def maps() -> Iterator[Made]:
+    x = numbers((4, 6, 16), "float16")
+    for dynamic in ((), (4,), (4, 6, 16)):
+        d = f" {dynamic}" if dynamic else ""
+        yield one(f"Transpose{d}", "Transpose", x, dynamic=dynamic, perm=[2, 0, 1])
+        yield one(f"Transpose of rows{d}", "Transpose", x, dynamic=dynamic, perm=[1, 0, 2])
+        yield one(f"Reshape{d}", "Reshape", x, dynamic=dynamic, shape=[0, 96] if 4 not in dynamic else [0, -1])
+        yield one(f"Reshape to one{d}", "Reshape", x, dynamic=dynamic, shape=[-1])
+        yield one(f"Unsqueeze{d}", "Unsqueeze", x, dynamic=dynamic, axes=[1, 4])
+        yield one(f"Slice{d}", "Slice", x, dynamic=dynamic, axes=[1, 2], starts=[1, 8], ends=[END, -1], steps=[2, 1])
+        yield one(f"Slice backwards{d}", "Slice", x, dynamic=dynamic, axes=[0, 2], starts=[-1, END],
+                  ends=[-(2**63), 3], steps=[-1, -2])  # fmt: skip
+        yield one(f"Concat{d}", "Concat", x, numbers((4, 2, 16), "float16", 1), x, dynamic=dynamic, axis=1)
+        yield one(f"Concat of the last axis{d}", "Concat", x, numbers((4, 6, 3), "float16", 1), dynamic=dynamic, axis=2)
+        for mode in ("constant", "reflect", "edge", "wrap"):
+            value = {"value": -2.0} if mode == "constant" else {}
+            yield one(f"Pad {mode}{d}", "Pad", x, dynamic=dynamic, pads=[0, 2, 3, 1, 1, 0], mode=mode, **value)
+        yield one(f"Gather{d}", "Gather", x, np.array([[0, -1], [5, 2]]), dynamic=dynamic, axis=1)
+        yield one(f"Gather of rows{d}", "Gather", x, np.array([3, 0], np.int32), dynamic=dynamic, axis=0)
+        yield one(f"Tile{d}", "Tile", x, dynamic=dynamic, repeats=[1, 2, 3])
+        yield one(f"Expand{d}", "Expand", x[:, :1], dynamic=dynamic, shape=[1, 5, 1])
+    yield made("Split", [x], lambda p, a: p.ops_of("Split", a, count=3, axis=2, sizes=[8, 6, 2]))
+    yield one("Squeeze", "Squeeze", x[:1], axes=[0])
+    yield one("Pad that cuts", "Pad", x, pads=[0, -1, 2, 0, -2, -8], mode="constant", value=1.0)
+    yield one("Gather of a scalar place", "Gather", x, np.array(-2), axis=2)
+    yield one("Transpose of bytes", "Transpose", numbers((16, 32), "bool", 1, 0, 1), perm=[1, 0])
+    yield one("Reshape of int64", "Reshape", numbers((4, 8), "int64"), shape=[8, 4])
+    yield one("Slice of nothing", "Slice", x, axes=[0], starts=[3], ends=[1], steps=[1])
+
+
+def reductions() -> Iterator[Made]:
+    for op in (*SUMS, "Softmax", "LogSoftmax", "ArgMax", "ArgMin"):
+        for axes in ([2], [1], [0, 2], [0, 1, 2], [0, 1]):
+            for dtype in ("float32", "float16"):
+                x = numbers((3, 40, 16), dtype, low=1 if op == "ReduceProd" else -12, high=5)
+                if op in SUMS:
+                    keeps = len(axes) % 2
+                    yield one(f"{op} {axes} {dtype}", op, x, axes=axes, keepdims=keeps)
+                elif len(axes) == 1 and op in ("Softmax", "LogSoftmax"):
+                    yield one(f"{op} {axes} {dtype}", op, x, axis=axes[0])
+                elif len(axes) == 1:
+                    for last in (0, 1):
+                        yield one(f"{op} {axes} {dtype} {last}", op, x, dtype="int64", axis=axes[0], keepdims=last,
+                                  select_last_index=last)  # fmt: skip
+    for dtype in ("int32", "int64", "float64"):
+        for op in ("ReduceSum", "ReduceMax", "ReduceMin", "ReduceMean", "ReduceProd"):
+            if (op, dtype) not in (("ReduceMean", "int64"), ("ReduceProd", "float64")):
+                yield one(f"{op} {dtype}", op, numbers((4, 9, 6), dtype, low=1, high=3), axes=[1], keepdims=1)
+    x = numbers((5, 300), "float16")
+    x[1, 7], x[2] = np.nan, -np.inf
+    yield one("Softmax with NaN", "Softmax", x, axis=1)
+    for length in (1, 7, 96, 1000, 2050):
+        yield one(f"Softmax of {length}", "Softmax", numbers((4, length), "float16"), axis=1)
+        yield one(f"Softmax of {length}, dynamic", "Softmax", numbers((4, length), "float16"), dynamic=(4, length),
+                  axis=1)  # fmt: skip
+
+
+def layer_norm(program: RegionProgram, x: str, axes: Sequence[int]) -> str:
+    mean = program.op("ReduceMean", x, axes=list(axes), keepdims=1)
+    moved = program.op("Sub", x, mean)
+    variance = program.op("ReduceMean", program.op("Mul", moved, moved), axes=list(axes), keepdims=1)
+    epsilon = program.op("Constant", dtype=program.dtypes[x], value=0.25)
+    return program.op("Div", moved, program.op("Sqrt", program.op("Add", variance, epsilon)))
+
+
+def windows(program: RegionProgram, x: str) -> str:
+    """A roll, and windows of 7 x 7, as in Swin."""
+    for axis in (1, 2):
+        tail = program.op("Slice", x, axes=[axis], starts=[3], ends=[END], steps=[1])
+        head = program.op("Slice", x, axes=[axis], starts=[0], ends=[3], steps=[1])
+        x = program.op("Concat", tail, head, axis=axis)
+    split = program.op("Reshape", x, shape=[0, 2, 7, 2, 7, 24])
+    return program.op("Reshape", program.op("Transpose", split, perm=[0, 1, 3, 2, 4, 5]), shape=[-1, 49, 24])
+
+
+def clamp(program: RegionProgram, x: str) -> str:
+    """The clamp of T5 in float16: the range is narrower where a value is infinite."""
+    some = program.op("ReduceMax", program.op("Cast", program.op("IsInf", x, dtype="bool"), dtype="int32", to="int32"),
+                      axes=[0, 1, 2], keepdims=0)  # fmt: skip
+    low = program.op("Constant", dtype="float16", value=63504)
+    high = program.op("Constant", dtype="float16", value="inf")
+    is_some = program.op("Cast", some, dtype="bool", to="bool")
+    limit = program.op("Where", is_some, low, high, dtype="float16")
+    return program.op("Max", program.op("Min", x, limit), program.op("Neg", limit))
+
+
+def modulated(program: RegionProgram, x: str, scale: str, shift: str) -> str:
+    """The adaptive norm of DiT."""
+    norm = layer_norm(program, x, [2])
+    unsqueezed = [program.op("Unsqueeze", each, axes=[1]) for each in (scale, shift)]
+    above = program.op("Add", unsqueezed[0], program.op("Constant", dtype="float16", value=1))
+    return program.op("Add", program.op("Mul", norm, above), unsqueezed[1])
+
+
+def losses(program: RegionProgram, x: str, labels: str) -> Sequence[str]:
+    """Log-probabilities, the index of the largest, and the largest probability."""
+    logs = program.op("LogSoftmax", x, axis=1)
+    best = program.op("ArgMax", x, dtype="int64", axis=1, keepdims=0, select_last_index=0)
+    top = program.op("ReduceMax", program.op("Exp", logs), axes=[1], keepdims=0)
+    return logs, best, top, program.op("Equal", best, labels, dtype="bool")
+
+
+def cosine(program: RegionProgram, x: str) -> str:
+    """Rows of unit length, heads in front."""
+    heads = program.op("Transpose", program.op("Reshape", x, shape=[0, 0, 3, 16]), perm=[0, 2, 1, 3])
+    length = program.op("ReduceL2", heads, axes=[3], keepdims=1)
+    least = program.op("Constant", dtype="float16", value=0.001)
+    return program.op("Div", heads, program.op("Max", length, least))
+
+
+def rotated(program: RegionProgram, x: str, cos: str, sin: str) -> str:
+    """Rotary embedding by halves."""
+    low, high = program.ops_of("Split", x, count=2, axis=2, sizes=[8, 8])
+    turned = program.op("Concat", program.op("Neg", high), low, axis=2)
+    return program.op("Add", program.op("Mul", x, cos), program.op("Mul", turned, sin))
+
+
+def models() -> Iterator[Made]:
+    image = numbers((2, 14, 14, 24), "float16")
+    yield made("windows of Swin", [image], windows)
+    yield made("windows of Swin, dynamic", [image], windows, dynamic=(2,))
+    yield made("a clamp of T5", [numbers((2, 8, 16), "float16")], clamp)
+    infinite = numbers((2, 8, 16), "float16")
+    infinite[1, 2, 3] = np.inf
+    yield made("a clamp of T5 that clamps", [infinite], clamp)
+    x, vectors = numbers((2, 10, 64), "float16"), numbers((2, 64), "float16", 1)
+    yield made("modulate of DiT", [x, vectors, vectors], modulated)
+    yield made("modulate of DiT, dynamic", [x, vectors, vectors], modulated, dynamic=(2, 10))
+    logits, labels = numbers((6, 90), "float32"), numbers((6,), "int64", 1, 0, 89)
+    yield made("a loss", [logits, labels], losses)
+    yield made("a loss, dynamic", [logits, labels], losses, dynamic=(6, 90))
+    yield made("cosine normalisation", [numbers((2, 5, 48), "float16")], cosine)
+    yield made("rotary embedding", [numbers((3, 5, 16), "float16"), *(numbers((5, 16), "float16", i) for i in (1, 2))],
+               rotated, dynamic=(5,))  # fmt: skip
+    for axes in ([2], [1], [1, 2]):
+        yield made(
+            f"layer norm {axes}", [numbers((3, 24, 32), "float32")], lambda p, x, axes=axes: layer_norm(p, x, axes)
+        )
+    yield made("outputs of several shapes", [numbers((4, 6), "float16"), numbers((6, 8), "int32")],
+               lambda p, a, b: (p.op("Exp", a), p.op("Neg", b), p.op("Transpose", a, perm=[1, 0])))  # fmt: skip
+
+
+def all_cases() -> dict[str, RegionProgram]:
+    """Return all programs by name."""
+    return dict([*operators(), *maps(), *reductions(), *models()])

@@ -1,0 +1,72 @@
+"""Run the kernels of many regions on a GPU, with few compilations: their texts share one program of NVRTC."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from region_emulation import OWN_LINES, plan_of
+from region_programs import NUMPY, RegionProgram
+
+from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.plan import Device, Launch, Plan, Pointer
+
+cupy: Any = pytest.importorskip("cupy")
+SCALARS = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+GUARD_BYTES = 64  # behind each output, which nothing writes
+
+
+def module_of(plans: Sequence[Plan]) -> Any:
+    """Compile all kernels of plans together; kernel i is `region_i`."""
+    texts, head = [], ""
+    for i, plan in enumerate(plans):
+        for step in plan.steps:
+            assert isinstance(step, Launch)
+            *heads, own = OWN_LINES.split(kernel_text(step.kernel))
+            head = head or "".join(heads)
+            own = own.replace("#define EACH", "#undef EACH\n#define EACH")
+            texts.append(re.sub(r"\bregion\(", f"region_{i}(", own, count=1))
+    return cupy.RawModule(code="\n".join([head, *texts]), options=("-std=c++17", "-DPRECISE=1")) if texts else None
+
+
+def run(plan: Plan, kernel: Any, arrays: Sequence[np.ndarray], aligned: bool) -> list[np.ndarray]:
+    """Launch the kernel of a plan; return the outputs, around which nothing is written."""
+    read = [_placed(each, aligned) for each in arrays]
+    written = [_placed(np.zeros(spec.shape, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
+    buffers = {"input": read, "output": written}
+    for step in plan.steps:
+        assert isinstance(step, Launch)
+        arguments = [
+            buffers[each.kind][each.index][1] if isinstance(each, Pointer) else SCALARS[each.type](each.value)
+            for each in step.arguments
+        ]
+        kernel(step.grid, step.block, tuple(arguments))
+    for (whole, view), spec in zip(written, plan.outputs, strict=True):
+        end = view.data.ptr - whole.data.ptr + view.nbytes
+        assert bool((whole[end:] == 0xFF).all()), f"written beyond the end of {spec}"
+    return [
+        view.get().view(NUMPY[spec.dtype]).reshape(spec.shape)
+        for (_, view), spec in zip(written, plan.outputs, strict=True)
+    ]
+
+
+def _placed(array: np.ndarray, aligned: bool) -> tuple[Any, Any]:
+    start = 16 if aligned else array.dtype.itemsize
+    whole = cupy.full(start + array.nbytes + GUARD_BYTES, 0xFF, dtype=cupy.uint8)
+    view = whole[start : start + array.nbytes]
+    if array.nbytes:
+        view.set(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return whole, view
+
+
+def results(programs: Sequence[RegionProgram], device: Device, aligned: bool = True) -> list[list[np.ndarray]]:
+    """Return the outputs of each program."""
+    plans = [plan_of(each, device, aligned) for each in programs]
+    module, found = module_of(plans), []
+    for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
+        kernel = module.get_function(f"region_{i}") if plan.steps else None
+        found.append(run(plan, kernel, list(program.operands.values()), aligned))
+    return found

@@ -1,0 +1,59 @@
+"""The generated kernels of regions compile for every architecture, in registers and quickly; no GPU needed."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import pytest
+from architectures import DEVICES, H200, to_compile
+from region_cases import all_cases
+from region_emulation import plan_of
+from sampling import by_parts
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+
+from onnxfuse.runtime.nvrtc import compile_cubin
+from onnxfuse.runtime.plan import Device, Kernel, Launch
+
+CASES = all_cases()
+PARTS = 64  # of the kernels, of which one is compiled in a plain run
+MAX_SECONDS = 0.3  # to compile one region; a busy machine is given three tries
+
+
+@functools.cache
+def launches(device: Device) -> Sequence[Launch]:
+    plans = [plan_of(program, device) for program in CASES.values()]
+    return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
+
+
+def kernels(device: Device) -> list[Kernel]:
+    return [step.kernel for step in launches(device)]
+
+
+@by_parts(PARTS)
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
+def test_compiles_in_registers(device: Device, part: int) -> None:
+    for kernel in to_compile(device, kernels, part, PARTS):
+        compiled = compile_cubin(kernel, device.arch)
+        assert compiled.spill_stores + compiled.spill_loads == 0, f"spills on sm_{device.arch}: {kernel.text}"
+        assert "warning" not in compiled.log, f"{compiled.log}\n{kernel.text}"
+
+
+def test_every_launch_is_one_that_the_device_takes() -> None:
+    for step in launches(H200):
+        assert 0 < step.grid[0] <= 2**31 - 1 and step.grid[1:] == (1, 1) and step.block[0] <= 1024
+        assert step.pdl
+
+
+@pytest.mark.parametrize("name", ["windows of Swin", "modulate of DiT", "a loss, dynamic"])
+def test_a_region_compiles_quickly(name: str) -> None:
+    plan = plan_of(CASES[name], H200)
+    (step,) = [step for step in plan.steps if isinstance(step, Launch)][:1]
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        compile_cubin(step.kernel, 90)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < MAX_SECONDS

@@ -1,0 +1,95 @@
+"""Regions on a CPU: their generated kernels, emulated, against onnxruntime's results of the same operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import H200
+from region_cases import all_cases, numbers, one
+from region_emulation import plan_of, results
+from region_programs import RegionProgram, check
+from region_random import random_program
+from sampling import sampled
+
+from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.runtime.plan import Launch
+
+GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
+AT_ONCE = 60  # programs of one compilation
+RANDOM = 1200
+
+
+def check_all(programs: Mapping[str, RegionProgram], folder: Path, aligned: bool = True) -> None:
+    """Check programs, which are compiled together; the message of a failure names all that fail."""
+    failures = []
+    found = results(list(programs.values()), GPU, folder, aligned)
+    for (name, program), own in zip(programs.items(), found, strict=True):
+        try:
+            check(program, own, program.expected())
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, f"{len(failures)} fail: " + "\n".join(failures[:5])
+
+
+CASES = all_cases()
+PARTS = -(-len(CASES) // AT_ONCE)
+
+
+@pytest.mark.parametrize("part", sampled(range(PARTS), PARTS), ids=lambda part: f"part{part}")
+def test_operators_maps_and_reductions(part: int, tmp_path: Path) -> None:
+    check_all({name: CASES[name] for name in list(CASES)[part::PARTS]}, tmp_path)
+
+
+@pytest.mark.parametrize("part", sampled(range(RANDOM // AT_ONCE), RANDOM), ids=lambda part: f"part{part}")
+def test_random_programs(part: int, tmp_path: Path) -> None:
+    first = part * AT_ONCE
+    check_all({f"seed {seed}": random_program(seed) for seed in range(first, first + AT_ONCE)}, tmp_path, part % 5 != 4)
+
+
+def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
+    """As ONNX says, and onnxruntime's CUDA provider does; on CPUs it depends on where the NaN stands."""
+    programs = {}
+    for op, axis in itertools.product(("ReduceMax", "ReduceMin"), (0, 1)):
+        x = numbers((40, 300), "float16")
+        x[3, 7] = np.nan
+        programs[op, axis] = one("", op, x, axes=[axis], keepdims=1)[1]
+    found = results(list(programs.values()), GPU, tmp_path)
+    for ((op, axis), program), (own,) in zip(programs.items(), found, strict=True):
+        function = np.max if op == "ReduceMax" else np.min
+        np.testing.assert_array_equal(own, function(program.operands["x0"], axis, keepdims=True))
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name not in ("none", "clip")])
+def test_activations_by_the_names_of_their_table(name: str) -> None:
+    """They are emulated as operators of ONNX where ONNX has them; here their calls are compiled."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    (step,) = plan_of(one(name, name, numbers((64,), "float16"))[1], GPU).steps
+    assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).spill_stores <= 0
+
+
+def test_texts_are_the_same_in_every_process() -> None:
+    """So that processes find each other's machine code."""
+    names = ["modulate of DiT, dynamic", "windows of Swin", "a loss"]
+    code = (
+        "from region_cases import all_cases; from region_emulation import plan_of; from architectures import H200\n"
+        f"print([plan_of(all_cases()[name], H200) for name in {names}])"
+    )
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(found) == 1 and "region(" in found.pop()

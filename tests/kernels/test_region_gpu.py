@@ -1,0 +1,66 @@
+"""Regions on a GPU: their generated kernels against onnxruntime's results of the same operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from region_cases import all_cases
+from region_programs import NUMPY, RegionProgram, check
+from region_random import random_program
+
+from onnxfuse.runtime.plan import Device
+
+pytestmark = pytest.mark.gpu
+AT_ONCE = 40  # programs of one compilation
+RANDOM = 400
+CASES = all_cases()
+PARTS = -(-len(CASES) // AT_ONCE)
+THROUGH_PLANS = ["windows of Swin", "modulate of DiT", "a loss", "cosine normalisation", "rotary embedding",
+                 "outputs of several shapes", "layer norm [1]", "ReduceSum [0, 1, 2] float32"]  # fmt: skip
+
+
+def gpu(multiprocessors: int = 0) -> Device:
+    found: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return dataclasses.replace(found, multiprocessors=multiprocessors) if multiprocessors else found
+
+
+def check_all(programs: Mapping[str, RegionProgram], device: Device, aligned: bool = True) -> None:
+    from region_on_gpu import results
+
+    for (name, program), found in zip(programs.items(), results(list(programs.values()), device, aligned), strict=True):
+        try:
+            check(program, found, program.expected())
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_operators_maps_and_reductions(part: int) -> None:
+    check_all({name: CASES[name] for name in list(CASES)[part::PARTS]}, gpu(2))
+
+
+@pytest.mark.parametrize("part", range(RANDOM // AT_ONCE))
+def test_random_programs(part: int) -> None:
+    seeds = range(part * AT_ONCE, (part + 1) * AT_ONCE)
+    check_all({f"seed {seed}": random_program(seed) for seed in seeds}, gpu(2 if part % 2 else 0), part % 5 != 4)
+
+
+@pytest.mark.parametrize("name", THROUGH_PLANS)
+def test_plans_run_as_in_a_session(name: str) -> None:
+    """The kernel is compiled by itself, and launched by the native library."""
+    from kernel_runs import launch, upload
+    from region_emulation import plan_of
+
+    program, device = CASES[name], gpu()
+    plan = plan_of(program, device)
+    read = [upload(each) for each in program.operands.values()]
+    written = [upload(np.zeros(spec.shape, NUMPY[spec.dtype])) for spec in plan.outputs]
+    launch(plan, read, written)
+    found = [
+        each.get().view(NUMPY[spec.dtype]).reshape(spec.shape) for each, spec in zip(written, plan.outputs, strict=True)
+    ]
+    check(program, found, program.expected())

@@ -1,0 +1,114 @@
+"""Plan templates of regions: few kernels for all sizes, and what the host refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from architectures import H200
+from kernel_hosts import host_of
+from region_cases import all_cases, numbers
+from region_emulation import compile_all
+from region_programs import RegionProgram, check
+from template_checks import check_template, concrete_plan, template_of
+
+from onnxfuse.runtime.plan import FusedNode, TensorSpec
+
+CASES = all_cases()
+DYNAMIC = {  # cases by name: the dims that are dynamic, and the most kernels of their template
+    "windows of Swin, dynamic": ((2,), 3),
+    "modulate of DiT, dynamic": ((2, 10), 6),
+    "a loss, dynamic": ((6, 90), 8),
+    "rotary embedding": ((5,), 4),
+    "Softmax of 1000, dynamic": ((4, 1000), 8),
+    "Reshape (4,)": ((4,), 3),
+    "Concat (4,)": ((4,), 3),
+}
+
+
+def with_dynamic(program: RegionProgram, dynamic: Sequence[int]) -> list[TensorSpec]:
+    return [
+        TensorSpec(tuple(-1 - dynamic.index(dim) if dim in dynamic else dim for dim in each.shape), each.dtype)
+        for each in program.specs()
+    ]
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_few_kernels_take_all_sizes(name: str) -> None:
+    dynamic, most = DYNAMIC[name]
+    program = CASES[name]
+    check_template(program.node(), with_dynamic(program, dynamic), H200, max_kernels=most, tries=20, own_tilings=True)
+
+
+def of_sizes(name: str, sizes: Sequence[int]) -> RegionProgram:
+    """Return a case with other operands, whose dynamic dims have these sizes."""
+    dynamic, _ = DYNAMIC[name]
+    program = CASES[name]
+    own = dict(zip(dynamic, sizes, strict=True))
+    arrays = {
+        key: numbers([own.get(dim, dim) for dim in each.shape], each.dtype.name, i, *((0, 9) if i else (-12, 12)))
+        for i, (key, each) in enumerate(program.operands.items())
+    }
+    return RegionProgram(program.ops, program.outputs, program.dtypes, arrays)
+
+
+def test_plans_of_templates_at_other_sizes(tmp_path: Path) -> None:
+    from emulated_launches import emulate
+
+    wanted = []
+    for name, (dynamic, _) in DYNAMIC.items():
+        program = CASES[name]
+        template = template_of(program.node(), with_dynamic(program, dynamic), H200)
+        for sizes in ([1, 1], [3, 7], [2, 40], [17, 16]):
+            at = sizes[: len(dynamic)]
+            variant = template.chosen(at)
+            assert variant, f"{name} has no variant for {at}"
+            wanted.append((of_sizes(name, at), concrete_plan(template, variant, at)))
+    compiled = compile_all([plan for _, plan in wanted], tmp_path)
+    for program, plan in wanted:
+        arrays = list(program.operands.values())
+        found = emulate(plan, arrays, tmp_path, True, lambda kernel, _: compiled[repr(kernel)])
+        check(program, found, program.expected())
+
+
+def test_empty_outputs_are_not_computed() -> None:
+    program = RegionProgram()
+    program.outputs = [program.op("Neg", program.operand(np.zeros((0, 3), np.float16)))]
+    (plan,) = host_of("region").candidates(program.node(), program.specs(), H200)
+    assert plan.steps == () and plan.outputs == (TensorSpec((0, 3), "float16"),)
+
+
+def refusal(ops: list[Any], dtypes: dict[str, str], outputs: Sequence[str] = ("v0",)) -> str | None:
+    content = json.dumps({"ops": ops, "outputs": list(outputs), "dtypes": dtypes})
+    names = tuple(name for name in dtypes if name.startswith("x"))
+    node = FusedNode("region", "n", names, {"program": content}, tuple(dtypes[name] for name in outputs))
+    return host_of("region").supports(node, [dtypes[name] for name in names], H200)
+
+
+REFUSED = {
+    "kernels are not generated for the operator Einsum": ([["Einsum", ["x0"], ["v0"], {}]], "float32", "float32"),
+    "x0 is complex64": ([["Neg", ["x0"], ["v0"], {}]], "complex64", "complex64"),
+    "Sqrt is of int32": ([["Sqrt", ["x0"], ["v0"], {}]], "int32", "int32"),
+    "Gelu is of float64": ([["Gelu", ["x0"], ["v0"], {}]], "float64", "float64"),
+    "ReduceSum is of bool": ([["ReduceSum", ["x0"], ["v0"], {"axes": [0], "keepdims": 1}]], "bool", "bool"),
+    "reads x7, which nothing before it gives": ([["Add", ["x0", "x7"], ["v0"], {}]], "float32", "float32"),
+    "program cannot be read": ([["Neg"]], "float32", "float32"),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_is_refused_and_why(sentence: str) -> None:
+    ops, source, target = REFUSED[sentence]
+    assert sentence in str(refusal(ops, {"x0": source, "v0": target}))
+
+
+def test_shapes_that_do_not_fit_are_an_error() -> None:
+    program = RegionProgram()
+    names = [program.operand(np.zeros(shape, np.float32)) for shape in ((3, 4), (3, 5))]
+    program.outputs = [program.op("Add", *names)]
+    with pytest.raises(ValueError, match="region: dims of 4 and 5 elements cannot be broadcast"):
+        host_of("region").candidates(program.node(), program.specs(), H200)
