@@ -9,7 +9,6 @@ from typing import Final
 from onnxfuse.kernels.region.program import ELEMENTWISE, EXTREMES, SUMS, Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
 
-
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # what these are of no elements is not defined
 
 
@@ -88,11 +87,11 @@ def broadcast(shapes: list[Shape], sizes: Sizes) -> Shape:
 
 
 def _common(a: Size, b: Size, sizes: Sizes) -> Size:
-    if b == ONE:
-        return a
+    if ONE in (a, b):
+        return b if a == ONE else a
     if sizes.equal(a, b):
         return a if a.constant is not None or b.constant is None else b
-    if a == ONE or sizes.equal(a, ONE):
+    if sizes.equal(a, ONE):
         return b
     if sizes.equal(b, ONE):
         return a
