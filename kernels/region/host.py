@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.program import Program, parse, refusal
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Sizes, product
-from onnxfuse.kernels.region.tilings import of_one_block, tiling_of
+from onnxfuse.kernels.region.tilings import of_one_block, tiled, tiling_of
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
@@ -65,6 +65,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
         return [Plan(outputs, ())]
     nests = [make_nest(program, shapes, names) for names in groups.values()]
     tilings = of_one_block([tiling_of(nest, program, shapes, aligned, device) for nest in nests])
+    nests = [tiled(nest, tiling, program, shapes) for nest, tiling in zip(nests, tilings, strict=True)]
     return [Plan(outputs, (_launch(_Region(program, shapes, nests, tilings, inputs, outputs, aligned), device),))]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.sizes import Size, as_size
 from onnxfuse.kernels.region.writer import Reference, Writer
 
+MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
 Way: TypeAlias = Literal["elements", "warp", "block", "columns"]
 
 
@@ -44,9 +47,15 @@ class NestText:
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
+        self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
+        self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
 
     def write(self) -> None:
-        """Write all lines."""
+        """Write all lines; vectors that several loops read are held in registers, where these suffice."""
+        if self.tiling.way in ("warp", "block"):
+            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving)
+            trial._rows()
+            self.held = trial.repeated()
         {"elements": self._elements, "columns": self._columns}.get(self.tiling.way, self._rows)()
 
     def _elements(self) -> None:
@@ -73,6 +82,8 @@ class NestText:
             writer.line("const int lane = threadIdx.x;")
         if nest.lists[ROWS]:
             self._parts("row", nest.lists[ROWS], 1)
+        for name in self.held:
+            self._hold(name, "lane", lanes)
         for level in nest.levels:
             self._level(level, "lane", lanes)
         if nest.lists[ELEMENTS]:
@@ -81,6 +92,34 @@ class NestText:
         else:
             with writer.branch("if (lane == 0)"):
                 self._stores()
+
+    def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
+        """Return the vectors that several loops over a list read, if registers can hold a thread's part of them."""
+        found: dict[str, dict[tuple[str, Place], str]] = {}
+        for name in dict.fromkeys(name for name, _ in self.reads):
+            counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
+            keys = [key for key, count in counts.items() if count > 1]
+            rounds, width = self._rounds(name), self.tiling.inner_widths.get(name, 1)
+            if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
+                found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
+        return found
+
+    def _rounds(self, name: str) -> int:
+        """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
+        count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
+        lanes = 32 if self.tiling.way == "warp" else self.tiling.threads
+        return -(-count // (width * lanes)) if count else 0
+
+    def _hold(self, name: str, start: str, step: int) -> None:
+        """Write the loads of all vectors of a list that registers hold."""
+        writer, width = self.writer, self.tiling.inner_widths.get(name, 1)
+        for (operand, _), held in self.held[name].items():
+            kind = NUMBER[writer.program.dtypes[operand]]
+            writer.line(f"{kind} {held}[{self._rounds(name)}][{width}];")
+        with self._loop(name, start, step, fills=True):
+            for (operand, place), held in self.held[name].items():
+                address = flat(place, writer.shapes.of[operand])
+                writer.line(f"load({operand} + ({writer.index(address)}), {held}[k]);")
 
     def _columns(self) -> None:
         """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
@@ -126,18 +165,31 @@ class NestText:
             left = f"{variable.name}_left"
 
     @contextmanager
-    def _loop(self, name: str, start: str, step: int) -> Iterator[None]:
-        """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows."""
+    def _loop(self, name: str, start: str, step: int, fills: bool = False) -> Iterator[None]:
+        """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
+
+        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.
+        """
         writer, variables = self.writer, self.nest.lists[name]
         goes_along = self.tiling.way != "columns"
         width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
         before, at = (writer.vector, writer.width), f"at_{writer.new_name()}"
-        with writer.block(f"for ({self.type} {at} = {start}; {at} < {self._bound(name, width)}; {at} += {step})"):
+        bound, seen = self._bound(name, width), len(writer.vectors)
+        held = self.held.get(name, {})
+        if held:
+            rounds = self._rounds(name)
+            writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
+        head = f"if ({at} < {bound})" if held else f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        with writer.block(head):
+            for key, text in held.items():
+                if not fills:
+                    writer.keep(key, Reference(f"{text}[k]", varies=True))
             if variables:
                 self._parts(at, variables, width)
             if goes_along:
                 writer.vector, writer.width = (variables[-1].name if variables else ""), width
             yield
+        self.reads.append((name, writer.vectors[seen:]))
         writer.vector, writer.width = before
 
     def _level(self, level: tuple[Instance, ...], start: str, step: int) -> None:

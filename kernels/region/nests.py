@@ -155,21 +155,21 @@ def in_variables(instance: Instance, nest: Nest) -> Instance:
 
 def _refined(nest: Nest, program: Program, shapes: Shapes) -> Nest:
     """Return a nest with split variables where dims are split, and merged ones where dims are merged."""
-    nest = _traced(nest, program, shapes)
+    nest = traced(nest, program, shapes)
     for _ in range(MAX_REFINEMENTS):
-        split = next(_splits(nest), None)
-        if split is None:
+        found = next(_splits(nest), None)
+        if found is None:
             break
-        nest = _traced(_with_split(nest, *split), program, shapes)
+        nest = traced(split(nest, *found), program, shapes)
     for _ in range(MAX_REFINEMENTS):
         pair = next(_mergeable(nest), None)
         if pair is None:
             break
-        nest = _traced(_with_merged(nest, *pair), program, shapes)
+        nest = traced(_with_merged(nest, *pair), program, shapes)
     return nest
 
 
-def _traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+def traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
     """Return a nest with what it reads and compares."""
     writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
     for level in nest.levels:
@@ -204,7 +204,8 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
                 yield found, part
 
 
-def _with_split(nest: Nest, variable: Variable, part: Size) -> Nest:
+def split(nest: Nest, variable: Variable, part: Size) -> Nest:
+    """Return a nest with two variables in place of one, of which the second counts `part` elements."""
     whole = variable.extent.divided(part)
     assert whole is not None
     high = Variable(f"{variable.name}h", whole)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Final
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.nest_text import Tiling
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Size
+from onnxfuse.kernels.region.sizes import ONE, Size, as_size
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
@@ -22,6 +23,9 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
+TILE: Final = 16  # elements of a tile along the axis that is contiguous where it reads
+TILE_VECTORS: Final = 8  # of a tile along the axis that is contiguous where it stores
+MIN_TILE: Final = 4  # elements
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
@@ -56,6 +60,32 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
             width //= 2
         widths[each] = width
     return Tiling("warp" if warp else "block", THREADS if warp else ROW_THREADS, inner_widths=widths)
+
+
+def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes) -> Nest:
+    """Return a nest whose blocks cover tiles, where what it reads and what it stores are contiguous along two axes.
+
+    A block then reads whole sectors of both, so that L1 has what its threads read one by one.
+    """
+    variables = nest.lists[ELEMENTS]
+    if tiling.way != "elements" or len(variables) < 2:
+        return nest
+    loads = [index for operand, index in nest.accesses if operand]
+    last, along = variables[-1], [sum(index.factor(each.name) == ONE for index in loads) for each in variables]
+    if along[-1] * 2 > len(loads) or max(along[:-1]) <= along[-1]:
+        return nest
+    other = variables[along.index(max(along[:-1]))]
+    part = gcd(*(factor for _, factor in other.extent.terms), TILE)
+    own = gcd(*(factor for _, factor in last.extent.terms), TILE_VECTORS * tiling.width)
+    if part < MIN_TILE or own < MIN_TILE or own % tiling.width:
+        return nest
+    for variable, size in ((other, part), (last, own)):
+        if variable.extent != as_size(size):
+            nest = split(nest, variable, as_size(size))
+    low = f"{other.name}l" if other.extent != as_size(part) else other.name
+    inner = [low, f"{last.name}l" if last.extent != as_size(own) else last.name]
+    ordered = sorted(nest.lists[ELEMENTS], key=lambda each: inner.index(each.name) if each.name in inner else -1)
+    return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes)
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:

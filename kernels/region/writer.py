@@ -53,7 +53,12 @@ class Writer:
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
     accesses: list[tuple[str, Index]] = field(default_factory=list)
+    vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+
+    def copy(self) -> Writer:
+        """Return a writer of the same that has written nothing."""
+        return Writer(self.program, self.shapes, self.arguments, self.aligned, prefix=self.prefix, depth=self.depth)
 
     # --- lines ----------------------------------------------------------------------------------------------------
 
@@ -190,6 +195,8 @@ class Writer:
         if not self.varies(address):
             return self.declare(kind, f"load_one({name} + ({self.index(address)}))", False)
         if self.is_contiguous(address):
+            if not self.conditions and not any(each.kind == "value" for each in address.atoms()):
+                self.vectors.append((name, place))
             found = Reference(self.new_name(), True)
             self.line(f"{kind} {found.text}[{self.width}];")
             self.line(f"load({name} + ({self.index(address)}), {found.text});")

@@ -106,6 +106,11 @@ def maps() -> Iterator[Made]:
         yield one(f"Gather of rows{d}", "Gather", x, np.array([3, 0], np.int32), dynamic=dynamic, axis=0)
         yield one(f"Tile{d}", "Tile", x, dynamic=dynamic, repeats=[1, 2, 3])
         yield one(f"Expand{d}", "Expand", x[:, :1], dynamic=dynamic, shape=[1, 5, 1])
+    for shape in ((2, 64, 96), (32, 20), (3, 16, 16), (40, 6, 24)):
+        perm = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
+        yield one(f"Transpose of tiles {shape}", "Transpose", numbers(shape, "float16"), perm=perm)
+        yield one(f"Transpose of tiles {shape}, dynamic", "Transpose", numbers(shape), dynamic=shape[:1], perm=perm)
+    yield one("Transpose of all", "Transpose", numbers((16, 8, 32), "float16"), perm=[2, 1, 0])
     yield made("Split", [x], lambda p, a: p.ops_of("Split", a, count=3, axis=2, sizes=[8, 6, 2]))
     yield one("Squeeze", "Squeeze", x[:1], axes=[0])
     yield one("Pad that cuts", "Pad", x, pads=[0, -1, 2, 0, -2, -8], mode="constant", value=1.0)
