@@ -14,7 +14,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("kernels", ".")]
 
 from architectures import H200  # noqa: E402
-from region_programs import RegionProgram, check  # noqa: E402
+from region_drafts import RegionProgram, check  # noqa: E402
 from region_random import random_program  # noqa: E402
 
 from onnxfuse.runtime.plan import Device  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from region_programs import NUMPY, RegionProgram
+from region_drafts import NUMPY, RegionProgram
 
 from onnxfuse.kernels.region.program import COMPARISONS, SUMS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from emulated_build import load
 from emulated_launches import as_c_plus_plus, emulate, launcher
-from region_programs import RegionProgram
+from region_drafts import RegionProgram
 
 from onnxfuse.kernels.region.host import candidates
 from onnxfuse.runtime.expressions import Expressions

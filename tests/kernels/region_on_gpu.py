@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from region_drafts import NUMPY, RegionProgram
 from region_emulation import OWN_LINES, plan_of
-from region_programs import NUMPY, RegionProgram
 
 from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Launch, Plan, Pointer

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
-from region_programs import NUMPY, RegionProgram
+from region_drafts import NUMPY, RegionProgram
 
 LARGEST = 3000.0  # of values on the way, which 16-bit floats hold
 FLOATS = ("float32", "float16", "bfloat16")

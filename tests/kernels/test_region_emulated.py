@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from architectures import H200
 from region_cases import all_cases, numbers, one
+from region_drafts import RegionProgram, check
 from region_emulation import plan_of, results
-from region_programs import RegionProgram, check
 from region_random import random_program
 from sampling import sampled
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from region_cases import all_cases
-from region_programs import NUMPY, RegionProgram, check
+from region_drafts import NUMPY, RegionProgram, check
 from region_random import random_program
 
 from onnxfuse.runtime.plan import Device

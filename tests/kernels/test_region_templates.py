@@ -12,8 +12,8 @@ import pytest
 from architectures import H200
 from kernel_hosts import host_of
 from region_cases import all_cases, numbers
+from region_drafts import RegionProgram, check
 from region_emulation import compile_all
-from region_programs import RegionProgram, check
 from template_checks import check_template, concrete_plan, template_of
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
