@@ -89,7 +89,7 @@ class RegionProgram:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype.name in HALVES else array
+    return np.asarray(array, np.float32) if array.dtype.name in HALVES else array
 
 
 class _Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ def compile_all(plans: Sequence[Plan], folder: Path) -> dict[str, ctypes.CDLL]:
     text = "\n".join(['#include "blocks_emulated.h"', head, *texts, *launchers])
     if not kernels:
         return {}
-    library = load(text, {"PRECISE": 1}, ["-ffp-contract=off", "-O0"], folder / "regions.cc")
+    name = f"regions_{hashlib.sha256(text.encode()).hexdigest()[:16]}"  # no library replaces one that is loaded
+    library = load(text, {"PRECISE": 1}, ["-ffp-contract=off", "-O0"], folder / f"{name}.cc")
     return {key: getattr(library, f"launch_{i}") for i, key in enumerate(kernels)}
 
 

@@ -249,27 +249,36 @@ def cut(draft: Draft, x: Value) -> None:
         for name, size in zip(names, (part, dim - part), strict=True):
             draft.keep(Value(name, resized(size), x.dtype, x.bound, x.exact))
     elif op == "Concat":
-        size = chance.choice([1, 2, 4, 8])
-        other = draft.operand(resized(size), x.dtype)
-        given = chance.choice([(x, other), (other, x), (x, other, x)])
-        total = sum(each.shape[axis] for each in given)
-        if total * math.prod(resized(1)) <= MAX_ELEMENTS:
-            draft.add(op, *given, shape=resized(total), bound=max(x.bound, other.bound), axis=axis)
+        _joined(draft, x, axis)
     elif op == "roll" and dim > 2:
         at = chance.randrange(1, dim)
         tail = draft.add("Slice", x, shape=resized(dim - at), axes=[axis], starts=[at], ends=[2**63 - 1], steps=[1])
         head = draft.add("Slice", x, shape=resized(at), axes=[axis], starts=[0], ends=[at], steps=[1])
         draft.add("Concat", tail, head, shape=shape, axis=axis)
     elif op == "Gather" and dim:
-        numbers = np.random.default_rng(chance.getrandbits(32))
-        places = chance.choice([(), (3,), (2, 4), (5,)])
-        array = numbers.integers(-dim, dim, places).astype(chance.choice(["int32", "int64"]))
-        indices = Value(draft.program.operand(array), places, array.dtype.name, dim, True)
-        target = (*shape[:axis], *places, *shape[axis + 1 :])
-        if math.prod(target) <= MAX_ELEMENTS and len(target) <= 5:
-            draft.add(op, x, indices, shape=target, axis=axis)
+        _gathered(draft, x, axis)
     elif op == "Tile" and 2 * math.prod(shape) <= MAX_ELEMENTS:
         draft.add(op, x, shape=resized(2 * dim), repeats=[2 if i == axis else 1 for i in range(len(shape))])
+
+
+def _joined(draft: Draft, x: Value, axis: int) -> None:
+    chance, shape = draft.chance, x.shape
+    other = draft.operand((*shape[:axis], chance.choice([1, 2, 4, 8]), *shape[axis + 1 :]), x.dtype)
+    given = chance.choice([(x, other), (other, x), (x, other, x)])
+    target = (*shape[:axis], sum(each.shape[axis] for each in given), *shape[axis + 1 :])
+    if math.prod(target) <= MAX_ELEMENTS:
+        draft.add("Concat", *given, shape=target, bound=max(x.bound, other.bound), axis=axis)
+
+
+def _gathered(draft: Draft, x: Value, axis: int) -> None:
+    chance, shape = draft.chance, x.shape
+    numbers = np.random.default_rng(chance.getrandbits(32))
+    places = chance.choice([(), (3,), (2, 4), (5,)])
+    array = numbers.integers(-shape[axis], shape[axis], places).astype(chance.choice(["int32", "int64"]))
+    indices = Value(draft.program.operand(array), places, array.dtype.name, shape[axis], True)
+    target = (*shape[:axis], *places, *shape[axis + 1 :])
+    if math.prod(target) <= MAX_ELEMENTS and len(target) <= 5:
+        draft.add("Gather", x, indices, shape=target, axis=axis)
 
 
 def reduce(draft: Draft, x: Value) -> None:
