@@ -215,13 +215,13 @@ class NestText:
         if tiling.way == "warp":
             writer.line(f"merge_warp({name});")
         elif tiling.way == "block":
-            writer.line(f"__shared__ Slots<{kind}, {tiling.threads // 32}> {slots};")
-            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {slots}.all);")
+            writer.line(f"__shared__ u64 {slots}[{tiling.threads // 32} * sizeof({kind}) / 8 + 1];")
+            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {slots});")
         elif tiling.columns < tiling.threads:
             parts = tiling.threads // tiling.columns
-            writer.line(f"__shared__ Slots<{kind}, {tiling.threads}> {slots};")
+            writer.line(f"__shared__ u64 {slots}[{tiling.threads} * sizeof({kind}) / 8 + 1];")
             each = f"EACH({writer.width}) " if accumulator.varies else ""
-            call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}.all, column, part)"
+            call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}, column, part)"
             writer.line(f"{each}{call};")
 
     # --- stores ---------------------------------------------------------------------------------------------------

@@ -8,9 +8,6 @@ template <class Yes, class No> struct Either<false, Yes, No> { using Type = No; 
 
 // ---- loads and stores of N neighbouring elements -----------------------------------------------------------------
 
-template <int BYTES>
-struct alignas(BYTES) Bytes { char bytes[BYTES]; };
-
 template <int N>
 __device__ __forceinline__ void load(const f32* from, float (&to)[N]) { unpack(load_cached<N>(from), to); }
 template <int N>
@@ -221,16 +218,9 @@ __device__ __forceinline__ void merge_warp(A& own) {
     for (int mask = 16; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
 }
 
-// Uninitialised shared memory for COUNT accumulators.
-template <class A, int COUNT>
-union Slots {
-    A all[COUNT];
-    char bytes[COUNT * sizeof(A)];
-    __device__ __forceinline__ Slots() {}
-};
-
 template <class A, int THREADS>
-__device__ __forceinline__ void merge_block(A& own, A* slots) {
+__device__ __forceinline__ void merge_block(A& own, u64* memory) {
+    A* slots = reinterpret_cast<A*>(memory);
     merge_warp(own);
     __syncthreads();  // the slots may still be read for another reduction
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = own;
@@ -242,7 +232,8 @@ __device__ __forceinline__ void merge_block(A& own, A* slots) {
 
 // Merges the parts of a column, in their order.
 template <class A, int COLUMNS, int PARTS>
-__device__ __forceinline__ void merge_column(A& own, A* slots, int column, int part) {
+__device__ __forceinline__ void merge_column(A& own, u64* memory, int column, int part) {
+    A* slots = reinterpret_cast<A*>(memory);
     __syncthreads();
     slots[part * COLUMNS + column] = own;
     __syncthreads();

@@ -41,7 +41,7 @@ class RegionProgram:
     def operand(self, array: np.ndarray) -> str:
         """Add an operand; return its name."""
         name = f"x{len(self.operands)}"
-        self.operands[name] = array
+        self.operands[name] = np.asarray(array)
         self.dtypes[name] = array.dtype.name
         return name
 
