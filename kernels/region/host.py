@@ -112,6 +112,9 @@ def _launch(region: _Region, device: Device) -> Launch:
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
     """Return the blocks of a nest."""
+    if tiling.has_tail:
+        count = sizes.value(product(nest.shape))
+        return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
     if tiling.way == "elements":
         return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
     rows = sizes.value(nest.count(ROWS))

@@ -33,6 +33,7 @@ class Tiling:
     threads: int  # of a block
     width: int = 1
     columns: int = 0  # threads of a block side by side
+    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
 
 
@@ -63,11 +64,28 @@ class NestText:
         nest, writer, width = self.nest, self.writer, self.tiling.width
         variables = nest.lists[ELEMENTS]
         writer.line(f"const {self.type} at = {self.type}(block) * {self.tiling.threads} + threadIdx.x;")
+        if self.tiling.has_tail:
+            self._elements_with_tail(variables[0])
+            return
         writer.line(f"if (at >= {self._bound(ELEMENTS, width)}) return;")
         if variables:
             self._parts("at", variables, width)
             writer.vector, writer.width = variables[-1].name, width
         self._stores()
+
+    def _elements_with_tail(self, variable: Variable) -> None:
+        """Write whole vectors along the one variable, and single elements behind them."""
+        writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
+        whole, count = self._vectors(variable.extent, width), variable.extent
+        with writer.block(f"if (at < {writer.arguments.size(whole)})"):
+            writer.line(f"const {self.type} {variable.name} = at * {width};")
+            writer.vector, writer.width = variable.name, width
+            self._stores()
+        writer.vector, writer.width = "", 1
+        skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
+        with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
+            writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
+            self._stores()
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""

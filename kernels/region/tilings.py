@@ -37,8 +37,10 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     """Return how a nest runs on a device."""
     sizes = shapes.sizes
     if not nest.levels:
-        width = width_along(nest, ELEMENTS, program, shapes, aligned)
-        return Tiling("elements", THREADS, _narrowed(sizes.value(nest.count(ELEMENTS)), width, device))
+        widest = width_along(nest, ELEMENTS, program, shapes, aligned)
+        width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
+        has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
+        return Tiling("elements", THREADS, width, has_tail=has_tail)
     first = nest.levels[0][0]
     name = nest.elements_of(first, shapes)[0]
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
@@ -135,7 +137,8 @@ def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned
         return 1
     widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[dtype] for dtype in dtypes))
     best, most = 1, 0
-    for width in _widths(last.extent, widest, shapes):
+    is_flat = not nest.levels and len(variables) == 1
+    for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         writer = Writer(program, shapes, Arguments(shapes.sizes, False), True, last.name, width)
         if not all(writer.splits_no_vector(index, bound) for index, bound in nest.bounds):
             continue
@@ -144,6 +147,13 @@ def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned
         if is_stored_so and len(whole) > most:
             best, most = width, len(whole)
     return best
+
+
+def _all_widths(widest: int) -> Iterator[int]:
+    """Yield widths, the widest first; what is left over after the last vector has threads of its own."""
+    while widest > 1:
+        yield widest
+        widest //= 2
 
 
 def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:

@@ -221,7 +221,7 @@ class Writer:
         return self.declare(NUMBER[target], text, any(each.varies for each in given), exact)
 
     def _declared(self, name: str, varies: bool) -> Reference:
-        found = Reference(self.new_name(), varies, self.program.dtypes[name] not in HALVES)
+        found = Reference(self.new_name(), varies)
         self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.width}]' if varies else ''};")
         return found
 
@@ -250,7 +250,7 @@ class Writer:
         if len(parts) == 1:
             each, begin, _ = parts[0]
             return self.value(each, maps.before(place, axis, begin))
-        found = self._declared(name, self.varies(*place))
+        found, exact = self._declared(name, self.varies(*place)), True
         for i, (each, begin, end) in enumerate(parts):
             if i < len(parts) - 1:
                 self.bounds.append((place[axis], end))
@@ -258,8 +258,10 @@ class Writer:
             else:
                 head = "else"
             with self.branch(head):
-                self.assign(found, self.rounded(each, self.value(each, maps.before(place, axis, begin))))
-        return Reference(found.text, found.varies)
+                part = self.value(each, maps.before(place, axis, begin))
+                self.assign(found, part)
+                exact = exact and part.exact
+        return Reference(found.text, found.varies, exact)
 
     def _padded(self, operation: Operation, inner: Place) -> Reference:
         x, conditions = operation.inputs[0], []
@@ -277,8 +279,9 @@ class Writer:
         value = Reference(literal(operation.attributes.get("value", 0), self.program.dtypes[x]))
         self.assign(found, value)
         with self.branch(f"if ({' && '.join(conditions)})"):
-            self.assign(found, self.rounded(x, self.value(x, inner)))
-        return Reference(found.text, found.varies)
+            inside = self.value(x, inner)
+            self.assign(found, inside)
+        return Reference(found.text, found.varies, inside.exact)
 
     def _gathered(self, operation: Operation, place: Place) -> Reference:
         x, indices = operation.inputs

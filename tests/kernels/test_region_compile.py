@@ -6,16 +6,19 @@ import functools
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from architectures import DEVICES, H200, to_compile
+from architectures import DEVICES, H200, T4, to_compile
+from kernel_hosts import host_of
 from region_cases import all_cases
+from region_drafts import RegionProgram
 from region_emulation import plan_of
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
 
 from onnxfuse.runtime.nvrtc import compile_cubin
-from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 CASES = all_cases()
 PARTS = 64  # of the kernels, of which one is compiled in a plain run
@@ -39,6 +42,25 @@ def test_compiles_in_registers(device: Device, part: int) -> None:
         compiled = compile_cubin(kernel, device.arch)
         assert compiled.spill_stores + compiled.spill_loads == 0, f"spills on sm_{device.arch}: {kernel.text}"
         assert "warning" not in compiled.log, f"{compiled.log}\n{kernel.text}"
+
+
+def test_tensors_of_more_elements_than_a_word_counts() -> None:
+    program = RegionProgram()
+    program.outputs = [program.op("Transpose", program.operand(np.zeros((0, 0), np.float16)), perm=[1, 0])]
+    (plan,) = host_of("region").candidates(program.node(), [TensorSpec((1 << 16, (1 << 16) + 8), "float16")], H200)
+    (step,) = plan.steps
+    assert isinstance(step, Launch) and "const long long at" in step.kernel.text
+    assert compile_cubin(step.kernel, 90).spill_stores <= 0
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (13, 197, 1025)], ids=str)
+def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> None:
+    program = RegionProgram()
+    x, y = (program.operand(np.zeros(shape, np.float16)) for _ in range(2))
+    program.outputs = [program.op("Add", x, y)]
+    (plan,) = host_of("region").candidates(program.node(), program.specs(), T4)
+    (step,) = plan.steps
+    assert isinstance(step, Launch) and "load(x0" in step.kernel.text and "put(" in step.kernel.text
 
 
 def test_every_launch_is_one_that_the_device_takes() -> None:
