@@ -20,6 +20,7 @@ from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, TensorSpec
 from onnxfuse.runtime.symint import always, maximum
 
+WORD: Final = 2**31  # elements from which on indices have 64 bits
 MAX_OPERATIONS: Final = 200  # of a program: the text of a longer one takes long to compile
 HEAD: Final = """\
 // {operators}
@@ -95,7 +96,7 @@ def _launch(region: _Region, device: Device) -> Launch:
     blocks = [_blocks(nest, tiling, sizes) for nest, tiling in zip(region.nests, region.tilings, strict=True)]
     total = sum(blocks)
     largest = maximum(*(sizes.value(product(shape)) for shape in region.shapes.of.values()), total * threads)
-    arguments = Arguments(region.shapes.sizes, not largest < 2**31)
+    arguments = Arguments(region.shapes.sizes, not largest < WORD)
     moved = sum(math.prod(spec.shape) * BYTES[spec.dtype] for spec in (*region.inputs, *region.outputs))
     leaving = str(int(always(lambda: moved > STREAMED_FROM_BYTES, moved)))
     body = _body(region, blocks, arguments, str(is_released(total, device)), leaving)

@@ -63,7 +63,7 @@ class NestText:
         """Write elements that do not depend on each other."""
         nest, writer, width = self.nest, self.writer, self.tiling.width
         variables = nest.lists[ELEMENTS]
-        writer.line(f"const {self.type} at = {self.type}(block) * {self.tiling.threads} + threadIdx.x;")
+        writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
             return
@@ -92,7 +92,7 @@ class NestText:
         nest, writer, threads = self.nest, self.writer, self.tiling.threads
         lanes = 32 if self.tiling.way == "warp" else threads
         if self.tiling.way == "warp":
-            writer.line(f"const {self.type} row = {self.type}(block) * {threads // 32} + threadIdx.x / 32;")
+            writer.line(f"const {self.type} row = ({self.type})block * {threads // 32} + threadIdx.x / 32;")
             writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
             writer.line("const int lane = threadIdx.x % 32;")
         else:
@@ -144,7 +144,7 @@ class NestText:
         nest, writer, tiling = self.nest, self.writer, self.tiling
         parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
-        writer.line(f"const {self.type} own = {self.type}(block) * {tiling.columns} + column;")
+        writer.line(f"const {self.type} own = ({self.type})block * {tiling.columns} + column;")
         writer.line(f"const bool exists = own < {bound};")
         writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
         self._parts("row", nest.lists[ROWS], tiling.width)

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200
-from region_cases import all_cases, numbers, one
+from region_cases import all_cases, maps, models, numbers, one
 from region_drafts import RegionProgram, check
 from region_emulation import plan_of, results
 from region_random import random_program
 from sampling import sampled
 
 from onnxfuse.activations import ACTIVATIONS
+from onnxfuse.kernels.region import host
 from onnxfuse.runtime.plan import Launch
 
 GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
@@ -52,6 +53,11 @@ def test_operators_maps_and_reductions(part: int, tmp_path: Path) -> None:
 def test_random_programs(part: int, tmp_path: Path) -> None:
     first = part * AT_ONCE
     check_all({f"seed {seed}": random_program(seed) for seed in range(first, first + AT_ONCE)}, tmp_path, part % 5 != 4)
+
+
+def test_indices_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "WORD", 0)
+    check_all(dict([*maps(), *models()][::4]), tmp_path)
 
 
 def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
