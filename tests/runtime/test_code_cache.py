@@ -9,8 +9,9 @@ import pytest
 
 from onnxfuse.runtime import cache_folder, code_cache
 from onnxfuse.runtime.code_cache import cached_cubin
-from onnxfuse.runtime.nvrtc import Cubin
+from onnxfuse.runtime.nvrtc import Cubin, kernel_text
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.template_bytes import kernel_key
 
 KERNEL = Kernel("activation", "activation", {"WIDTH": 8})
 
@@ -73,3 +74,14 @@ def test_no_half_written_file_stays(
     monkeypatch.setattr(Path, "replace", full)
     assert cached_cubin(KERNEL, 90) == b"code 1"
     assert not list((tmp_path / "cache" / "code").iterdir())
+
+
+def test_a_text_is_compiled_in_place_of_a_file(compiled: list[tuple[Kernel, int]]) -> None:
+    """Its headers are onnxfuse's, each of them once; kernels of different texts are different kernels."""
+    text = '#include "types.cuh"\n#include "types.cuh"\nextern "C" __global__ void made() {{ {} }}\n'
+    first, second = (Kernel("made", "made", text=text.format(body)) for body in ("", "wait_for_predecessor();"))
+    whole = kernel_text(first)
+    assert whole.count("struct Divisor {") == 1 and "#include" not in whole
+    assert '#line 2 "made.cu"' in whole, "messages of the compiler count the text's own lines"
+    assert kernel_key(first) != kernel_key(second) != kernel_key(Kernel("made", "made"))
+    assert [cached_cubin(each, 90) for each in (first, second, first)] == [b"code 1", b"code 2", b"code 1"]
