@@ -109,7 +109,8 @@ def _reshaped(x: Shape, target: tuple[int, ...], sizes: Sizes) -> Shape:
         else:
             others.append(dim)
     if -1 not in target:
-        if not sizes.equal(product(left), product(others)):
+        is_empty = ZERO in x and ZERO in known
+        if not is_empty and not sizes.equal(product(left), product(others)):
             raise ValueError(f"region: Reshape to {list(target)} does not keep the number of elements")
         free = ONE
     elif product(others) == ZERO:
