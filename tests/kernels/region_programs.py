@@ -80,6 +80,8 @@ def _results(op: str, inputs: list[Array], attrs: Mapping[str, Any], count: int,
         return [np.array(float(attrs["value"]) if isinstance(attrs["value"], str) else attrs["value"], _held(dtype))]
     if op == "Cast":
         return [_cast(inputs[0], dtype)]
+    if op == "Mod":
+        return [(np.fmod if attrs["fmod"] else np.mod)(*inputs)]
     if op in ELEMENTWISE:
         return [ELEMENTWISE[op](*inputs)]
     if op in ("LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Mish", "Gelu"):
@@ -114,7 +116,6 @@ ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "Mul": np.multiply,
     "Div": _div,
     "Pow": lambda a, b: np.power(a, b.astype(a.dtype) if a.dtype.kind == "f" else b).astype(a.dtype),
-    "Mod": np.fmod,
     "Min": np.minimum,
     "Max": np.maximum,
     "Neg": np.negative,
