@@ -208,6 +208,20 @@ def test_at_most_64_operators_are_one_region() -> None:
     assert len(found) == 4
 
 
+def test_a_spectrogram_has_the_bins_that_it_has() -> None:
+    """What onnx infers for a one-sided STFT is wrong; recorded behind a region it would contradict the product."""
+    nodes = (
+        "hop := int64 {4} w := float[8] {1, 1, 1, 1, 1, 1, 1, 1} first := int64[1] {0} end := int64[1] {-1} "
+        "one := int64[1] {1} f = STFT(x, hop, w) c = Slice(f, first, end, one, one) "
+        "s = ReduceSumSquare <axes = [-1], keepdims = 0> (c) "
+        "z = MatMul(s, k)"
+    )
+    source = parsed(nodes, inputs="float[batch, 64, 1] x, float[5, 3] k")
+    source.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("z", TensorProto.FLOAT, [None, None, 3]))
+    model, _ = optimized(source)
+    assert [region.ops for region in regions(model)] == [["Slice", "ReduceSumSquare"]]
+
+
 # --- how they are written -----------------------------------------------------------------------------------------
 
 
