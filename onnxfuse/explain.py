@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 
 from onnxfuse.dsl.spans import Span
 from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Miss
-from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.replace import REGION, Fused
 
 
 def explain(miss: Miss) -> str:
@@ -45,9 +45,17 @@ def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None 
 
 
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:
-    """Return the fused node that replaced a node, in words; None where none did."""
-    found = next((one for one in fused if node in one.replaces), None)
+    """Return the fused node that replaced a node, in words; None where none did, or a region."""
+    found = next((one for one in fused if node in one.replaces and one.fusion != REGION), None)
     return f"'{node}' is part of the {found.fusion} node '{found.node}'" if found else None
+
+
+def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
+    """Return why nodes are in no region, one line each; of a named node that alone, or its region."""
+    found = next((one for one in fused if node in one.replaces and one.fusion == REGION), None)
+    if found is not None:
+        return [f"'{node}' is part of the region node '{found.node}'"]
+    return [f"region: not at '{name}': {why}" for name, why in reasons.items() if node in (None, name)]
 
 
 def where_inside(model: onnx.ModelProto, name: str) -> str | None:

@@ -26,9 +26,10 @@ from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
+from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.report import Dropped, Report
 from onnxfuse.report.traffic import Traffic, estimate_traffic
-from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.rewrite.select import FusionResult, fuse
 from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, nothing_compared, run_original
 from onnxfuse.verify.compare_constants import wrong_constants
@@ -74,6 +75,8 @@ class FusedModel:
     folded: tuple[Folded, ...]
     fusing: FusionResult
     layout: LayoutResult
+    without_regions: Traffic  # what it would be if the nodes of regions stayed apart
+    regions: RegionResult
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
 
 
@@ -85,6 +88,7 @@ def optimize(
     patterns: Iterable[str | os.PathLike[str]] = (),
     fallback: Literal["onnx", "ort"] = "onnx",
     layout: Layout = "auto",
+    regions: bool = True,
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -101,6 +105,8 @@ def optimize(
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
+    regions   let connected operators that no pattern names become fused nodes too, where that saves memory traffic or
+              launches; not with `only`, unless it names "region"
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -118,10 +124,12 @@ def optimize(
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
     if layout not in get_args(Layout):
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
-    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip)
+    only, skip = list(only), list(skip)
+    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
+    regions = regions and REGION not in skip and (not only or REGION in only)
     with own_process(timeout if verify else None):
         return _optimize(
-            model, fusions, fallback == "ort", layout, verify, inputs, shapes, tolerance, StageTimer(progress)
+            model, fusions, fallback == "ort", layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
         )
 
 
@@ -130,6 +138,7 @@ def _optimize(
     fusions: Sequence[Fusion],
     ort: bool,
     layout: Layout,
+    regions: bool,
     verify: bool,
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
@@ -143,15 +152,15 @@ def _optimize(
     taken_back = TakenBack()
     if verify:
         verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
-        result, verified = _fuse_until_equal(fuse_again, fusions, layout, verifier, taken_back)
+        result, verified = _fuse_until_equal(fuse_again, fusions, layout, regions, verifier, taken_back)
     else:
-        result, verified = fuse_again(fusions, layout=layout), NOT_VERIFIED
+        result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
         result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(taken_back.dropped), result.before,
-        result.after, verified, timer.seconds, result.layout,
+        result.after, verified, timer.seconds, result.layout, result.without_regions,
     )  # fmt: skip
     return result.model, report
 
@@ -199,6 +208,7 @@ def _fuse_until_equal(
     fuse_again: Callable[..., FusedModel],
     fusions: Sequence[Fusion],
     layout: Layout,
+    regions: bool,
     verifier: Verifier,
     taken_back: TakenBack,
 ) -> tuple[FusedModel, Verification]:
@@ -209,7 +219,8 @@ def _fuse_until_equal(
     while True:
         without = {"change_weights": taken_back.change_weights, "keep_names": taken_back.constants}
         kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
-        fuse_kept = functools.partial(fuse_again, kept, exclude=taken_back.matches, **without)
+        regions = regions and REGION not in taken_back.names
+        fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
         result = fuse_kept(layout="nchw" if LAYOUT in taken_back.names else layout, keep_unfused=True)
         if constants := verifier.wrong_constants(result):
             taken_back.take_constants(result.folded, constants)
@@ -250,6 +261,7 @@ def fuse_model(
     *,
     ort: bool = False,
     layout: Layout = "auto",
+    regions: bool = False,
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
@@ -259,10 +271,10 @@ def fuse_model(
     """Simplify and fuse a model that was loaded, without verifying it.
 
     `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `layout` is as in `optimize`.  `change_weights` folds BatchNormalization and scales into weights.  `exclude`
-    holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
-    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
-    `keep_unfused` remembers the graph as it was before fusing.
+    too.  `layout` and `regions` are as in `optimize`.  `change_weights` folds BatchNormalization and scales into
+    weights.  `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output, and
+    nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
+    fused over.  `keep_unfused` remembers the graph as it was before fusing.
     """
     timer = timer or StageTimer()
     with _no_garbage_collection():
@@ -277,15 +289,30 @@ def fuse_model(
             unfused = unfused_graph(graph, shapes) if keep_unfused else None
             progress = functools.partial(timer.progress, "fuse")
             fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
-            layouts = LayoutResult()
-            if any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
-                channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
-                layouts = assign_layouts(graph, shapes, layout, channels_last, fusing.fused, exclude)
-                records = {one.node: one for one in (*fusing.fused, *layouts.fused)}
-                fusing = replace(fusing, fused=tuple(records.values()))
+            layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
+            without_regions = after = estimate_traffic(graph, shapes)
+            made = assign_regions(graph, shapes, exclude) if regions else RegionResult()
+            if made.fused:
+                after = estimate_traffic(graph, shapes)
+            records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
+            fusing = replace(fusing, fused=tuple(records.values()))
         with timer.stage("write"):
             written = write_model(graph)
-    return FusedModel(graph, written, before, estimate_traffic(graph, shapes), tuple(folded), fusing, layouts, unfused)
+    return FusedModel(graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused)
+
+
+def _assign_layouts(
+    graph: Graph,
+    shapes: ShapeInfo,
+    fusions: Sequence[Fusion],
+    layout: Layout,
+    fused: Collection[Fused],
+    exclude: Collection[tuple[str, str]],
+) -> LayoutResult:
+    if not any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
+        return LayoutResult()
+    channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
+    return assign_layouts(graph, shapes, layout, channels_last, fused, exclude)
 
 
 def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:

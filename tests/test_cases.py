@@ -34,7 +34,7 @@ def test_case(path: Path, request: pytest.FixtureRequest) -> None:
     case = read_case(path)
     for line in case.of("xfail"):
         request.applymarker(pytest.mark.xfail(strict=True, reason=line.text))
-    model, report = optimize(case.model)
+    model, report = optimize(case.model, regions=False)
     assert report.verified.passed is (None if "unverified" in case.lines else True), report.verified.reason
     assert not report.dropped
     if report.verified.passed:
@@ -91,6 +91,6 @@ def test_a_document_that_the_report_contradicts_says_in_what(line: str, message:
     path = tmp_path / "case.txt"
     path.write_text(GOOD.partition("fused")[0] + line, encoding="utf-8")
     case = read_case(path)
-    model, report = optimize(case.model, verify=False)
+    model, report = optimize(case.model, regions=False, verify=False)
     found = differences(case, model, report, nearest(fuse_model(case.model, None, catalogue.builtin()).fusing.missed))
     assert message in found and bool(message) == bool(found), found

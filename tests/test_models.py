@@ -310,7 +310,8 @@ ALONE: Mapping[str, Collection[str]] = {  # what stands alone, and no kernel com
 
 @pytest.mark.parametrize("name", INDEX)
 def test_every_block_is_fused(name: str, optimized: Callable[[str], Any]) -> None:
-    assert optimized(name).report["counts"] == expected(name)[0]
+    counts = optimized(name).report["counts"]
+    assert {fusion: count for fusion, count in counts.items() if fusion != "region"} == expected(name)[0]
 
 
 @pytest.mark.parametrize("name", INDEX)

@@ -26,6 +26,7 @@ SCHEMA: dict[str, Any] = {
     "missed": [{"fusion": str, "node": str, "matched": int, "of": int, "reason": str, "source": str}],
     "dropped": [{"fusion": str, "node": str, "reason": str}],
     "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
+    "regions": {"nodes": int, "replaced": int, "bytes_saved": int, "launches_saved": int},
     "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
     "verified": {
         "status": str,
@@ -86,7 +87,10 @@ def test_the_plain_data_is_as_documented(report: Report) -> None:
 
 def test_what_is_reported(report: Report) -> None:
     data = report.to_json()
-    assert data["counts"] == {"conv_bias_activation": 1, "gemm_bias_activation": 1}
+    assert data["counts"] == {"conv_bias_activation": 1, "gemm_bias_activation": 1, "region": 1}
+    # The five operators of h, 6 floats: four values are neither written nor read, h is read once, and numbers are not.
+    saved = 4 * (2 * 4 * 6 + 6 + 3)
+    assert data["regions"] == {"nodes": 1, "replaced": 5, "bytes_saved": saved, "launches_saved": 4}
     assert {"what": "batch_norm", "node": "norm", "into": "conv"} in data["folded"]
     (miss,) = (m for m in data["missed"] if (m["fusion"], m["node"]) == ("gemm_bias_activation", "last_of_gelu"))
     assert miss["reason"] == "the constant is 0.666667 ('root'); required 0.707107"
@@ -115,7 +119,7 @@ def test_an_infinite_error_is_null_in_json() -> None:
 def test_the_estimate_reads_and_writes_each_value_once() -> None:
     """A Relu of 1 x 8 floats and an Add of a bias move 4 bytes per element, in one launch per node."""
     text = "g (float[batch,8] x) => (float[batch,8] y) <float[8] b> { r = Relu (x) y = Add (r, b) }"
-    estimate = optimize(parse(text), verify=False)[1].to_json()["estimate"]
+    estimate = optimize(parse(text), regions=False, verify=False)[1].to_json()["estimate"]
     assert estimate["bytes_before"] == estimate["bytes_after"] == 4 * (8 + 8) + 4 * (8 + 8 + 8)
     assert estimate["launches_before"] == 2
 

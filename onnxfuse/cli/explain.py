@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
     """Show where SOURCE nearly matches a fusion.
 
-    Each miss names the node that differs, what was found and what the fusion requires.
+    Each miss names the node that differs, what was found and what the fusion requires.  Of the fusion region, and of a
+    node, it is shown why nodes are in no region.
     """
     from rich.markup import escape
 
     from onnxfuse.dsl import catalogue
-    from onnxfuse.explain import explain, nearest, where_fused, where_inside
+    from onnxfuse.explain import explain, nearest, where_fused, where_inside, why_in_no_region
     from onnxfuse.ir.load import load
     from onnxfuse.optimizer import StageTimer, fuse_model
+    from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
-        catalogue.require_known(fusion, [f.name for f in fusions])
+        catalogue.require_known(fusion, [*(f.name for f in fusions), REGION])
     model, folder = load(source)
     if node and (sentence := where_inside(model, node)):
         console().print(escape(sentence))
@@ -43,18 +45,24 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if node:
         _require_node(node, model)
     with shown_progress() as progress:
-        fusing = fuse_model(model, folder, fusions, timer=StageTimer(progress)).fusing
+        result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
+    fusing = result.fusing
     if node and (sentence := where_fused(fusing.fused, node)):
         console().print(escape(sentence))
         return
-    misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
-    for miss in misses[:limit]:
-        click.echo(explain(miss) + "\n")
-    if not misses:
+    shown: list[str] = []
+    if fusion == REGION or (node and not fusion):
+        shown += why_in_no_region(fusing.fused, result.regions.reasons, node)
+    if fusion != REGION:
+        misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
+        shown += [explain(miss) + "\n" for miss in misses]
+    for text in shown[:limit]:
+        click.echo(text)
+    if not shown:
         done = sum(fusion in (None, one.fusion) for one in fusing.fused)
         click.echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
-    elif len(misses) > limit:
-        click.echo(f"{len(misses) - limit} more; --limit {len(misses)} shows all.")
+    elif len(shown) > limit:
+        click.echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
 
 
 def _require_node(name: str, model: onnx.ModelProto) -> None:

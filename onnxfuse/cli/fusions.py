@@ -19,12 +19,15 @@ def list_command(patterns: tuple[Path, ...]) -> None:
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
+    from onnxfuse.regions import SUMMARY
+    from onnxfuse.rewrite.replace import REGION
 
     table = Table(box=None, pad_edge=False)
     table.add_column("fusion")
     table.add_column("what it computes", overflow="fold")
-    for fusion in catalogue.with_folders(patterns):
-        table.add_row(fusion.name, escape(summary(fusion)))
+    rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
+    for name, text in sorted(rows.items()):
+        table.add_row(name, escape(text))
     console().print(table)
 
 
@@ -38,9 +41,14 @@ def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import signature
+    from onnxfuse.regions import DESCRIPTION, SUMMARY
+    from onnxfuse.rewrite.replace import REGION
 
     fusions = {f.name: f for f in catalogue.with_folders(patterns)}
-    catalogue.require_known(fusion, list(fusions))
+    catalogue.require_known(fusion, [*fusions, REGION])
+    if fusion == REGION:
+        console().print(f"[bold]{REGION}[/]\n\n{escape(SUMMARY)}\n\n{escape(DESCRIPTION)}", highlight=False)
+        return
     found = fusions[fusion]
     text = f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}"
     console().print(text, highlight=False)

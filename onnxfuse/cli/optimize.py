@@ -48,6 +48,12 @@ from onnxfuse.errors import UsageError
     help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
 )
 @click.option(
+    "--regions/--no-regions",
+    default=True,
+    show_default=True,
+    help="Let connected operators that no pattern names become fused nodes too, where that saves time.",
+)
+@click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
 )
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
@@ -65,6 +71,7 @@ def optimize_command(
     tolerance: float | None,
     fallback: Literal["onnx", "ort"],
     layout: Literal["auto", "nchw", "nhwc"],
+    regions: bool,
     verify: bool,
     report: Path | None,
     dry_run: bool,
@@ -90,8 +97,8 @@ def optimize_command(
     inputs = load_inputs(npz, load(source)[0]) if npz else None
     with shown_progress() as progress:
         optimized, result = optimize(
-            source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, verify=verify,
-            inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
+            source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, regions=regions,
+            verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target is not None and not dry_run:
         save(optimized, target, folder=source.parent)

@@ -87,13 +87,15 @@ def with_folders(folders: Iterable[str | os.PathLike[str]]) -> tuple[Fusion, ...
     return by_name([*installed(), *(f for folder in folders for f in from_folder(Path(folder)))])
 
 
-def select(fusions: Sequence[Fusion], only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Fusion]:
+def select(
+    fusions: Sequence[Fusion], only: Iterable[str] = (), skip: Iterable[str] = (), also: Iterable[str] = ()
+) -> list[Fusion]:
     """Return the fusions named by `only` (all, if none is named) without those named by `skip`.
 
-    Raises UsageError for a name that no fusion has.
+    Raises UsageError for a name that no fusion has, and that is none of `also`.
     """
     only, skip = list(only), list(skip)
-    names = [f.name for f in fusions]
+    names = [*(f.name for f in fusions), *also]
     for name in (*only, *skip):
         require_known(name, names)
     return [f for f in fusions if (not only or f.name in only) and f.name not in skip]

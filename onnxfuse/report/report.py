@@ -19,7 +19,7 @@ from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.report.traffic import Traffic
-from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.verify.compare import Verification
 
 MAX_MISSES_SHOWN = 10  # in the terminal
@@ -37,6 +37,16 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class RegionGain:
+    """The regions, the nodes that they replace, and the bytes and launches that are saved, as estimated."""
+
+    nodes: int
+    replaced: int
+    bytes_saved: int
+    launches_saved: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What `optimize` did to a model.  `to_json()` names the fields."""
 
@@ -51,16 +61,28 @@ class Report:
     verified: Verification
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
+    without_regions: Traffic | None = None  # the traffic if the nodes of regions stayed apart; None for none
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of fused nodes by fusion."""
         return dict(sorted(Counter(one.fusion for one in self.fused).items()))
 
+    @property
+    def regions(self) -> RegionGain:
+        """What regions save of the traffic that is left by the other fusions."""
+        fused = [one for one in self.fused if one.fusion == REGION]
+        apart = self.without_regions or self.after
+        return RegionGain(
+            len(fused), sum(len(one.replaces) for one in fused), apart.bytes - self.after.bytes,
+            apart.launches - self.after.launches,
+        )  # fmt: skip
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data.
 
-        Its keys are input, output, counts, fused, folded, missed, dropped, layout, estimate, verified and seconds.
+        Its keys are input, output, counts, fused, folded, missed, dropped, layout, regions, estimate, verified and
+        seconds.
         """
         return {
             "input": dict(self.input),
@@ -78,6 +100,7 @@ class Report:
                 "transposes": len(self.layout.ends),
                 "ends": [asdict(end) for end in self.layout.ends],
             },
+            "regions": asdict(self.regions),
             "estimate": {
                 "bytes_before": self.before.bytes,
                 "bytes_after": self.after.bytes,
@@ -155,8 +178,16 @@ def _lines(report: Report) -> list[str]:
         f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
         f"{report.before.launches} -> {report.after.launches} launches"
     )
-    lines += _layout_lines(report.layout)
+    lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
     return [*lines, *_dropped_lines(report.dropped), *_verification_lines(report.verified)]
+
+
+def _region_lines(regions: RegionGain) -> list[str]:
+    """Return what regions save; nothing where there are none."""
+    if not regions.nodes:
+        return []
+    saved = f"{_bytes_text(regions.bytes_saved)} and {_counted(regions.launches_saved, 'launch', 'launches')} saved"
+    return [f"Regions: {_counted(regions.nodes, 'node')} in place of {regions.replaced}, {saved}"]
 
 
 def _layout_lines(layout: LayoutResult) -> list[str]:
@@ -213,8 +244,8 @@ def _missed_table(report: Report) -> list[Any]:
     return [table, "`onnxfuse explain MODEL` shows where in the pattern each of them differs."]
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, what: str, several: str = "") -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {several or f'{what}s'}"
 
 
 def _bytes_text(count: float) -> str:

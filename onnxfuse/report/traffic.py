@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from onnxfuse.analysis.gathered_tables import gathered_tables
 from onnxfuse.analysis.shape_info import ShapeInfo
-from onnxfuse.analysis.tensor_bytes import item_bytes, tensor_bytes
+from onnxfuse.analysis.tensor_bytes import FREE_OPS, item_bytes, tensor_bytes
 from onnxfuse.ir.attributes import int_attribute
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, op_of
-
-FREE_OPS = {"Constant", "Shape", "Size", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}  # move no data
 
 
 @dataclass(frozen=True)

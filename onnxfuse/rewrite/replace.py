@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Final
 
 import onnx
 from onnx import TensorProto
@@ -18,6 +19,8 @@ from onnxfuse.match import Match, Miss
 from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
 from onnxfuse.rewrite.function_body import Variant, function, is_static
+
+REGION: Final = "region"  # what reports call fused nodes of operators that no pattern names; see onnxfuse/regions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from onnxfuse.ir.node import Node, Tensor, op_of
 from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.match.accept import refusal
 from onnxfuse.match.prefilter import may_occur
-from onnxfuse.rewrite.replace import Fused, LocalFunctions, replace_match
+from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
 NEAR_MISS_SHARE = 0.3  # a miss is reported when this share of the nodes of the pattern agreed
 
@@ -29,7 +29,7 @@ class FusionResult:
 
     def near(self) -> list[Miss]:
         """Return the misses worth reading, nearest first: those where much agreed, at nodes that nothing else fused."""
-        taken = {name for one in self.fused for name in one.replaces}
+        taken = {name for one in self.fused if one.fusion != REGION for name in one.replaces}
         unfused = [m for m in self.missed if m.node in self.remaining and m.node not in taken]
         near = [m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of]
         return sorted(near, key=lambda m: (-m.matched / m.of, m.fusion.name, m.node))

@@ -72,7 +72,7 @@ def model(
 
 def fused(original: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, object]]:
     """Return the optimized model, and the attributes of its attention node."""
-    optimized, report = optimize(original)
+    optimized, report = optimize(original, regions=False)
     assert report.counts == {"attention": 1} and not report.dropped
     (node,) = [node for node in optimized.graph.node if node.domain]
     return optimized, {each.name: helper.get_attribute_value(each) for each in node.attribute}
@@ -177,7 +177,7 @@ def test_a_masked_score_that_is_infinite_in_float16_is_not_causal() -> None:
     nodes = f"{SEEN} {KEEP.replace('mask =', 'wide =')} mask = Cast <to = 10> (wide)"
     text = onnx.printer.to_text(model(nodes, masked=LOWEST))
     half = onnx.parser.parse_model(text.replace("float[b", "float16[b"))
-    optimized, report = optimize(half)
+    optimized, report = optimize(half, regions=False)
     assert report.counts == {"attention": 1}
     kinds = [each.s for node in optimized.graph.node for each in node.attribute if each.name == "mask_kind"]
     assert kinds != [b"causal"]

@@ -45,6 +45,13 @@ def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
     return (*image[:2], *([1] * (len(image) - 2)))
 
 
+@RULES.rule("STFT")
+def _short_time_fourier_transform(shapes: ShapeInfo, node: Node) -> Shape:
+    """Onnx's inference takes one-sided spectra for two-sided ones, so its numbers of frames and bins must not count."""
+    name = node.outputs[0].name
+    return (input_shape(shapes, node)[0], shapes.unknown(name, 1), shapes.unknown(name, 2), 2)
+
+
 def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[Size | None]:
     """Return how many windows there are along each spatial axis."""
     rank = len(spatial)

@@ -1,0 +1,39 @@
+"""The normal form of a node: the steps that it is in a region's program, or why it can be in none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, is_constant, op_of
+from onnxfuse.regions.maps import MAPS
+from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.reductions import REDUCTIONS
+from onnxfuse.regions.steps import StaysOut, Step, Steps, Writer, require_dtypes
+
+WRITERS: Final[Mapping[str, Writer]] = {**POINTWISE, **MAPS, **REDUCTIONS}
+MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
+
+
+def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...] | str:
+    """Return the steps of a node, or a sentence that says why regions leave it out."""
+    op = op_of(node)
+    if op not in WRITERS:
+        return f"{op} is none of the operators of regions"
+    steps = Steps(graph, shapes, node)
+    try:
+        data = [t for t in node.inputs if t.name and not is_constant(t)]
+        if not data:
+            raise StaysOut("it reads constants alone")
+        for tensor in (*data, *node.outputs):
+            if tensor.name:
+                steps.shape(tensor)
+        WRITERS[op](steps)
+        read = {name for step in steps.found for name in step.inputs}
+        require_dtypes(shapes, [t for t in (*node.inputs, *node.outputs) if not is_constant(t) or t.name in read])
+    except (StaysOut, ModelError, TypeError) as error:
+        return f"{op} stays out of regions: {error}"
+    return tuple(steps.found)

@@ -1,0 +1,118 @@
+"""The elementwise operators of regions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Final
+
+from onnx import TensorProto
+
+from onnxfuse.ir.dtypes import FLOATS, dtype_name
+from onnxfuse.regions.steps import StaysOut, Steps, Writer
+
+SAME: Final = (
+    "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil",
+    "Round", "Sign", "Reciprocal", "Relu", "Sigmoid", "HardSwish", "Softplus", "Softsign", "Mish", "Where", "Equal",
+    "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor", "Not", "IsNaN", "Identity",
+)  # fmt: skip
+# Operators with numbers as attributes, and the defaults of these.
+WITH_NUMBERS: Final[Mapping[str, Mapping[str, float]]] = {
+    "LeakyRelu": {"alpha": 0.01},
+    "Elu": {"alpha": 1.0},
+    "Selu": {"alpha": 1.67326319217681884765625, "gamma": 1.05070102214813232421875},
+    "HardSigmoid": {"alpha": 0.2, "beta": 0.5},
+}
+
+
+def _same(op: str, s: Steps) -> None:
+    s.end(op, s.elementwise(range(len(s.node.inputs))))
+
+
+def _with_numbers(op: str, s: Steps) -> None:
+    s.end(op, s.elementwise([0]), **{name: s.real(name, default) for name, default in WITH_NUMBERS[op].items()})
+
+
+def _chain(op: str, s: Steps) -> None:
+    """Write an operator of any number of inputs as operators of two."""
+    values = s.elementwise(range(len(s.node.inputs)))
+    if len(values) == 1:
+        s.end("Identity", values)
+        return
+    result = values[0]
+    for value in values[1:-1]:
+        result = s.emit(op, [result, value])
+    s.end(op, [result, values[-1]])
+
+
+def _power(s: Steps) -> None:
+    """Write a power with an exponent of the base's dtype."""
+    x, exponent = s.elementwise([0, 1])
+    if s.dtype(0) != s.dtype(1):
+        if s.dtype(0) not in FLOATS:
+            raise StaysOut(f"it raises {dtype_name(s.dtype(0))} to {dtype_name(s.dtype(1))}; required is one dtype")
+        exponent = s.emit("Cast", [exponent], s.dtype(0), to=dtype_name(s.dtype(0)))
+    s.end("Pow", [x, exponent])
+
+
+def _clip(s: Steps) -> None:
+    """Write a Clip as Max and Min, whose bounds are attributes before opset 11."""
+    bounds = []
+    for index, (op, name) in enumerate((("Max", "min"), ("Min", "max")), 1):
+        if s.has(index):
+            bounds.append((op, s.data(index, s.rank())))
+        elif (value := s.node.attrs.get(name)) is not None:
+            bounds.append((op, s.number(value, s.dtype())))
+    value = s.data(0)
+    if not bounds:
+        s.end("Identity", [value])
+    elif len(bounds) == 1:
+        s.end(bounds[0][0], [value, bounds[0][1]])
+    else:
+        s.end(bounds[1][0], [s.emit(bounds[0][0], [value, bounds[0][1]]), bounds[1][1]])
+
+
+def _cast(s: Steps) -> None:
+    s.end("Cast", s.elementwise([0]), to=dtype_name(s.out_dtype))
+
+
+def _is_inf(s: Steps) -> None:
+    flags = {name: s.integer(name, 1) for name in ("detect_positive", "detect_negative")}
+    s.end("IsInf", s.elementwise([0]), **flags)
+
+
+def _gelu(s: Steps) -> None:
+    s.end("Gelu", s.elementwise([0]), approximate=str(s.parameter("approximate") or "none"))
+
+
+def _mod(s: Steps) -> None:
+    s.end("Mod", s.elementwise([0, 1]), fmod=s.integer("fmod", 0))
+
+
+def _prelu(s: Steps) -> None:
+    x, slope = s.elementwise([0, 1])
+    negative = s.emit("Less", [x, s.number(0, s.dtype())], TensorProto.BOOL)
+    s.end("Where", [negative, s.emit("Mul", [x, slope]), x])
+
+
+def _swish(s: Steps) -> None:
+    (x,) = s.elementwise([0])
+    scaled = s.emit("Mul", [x, s.number(s.real("alpha", 1.0), s.dtype())])
+    s.end("Mul", [x, s.emit("Sigmoid", [scaled])])
+
+
+POINTWISE: Final[Mapping[str, Writer]] = {
+    **{op: functools.partial(_same, op) for op in SAME},
+    **{op: functools.partial(_with_numbers, op) for op in WITH_NUMBERS},
+    "Min": functools.partial(_chain, "Min"),
+    "Max": functools.partial(_chain, "Max"),
+    "Sum": functools.partial(_chain, "Add"),
+    "Pow": _power,
+    "Clip": _clip,
+    "Cast": _cast,
+    "IsInf": _is_inf,
+    "Gelu": _gelu,
+    "Mod": _mod,
+    "PRelu": _prelu,
+    "Swish": _swish,
+}

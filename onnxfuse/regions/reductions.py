@@ -1,0 +1,62 @@
+"""The reductions of regions, and the operators that consist of one and of what follows it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+from onnxfuse.ir.dtypes import FLOATS
+from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
+
+NAMES: Final = (
+    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
+    "ReduceLogSumExp", "ReduceLogSum",
+)  # fmt: skip
+LAST_FLATTENING_OPSET: Final = 12  # up to which Softmax is over all axes from one on
+
+
+def _reduce(op: str, s: Steps) -> None:
+    axes, rank = s.ints("axes"), s.rank()
+    if not axes:
+        if s.integer("noop_with_empty_axes", 0):
+            s.end("Identity", [s.data(0)])
+            return
+        axes = list(range(rank))
+    axes = sorted(axis_of(axis, rank) for axis in axes)
+    attributes: dict[str, Any] = {"axes": axes, "keepdims": s.integer("keepdims", 1)}
+    if op == "ReduceLogSum":
+        s.end("Log", [s.emit("ReduceSum", [s.data(0)], **attributes)])
+    else:
+        s.end(op, [s.data(0)], **attributes)
+
+
+def _softmax(op: str, s: Steps) -> None:
+    rank, flattening = s.rank(), s.graph.opset <= LAST_FLATTENING_OPSET
+    axis = axis_of(s.integer("axis", 1 if flattening else -1), rank)
+    if flattening and axis != rank - 1:
+        raise StaysOut("before opset 13 it is over all axes from one on")
+    s.end(op, [s.data(0)], axis=axis)
+
+
+def _arg(op: str, s: Steps) -> None:
+    s.end(
+        op, [s.data(0)], axis=axis_of(s.integer("axis", 0), s.rank()), keepdims=s.integer("keepdims", 1),
+        select_last_index=s.integer("select_last_index", 0),
+    )  # fmt: skip
+
+
+def _pool(op: str, s: Steps) -> None:
+    """Write the pool of a whole image, which is a reduction over its spatial axes."""
+    if s.dtype() not in FLOATS:
+        raise StaysOut("it pools integers")
+    s.end(op, [s.data(0)], axes=list(range(2, s.rank())), keepdims=1)
+
+
+REDUCTIONS: Final[Mapping[str, Writer]] = {
+    **{op: functools.partial(_reduce, op) for op in NAMES},
+    **{op: functools.partial(_softmax, op) for op in ("Softmax", "LogSoftmax")},
+    **{op: functools.partial(_arg, op) for op in ("ArgMax", "ArgMin")},
+    "GlobalAveragePool": functools.partial(_pool, "ReduceMean"),
+    "GlobalMaxPool": functools.partial(_pool, "ReduceMax"),
+}

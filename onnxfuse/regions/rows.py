@@ -1,0 +1,110 @@
+"""The rows of a region with reductions: all of them are over the same axes of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.ir.node import Node
+from onnxfuse.regions.pointwise import POINTWISE
+from onnxfuse.regions.steps import Step
+
+VIEWS: Final = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+NORMALIZING: Final = ("Softmax", "LogSoftmax")
+ONE_AXIS: Final = (*NORMALIZING, "ArgMax", "ArgMin")
+
+
+class Kind(Enum):
+    """How a value depends on the reductions of its region."""
+
+    ELEMENT = "one for each element of the rows"
+    ROW = "one for each row"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape that is reduced, and the axes over which it is."""
+
+    shape: Shape
+    axes: tuple[int, ...]
+
+    @property
+    def kept(self) -> Shape:
+        """The shape of a result that keeps the reduced axes."""
+        return tuple(1 if i in self.axes else size for i, size in enumerate(self.shape))
+
+    @property
+    def dropped(self) -> Shape:
+        """The shape of a result without the reduced axes."""
+        return tuple(size for i, size in enumerate(self.shape) if i not in self.axes)
+
+
+def is_reduction(step: Step) -> bool:
+    """Return whether a step reduces rows."""
+    return step.op.startswith("Reduce") or step.op in ONE_AXIS
+
+
+def kinds_of(
+    shapes: ShapeInfo, nodes: Iterable[Node], forms: Mapping[Node, tuple[Step, ...]]
+) -> dict[str, Kind] | None:
+    """Return the kinds of the tensors of nodes in execution order that depend on a reduction.
+
+    Returns None where the nodes cannot be one region: reductions are over other rows, or what follows them moves rows.
+    """
+    rows: Rows | None = None
+    kinds: dict[str, Kind] = {}
+    for node in nodes:
+        reduction = next((step for step in forms[node] if is_reduction(step)), None)
+        if reduction is not None:
+            shape = shapes.shape(node.inputs[0]) or ()
+            found = Rows(shape, _axes(reduction))
+            if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
+                return None
+            rows = found
+            kinds[node.outputs[0].name] = Kind.ELEMENT if reduction.op in NORMALIZING else Kind.ROW
+            continue
+        behind = {t.name for t in node.inputs if t.name in kinds}
+        if not behind:
+            continue
+        kind = _kind_behind(shapes, node, rows, kinds) if rows is not None else None
+        if kind is None:
+            return None
+        kinds[node.outputs[0].name] = kind
+    return kinds
+
+
+def _axes(step: Step) -> tuple[int, ...]:
+    axes = step.attributes["axis"] if step.op in ONE_AXIS else step.attributes["axes"]
+    return tuple(axes) if isinstance(axes, list) else (int(axes),)
+
+
+def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> Kind | None:
+    """Return the kind of what a node computes from values behind a reduction; None where it moves them."""
+    out = shapes.shape(node.outputs[0])
+    if out is None or len(node.outputs) > 1:
+        return None
+    if node.op in VIEWS and node.op != "Identity":
+        is_row = kinds[node.inputs[0].name] is Kind.ROW and _is_row(out, rows)
+        return Kind.ROW if is_row else None
+    if node.op not in POINTWISE:
+        return None
+    read = [(shapes.shape(t) or (), kinds[t.name]) for t in node.inputs if t.name in kinds]
+    if out in (rows.shape, rows.kept):
+        wanted = {Kind.ELEMENT: rows.shape, Kind.ROW: rows.kept}
+        aligned = all(_padded(shape, len(out)) == wanted[kind] for shape, kind in read)
+        return (Kind.ELEMENT if out == rows.shape else Kind.ROW) if aligned else None
+    is_row = _is_row(out, rows) and all(kind is Kind.ROW and shape == out for shape, kind in read)
+    return Kind.ROW if is_row else None
+
+
+def _is_row(shape: Shape, rows: Rows) -> bool:
+    is_single = len(rows.axes) == len(rows.shape) and all(size == 1 for size in shape)
+    return shape in (rows.kept, rows.dropped) or is_single
+
+
+def _padded(shape: Shape, rank: int) -> tuple[Size, ...]:
+    return (1,) * (rank - len(shape)) + shape

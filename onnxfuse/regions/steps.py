@@ -1,0 +1,176 @@
+"""The steps that an operator consists of in a region's program: one normal form for every opset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.errors import ModelError
+from onnxfuse.ir.attributes import attribute_or_input
+from onnxfuse.ir.dtypes import Array, dtype_name
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import Node, Tensor, is_constant
+
+Value: TypeAlias = "int | float | str | list[int]"  # of an attribute of a step
+_T = TensorProto
+DTYPES: Final = frozenset(
+    {_T.FLOAT16, _T.BFLOAT16, _T.FLOAT, _T.DOUBLE, _T.INT64, _T.INT32, _T.INT8, _T.UINT8, _T.BOOL}
+)  # of the values of a region
+MAX_RANK: Final = 8
+
+
+class StaysOut(Exception):
+    """An operator cannot be part of a region; the message is a sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator of a program.  Values are tensors of the graph, by name, or `#0`, `#1`, ... inside one node."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Value]
+    dtype: int  # of the outputs
+
+
+@dataclass
+class Steps:
+    """Collects the steps of one node."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    node: Node
+    found: list[Step] = field(default_factory=list)
+    _count: int = 0
+
+    # --- what the node reads -----------------------------------------------------------------------------------------
+
+    def shape(self, tensor: Tensor) -> Shape:
+        """Return the symbolic shape of a tensor.  Raises StaysOut where its rank is unknown, or above 8."""
+        shape = self.shapes.shape(tensor)
+        if shape is None or len(shape) > MAX_RANK:
+            what = "of unknown rank" if shape is None else f"of {len(shape)} axes"
+            raise StaysOut(f"'{tensor.name}' is {what}; required is a known one of at most {MAX_RANK}")
+        return shape
+
+    def rank(self, index: int = 0) -> int:
+        """Return the rank of an input."""
+        return len(self.shape(self.node.inputs[index]))
+
+    def has(self, index: int) -> bool:
+        """Return whether the node has this input."""
+        return index < len(self.node.inputs) and bool(self.node.inputs[index].name)
+
+    def dtype(self, index: int = 0) -> int:
+        """Return the dtype of an input."""
+        return self.shapes.dtype(self.node.inputs[index])
+
+    @property
+    def out_dtype(self) -> int:
+        """The dtype of the first output."""
+        return self.shapes.dtype(self.node.outputs[0])
+
+    def data(self, index: int, rank_beside: int = 0) -> str:
+        """Return the value of an input; a constant of one element is a number.
+
+        `rank_beside` is the rank of what it is broadcast with: a number has no axes.
+        """
+        tensor = self.node.inputs[index]
+        if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+            return tensor.name
+        number = self.number(self.constant(tensor).reshape(-1)[0], self.shapes.dtype(tensor))
+        rank = len(tensor.shape)
+        return number if rank <= rank_beside else self.emit("Reshape", [number], shape=[1] * rank)
+
+    def elementwise(self, indices: Sequence[int]) -> list[str]:
+        """Return the values of inputs that are broadcast with each other."""
+        ranks = {i: self.rank(i) for i in indices}
+        single = {i for i in indices if is_constant(t := self.node.inputs[i]) and math.prod(t.shape) == 1}
+        beside = max((rank for i, rank in ranks.items() if i not in single), default=0)
+        return [self.data(i, beside) for i in indices]
+
+    def constant(self, tensor: Tensor) -> Array:
+        """Return the value of a constant.  Raises StaysOut where the tensor is none, or cannot be read."""
+        if not is_constant(tensor):
+            raise StaysOut(f"'{tensor.name}' is computed; required is a constant")
+        try:
+            return constant_value(self.graph, tensor)
+        except ModelError as error:
+            raise StaysOut(str(error)) from error
+
+    def parameter(self, name: str) -> object:
+        """Return an attribute, or the constant input that later opsets have in its place; None without either."""
+        found = attribute_or_input(self.graph, self.node, name)
+        if not isinstance(found, int | float | str | list) and found is not None:
+            raise StaysOut(f"its {name} is computed; required is a constant")
+        return found
+
+    def ints(self, name: str) -> list[int] | None:
+        """Return a parameter that is a list of integers; None where it is absent."""
+        found = self.parameter(name)
+        if found is None:
+            return None
+        return [int(each) for each in found] if isinstance(found, list) else [int(found)]  # type: ignore[call-overload]
+
+    def integer(self, name: str, default: int) -> int:
+        """Return an attribute that is an integer."""
+        found = self.parameter(name)
+        return default if found is None else int(found)  # type: ignore[call-overload]
+
+    def real(self, name: str, default: float) -> float:
+        """Return an attribute that is a number."""
+        found = self.parameter(name)
+        return default if found is None else float(found)  # type: ignore[arg-type]
+
+    # --- what it does ------------------------------------------------------------------------------------------------
+
+    def emit(self, op: str, inputs: Sequence[str], dtype: int = 0, **attributes: Value) -> str:
+        """Add a step with one output, and return that; by default it has the dtype of the node's first input."""
+        name = f"#{self._count}"
+        self._count += 1
+        self.found.append(Step(op, tuple(inputs), (name,), attributes, dtype or self.dtype()))
+        return name
+
+    def number(self, value: object, dtype: int) -> str:
+        """Add a constant."""
+        return self.emit("Constant", [], dtype, value=json_number(value, dtype))
+
+    def end(self, op: str, inputs: Sequence[str], **attributes: Value) -> None:
+        """Add the last step, which computes the outputs of the node."""
+        names = tuple(each.name for each in self.node.outputs)
+        self.found.append(Step(op, tuple(inputs), names, attributes, self.out_dtype))
+
+
+Writer: TypeAlias = Callable[[Steps], None]
+
+
+def json_number(value: object, dtype: int) -> Value:
+    """Return a number as JSON has it; infinities and NaN are strings."""
+    if dtype == TensorProto.BOOL:
+        return int(bool(value))
+    if dtype in (TensorProto.INT64, TensorProto.INT32, TensorProto.INT8, TensorProto.UINT8):
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    number = float(value)  # type: ignore[arg-type]
+    if math.isnan(number):
+        return "nan"
+    return ("inf" if number > 0 else "-inf") if math.isinf(number) else number
+
+
+def require_dtypes(shapes: ShapeInfo, tensors: Sequence[Tensor]) -> None:
+    """Raise StaysOut for a tensor whose dtype regions do not have."""
+    for tensor in tensors:
+        if tensor.name and (dtype := shapes.dtype(tensor)) not in DTYPES:
+            what = dtype_name(dtype) if dtype else "of unknown dtype"
+            known = ", ".join(dtype_name(each) for each in sorted(DTYPES))
+            raise StaysOut(f"'{tensor.name}' is {what}; regions have {known}")
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """Return an axis as a number that is not negative."""
+    return axis + rank if axis < 0 else axis

@@ -1,0 +1,118 @@
+"""Write regions into a model: the function with the very nodes, and the node with the program that says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+import onnx
+import onnx.numpy_helper
+from onnx import helper
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant
+from onnxfuse.ir.serde import node_proto
+from onnxfuse.match.diagnostics import node_name
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.cluster import Cluster
+from onnxfuse.regions.steps import Step
+from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions
+
+DOC: Final = "Elementwise operators, index maps and reductions that one kernel runs."
+
+
+def program(shapes: ShapeInfo, region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> str:
+    """Return the program of a region, as compact JSON; its operands are x0, x1, ... in the region's order."""
+    names = {name: f"x{i}" for i, name in enumerate(region.operands)}
+    dtypes = {names[name]: dtype_name(shapes.dtype(tensor)) for name, tensor in region.operands.items()}
+    constants: dict[tuple[object, ...], str] = {}
+    ops: list[list[object]] = []
+    count = 0
+    for node in region.nodes:
+        inner: dict[str, str] = {}
+        for step in forms[node]:
+            key = step.dtype, json.dumps(step.attributes)
+            if step.op == "Constant" and key in constants:
+                inner[step.outputs[0]] = constants[key]
+                continue
+            read = [inner.get(name) or names[name] for name in step.inputs]
+            made = [f"v{count + i}" for i in range(len(step.outputs))]
+            count += len(made)
+            for name, value in zip(step.outputs, made, strict=True):
+                (inner if name.startswith("#") else names)[name] = value
+                dtypes[value] = dtype_name(step.dtype)
+            if step.op == "Constant":
+                constants[key] = made[0]
+            ops.append([step.op, read, made, dict(step.attributes)])
+    outputs = [names[name] for name in region.outputs]
+    return json.dumps({"ops": ops, "outputs": outputs, "dtypes": dtypes}, separators=(",", ":"))
+
+
+def body(graph: Graph, region: Cluster, attributes: list[str]) -> onnx.FunctionProto:
+    """Return the function that holds the nodes of a region; constants that are no operands stand in it."""
+    names = {name: f"x{i}" for i, name in enumerate(region.operands)}
+    nodes: list[onnx.NodeProto] = []
+    count = 0
+    for node in region.nodes:
+        for tensor in node.inputs:
+            if is_constant(tensor) and tensor.name not in names:
+                names[tensor.name] = f"c{count}"
+                value = onnx.numpy_helper.from_array(constant_value(graph, tensor))
+                nodes.append(helper.make_node("Constant", [], [names[tensor.name]], value=value))
+                count += 1
+        proto = node_proto(graph, node)
+        for output in proto.output:
+            names[output] = f"t{count}"
+            count += 1
+        nodes.append(helper.make_node(proto.op_type, [names[n] if n else "" for n in proto.input],
+                                      [names[n] for n in proto.output]))  # fmt: skip
+        nodes[-1].attribute.extend(proto.attribute)
+    outputs = [names[name] for name in region.outputs]
+    opsets = [helper.make_opsetid("", graph.opset)]
+    operands = [names[name] for name in region.operands]
+    return helper.make_function(DOMAIN, REGION, operands, outputs, nodes, opsets, sorted(attributes), doc_string=DOC)
+
+
+def write_region(
+    graph: Graph,
+    shapes: ShapeInfo,
+    region: Cluster,
+    forms: Mapping[Node, tuple[Step, ...]],
+    functions: LocalFunctions,
+) -> Fused:
+    """Replace the nodes of a region by a call of its function; the graph must be sorted afterwards."""
+    outputs: list[Tensor] = list(region.outputs.values())
+    own: dict[str, AttributeValue] = {
+        "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
+        "program": program(shapes, region, forms),
+    }
+    attributes: dict[str, AttributeValue] = {
+        "fusion": REGION,
+        "operands": " ".join(f"x{i}" for i in range(len(region.operands))),
+        "output_types": [shapes.dtype(t) for t in outputs],
+        "attributes": " ".join(sorted(own)),
+        **own,
+    }
+    function = functions.add(body(graph, region, list(attributes)))
+    replaced = tuple(node_label(node) for node in region.nodes)
+    name = graph.unique_name(f"{node_name(outputs[0])}/{REGION}")
+    inputs = list(region.operands.values())
+    for node in region.nodes:
+        node.inputs.clear()
+        node.outputs.clear()
+    graph.add_node(function, inputs, outputs, attributes, name=name, domain=DOMAIN)
+    for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
+        graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
+    return Fused(REGION, name, replaced, {}, outputs[0].name)
+
+
+def order_by_reading(region: Cluster, forms: Mapping[Node, tuple[Step, ...]]) -> None:
+    """Order the operands of a region as its nodes read them, and the outputs as they compute them."""
+    read = dict.fromkeys(name for node in region.nodes for step in forms[node] for name in step.inputs)
+    made = dict.fromkeys(t.name for node in region.nodes for t in node.outputs)
+    region.operands = {name: region.operands[name] for name in read if name in region.operands}
+    region.outputs = {name: region.outputs[name] for name in made if name in region.outputs}

@@ -1,0 +1,126 @@
+"""Small models in ONNX text for the tests of regions, and their regions as the optimized model has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnxruntime
+from region_programs import dtype_of, run_program
+
+from onnxfuse import Report, optimize
+from onnxfuse.ir.dtypes import Array
+
+INPUTS = "float[2, 3, 4] x, float[2, 3, 4] y, int64[2, 3, 4] i, bool[2, 3, 4] b, float16[2, 3, 4] h"
+
+
+def parsed(nodes: str, *, opset: int = 17, inputs: str = INPUTS, outputs: str = "z") -> onnx.ModelProto:
+    """Return a model of these nodes; `c := int64[1] {2}` is a constant, and the types of the outputs are inferred."""
+    nodes = re.sub(r"(\w+) := ([^}]+})", r"\1 = Constant <value = \2> ()", nodes)
+    head = f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+    declared = ", ".join(f"float[unknown] {name}" for name in outputs.split())
+    model = onnx.parser.parse_model(f"{head} g ({inputs}) => ({declared}) {{ {nodes} }}")
+    for output in model.graph.output:
+        output.ClearField("type")
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    del model.graph.output[:]
+    model.graph.output.extend(inferred.graph.output)
+    return model
+
+
+@dataclass(frozen=True)
+class Region:
+    """A fused node that is a region."""
+
+    node: onnx.NodeProto
+    attributes: Mapping[str, Any]
+
+    @property
+    def program(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.attributes["program"])
+        return parsed
+
+    @property
+    def ops(self) -> list[str]:
+        """The operators of the program, without constants."""
+        return [op for op, *_ in self.program["ops"] if op != "Constant"]
+
+
+def regions(model: onnx.ModelProto) -> list[Region]:
+    """Return the regions of an optimized model."""
+    named = [(node, {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}) for node in model.graph.node]
+    texts = [(node, {k: v.decode() if isinstance(v, bytes) else v for k, v in own.items()}) for node, own in named]
+    return [Region(node, own) for node, own in texts if own.get("fusion") == "region"]
+
+
+def optimized(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, Report]:
+    """Return the optimized model, which was verified."""
+    result, report = optimize(model, **options)
+    onnx.checker.check_model(result)
+    assert report.verified.passed, report.verified.reason
+    assert not report.dropped, report.dropped
+    return result, report
+
+
+def run(model: onnx.ModelProto, feeds: Mapping[str, Array], names: Sequence[str] = ()) -> dict[str, Array]:
+    """Return what onnxruntime computes for outputs, or for other tensors, without its graph optimizations."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model)
+    known = {output.name for output in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    wanted = list(names) or [output.name for output in session.get_outputs()]
+    used = {each.name: feeds[each.name] for each in session.get_inputs()}
+    return dict(zip(wanted, session.run(wanted, used), strict=True))
+
+
+def draw(model: onnx.ModelProto, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:
+    """Return values for the inputs of a model; names of dims are given by `sizes`."""
+    random, feeds = np.random.default_rng(seed), {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        shape = [d.dim_value or (sizes or {}).get(d.dim_param, 5) for d in kind.shape.dim]
+        drawn = random.standard_normal(shape) * 2
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        feeds[value.name] = (drawn > 0) if dtype.kind == "b" else drawn.astype(dtype)
+    return feeds
+
+
+def assert_programs_agree(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> int:
+    """Fail unless the programs of all regions compute what the nodes that call their functions do; return how many."""
+    found = regions(model)
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    names = [name for region in found for name in (*region.node.input, *region.node.output)]
+    wanted = dict.fromkeys(name for name in names if name not in constants and name not in feeds)
+    values = {**feeds, **constants, **run(model, feeds, list(wanted))}
+    for region in found:
+        operands = [values[name] for name in region.node.input]
+        results = run_program(region.program, operands)
+        types, ranks = region.attributes["output_types"], region.attributes["output_ranks"]
+        for name, dtype, rank, result in zip(region.node.output, types, ranks, results, strict=True):
+            assert result.dtype == dtype_of(onnx.helper.tensor_dtype_to_np_dtype(dtype).name)
+            assert result.ndim == rank
+            assert result.shape == values[name].shape, (region.node.name, name)
+            assert_close(result, values[name], f"{region.node.name}: {region.program}")
+    return len(found)
+
+
+def assert_close(found: Array, wanted: Array, message: str) -> None:
+    """Fail unless arrays are equal up to some roundings of their dtype; integers and bools must be equal."""
+    if wanted.dtype.kind in "iub":
+        np.testing.assert_array_equal(found, wanted, err_msg=message)
+        return
+    tolerance = {"float64": 1e-12, "float32": 2e-5}.get(wanted.dtype.name, 1e-2)
+    largest = np.abs(wanted[np.isfinite(wanted)], dtype=np.float64).max(initial=1e-30)
+    np.testing.assert_allclose(
+        found.astype(np.float64), wanted.astype(np.float64), rtol=tolerance, atol=tolerance * largest, err_msg=message
+    )

@@ -1,0 +1,77 @@
+"""Test the regions of exported models: what they compute, and how little is left beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+from exported_models import load_exported
+from region_models import assert_programs_agree
+from test_models import INDEX, draw
+
+from onnxfuse import optimize
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.tensor_bytes import FREE_OPS
+from onnxfuse.ir.node import op_of
+from onnxfuse.ir.serde import read_graph
+from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.maps import MAPS
+from onnxfuse.regions.pointwise import POINTWISE
+
+SAMPLE = ("bert_sdpa_dynamo_fp16", "detector_dynamo_fp16", "swin_eager_dynamo_fp32", "t5_encoder_eager_ts_fp32")
+NAMES = [
+    pytest.param(name, marks=() if name.removesuffix(".onnx") in SAMPLE else pytest.mark.slow) for name in sorted(INDEX)
+]
+ALLOWED = 0.05  # of the nodes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_compute_what_bodies_do(name: str, optimized: Callable[[str], Any]) -> None:
+    model = onnx.load(optimized(name).path)
+    feeds = draw(INDEX[name]["inputs"], INDEX[name]["verified_sizes"][0])
+    assert assert_programs_agree(model, feeds) == optimized(name).report["counts"].get("region", 0)
+
+
+def single_operators(model: onnx.ModelProto) -> Counter[str]:
+    """Return the elementwise operators and index maps that are in no region and take time on a GPU."""
+    graph = read_graph(model)
+    graph.sort()
+    host = host_nodes(graph, infer_shapes(graph))
+    nodes = (node for node in graph.nodes if node not in host and not node.domain)
+    return Counter(op_of(node) for node in nodes if op_of(node) in {*POINTWISE, *MAPS} - FREE_OPS)
+
+
+@pytest.mark.slow
+def test_few_operators_are_in_no_region(optimized: Callable[[str], Any]) -> None:
+    left: Counter[str] = Counter()
+    nodes = 0
+    for name in sorted(INDEX):
+        model = onnx.load(optimized(name).path)
+        own = single_operators(model)
+        print(f"{name}: {own.total()} of {len(model.graph.node)} {dict(own)}")
+        left += own
+        nodes += len(model.graph.node)
+    print(f"{left.total()} of {nodes}: {left}")
+    assert left.total() <= ALLOWED * nodes, f"{left.total()} of {nodes}: {left}"
+
+
+@pytest.mark.parametrize("name", [f"{name}.onnx" for name in SAMPLE])
+def test_onnxruntime_runs_the_same_operators_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """It inlines the bodies before its own fusions, so that regions block none of these."""
+    apart, together = (optimize(load_exported(name), regions=regions, verify=False)[0] for regions in (False, True))
+    assert len(together.graph.node) < len(apart.graph.node)
+    assert left_by_onnxruntime(together, tmp_path) == left_by_onnxruntime(apart, tmp_path)
+
+
+def left_by_onnxruntime(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+    """Return the operators of a model after onnxruntime's graph optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(folder / "left.onnx")
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(folder / "left.onnx").graph.node)

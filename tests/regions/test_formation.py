@@ -1,0 +1,280 @@
+"""Test which nodes become one region, and which stay apart."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from onnx import TensorProto
+from region_models import assert_programs_agree, draw, optimized, parsed, regions
+
+from onnxfuse import UsageError, optimize
+from onnxfuse.optimizer import fuse_model
+
+MATRIX = "float[8, 8] x, float[8, 8] y, float[8, 8] w"
+
+
+def ops_of(nodes: str, *, inputs: str = MATRIX, outputs: str = "z", opset: int = 17) -> list[list[str]]:
+    """Return the operators of each region, of which each computes what its body does."""
+    model, _ = optimized(parsed(nodes, inputs=inputs, outputs=outputs, opset=opset), only=["region"])
+    feeds = draw(model)
+    assert assert_programs_agree(model, feeds) == len(regions(model))
+    return [region.ops for region in regions(model)]
+
+
+# --- what is one region -------------------------------------------------------------------------------------------
+
+
+def test_a_chain_between_products_is_one_region() -> None:
+    nodes = "a = MatMul(x, w) b = Neg(a) c = Exp(b) d = MatMul(c, w) z = Identity(d)"
+    assert ops_of(nodes) == [["Neg", "Exp"]]
+
+
+def test_operators_around_a_product_are_two_regions() -> None:
+    nodes = "a = Neg(x) b = Exp(a) c = MatMul(b, w) d = Abs(c) e = Tanh(d) z = Sub(e, b)"
+    assert ops_of(nodes) == [["Neg", "Exp"], ["Abs", "Tanh", "Sub"]]
+
+
+def test_no_cycle_through_a_product() -> None:
+    """The sum reads what leads to the product and the product: in one region with the rest it would be a cycle."""
+    nodes = "a = Neg(x) b = Exp(a) c = MatMul(b, w) z = Add(c, b)"
+    assert ops_of(nodes) == [["Neg", "Exp"]]
+
+
+def test_no_cycle_through_another_region() -> None:
+    """Two reductions over other axes cannot be one region, and what reads both stays with one of them."""
+    nodes = (
+        "a = Neg(x) b = ReduceMean <axes = [0]> (a) c = Sub(a, b) d = Exp(c) e = ReduceMean <axes = [1]> (d) "
+        "f = Sub(d, e) g = Tanh(f) z = Add(g, a)"
+    )
+    found = ops_of(nodes)
+    assert sorted(op for ops in found for op in ops) == sorted(
+        ["Neg", "ReduceMean", "Sub", "Exp", "ReduceMean", "Sub", "Tanh", "Add"]
+    )
+    assert len(found) == 2
+
+
+def test_several_outputs() -> None:
+    model, _ = optimized(parsed("a = Neg(x) b = Exp(a) z = MatMul(b, w) v = Tanh(a)", inputs=MATRIX, outputs="z v"))
+    (region,) = regions(model)
+    assert region.ops == ["Neg", "Exp", "Tanh"]
+    assert set(region.node.output) == {"b", "v"}
+
+
+def test_outputs_of_the_model_are_computed() -> None:
+    model, _ = optimized(parsed("a = Neg(x) b = Exp(a) z = Tanh(b)", inputs=MATRIX, outputs="a z"))
+    (region,) = regions(model)
+    assert list(region.node.output) == ["a", "z"]
+    assert [output.name for output in model.graph.output] == ["a", "z"]
+
+
+def test_movement_alone_is_a_region() -> None:
+    roll = (
+        "s := int64[1] {5} o := int64[1] {0} e := int64[1] {8} t := int64[1] {1} "
+        "a = Slice(x, s, e, t) b = Slice(x, o, s, t) z = Concat <axis = 1> (a, b)"
+    )
+    assert ops_of(roll) == [["Slice", "Slice", "Concat"]]
+
+
+def test_a_window_partition_is_one_region() -> None:
+    nodes = (
+        "s := int64[6] {1, 2, 4, 2, 4, 3} u := int64[3] {-1, 16, 3} a = Reshape(x, s) "
+        "b = Transpose <perm = [0, 1, 3, 2, 4, 5]> (a) c = Reshape(b, u) z = Neg(c)"
+    )
+    assert ops_of(nodes, inputs="float[1, 8, 8, 3] x") == [["Reshape", "Transpose", "Reshape", "Neg"]]
+
+
+def test_what_is_needed_later_joins_where_it_is_read() -> None:
+    """The mask is computed from an input, and read behind a product alone."""
+    nodes = "a = MatMul(x, w) f = Cast <to = 1> (m) c = Mul(a, f) z = Exp(c)"
+    assert ops_of(nodes, inputs=f"{MATRIX}, int64[8] m") == [["Cast", "Mul", "Exp"]]
+
+
+def test_a_clamp_of_float16_is_one_region() -> None:
+    """As T5 has it: the largest number, or less where an element is infinite."""
+    nodes = (
+        "p := float {64504} q := float {65504} big = Cast <to = 10> (p) largest = Cast <to = 10> (q) "
+        "i = Cast <to = 1> (x) f = IsInf(i) c = Cast <to = 6> (f) "
+        "m = ReduceMax <keepdims = 0> (c) t = Cast <to = 9> (m) limit = Where(t, big, largest) n = Neg(limit) "
+        "a = Max(x, n) z = Min(a, limit)"
+    )
+    (ops,) = ops_of(nodes, inputs="float16[2, 3, 4] x")
+    assert ops == ["Cast", "IsInf", "Cast", "ReduceMax", "Cast", "Where", "Neg", "Max", "Min"]
+
+
+def test_a_modulated_norm_is_one_region() -> None:
+    nodes = (
+        "p := int64[1] {1} o := float {1} a, b = Split <axis = -1> (c) s = Unsqueeze(a, p) t = Unsqueeze(b, p) "
+        "u = Add(s, o) v = Mul(x, u) z = Add(v, t)"
+    )
+    (ops,) = ops_of(nodes, inputs="float[2, 5, 8] x, float[2, 16] c")
+    assert ops == ["Split", "Unsqueeze", "Unsqueeze", "Add", "Mul", "Add"]
+
+
+def test_normalized_embeddings_with_pooling_are_two_regions() -> None:
+    """The mean is over the tokens, the norm over the features; the mask has other rows and is added up by itself."""
+    nodes = (
+        "p := int64[1] {-1} one := int64[1] {1} f = Cast <to = 1> (mask) g = Unsqueeze(f, p) h = Mul(x, g) "
+        "s = ReduceSum <keepdims = 0> (h, one) n = ReduceSum <keepdims = 0> (g, one) m = Div(s, n) "
+        "l = ReduceL2 <axes = [-1]> (m) z = Div(m, l)"
+    )
+    found = ops_of(nodes, inputs="float[2, 5, 8] x, int64[2, 5] mask")
+    assert found[-1][-2:] == ["ReduceL2", "Div"]
+    assert found[0][:4] == ["Cast", "Unsqueeze", "Mul", "ReduceSum"]
+
+
+def test_log_softmax_and_a_loss_by_labels() -> None:
+    nodes = "p := int64[1] {-1} a = LogSoftmax(x) b = Mul(a, y) s = ReduceSum <keepdims = 0> (b, p) z = Neg(s)"
+    assert ops_of(nodes) == [["LogSoftmax", "Mul", "ReduceSum", "Neg"]]
+
+
+# --- what stays apart ---------------------------------------------------------------------------------------------
+
+
+def test_one_operator_is_no_region() -> None:
+    assert ops_of("s := int64[1] {64} a = MatMul(x, w) b = Reshape(a, s) z = Exp(b)") == []
+
+
+def test_rows_are_not_moved() -> None:
+    """What follows a reduction is transposed: the rows would no longer be where they are reduced."""
+    nodes = "a = Neg(x) m = ReduceMax <axes = [1]> (a) c = Sub(a, m) t = Transpose <perm = [1, 0]> (c) z = Exp(t)"
+    assert ops_of(nodes) == [["Neg", "ReduceMax", "Sub"], ["Transpose", "Exp"]]
+
+
+def test_a_second_reduction_of_the_same_rows_joins() -> None:
+    nodes = (
+        "p := int64[1] {1} m = ReduceMax <axes = [1]> (x) c = Sub(x, m) e = Exp(c) s = ReduceSum(e, p) z = Div(e, s)"
+    )
+    assert ops_of(nodes) == [["ReduceMax", "Sub", "Exp", "ReduceSum", "Div"]]
+
+
+def test_rows_that_are_broadcast_along_other_axes_stay_apart() -> None:
+    nodes = "a = Neg(x) m = ReduceMax <axes = [1], keepdims = 0> (a) z = Sub(a, m)"
+    assert ops_of(nodes) == [["Neg", "ReduceMax"]]
+
+
+def test_costly_operators_are_not_repeated_for_what_they_are_broadcast_to() -> None:
+    nodes = "a = Erf(x) b = Exp(a) c = Add(b, y) z = Neg(c)"
+    small, large = "float[4096] x, float[4096, 4096] y", "float[8] x, float[8, 8] y"
+    model, _ = optimize(parsed(nodes, inputs=small), only=["region"], verify=False)
+    assert [region.ops for region in regions(model)] == [["Erf", "Exp"], ["Add", "Neg"]]
+    assert ops_of(nodes, inputs=large) == [["Erf", "Exp", "Add", "Neg"]]
+
+
+def test_shape_arithmetic_stays_out() -> None:
+    nodes = (
+        "k := int64[1] {2} s = Shape(x) i := int64 {0} j := int64[1] {0} n = Gather(s, i) t := int64 {5} h = Div(n, t) "
+        "u = Unsqueeze(h, j) "
+        "m := int64[1] {-1} d = Concat <axis = 0> (u, k, m) r = Reshape(x, d) z = Exp(r)"
+    )
+    assert ops_of(nodes, inputs="float[n, 6] x") == []
+
+
+def test_shapes_that_are_computed_stay_out() -> None:
+    nodes = "a = Neg(x) b = Exp(a) c = Expand(b, s) d = Neg(c) z = Exp(d)"
+    model, _ = optimized(parsed(nodes, inputs="float[4] x, int64[2] s"))
+    assert [node.op_type for node in model.graph.node if node.domain == ""] == ["Expand"]
+
+
+@pytest.mark.parametrize("dtype", ["string", "uint16"])
+def test_other_dtypes_stay_out(dtype: str) -> None:
+    nodes = {"string": "e = Equal(x, y) z = Where(e, x, y)", "uint16": "e = Equal(x, y) z = Where(e, x, y)"}[dtype]
+    model, _ = optimize(parsed(nodes, inputs=f"{dtype}[4] x, {dtype}[4] y", opset=19), verify=False)
+    assert regions(model) == []
+
+
+def test_subgraphs_stay_as_they_are() -> None:
+    nodes = (
+        "a = Neg(x) z = If (c) <then_branch = t () => (float[8, 8] p) { q = Exp(a) p = Neg(q) }, "
+        "else_branch = e () => (float[8, 8] r) { r = Abs(a) }>"
+    )
+    model, _ = optimized(parsed(nodes, inputs=f"{MATRIX}, bool c"))
+    assert [node.op_type for node in model.graph.node] == ["Neg", "If"]
+
+
+def test_what_a_subgraph_reads_is_computed_before_it() -> None:
+    nodes = (
+        "a = Neg(x) b = Exp(a) d = If (c) <then_branch = t () => (float[8, 8] p) { p = Neg(b) }, "
+        "else_branch = e () => (float[8, 8] r) { r = Abs(b) }> e = Tanh(d) z = Sub(e, b)"
+    )
+    model, _ = optimized(parsed(nodes, inputs=f"{MATRIX}, bool c"))
+    assert [region.ops for region in regions(model)] == [["Neg", "Exp"], ["Tanh", "Sub"]]
+
+
+def test_at_most_64_operators_are_one_region() -> None:
+    chain = " ".join(f"a{i + 1} = {('Neg', 'Tanh')[i % 2]}(a{i})" for i in range(200))
+    found = ops_of(f"a0 = Abs(x) {chain} z = Identity(a200)")
+    assert max(map(len, found)) <= 64
+    assert sum(map(len, found)) == 201
+    assert len(found) == 4
+
+
+def test_a_spectrogram_has_the_bins_that_it_has() -> None:
+    """What onnx infers for a one-sided STFT is wrong; recorded behind a region it would contradict the product."""
+    nodes = (
+        "hop := int64 {4} w := float[8] {1, 1, 1, 1, 1, 1, 1, 1} first := int64[1] {0} end := int64[1] {-1} "
+        "one := int64[1] {1} f = STFT(x, hop, w) c = Slice(f, first, end, one, one) "
+        "s = ReduceSumSquare <axes = [-1], keepdims = 0> (c) "
+        "z = MatMul(s, k)"
+    )
+    source = parsed(nodes, inputs="float[batch, 64, 1] x, float[5, 3] k")
+    source.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("z", TensorProto.FLOAT, [None, None, 3]))
+    model, _ = optimized(source)
+    assert [region.ops for region in regions(model)] == [["Slice", "ReduceSumSquare"]]
+
+
+# --- how they are written -----------------------------------------------------------------------------------------
+
+
+def test_equal_bodies_are_one_function() -> None:
+    block = "a{n} = Neg({x}) b{n} = Exp(a{n}) c{n} = MatMul(b{n}, w) "
+    nodes = block.format(n=0, x="x") + block.format(n=1, x="c0") + "z = Identity(c1)"
+    model, report = optimized(parsed(nodes, inputs=MATRIX))
+    assert [node.op_type for node in model.graph.node if node.domain] == ["region", "region"]
+    assert [function.name for function in model.functions] == ["region"]
+    assert [node.name for node in model.graph.node if node.domain] == ["b0/region", "b1/region"]
+    assert report.counts == {"region": 2}
+
+
+def test_it_is_deterministic() -> None:
+    source = parsed("a = MatMul(x, w) b = Neg(a) c = Exp(b) d = Tanh(y) z = Add(c, d)", inputs=MATRIX)
+    first, second = (optimize(source, verify=False)[0].SerializeToString(deterministic=True) for _ in range(2))
+    assert first == second
+
+
+def test_a_name_and_types_are_recorded() -> None:
+    model, _ = optimized(parsed("a = Neg(x) b = Exp(a) z = MatMul(b, w)", inputs=MATRIX))
+    (region,) = regions(model)
+    assert region.attributes["operands"] == "x0"
+    assert region.attributes["attributes"] == "output_ranks program"
+    assert region.attributes["output_types"] == [TensorProto.FLOAT]
+    assert [info.name for info in model.graph.value_info] == ["b"]
+
+
+def test_a_large_constant_is_an_operand_and_a_number_is_not() -> None:
+    nodes = "o := float[1] {2} k := float[4] {1, 2, 3, 4} a = Mul(x, o) z = Add(a, k)"
+    model, _ = optimized(parsed(nodes, inputs="float[2, 4] x"))
+    (region,) = regions(model)
+    assert region.ops == ["Mul", "Add"]
+    assert len(region.node.input) == 2
+
+
+def test_they_can_be_left_out() -> None:
+    source = parsed("a = Neg(x) z = Exp(a)", inputs=MATRIX)
+    for options in ({"regions": False}, {"skip": ["region"]}, {"only": ["softmax"]}):
+        assert regions(optimize(source, verify=False, **options)[0]) == []  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Did you mean 'region'"):
+        optimize(source, skip=["regions"])
+
+
+def test_a_region_that_was_taken_back_stays_apart() -> None:
+    source = parsed("a = Neg(x) b = Exp(a) c = MatMul(b, w) d = Abs(c) z = Tanh(d)", inputs=MATRIX)
+    found = fuse_model(source, None, [], regions=True, exclude={("region", "b")}).fusing.fused
+    assert [one.output for one in found] == ["z"]
+
+
+def test_it_optimizes_again_what_was_optimized() -> None:
+    model, _ = optimized(parsed("a = Neg(x) b = Exp(a) z = MatMul(b, w)", inputs=MATRIX))
+    again, report = optimize(model)
+    assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
+    assert report.counts == {}
+    onnx.checker.check_model(again)

@@ -1,0 +1,143 @@
+"""Test the normal form of each operator: the program of its region computes what onnxruntime does for the operator."""
+
+from __future__ import annotations
+
+import pytest
+from region_models import assert_programs_agree, draw, optimized, parsed, regions
+
+FLOAT = (
+    "Abs", "Neg", "Exp", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "Relu", "Sigmoid",
+    "Softplus", "Softsign", "HardSwish", "LeakyRelu", "Elu", "Selu", "HardSigmoid", "Identity",
+)  # fmt: skip
+# Opset, nodes from x, y, i, b, h to z; another operator stands beside each, so that two are one region.
+CASES: dict[str, tuple[int, str]] = {
+    **{op: (17, f"a = {op}(x) z = Sub(a, y)") for op in FLOAT if op != "Identity"},
+    "Sqrt and Log": (17, "a = Abs(x) s = Sqrt(a) l = Log(a) z = Div(s, l)"),
+    "Mish": (18, "a = Mish(x) z = Sub(a, y)"),
+    "Gelu": (20, "a = Gelu(x) z = Sub(a, y)"),
+    "Gelu, tanh": (20, 'a = Gelu <approximate = "tanh"> (x) z = Sub(a, y)'),
+    "LeakyRelu, alpha": (17, "a = LeakyRelu <alpha = 0.3> (x) z = Sub(a, y)"),
+    "HardSigmoid, alpha": (17, "a = HardSigmoid <alpha = 0.1, beta = 0.4> (x) z = Sub(a, y)"),
+    "Pow": (17, "a = Abs(x) z = Pow(a, y)"),
+    "Pow, integer exponent": (17, "e := int64 {3} a = Neg(x) z = Pow(a, e)"),
+    "Mod": (17, "t := int64 {3} a = Neg(i) z = Mod(a, t)"),
+    "Mod, fmod": (17, "a = Neg(x) z = Mod <fmod = 1> (a, y)"),
+    "Min and Max": (17, "a = Min(x, y) c = Neg(x) d = Max(a, c, y) z = Min(d)"),
+    "Sum": (17, "a = Neg(x) z = Sum(a, y, x)"),
+    "Div, integers": (17, "t := int64 {3} a = Neg(i) z = Div(a, t)"),
+    "Clip": (17, "l := float {-0.5} u := float {1} a = Neg(x) z = Clip(a, l, u)"),
+    "Clip, max alone": (17, "u := float {1} a = Neg(x) z = Clip(a, , u)"),
+    "Clip before opset 11": (10, "a = Neg(x) z = Clip <min = -0.5, max = 1.0> (a)"),
+    "Where": (17, "a = Neg(x) c = Not(b) z = Where(c, a, y)"),
+    "comparisons": (
+        17, "a = Less(x, y) c = LessOrEqual(x, y) d = Greater(x, y) e = GreaterOrEqual(x, y) f = Xor(a, d) "
+        "k = And(c, e) z = Or(f, k)"
+    ),
+    "Equal": (17, "a = Neg(i) c = Equal(a, i) z = Not(c)"),
+    "IsNaN": (17, "a = Sqrt(x) c = IsNaN(a) z = Where(c, y, a)"),
+    "IsInf": (17, "o := float {0} a = Div(x, o) c = IsInf <detect_negative = 0> (a) z = Where(c, y, x)"),
+    "Cast": (17, "a = Cast <to = 7> (x) c = Cast <to = 9> (a) d = Cast <to = 1> (c) z = Cast <to = 10> (d)"),
+    "float16": (17, "a = Exp(h) c = Mul(a, h) d = Cast <to = 1> (c) z = Tanh(d)"),
+    "PRelu": (17, "s := float[4] {0.1, 0.2, 0.3, 0.4} a = Neg(x) z = PRelu(a, s)"),
+    "broadcast of a number with axes": (17, "o := float[1, 1, 1, 1] {2} a = Neg(x) z = Add(a, o)"),
+    # --- index maps
+    "Reshape": (17, "s := int64[3] {0, -1, 2} a = Neg(x) c = Reshape(a, s) z = Exp(c)"),
+    "Transpose": (17, "a = Transpose <perm = [2, 0, 1]> (x) z = Exp(a)"),
+    "Transpose, reversed": (17, "a = Transpose(x) z = Exp(a)"),
+    "Flatten": (17, "a = Neg(x) f = Flatten <axis = 2> (a) z = Exp(f)"),
+    "Flatten, negative": (17, "a = Neg(x) f = Flatten <axis = -1> (a) z = Exp(f)"),
+    "Unsqueeze and Squeeze": (
+        17, "p := int64[2] {0, -1} q := int64[1] {-1} a = Neg(x) "
+        "c = Unsqueeze(a, p) d = Exp(c) e = Squeeze(d, q) z = Neg(e)"
+    ),
+    "Unsqueeze before opset 13": (
+        11, "a = Neg(x) c = Unsqueeze <axes = [1]> (a) d = Exp(c) e = Squeeze <axes = [1]> (d) z = "
+        "Neg(e)"
+    ),
+    "Expand": (17, "s := int64[4] {5, 1, 1, 4} a = Neg(x) c = Expand(a, s) z = Exp(c)"),
+    "Slice": (
+        17, "s := int64[2] {-1, 1} e := int64[2] {-9223372036854775807, 9223372036854775807} "
+        "p := int64[2] {2, 1} t := int64[2] {-2, 1} a = Neg(x) c = Slice(a, s, e, p, t) z = Exp(c)"
+    ),
+    "Slice before opset 10": (9, "a = Neg(x) c = Slice <axes = [-1], starts = [1], ends = [-1]> (a) z = Exp(c)"),
+    "Concat": (17, "a = Neg(x) c = Concat <axis = -2> (a, y, x) z = Exp(c)"),
+    "Split": (17, "s := int64[2] {1, 3} a = Neg(x) c, d = Split <axis = 2> (a, s) e = Exp(c) z = Add(e, d)"),
+    "Split, equal parts": (17, "a = Neg(x) c, d = Split <axis = -1> (a) e = Exp(c) z = Add(e, d)"),
+    "Split before opset 13": (11, "a = Neg(x) c, d = Split <axis = 2, split = [1, 3]> (a) e = Exp(c) z = Add(e, d)"),
+    "Pad": (17, "p := int64[6] {0, 1, -1, 0, 0, 2} v := float {3} a = Neg(x) c = Pad(a, p, v) z = Exp(c)"),
+    "Pad, reflect": (17, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "reflect"> (a, p) z = Exp(c)'),
+    "Pad, edge": (17, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "edge"> (a, p) z = Exp(c)'),
+    "Pad, axes": (
+        19, "p := int64[2] {2, 1} v := float {3} w := int64[1] {-2} "
+        "a = Neg(x) c = Pad(a, p, v, w) z = Exp(c)"
+    ),
+    "Pad, wrap": (19, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "wrap"> (a, p) z = Exp(c)'),
+    "Pad before opset 11": (10, "a = Neg(x) c = Pad <pads = [0, 1, 0, 0, 0, 2], value = 2.0> (a) z = Exp(c)"),
+    "Gather of one": (17, "k := int64 {-1} a = Neg(x) c = Gather <axis = 1> (a, k) z = Exp(c)"),
+    "Gather of one, with an axis": (17, "k := int64[1] {1} a = Neg(x) c = Gather <axis = 2> (a, k) z = Exp(c)"),
+    "Gather of constants": (17, "k := int64[4] {2, -1, 0, 2} a = Neg(x) c = Gather <axis = 1> (a, k) z = Exp(c)"),
+    "Gather of computed rows": (
+        17, "t := int64 {3} k = Mod(i, t) a = Neg(x) c = Gather <axis = 2> (a, k) z = Exp(c)"
+    ),
+    "Tile": (17, "r := int64[3] {1, 2, 3} a = Neg(x) c = Tile(a, r) z = Exp(c)"),
+    # --- reductions
+    "Softmax": (17, "a = Neg(x) c = Softmax <axis = 1> (a) z = Mul(c, y)"),
+    "LogSoftmax": (17, "a = Neg(x) c = LogSoftmax(a) z = Mul(c, y)"),
+    "Softmax of the last axis before opset 13": (11, "a = Neg(x) c = Softmax <axis = 2> (a) z = Mul(c, y)"),
+    "ArgMax": (17, "a = Neg(x) c = ArgMax <axis = 1, keepdims = 0> (a) z = Neg(c)"),
+    "ArgMin, last index": (17, "a = Floor(x) c = ArgMin <axis = -1, select_last_index = 1> (a) z = Neg(c)"),
+    "norm": (
+        17, "a = Neg(x) m = ReduceMean <axes = [-1]> (a) d = Sub(a, m) s = ReduceSumSquare <axes = [-1]> (d) z = "
+        "Div(d, s)"
+    ),
+    "rows alone": (17, "a = Neg(x) m = ReduceMax <axes = [0, 2], keepdims = 0> (a) z = Exp(m)"),
+    "sum over an input": (17, "p := int64[1] {-1} a = Neg(x) m = ReduceSum(a, p) z = Div(a, m)"),
+    "reduction over an input since opset 18": (18, "p := int64[1] {1} a = Neg(x) m = ReduceL2(a, p) z = Div(a, m)"),
+    "reduction of everything": (17, "a = Neg(x) m = ReduceMean <keepdims = 0> (a) z = Sub(a, m)"),
+    "reduction without axes": (18, "a = Neg(x) m = ReduceMax <noop_with_empty_axes = 1> (a) z = Sub(a, y)"),
+    **{
+        op: (17, f"a = Tanh(x) m = {op} <axes = [1]> (a) z = Sub(a, m)")
+        for op in ("ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSumExp")
+    },
+    "ReduceLogSum": (17, "a = Exp(x) m = ReduceLogSum <axes = [1]> (a) z = Sub(a, m)"),
+    "sum of integers": (17, "p := int64[1] {1} a = Neg(i) m = ReduceSum(a, p) z = Sub(a, m)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_computes_what_the_operators_do(name: str) -> None:
+    opset, nodes = CASES[name]
+    model, _ = optimized(parsed(nodes, opset=opset), only=["region"])
+    assert len(regions(model)) == 1, [node.op_type for node in model.graph.node]
+    assert [node.domain for node in model.graph.node] == ["onnxfuse"]
+    assert assert_programs_agree(model, draw(model)) == 1
+
+
+IMAGES = "float[1, 8, 4, 6] x"
+
+
+@pytest.mark.parametrize(
+    ("opset", "nodes"),
+    [
+        (17, "a = DepthToSpace <blocksize = 2> (x) z = Exp(a)"),
+        (17, 'a = DepthToSpace <blocksize = 2, mode = "CRD"> (x) z = Exp(a)'),
+        (17, "a = SpaceToDepth <blocksize = 2> (x) z = Exp(a)"),
+        (17, "a = Neg(x) p = GlobalAveragePool(a) z = Mul(a, p)"),
+        (17, "a = Neg(x) p = GlobalMaxPool(a) f = Flatten(p) z = Exp(f)"),
+    ],
+)  # fmt: skip
+def test_images(opset: int, nodes: str) -> None:
+    model, _ = optimized(parsed(nodes, opset=opset, inputs=IMAGES), only=["region"])
+    assert [node.domain for node in model.graph.node] == ["onnxfuse"]
+    assert assert_programs_agree(model, draw(model)) == 1
+
+
+def test_dynamic_sizes() -> None:
+    nodes = (
+        "s := int64[4] {0, 0, 2, -1} r = Reshape(x, s) t = Transpose <perm = [0, 2, 1, 3]> (r) "
+        "e = Exp(t) u := int64[3] {0, 2, -1} z = Reshape(e, u)"
+    )
+    model, _ = optimized(parsed(nodes, inputs="float[batch, seq, 8] x"), only=["region"])
+    assert [node.domain for node in model.graph.node] == ["onnxfuse"]
+    for batch, seq in ((1, 1), (2, 7)):
+        assert assert_programs_agree(model, draw(model, sizes={"batch": batch, "seq": seq})) == 1
