@@ -54,7 +54,7 @@ def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: s
     """Return why nodes are in no region, one line each; of a named node that alone, or its region."""
     found = next((one for one in fused if node in one.replaces and one.fusion == REGION), None)
     if found is not None:
-        return [f"'{node}' is part of the region node '{found.node}'"]
+        return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]
     return [f"region: not at '{name}': {why}" for name, why in reasons.items() if node in (None, name)]
 
 

@@ -88,7 +88,7 @@ def optimize(
     patterns: Iterable[str | os.PathLike[str]] = (),
     fallback: Literal["onnx", "ort"] = "onnx",
     layout: Layout = "auto",
-    regions: bool = True,
+    regions: bool = False,
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -105,8 +105,8 @@ def optimize(
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
-    regions   let connected operators that no pattern names become fused nodes too, where that saves memory traffic or
-              launches; not with `only`, unless it names "region"
+    regions   let connected operators that no pattern names become fused nodes too, where that should save memory
+              traffic or launches; `only` may name "region" instead.  How fast their kernels are was not measured yet
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -126,7 +126,7 @@ def optimize(
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
     only, skip = list(only), list(skip)
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
-    regions = regions and REGION not in skip and (not only or REGION in only)
+    regions = REGION not in skip and (REGION in only or (regions and not only))
     with own_process(timeout if verify else None):
         return _optimize(
             model, fusions, fallback == "ort", layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)

@@ -49,9 +49,9 @@ from onnxfuse.errors import UsageError
 )
 @click.option(
     "--regions/--no-regions",
-    default=True,
+    default=False,
     show_default=True,
-    help="Let connected operators that no pattern names become fused nodes too, where that saves time.",
+    help="Let connected operators that no pattern names become fused nodes too. Their kernels were not timed yet.",
 )
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."

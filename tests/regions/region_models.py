@@ -61,7 +61,7 @@ def regions(model: onnx.ModelProto) -> list[Region]:
 
 def optimized(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model, which was verified."""
-    result, report = optimize(model, **options)
+    result, report = optimize(model, regions=True, **options)
     onnx.checker.check_model(result)
     assert report.verified.passed, report.verified.reason
     assert not report.dropped, report.dropped

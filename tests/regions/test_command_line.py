@@ -28,17 +28,18 @@ def said(*arguments: object) -> str:
 
 
 def test_the_report_counts_what_they_save(model: Path) -> None:
-    text = said("optimize", model, "--dry-run", "--no-verify")
+    text = said("optimize", model, "--dry-run", "--no-verify", "--regions")
     assert "Regions: 1 node in place of 2, 512 B and 1 launch saved" in text
-    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--no-regions")
-    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--skip", "region")
+    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify")
+    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--regions", "--skip", "region")
 
 
 def test_explain_says_why_nodes_are_in_none(model: Path) -> None:
     text = said("explain", model, "region")
     assert "region: not at 'd': Expand stays out of regions: its shape is computed; required is a constant" in text
     assert "region: not at 'last': nothing beside it can be merged with it" in text
-    assert said("explain", model, "--node", "b").startswith("'b' is part of the region node 'b/region'")
+    found = said("explain", model, "--node", "b")
+    assert found.startswith("'b' is part of the region node 'b/region', which --regions makes")
     assert said("explain", model, "--node", "d").startswith("region: not at 'd': Expand stays out")
 
 
