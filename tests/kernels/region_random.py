@@ -237,7 +237,8 @@ def cut(draft: Draft, x: Value) -> None:
         size = len(range(dim)[slice(*(max(-(2**62), min(each, 2**62)) for each in (start, end)), step)])
         draft.add(op, x, shape=resized(size), axes=[axis], starts=[start], ends=[end], steps=[step])
     elif op == "Pad" and x.dtype != "bool" and dim:
-        mode = chance.choice(["constant", "constant", "reflect", "edge", "wrap"])
+        # onnxruntime does not take "wrap" for every shape ("Unexpected mode of 3"); region_cases.py has it.
+        mode = chance.choice(["constant", "constant", "reflect", "edge", "edge"])
         before, after = (chance.randrange(max(1, min(dim, 4))) for _ in range(2))
         pads = [0] * 2 * len(shape)
         pads[axis], pads[axis + len(shape)] = before, after
