@@ -42,7 +42,7 @@ NODES: list[tuple[str, dict[str, Any], Sequence[tuple[int, ...]]]] = [
     ("global_max_pool", {}, (BATCH, IMAGES)),
     ("resize", {"scales": [1, 2, 2, 1]}, (BATCH, IMAGES, IMAGE, TEXT)),
     ("resize", {"scales": [1, 1.7, 0.61, 1], "mode": "linear"}, (BATCH, IMAGES)),
-    ("resize", {"sizes": [1, 20, 30, 0], "mode": "linear"}, (IMAGE,)),
+    ("resize", {"sizes": [0, 20, 30, 0], "mode": "linear"}, (IMAGE, IMAGES)),
 ]
 CASES = [(fusion, attributes, dims, c) for fusion, attributes, of in NODES for dims in of for c in (64, 20)]
 
@@ -50,10 +50,8 @@ CASES = [(fusion, attributes, dims, c) for fusion, attributes, of in NODES for d
 def described(
     fusion: str, attributes: dict[str, Any], dims: Sequence[int], channels: int, dtype: str = "float16"
 ) -> tuple[FusedNode, tuple[TensorSpec, ...]]:
-    given = {"layout": "nhwc", **attributes}
-    if "sizes" in given:
-        given["sizes"] = [*given["sizes"][:-1], channels]
-    return FusedNode(fusion, "n", ("x",), given, (dtype,)), (TensorSpec((*dims, channels), dtype),)
+    node = FusedNode(fusion, "n", ("x",), {"layout": "nhwc", **attributes}, (dtype,))
+    return node, (TensorSpec((*dims, channels), dtype),)
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
@@ -103,6 +101,7 @@ SIZES: list[tuple[str, dict[str, Any], tuple[int, ...], list[tuple[int, ...]]]] 
     ("global_average_pool", {}, IMAGES, [(2, 7, 7), (1, 60, 61), (3, 1, 1)]),
     ("resize", {"scales": [1, 1.7, 0.61, 1], "mode": "linear"}, IMAGES, [(2, 9, 30), (1, 33, 10)]),
     ("resize", {"scales": [1, 2, 2, 1]}, TEXT, [(2, 32, 9), (1, 32, 1)]),
+    ("resize", {"sizes": [0, 20, 30, 0], "mode": "linear"}, IMAGES, [(2, 9, 30), (1, 40, 11)]),
 ]
 
 
@@ -123,7 +122,7 @@ def test_a_template_computes_any_size(
             x = np.random.default_rng(1).standard_normal((*shape, channels)).astype(NUMPY[dtype])
             (y,) = emulate(concrete_plan(template, variant, at), [x], tmp_path)
             given = dict(attributes)
-            scales = {"scales": given.pop("scales")} if fusion == "resize" else {}
+            scales = {name: given.pop(name) for name in ("scales", "sizes") if name in given}
             expected = resized(x, scales, given) if scales else pooled(fusion, x, given)
             assert y.shape == expected.shape
             slack = 2e-3 if dtype == "float16" else 2e-5
