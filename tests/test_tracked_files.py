@@ -1,11 +1,11 @@
-"""The tracked files are small enough to be copied to another machine beside a GPU's packages, within 64 MiB."""
+"""The tracked files can be copied to another machine beside a GPU's packages, within 64 MiB, and collected there."""
 
 from __future__ import annotations
 
 import io
 import subprocess
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,12 @@ from exported_models import EXPORTED, SUFFIX, compress, decompress, load_exporte
 
 ROOT = Path(__file__).parent.parent
 LARGEST_TREE = 7_300_000  # bytes; exported models are compressed, which takes 1.5 MB in place of 4.9
+
+
+def test_each_test_file_has_a_name_of_its_own() -> None:
+    """The folders of tests are no packages, so that pytest would take the second file of a name for the first."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_tracked_tree_is_small() -> None:
