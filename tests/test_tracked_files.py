@@ -1,4 +1,4 @@
-"""The tracked files are small enough to be copied to another machine beside a GPU's packages, within 64 MiB."""
+"""The tracked files can be copied to another machine beside a GPU's packages, within 64 MiB, and collected there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import lzma
 import subprocess
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 ROOT = Path(__file__).parent.parent
 LARGEST_TREE = 7_200_000  # bytes of a tar of the files; exported models are compressed, 1.0 MB in place of 4.9
 BLOCK = 512  # bytes; a file in a tar is one for its name, and as many as it fills
+
+
+def test_each_test_file_has_a_name_of_its_own() -> None:
+    """The folders of tests are no packages, so that pytest would take the second file of a name for the first."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_tracked_tree_is_small() -> None:

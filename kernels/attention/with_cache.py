@@ -15,7 +15,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.tensors import ITEM_BYTES, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, NoAlias, Plan, Pointer, TensorSpec
-from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic
+from onnxfuse.runtime.symint import expect_equal, for_later_plans, is_symbolic, maximum
 
 ROW_AXIS: Final = {"bhsd": 2, "bshd": 1}  # the axis on which a cache grows, by its layout
 PASTS: Final = (("past_key", "k"), ("past_value", "v"))  # each past cache, and the operand with its new rows
@@ -81,8 +81,8 @@ def cached_attention(
         grown[node.operands.index(name)] = present
     problem, y = attention_of(_attention_over(node, ("k", "v"), caches, masks=True), grown, device)
     k, v = (replace(each, pointer=Pointer("output", i)) for i, each in enumerate((problem.k, problem.v), 1))
-    # Of a dynamic batch it is an expression, 1 or 0, and no guard.
-    one_batch = cast(bool, 1 // problem.batch) if is_symbolic(problem.batch) else problem.batch == 1
+    # Of a dynamic batch it is an expression, 1 or 0, and no guard; a batch of 0 is as good as one of 1.
+    one_batch = cast(bool, 1 // maximum(problem.batch, 1)) if is_symbolic(problem.batch) else problem.batch <= 1
     same_offsets = one_batch if problem.kv_heads == 1 or _cache_layout(node) == "bshd" else False
     item = ITEM_BYTES[problem.dtype]
     tensors = zip(("past_key", "past_value", "k", "v"), (*old, *new), strict=True)

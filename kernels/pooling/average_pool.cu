@@ -1,16 +1,9 @@
 // The mean of each window of channels-last tensors; windows are as pooling.cuh has them.
 //
 // The sum over a window is divided by the number of its elements inside x or, with COUNT_PADDING, inside x and its
-// padding: what a last window of ceil_mode has beyond the padding does not count. A window without an element gives 0.
+// padding: what a window has beyond the padding, as the last one of ceil_mode and one that is larger than x may, does
+// not count. A window without an element gives 0.
 #include "pooling.cuh"
-
-// The elements of the window that begins at `start`, of those from `first` to before `end`.
-template <int KERNEL, int DILATION>
-__device__ __forceinline__ int elements_inside(int start, int first, int end) {
-    const int low = start < first ? (first - start + DILATION - 1) / DILATION : 0;
-    const int high = min(KERNEL, max(end - start + DILATION - 1, 0) / DILATION);
-    return max(high - low, 0);
-}
 
 struct Mean {
     PoolSizes sizes;

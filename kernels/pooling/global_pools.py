@@ -17,7 +17,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import estimate, is_symbolic
+from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 CLUSTER_ARCH: Final = 90  # the first compute capability with clusters
 LINE_BYTES: Final = 128  # of a pixel that a block reads, where it has so many
@@ -61,7 +61,8 @@ def global_tiling(
 def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for x (n, *spatial, channels); y is (n, 1, ..., channels).
 
-    Raises ValueError if x has no spatial axis, or has one without elements.
+    The mean of no pixels is 0, and the largest of them -inf, as onnxruntime's reductions have it.  Raises ValueError if
+    x has no spatial axis.
     """
     x = required_spec(node, inputs, "x")
     if len(x.shape) < 3:
@@ -70,8 +71,7 @@ def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     y = TensorSpec((images, *(1,) * (len(x.shape) - 2), channels), node.output_dtypes[0], x.aligned)
     if not images * channels:
         return [Plan((y,), ())]
-    if not pixels:
-        raise ValueError(f"{node.fusion}: x has shape {list(x.shape)}; required a pixel")
+    share = 1 / maximum(pixels, 1)
     source, target = operand_pointer(node, "x"), Pointer("output", 0)
     width = vector_width([x], channels)
     vectors, vector_bytes = channels // width, width * ITEM_BYTES[x.dtype]
@@ -79,14 +79,14 @@ def global_plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     tiling = global_tiling(images, pixels, vectors, vector_bytes, MAX_CLUSTER if clusters else MAX_PARTS, device)
     defines: Defines = {"X_T": STORAGE[x.dtype], "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
     if tiling.parts == 1 or clusters:
-        step = _launch(node, tiling, images, pixels, 1 / pixels, defines, (source, target), tiling.parts, device)
+        step = _launch(node, tiling, images, pixels, share, defines, (source, target), tiling.parts, device)
         return [Plan((y,), (step,))]
     parts, buffer = TensorSpec((images, tiling.parts, channels), "float32"), Pointer("scratch", 0)
     width = vector_width([parts], channels)
     rest = global_tiling(images, tiling.parts, channels // width, width * 4, 1, device)
     second: Defines = {"X_T": "f32", "Y_T": STORAGE[y.dtype], "CHANNELS": channels, "WIDTH": width}
     first = _launch(node, tiling, images, pixels, 1.0, {**defines, "Y_T": "f32"}, (source, buffer), 1, device)
-    last = _launch(node, rest, images, tiling.parts, 1 / pixels, second, (buffer, target), 1, device)
+    last = _launch(node, rest, images, tiling.parts, share, second, (buffer, target), 1, device)
     return [Plan((y,), (first, last), (math.prod(parts.shape) * 4,))]
 
 

@@ -1,10 +1,25 @@
 // The largest element of each window of channels-last tensors; windows are as pooling.cuh has them.
 //
-// Padding counts as -inf, so that a window without an element gives -inf. A NaN in a window gives NaN.
+// Padding counts as -inf, and a NaN in a window gives NaN. A window without an element, which needs dilations, gives the
+// smallest finite number of fp32, as onnxruntime has it: in 16 bits that is rounded to -inf.
 #include "largest.cuh"
 #include "pooling.cuh"
 
+struct LargestOfWindow : Largest {
+    PoolSizes sizes;
+
+    __device__ __forceinline__ float finish(float largest, int plane, int row, int column) const {
+        if ((DILATION_D == 1 && DILATION_H == 1 && DILATION_W == 1) || largest != initial()) return largest;
+        const bool has_element =
+            elements_inside<KERNEL_D, DILATION_D>(plane * STRIDE_D - sizes.pad_d, 0, sizes.depth) &&
+            elements_inside<KERNEL_H, DILATION_H>(row * STRIDE_H - sizes.pad_h, 0, sizes.height) &&
+            elements_inside<KERNEL_W, DILATION_W>(column * STRIDE_W - sizes.pad_w, 0, sizes.width);
+        return has_element ? largest : __uint_as_float(0xff7fffffu);
+    }
+};
+
 POOL_KERNEL max_pool(const T* x, T* y, int depth, int height, int width, int y_depth, int y_height, int y_width,
                      int pad_d, int pad_h, int pad_w) {
-    pool(Largest{}, x, y, {depth, height, width, y_depth, y_height, y_width, pad_d, pad_h, pad_w});
+    const PoolSizes sizes{depth, height, width, y_depth, y_height, y_width, pad_d, pad_h, pad_w};
+    pool(LargestOfWindow{{}, sizes}, x, y, sizes);
 }

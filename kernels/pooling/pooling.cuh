@@ -48,6 +48,14 @@ __device__ __forceinline__ constexpr bool in_any_window(int offset) {
     return false;
 }
 
+// The elements of the window that begins at `start`, of those from `first` to before `end`.
+template <int KERNEL, int DILATION>
+__device__ __forceinline__ int elements_inside(int start, int first, int end) {
+    const int low = start < first ? (first - start + DILATION - 1) / DILATION : 0;
+    const int high = min(KERNEL, max(end - start + DILATION - 1, 0) / DILATION);
+    return max(high - low, 0);
+}
+
 template <class Op>
 __device__ __forceinline__ void reduce_row(const T* row, int left, int width, bool exists,
                                            const Pack<T, WIDTH>& padding, float (&reduced)[TILE_W][WIDTH]) {

@@ -1,4 +1,8 @@
-"""The windows of a pooling node: its attributes, the sizes of y and the padding, as onnxruntime computes them."""
+"""The windows of a pooling node: its attributes, the sizes of y and the padding, as onnxruntime computes them.
+
+A window may be larger than x with its padding: onnxruntime divides as C++ does, and then still finds one that begins
+there, if it is larger by less than the stride.  Where onnxruntime finds less than none, it raises an error, too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.runtime.plan import FusedNode
-from onnxfuse.runtime.symint import maximum, minimum
+from onnxfuse.runtime.symint import is_symbolic, maximum, minimum
 
 AXES: Final = (1, 2, 3)  # how many spatial axes a window may have
-AUTO_PADS: Final = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
+SAME: Final = ("SAME_UPPER", "SAME_LOWER")
+AUTO_PADS: Final = ("NOTSET", "VALID", *SAME)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ UNIT: Final = Window(1, 1, 1)  # along an axis that a node does not have
 
 def unsupported_window(node: FusedNode) -> str | None:
     """Say which attribute the kernels do not have; None if they have all."""
-    axes = len(_integers(node, "kernel_shape", ()))
+    kernel = _integers(node, "kernel_shape", ())
+    axes = len(kernel)
     if axes not in AXES:
         return f"{node.fusion}: the window has {axes} axes; the kernel takes 1 to {max(AXES)}"
     if node.text("auto_pad", "NOTSET") not in AUTO_PADS:
@@ -43,14 +49,28 @@ def unsupported_window(node: FusedNode) -> str | None:
         found = _integers(node, name, ())
         if found and len(found) != count:
             return f"{node.fusion}: {name} is {list(found)}; required {count} numbers"
+    if min(_integers(node, "pads", ()), default=0) < 0:
+        return f"{node.fusion}: pads are {list(_integers(node, 'pads', ()))}; required no less than 0"
+    return _unsupported_padding(node, kernel)
+
+
+def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
+    """Say whether auto_pad may ask for padding below 0 that leaves elements out of a mean: those behind its end."""
+    strides, dilations = (_integers(node, name, (1,) * len(kernel)) for name in ("strides", "dilations"))
+    is_same = node.fusion == "average_pool" and node.text("auto_pad", "NOTSET") in SAME
+    if is_same and any(min(d, k) > 1 and s > k for k, s, d in zip(kernel, strides, dilations, strict=True)):
+        return (
+            f"{node.fusion}: with auto_pad, strides of {list(strides)} pass the window, whose dilations are "
+            f"{list(dilations)}; the kernel has no such padding"
+        )
     return None
 
 
 def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
     """Return the windows along the spatial axes of x, which is (n, *spatial, channels).
 
-    Raises ValueError if x has other axes than the window, its padded size is below that of the window, or padding is
-    negative, as that of auto_pad may be.
+    Raises ValueError if x has other axes than the window, or its padded size is so far below that of the window that
+    onnxruntime raises an error, too.
     """
     kernel = _integers(node, "kernel_shape", ())
     axes = len(kernel)
@@ -62,13 +82,12 @@ def windows(node: FusedNode, shape: Sequence[int]) -> tuple[Window, ...]:
     found = []
     for i, size in enumerate(shape[1:-1]):
         padding = _automatic_pads(auto_pad, size, kernel[i], strides[i]) or (pads[i], pads[axes + i])
-        if any(pad < 0 for pad in padding):
-            raise ValueError(f"{node.fusion}: the padding of axis {i + 1} is {list(padding)}; required no less than 0")
         y_size = _output_size(size, kernel[i], strides[i], dilations[i], padding, ceil_mode)
-        if y_size < 1:
+        if y_size < 0:
+            least = (kernel[i] - 1) * dilations[i] + 2 - 2 * strides[i]
             raise ValueError(
                 f"{node.fusion}: x has shape {list(shape)}, and padding of {sum(padding)} on axis {i + 1}; "
-                f"required at least the {(kernel[i] - 1) * dilations[i] + 1} elements of the window"
+                f"required at least {least} elements with it, for a window of {kernel[i]} and a stride of {strides[i]}"
             )
         found.append(Window(size, y_size, kernel[i], strides[i], dilations[i], *padding))
     return tuple(found)
@@ -86,24 +105,30 @@ def _automatic_pads(auto_pad: str, size: int, kernel: int, stride: int) -> tuple
     """Return the padding before and after x that auto_pad asks for; None if it leaves that to pads.
 
     Like onnxruntime's, that of SAME_UPPER and SAME_LOWER does not look at dilations.  It is negative where the stride
-    passes the window.
+    passes the window, and is halved as C++ halves.
     """
     if auto_pad == "NOTSET":
         return None
     if auto_pad == "VALID":
         return 0, 0
     needed = kernel - 1 - (size - 1) % stride
-    begin = (needed + (auto_pad == "SAME_LOWER")) // 2
+    begin = _divided(needed + (auto_pad == "SAME_LOWER"), 2)
     return begin, needed - begin
 
 
 def _output_size(size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int], ceil_mode: bool) -> int:
     """Return the number of windows; with ceil_mode the last one may end outside the padding, but begins before it."""
     room = size + sum(padding) - dilation * (kernel - 1) - 1
-    if room < 0:
-        return 0
     if not ceil_mode:
-        return room // stride + 1
+        return _divided(room, stride) + 1
     count = -(-room // stride) + 1
     inside: int = minimum(count, maximum(count - 1, -(-(size + padding[0]) // stride)))
     return inside
+
+
+def _divided(number: int, divisor: int) -> int:
+    """Return a quotient rounded towards 0, as C++ does; of a symbolic number it is one expression for all sizes."""
+    if divisor == 1 or (not is_symbolic(number) and number >= 0):
+        return number // divisor
+    quotient: int = maximum(number, 0) // divisor - maximum(-number, 0) // divisor
+    return quotient

@@ -23,7 +23,7 @@ from onnxfuse.kernels.tensors import (
     vector_width,
 )
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
-from onnxfuse.runtime.symint import estimate, is_symbolic
+from onnxfuse.runtime.symint import estimate, is_symbolic, maximum
 
 MODES: Final = ("nearest", "linear")
 COORDINATES: Final = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
@@ -139,12 +139,14 @@ def _resized(node: FusedNode, shape: Sequence[int]) -> tuple[tuple[float, ...], 
     if scales:
         exact = [float(np.float32(each)) for each in given]
         return tuple(exact), tuple(_scaled(size, scale) for scale, size in zip(exact, shape, strict=True))
-    y_shape = tuple(int(each) for each in given)
+    n, *spatial, channels = (int(each) for each in given)
+    y_shape = (n or shape[0], *spatial, channels or shape[-1])  # 0 stands for a size that stays and is not known
     return tuple(_ratio(to, size) for to, size in zip(y_shape, shape, strict=True)), y_shape
 
 
 def _ratio(to: int, size: int) -> float:
     """Return the quotient in float32; of a dynamic size in float64, which gives the same when it is rounded later."""
     if is_symbolic(size):
-        return to / size
+        ratio: float = to / maximum(size, 1)
+        return ratio
     return float(np.float32(to) / np.float32(size)) if size else 1.0

@@ -275,7 +275,7 @@ def _with_sizes(
     """
     try:
         prepared.add(candidates_at(_host_of(situation), prepared.template, sizes)[0])
-    except ValueError:
+    except (ArithmeticError, ValueError):
         return prepare(situation, inputs)
     return prepared
 

@@ -227,6 +227,7 @@ SHAPES = [
      "batch 4 3*h - 1 3*w"),
     (17, X4, "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "batch 3 h//2 w//2"),
     (17, "float[1,1,5,5] x", "y = MaxPool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)", "1 1 3 3"),
+    (17, "float[1,1,2,2] x", "y = MaxPool <kernel_shape = [3, 3], strides = [3, 1]> (x)", "1 1 1 0"),
     (17, X4, "y = GlobalAveragePool(x)", "batch 3 1 1"),
     (9, X4, "s = Constant <value = float[4] {1.0, 1.0, 2.0, 0.5}> () y = Upsample(x, s)", "batch 3 2*h w//2"),
     (7, X4, "y = Upsample <scales = [1.0, 1.0, 2.0, 0.5]> (x)", "batch 3 2*h w//2"),

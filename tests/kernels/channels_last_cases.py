@@ -144,8 +144,9 @@ def batch_norm(shape: tuple[int, ...], activation: str = "relu") -> Case:
     return Case("batch_norm_activation", shape, {"epsilon": 1e-5, **with_parameters(activation)})
 
 
-# Each way through the kernels: overlapping windows, windows in loops, one to three axes, odd and few channels; pixels
-# divided among blocks and not; groups of parts of vectors and of several, in one launch and in two.
+# Each way through the kernels: overlapping windows, windows in loops, larger than x and none, one to three axes, odd
+# and few channels; pixels divided among blocks and not; groups of parts of vectors and of several, in one launch and in
+# two.
 SMALL = [
     pool("max_pool", (2, 13, 17, 64), (3, 3), strides=[2, 2], pads=[1, 1, 1, 1]),
     pool("max_pool", (1, 20, 20, 72), (5, 5), pads=[2, 2, 2, 2]),
@@ -157,7 +158,14 @@ SMALL = [
     pool("average_pool", (1, 17, 12, 8), (14, 12)),
     pool("average_pool", (2, 6, 7, 12), (3, 3), pads=[1, 1, 1, 1], count_include_pad=1),
     pool("average_pool", (1, 7, 8, 4), (3, 3), strides=[2, 2], pads=[1, 0, 1, 0], ceil_mode=1, count_include_pad=1),
+    pool("average_pool", (2, 2, 2, 38), (38, 38), strides=[38, 38], ceil_mode=1, count_include_pad=1),
+    pool("average_pool", (1, 3, 2, 8), (5, 3), strides=[3, 2], pads=[1, 0, 0, 1], count_include_pad=1),
+    pool("average_pool", (1, 2, 5, 24), (2, 2), strides=[3, 3], dilations=[3, 4]),
+    pool("average_pool", (1, 6, 4, 8), (2, 1), strides=[5, 3], auto_pad="SAME_UPPER"),
+    pool("max_pool", (2, 2, 2, 8), (7, 7), strides=[7, 7]),
+    pool("max_pool", (1, 2, 5, 8), (2, 3), strides=[4, 2], dilations=[3, 2], pads=[0, 2, 0, 2]),
     pool("max_pool", (0, 8, 8, 16), (2, 2)),
+    pool("max_pool", (2, 4, 2, 8), (3, 3)),
     Case("global_average_pool", (2, 7, 7, 80)),
     Case("global_average_pool", (1, 60, 60, 24)),
     Case("global_average_pool", (3, 5, 7, 9, 5)),

@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import pytest
 from attention_cases import DTYPES, FLOATS, NUMPY, formula
 from cache_cases import CachedCase, cached
@@ -216,7 +217,7 @@ def test_a_cuda_graph_reads_what_its_inputs_hold_then() -> None:
         pytest.skip("needs onnxruntime-gpu")
     models, attention = map(importlib.import_module, ("test_models_gpu", "test_attention_gpu"))
     ort.preload_dlls()
-    original = models.onnx.parser.parse_model(STEP)
+    original = onnx.parser.parse_model(STEP)
     fused, report = models.onnxfuse.optimize(original, verify=False)
     assert report.counts == {"attention_with_cache": 1}
     chosen = [(models.CUDA, {"use_tf32": "0", "enable_cuda_graph": "1"})]

@@ -44,6 +44,7 @@ def test_small_tensors(device: Device, dtype: str, case: Case, aligned: bool) ->
     expected = case.expected(inputs) if inputs["x"].size else np.empty(0)
     for gpu in (device, small_gpu()):  # with few multiprocessors, tiles and parts are larger
         for y in run(case, inputs, gpu, aligned):
+            assert bool(y.size) == bool(expected.size)
             if y.size:
                 check(y, expected, slack=2.0)
 
@@ -81,6 +82,25 @@ def test_windows_of_infinities_and_nan(device: Device, dtype: str) -> None:
     expected[0, 0, 0, 0], expected[0, 1, 1, 1], expected[0, 0, 1, 2] = np.nan, np.inf, -60000.0
     for y in run(case, {"x": x.astype(NUMPY[dtype])}, device):
         np.testing.assert_array_equal(y.astype(np.float32), expected.astype(NUMPY[dtype]).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_of_padding_alone(device: Device, dtype: str) -> None:
+    """Their largest element is the smallest finite number of float32, unlike that of elements that are -inf."""
+    for pads, expected in (([1, 0], np.finfo(np.float32).min), ([0, 1], -np.inf)):
+        window = {"kernel_shape": [2], "strides": [3], "dilations": [4], "pads": pads}
+        x = np.full((1, 2, 8), -np.inf, np.float32)
+        with np.errstate(over="ignore"):
+            rounded = np.full((1, 1, 8), expected, np.float32).astype(NUMPY[dtype])
+        for y in run(Case("max_pool", x.shape, window), {"x": x.astype(NUMPY[dtype])}, device):
+            np.testing.assert_array_equal(y, rounded)
+
+
+@pytest.mark.parametrize(("fusion", "expected"), [("global_average_pool", 0.0), ("global_max_pool", -np.inf)])
+def test_global_pools_of_no_pixels(device: Device, fusion: str, expected: float) -> None:
+    for gpu in (device, small_gpu()):
+        for y in run(Case(fusion, (2, 0, 5, 24)), {"x": np.empty((2, 0, 5, 24), np.float32)}, gpu):
+            np.testing.assert_array_equal(y, np.full((2, 1, 1, 24), expected, np.float32))
 
 
 def test_sums_beyond_float16(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 OPERATORS = {"max_pool": "MaxPool", "average_pool": "AveragePool", "global_average_pool": "GlobalAveragePool"}
 
 
-def onnxruntime(fusion: str, x: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
-    """Return what onnxruntime computes for x (n, ..., c) in float32."""
+def onnxruntime(fusion: str, x: np.ndarray, attributes: dict[str, Any], opset: int = 22) -> np.ndarray:
+    """Return what onnxruntime computes for x (n, ..., c) in float32: by a fusion's operator, or one of that name."""
     rank = x.ndim
-    node = helper.make_node(OPERATORS[fusion], ["x"], ["y"], **attributes)
+    node = helper.make_node(OPERATORS.get(fusion, fusion), ["x"], ["y"], **attributes)
     declared = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None] * rank)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)
     graph = helper.make_graph([node], "pool", [declared], [result])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -48,7 +49,7 @@ def plans(
 
 
 def drawn(random: np.random.Generator) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the spatial sizes of x and the attributes of a window that onnxruntime takes."""
+    """Return the spatial sizes of x and the attributes of a window; the window may be larger than x."""
     axes = int(random.integers(1, 4))
     kernel = random.integers(1, 5, axes)
     dilations = random.integers(1, 3, axes)
@@ -57,39 +58,60 @@ def drawn(random: np.random.Generator) -> tuple[tuple[int, ...], dict[str, Any]]
     auto_pad = random.choice(["", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"])
     if auto_pad:
         attributes["auto_pad"] = str(auto_pad)
-    if auto_pad.startswith("SAME"):
-        attributes["dilations"] = [1] * axes
-        attributes["strides"] = np.minimum(attributes["strides"], kernel).tolist()
     if auto_pad in ("", "NOTSET"):
         attributes["pads"] = [int(random.integers(0, k)) for k in (*kernel, *kernel)]
-    smallest = (kernel - 1) * dilations + 1
-    return tuple(int(low + random.integers(0, 9)) for low in smallest), attributes
+    span = (kernel - 1) * dilations + 1
+    return tuple(int(1 + random.integers(0, low + 8)) for low in span), attributes
 
 
 def test_sizes_are_those_of_onnxruntime() -> None:
-    random = np.random.default_rng(1)
-    for _ in range(400):
+    """Where onnxruntime raises an error, either the host does, or padding is negative, which the kernels take."""
+    random, larger, refused = np.random.default_rng(1), 0, 0
+    for _ in range(800):
         spatial, attributes = drawn(random)
         shape = (1, *spatial, 1)
-        expected = onnxruntime("max_pool", np.zeros(shape, np.float32), attributes).shape
-        found = windows(node_of("max_pool", "float32", attributes), shape)
+        node = node_of("max_pool", "float32", attributes)
+        try:
+            expected = onnxruntime("max_pool", np.zeros(shape, np.float32), attributes).shape
+        except Exception as error:  # onnxruntime's errors have no common class
+            if "padding values must be non-negative" not in str(error):
+                refused += 1
+                with pytest.raises(ValueError, match="elements with it, for a window of"):
+                    windows(node, shape)
+            continue
+        found = windows(node, shape)
         assert (1, *(each.y_size for each in found), 1) == expected, (shape, attributes)
+        padded = [each.size + each.pad_begin + each.pad_end for each in found]
+        spans = [(each.kernel - 1) * each.dilation + 1 for each in found]
+        larger += any(span > size and each.y_size for span, size, each in zip(spans, padded, found, strict=True))
+    assert larger > 20 and refused > 20, "such cases are drawn"
 
 
 @pytest.mark.parametrize("seed", sampled(range(6), 3))
 @pytest.mark.parametrize("fusion", ["max_pool", "average_pool"])
 def test_windows_at_random(fusion: str, seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)
-    spatial, attributes = drawn(random)
-    if fusion == "average_pool":
-        attributes["count_include_pad"] = int(random.integers(0, 2))
     aligned, channels = bool(seed % 3), int(random.choice([1, 3, 8, 24, 80, 104]))
     dtype = ("float32", "float16", "bfloat16")[seed % 3]
-    x = random.standard_normal((2, *spatial, channels)).astype(NUMPY[dtype])
-    expected = onnxruntime(fusion, x, attributes)
+    x, attributes, expected = drawn_run(fusion, random, channels, dtype)
     for plan in plans(fusion, x, attributes, aligned=aligned)[:1]:
         (y,) = emulate(plan, [x], tmp_path, aligned)
         np.testing.assert_allclose(y.astype(np.float32), _rounded(expected, dtype), rtol=_tolerance(dtype), atol=1e-6)
+
+
+def drawn_run(
+    fusion: str, random: np.random.Generator, channels: int, dtype: str
+) -> tuple[np.ndarray, dict[str, Any], np.ndarray]:
+    """Return x, the attributes of a window that the kernels and onnxruntime take, and what onnxruntime computes."""
+    while True:
+        spatial, attributes = drawn(random)
+        if fusion == "average_pool":
+            attributes["count_include_pad"] = int(random.integers(0, 2))
+        if host_of(fusion).supports(node_of(fusion, dtype, attributes), [dtype], H200) is not None:
+            continue
+        x = random.standard_normal((2, *spatial, channels)).astype(NUMPY[dtype])
+        with suppress(Exception):  # onnxruntime's errors have no common class
+            return x, attributes, onnxruntime(fusion, x, attributes)
 
 
 WINDOWS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
@@ -135,11 +157,64 @@ def test_windows_of_infinities_and_nan(tmp_path: Path) -> None:
 
 
 def test_windows_of_padding_alone(tmp_path: Path) -> None:
-    """Their largest element is -inf, of which onnxruntime makes the smallest finite number, and their mean is 0."""
-    x, attributes = np.ones((1, 1, 4), np.float32), {"kernel_shape": [2], "dilations": [2], "pads": [1, 1]}
-    (largest,), (mean,) = (emulate(plans(f, x, attributes)[0], [x], tmp_path) for f in ("max_pool", "average_pool"))
-    np.testing.assert_array_equal(largest, np.full((1, 1, 4), -np.inf))
+    """Their largest element is the smallest finite number, unlike that of elements that are -inf; their mean is 0."""
+    window = {"kernel_shape": [2], "strides": [3], "dilations": [4]}
+    for pads, expected in (([1, 0], np.finfo(np.float32).min), ([0, 1], -np.inf)):
+        x, attributes = np.full((1, 2, 4), -np.inf, np.float32), {**window, "pads": pads}
+        (largest,) = emulate(plans("max_pool", x, attributes)[0], [x], tmp_path)
+        np.testing.assert_array_equal(largest, onnxruntime("max_pool", x, attributes))
+        np.testing.assert_array_equal(largest, np.full((1, 1, 4), expected))
+    x, attributes = np.ones((1, 2, 4), np.float32), {**window, "pads": [1, 0], "count_include_pad": 1}
+    (mean,) = emulate(plans("average_pool", x, attributes)[0], [x], tmp_path)
     np.testing.assert_array_equal(mean, onnxruntime("average_pool", x, attributes))
+    np.testing.assert_array_equal(mean, np.zeros((1, 1, 4)))
+
+
+# The fusion, the shape of x, and a window that is larger than x with its padding, along one axis at least.
+LARGER: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("average_pool", (2, 2, 2, 38), {"kernel_shape": [38, 38], "strides": [38, 38], "ceil_mode": 1}),
+    ("average_pool", (1, 2, 9, 8), {"kernel_shape": [5, 3], "strides": [4, 2], "pads": [1, 0, 0, 1]}),
+    ("average_pool", (1, 3, 2, 8), {"kernel_shape": [5, 3], "strides": [3, 2], "pads": [1, 0, 1, 0], "ceil_mode": 1}),
+    ("average_pool", (1, 2, 5, 8), {"kernel_shape": [2, 2], "strides": [3, 3], "dilations": [3, 4]}),
+    ("average_pool", (1, 2, 1, 4, 8), {"kernel_shape": [3, 2, 4], "strides": [2, 2, 2], "pads": [0, 0, 1, 0, 0, 2]}),
+    ("average_pool", (1, 2, 8), {"kernel_shape": [6], "strides": [5], "auto_pad": "VALID"}),
+    ("average_pool", (1, 6, 4, 8), {"kernel_shape": [2, 1], "strides": [5, 3], "auto_pad": "SAME_UPPER"}),
+    ("max_pool", (2, 2, 2, 8), {"kernel_shape": [7, 7], "strides": [7, 7]}),
+    ("max_pool", (1, 3, 2, 8), {"kernel_shape": [5, 3], "strides": [3, 2], "pads": [1, 0, 1, 0], "ceil_mode": 1}),
+    ("max_pool", (1, 2, 5, 8), {"kernel_shape": [2, 3], "strides": [4, 2], "dilations": [3, 2], "pads": [0, 2, 0, 2]}),
+    ("max_pool", (1, 3, 8), {"kernel_shape": [2], "strides": [7], "dilations": [9], "pads": [1, 1]}),
+    ("max_pool", (1, 5, 8), {"kernel_shape": [2], "strides": [3], "dilations": [3], "auto_pad": "SAME_LOWER"}),
+]
+
+
+@pytest.mark.parametrize(("fusion", "shape", "attributes"), LARGER)
+def test_windows_larger_than_the_image(
+    fusion: str, shape: tuple[int, ...], attributes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before opset 19, onnxruntime's CPU provider divides by a whole window, and its CUDA provider as here."""
+    for counted in (0, 1) if fusion == "average_pool" else (0,):
+        given = {**attributes, "count_include_pad": 1} if counted else attributes
+        x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+        expected = onnxruntime(fusion, x, given)
+        assert expected.size
+        for plan in plans(fusion, x, given)[:1]:
+            (y,) = emulate(plan, [x], tmp_path)
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", ["max_pool", "average_pool"])
+def test_no_windows(fusion: str) -> None:
+    """One element less than the window and a stride of 1: y is empty, and nothing is launched."""
+    x, attributes = np.ones((2, 4, 2, 8), np.float32), {"kernel_shape": [3, 3]}
+    (plan,) = plans(fusion, x, attributes)
+    assert (plan.outputs[0].shape, plan.steps) == (onnxruntime(fusion, x, attributes).shape, ())
+
+
+def test_a_mean_of_which_auto_pad_cuts_off_elements_is_not_taken() -> None:
+    """The padding behind x is negative: 1 - 3 - (5 - 1) % 3; the body leaves out what it cuts off."""
+    attributes = {"kernel_shape": [2], "strides": [3], "dilations": [3], "auto_pad": "SAME_UPPER"}
+    node = node_of("average_pool", "float32", attributes)
+    assert "strides of [3] pass the window" in str(host_of("average_pool").supports(node, ["float32"], H200))
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
@@ -162,6 +237,18 @@ def test_global_pools(fusion: str, shape: tuple[int, ...], device: Device, tmp_p
         np.testing.assert_allclose(y.astype(np.float64), expected, rtol=_tolerance(dtype))
     if shape[1] == 60:
         assert plan.steps[0].cluster > 1 or len(plan.steps) > 1, "the pixels of a large image are divided among blocks"
+
+
+@pytest.mark.parametrize(
+    ("fusion", "operator"), [("global_average_pool", "ReduceMean"), ("global_max_pool", "ReduceMax")]
+)
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+def test_global_pools_of_no_pixels(fusion: str, operator: str, device: Device, tmp_path: Path) -> None:
+    """A reduction, unlike onnxruntime's pools, takes them; it becomes a global pool."""
+    x = np.ones((2, 0, 5, 24), np.float32)
+    (plan,) = plans(fusion, x, {}, device)
+    (y,) = emulate(plan, [x], tmp_path)
+    np.testing.assert_array_equal(y, onnxruntime(operator, x, {"axes": [2, 3]}, 13))
 
 
 def test_global_max_of_infinities_and_nan(tmp_path: Path) -> None:

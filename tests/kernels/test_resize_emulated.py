@@ -19,8 +19,12 @@ from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 
 def onnxruntime(x: np.ndarray, sizes: dict[str, list[float]], attributes: dict[str, Any]) -> np.ndarray:
-    """Return what onnxruntime computes for x (n, ..., c) in float32; `sizes` has scales or sizes in that order."""
-    ((name, values),) = sizes.items()
+    """Return what onnxruntime computes for x (n, ..., c) in float32; `sizes` has scales or sizes in that order.
+
+    A size of 0 is that of x.
+    """
+    ((name, given),) = sizes.items()
+    values = [value or size for value, size in zip(given, x.shape, strict=True)]
     order = (values[0], values[-1], *values[1:-1])
     tensor = TensorProto.FLOAT if name == "scales" else TensorProto.INT64
     constant = helper.make_tensor(name, tensor, [len(order)], order)
@@ -115,6 +119,15 @@ def test_what_no_kernel_runs(attributes: dict[str, Any], sentence: str) -> None:
     given = {"layout": "nhwc", "scales": [1.0, 2.0, 2.0, 1.0], **attributes}
     refusal = host_of("resize").supports(FusedNode("resize", "n", ("x",), given, ("float16",)), ["float16"], H200)
     assert refusal is not None and sentence in refusal
+
+
+def test_sizes_of_0_stay(tmp_path: Path) -> None:
+    """A model that resizes the spatial axes alone says so of n and channels that it does not know."""
+    sizes: dict[str, list[float]] = {"sizes": [0, 5, 9, 0]}
+    x = np.random.default_rng(1).standard_normal((2, 3, 4, 8)).astype(np.float32)
+    for mode in ("nearest", "linear"):
+        found, expected = run(x, sizes, {"mode": mode}, tmp_path), onnxruntime(x, sizes, {"mode": mode})
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_sizes_that_do_not_fit_are_an_error() -> None:

@@ -9,11 +9,12 @@ import time
 import pytest
 from architectures import A100, H200, T4, check_attention_compiles
 from attention_templates import CACHES, CASES, ROTATED, Case, with_cache
+from kernel_hosts import host_of
 from sampling import by_parts, sampled
 from template_checks import check_template, concrete_plan, summary, template_of
 
 from onnxfuse.runtime.plan import Device, Kernel, Launch
-from onnxfuse.runtime.template import Template
+from onnxfuse.runtime.template import Template, candidates_at, size_count, with_sizes
 
 GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
 MAX_KERNELS = 10
@@ -25,6 +26,16 @@ PARTS = 10  # of the kernels, of which one is compiled in a plain run
 @pytest.mark.parametrize("case", sampled([*CASES, *CACHES, *ROTATED], 6), ids=lambda case: case.name)
 def test_templates(case: Case, device: Device) -> None:
     check_template(case.node, case.inputs, device, max_kernels=MAX_KERNELS, sizes=case.sizes, generic=GENERIC)
+
+
+@pytest.mark.parametrize("case", [*CASES, *CACHES, *ROTATED], ids=lambda case: case.name)
+def test_no_batch_has_a_plan_wherever_it_has_one_for_that_size_alone(case: Case) -> None:
+    """Sizes that a template has no variant for are planned with symbolic numbers, in a run."""
+    template, host = template_of(case.node, case.inputs, H200), host_of(case.node.fusion)
+    sizes = (0, *(case.sizes(1) if case.sizes else [4] * size_count(case.inputs))[1:])
+    alone = host.candidates(case.node, with_sizes(case.inputs, sizes), H200)[0]
+    found = concrete_plan(template, candidates_at(host, template, sizes)[0], sizes)
+    assert [each.shape for each in found.outputs] == [each.shape for each in alone.outputs]
 
 
 @GPUS

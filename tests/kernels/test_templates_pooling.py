@@ -24,6 +24,7 @@ GPUS = [H200, A100, T4]
 MAX_KERNELS = 4
 PARTS = 4  # of the kernels, of which one is compiled in a plain run
 WINDOW: dict[str, Any] = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
+LARGE: dict[str, Any] = {"kernel_shape": [38, 38], "strides": [38, 38], "ceil_mode": 1, "count_include_pad": 1}
 BATCH, IMAGES, IMAGE, TEXT = (-1, 28, 30), (-1, -2, -3), (1, -1, -2), (-1, 32, -2)
 
 NODES: list[tuple[str, dict[str, Any], Sequence[tuple[int, ...]]]] = [
@@ -35,11 +36,12 @@ NODES: list[tuple[str, dict[str, Any], Sequence[tuple[int, ...]]]] = [
     ("max_pool", {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}, ((-1, -2, -3, -4),)),
     ("average_pool", {"kernel_shape": [2, 2], "strides": [2, 2]}, (BATCH, IMAGES, TEXT)),
     ("average_pool", {**WINDOW, "count_include_pad": 1}, (BATCH, IMAGES)),
+    ("average_pool", LARGE, (IMAGES, (-1, 40, -2))),
     ("global_average_pool", {}, (BATCH, (-1, 7, 7), IMAGES, TEXT, (-1, -2))),
     ("global_max_pool", {}, (BATCH, IMAGES)),
     ("resize", {"scales": [1, 2, 2, 1]}, (BATCH, IMAGES, IMAGE, TEXT)),
     ("resize", {"scales": [1, 1.7, 0.61, 1], "mode": "linear"}, (BATCH, IMAGES)),
-    ("resize", {"sizes": [1, 20, 30, 0], "mode": "linear"}, (IMAGE,)),
+    ("resize", {"sizes": [0, 20, 30, 0], "mode": "linear"}, (IMAGE, IMAGES)),
 ]
 CASES = [(fusion, attributes, dims, c) for fusion, attributes, of in NODES for dims in of for c in (64, 20)]
 
@@ -47,10 +49,8 @@ CASES = [(fusion, attributes, dims, c) for fusion, attributes, of in NODES for d
 def described(
     fusion: str, attributes: dict[str, Any], dims: Sequence[int], channels: int, dtype: str = "float16"
 ) -> tuple[FusedNode, tuple[TensorSpec, ...]]:
-    given = {"layout": "nhwc", **attributes}
-    if "sizes" in given:
-        given["sizes"] = [*given["sizes"][:-1], channels]
-    return FusedNode(fusion, "n", ("x",), given, (dtype,)), (TensorSpec((*dims, channels), dtype),)
+    node = FusedNode(fusion, "n", ("x",), {"layout": "nhwc", **attributes}, (dtype,))
+    return node, (TensorSpec((*dims, channels), dtype),)
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
@@ -94,9 +94,13 @@ SIZES: list[tuple[str, dict[str, Any], tuple[int, ...], list[tuple[int, ...]]]] 
     ("max_pool", {**WINDOW, "pads": [0, 0, 0, 0], "ceil_mode": 1}, IMAGES, [(2, 14, 17), (1, 3, 4)]),
     ("max_pool", {"kernel_shape": [3, 2], "strides": [2, 2], "auto_pad": "SAME_LOWER"}, IMAGES, [(1, 9, 8), (2, 4, 7)]),
     ("average_pool", {**WINDOW, "count_include_pad": 1}, IMAGES, [(2, 13, 17), (1, 2, 30)]),
+    ("average_pool", LARGE, IMAGES, [(2, 2, 2), (1, 40, 39)]),
+    ("max_pool", {"kernel_shape": [4, 3], "strides": [3, 3]}, IMAGES, [(2, 2, 1), (1, 9, 2)]),
+    ("average_pool", {"kernel_shape": [1, 2], "strides": [2, 5], "auto_pad": "SAME_UPPER"}, IMAGES, [(1, 6, 9)]),
     ("global_average_pool", {}, IMAGES, [(2, 7, 7), (1, 60, 61), (3, 1, 1)]),
     ("resize", {"scales": [1, 1.7, 0.61, 1], "mode": "linear"}, IMAGES, [(2, 9, 30), (1, 33, 10)]),
     ("resize", {"scales": [1, 2, 2, 1]}, TEXT, [(2, 32, 9), (1, 32, 1)]),
+    ("resize", {"sizes": [0, 20, 30, 0], "mode": "linear"}, IMAGES, [(2, 9, 30), (1, 40, 11)]),
 ]
 
 
@@ -117,7 +121,7 @@ def test_a_template_computes_any_size(
             x = np.random.default_rng(1).standard_normal((*shape, channels)).astype(NUMPY[dtype])
             (y,) = emulate(concrete_plan(template, variant, at), [x], tmp_path)
             given = dict(attributes)
-            scales = {"scales": given.pop("scales")} if fusion == "resize" else {}
+            scales = {name: given.pop(name) for name in ("scales", "sizes") if name in given}
             expected = resized(x, scales, given) if scales else pooled(fusion, x, given)
             assert y.shape == expected.shape
             slack = 2e-3 if dtype == "float16" else 2e-5

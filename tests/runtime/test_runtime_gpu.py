@@ -21,6 +21,7 @@ from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.loaded_plans import load_plans
 from onnxfuse.runtime.plan import Kernel
+from onnxfuse.runtime.prepared import PreparedTemplate
 from onnxfuse.runtime.saved_plans import save_plans
 from onnxfuse.session import InferenceSession, explain_session
 
@@ -44,11 +45,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(Path(__file__).parents[1] / "native" / "gpu_kernels")
     monkeypatch.setattr(onnxfuse.kernels, "__path__", [*onnxfuse.kernels.__path__, folder])
     monkeypatch.setattr(planner, "plan_files", {})
+    monkeypatch.setattr(planner, "_templates_of_nodes", {})  # sessions of other tests may not be collected yet
     ort.preload_dlls()
 
 
-def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float") -> bytes:
-    """Return a chain of fused nodes, or of nodes of an ONNX operator with the same inputs."""
+def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float", d: int | str = D) -> bytes:
+    """Return a chain of fused nodes, or of nodes of an ONNX operator with the same inputs.
+
+    `d` is the size of a row, or a name: the kernel has it as a constant, so that a template then has dozens of kernels.
+    """
     call = f'onnxfuse.row_center <fusion = "row_center", operands = "x scale", output_types = [1], steps = {steps}>'
     if dtype == "float16":
         call = call.replace("[1]", "[10]")
@@ -56,7 +61,7 @@ def model(*, nodes: int = 1, steps: int = 1, op: str = "", dtype: str = "float")
     chain = "\n".join(f"{after} = {op or call} ({before}, scale)" for before, after in pairwise(names))
     text = (
         f'<ir_version: 8, opset_import: ["" : 17, "onnxfuse" : 1]>\n'
-        f"g ({dtype}[n, d] x, {dtype}[d] scale) => ({dtype}[n, d] y) {{ {chain} }}\n{'' if op else BODY}"
+        f"g ({dtype}[n, {d}] x, {dtype}[{d}] scale) => ({dtype}[n, {d}] y) {{ {chain} }}\n{'' if op else BODY}"
     )
     return bytes(onnx.parser.parse_model(text).SerializeToString())
 
@@ -98,7 +103,7 @@ def bound(run: ort.InferenceSession, given: dict[str, Any]) -> tuple[Any, dict[s
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_kernel_gives_what_the_body_gives(steps: int) -> None:
-    run = session(model(steps=steps, nodes=1))
+    run = session(model(steps=steps, nodes=1, d="d"))
     for rows, d in [(1, D), (7, D), (64, D), (64, 1023), (7, D), (0, D)]:
         given = feed(rows, d)
         close(run.run(None, given)[0], given)
@@ -130,7 +135,9 @@ def test_plans_know_which_inputs_are_constants() -> None:
     del proto.graph.input[1]
     run = session(proto.SerializeToString())
     close(run.run(None, {"x": given["x"]})[0], given)
-    assert [spec.constant for spec in planner.plans_in_use()[-1].inputs] == [False, True]
+    (used,) = planner.templates_in_use()
+    assert isinstance(used, PreparedTemplate)
+    assert [spec.constant for spec in used.template.inputs] == [False, True]
 
 
 def test_kernels_run_on_the_stream_that_the_session_was_given() -> None:
@@ -192,6 +199,7 @@ def test_another_threads_capture_goes_on_while_code_is_loaded_and_unloaded() -> 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_saved_plans_need_no_planning(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that ran at one number of rows saves the plans for others: with two steps, odd ones have their own."""
     first = session(model(steps=steps))
     first.run(None, feed(64))
     assert save_plans(tmp_path / "plans") >= 1
@@ -248,8 +256,8 @@ def test_a_node_costs_no_more_than_an_add(graph: bool) -> None:
     """Measure the cost of one more node in a chain of small tensors; -s shows it."""
     options = {"enable_cuda_graph": "1"} if graph else {}
     chains = {
-        "Add": lambda nodes: model(nodes=nodes, op="Add"),
-        "bare kernel": lambda nodes: model(nodes=nodes, steps=0),
+        "Add": lambda nodes: model(nodes=nodes, op="Add", d=128),
+        "bare kernel": lambda nodes: model(nodes=nodes, steps=0, d=128),
         "bias_activation": add_relu,
     }
     costs = {}

@@ -18,6 +18,8 @@ import onnxfuse
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import Plan, TensorSpec
+from onnxfuse.runtime.prepared import PreparedTemplate
+from onnxfuse.runtime.template_bytes import template_bytes
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial
 from onnxfuse.tuning.tune import tune
@@ -60,9 +62,12 @@ def test_each_gpu_has_its_own_plans_and_kernels() -> None:
     runs = [on(ordinal, model()) for ordinal in BOTH]
     for run in runs:
         run.run(None, feed(64))
-    first, second = sorted(planner.plans_in_use()[-2:], key=lambda planned: planned.device.ordinal)
-    assert (first.device.ordinal, second.device.ordinal) == BOTH
-    assert first.plan == second.plan and first.kernels[0].handle != second.kernels[0].handle
+    used = [each for each in planner.templates_in_use() if isinstance(each, PreparedTemplate)]
+    first, second = sorted(used, key=lambda each: each.situation.device.ordinal)
+    assert (first.situation.device.ordinal, second.situation.device.ordinal) == BOTH
+    numbers = {key: i for i, key in enumerate(sorted(first.kernels))}
+    assert template_bytes(first.template, numbers) == template_bytes(second.template, numbers)
+    assert all(first.kernels[key].handle != second.kernels[key].handle for key in numbers)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -83,7 +88,7 @@ def test_sessions_are_made_at_the_same_time() -> None:
 
     def work(seed: int) -> None:
         given = feed(8, 256 + 8 * seed)
-        close(on(seed % 2, model()).run(None, given)[0], given)
+        close(on(seed % 2, model(d=256 + 8 * seed)).run(None, given)[0], given)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(16)))

@@ -17,6 +17,9 @@ from test_runtime_gpu import CUDA, close, feed, kernels, model, session  # noqa:
 from onnxfuse.runtime import cupy_backend, planner
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.prepared import PreparedTemplate
+from onnxfuse.runtime.target import PlanChoice
+from onnxfuse.runtime.template import sizes_of
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.autotune import gpu_trial, plan_digest
 from onnxfuse.tuning.trial import GpuTrial
@@ -91,12 +94,28 @@ def test_the_fastest_right_candidate_runs(monkeypatch: pytest.MonkeyPatch, caplo
         return seconds(self, good)
 
     monkeypatch.setattr(GpuTrial, "seconds", spied)
-    for _ in range(2):
-        close((run := session(model())).run(None, feed(ROWS, D))[0], feed(ROWS, D))
-        assert planner.plans_in_use()[-1].plan == plans[2]
+    choices: tuple[PlanChoice, ...] = ("measured", "known", "first")
+    chosen = []
+    for choice in choices:
+        run = open_session(model(), providers=[CUDA], prefer=None, plans=choice)
+        close(run.run(None, feed(ROWS, D))[0], feed(ROWS, D))
+        chosen.append(plan_in_use())
         del run
+        planner._recent.clear()  # as another process, which knows what is on disk alone
+    assert chosen == [plans[2], plans[2], plans[0]]
     assert [[plan_digest(each) for each in good] for good in taken] == [[plan_digest(plans[0]), plan_digest(plans[2])]]
     assert "candidate 1 of 3 is left out: output 0 differs in" in caplog.text
+
+
+def plan_in_use() -> Plan:
+    """Return the plan by which the only node of all sessions runs at INPUTS."""
+    (used,) = planner.templates_in_use()
+    assert isinstance(used, PreparedTemplate)
+    sizes = sizes_of(used.template.inputs, INPUTS)
+    assert sizes is not None
+    variant = used.template.chosen(sizes)
+    assert variant is not None
+    return variant.plan
 
 
 def trial(plans: Sequence[Plan], inputs: Sequence[TensorSpec] = INPUTS) -> Any:

@@ -66,8 +66,11 @@ def _window_counts(node: Node, spatial: Shape, kernel: Sequence[Size]) -> list[S
         elif int_attribute(node, "ceil_mode", 0):
             counts.append(_ceil_mode_count(size, extent, strides[i], pads[i], pads[i + rank]))
         else:
-            padding = 0 if mode == "VALID" else pads[i] + pads[i + rank]
-            counts.append((size + padding - extent) // strides[i] + 1)
+            room = size + (0 if mode == "VALID" else pads[i] + pads[i + rank]) - extent
+            if isinstance(room, int) and room < 0:  # of a number below 0, runtimes round the quotient up
+                counts.append(1 - -room // strides[i])
+            else:
+                counts.append(room // strides[i] + 1)
     return counts
 
 
