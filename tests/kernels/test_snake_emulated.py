@@ -12,6 +12,7 @@ from kernel_hosts import host_of
 from outside import install_example, site
 from sampling import sampled
 from snake_cases import TOLERANCE, Snake, cases, check
+from template_checks import concrete_plan, template_of
 
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan, TensorSpec
 
@@ -46,6 +47,26 @@ def test_compiles_without_spills(device: Device) -> None:
     """The tests of the package itself compile it for every architecture."""
     for kernel in kernels(device):
         check_compiles(kernel, device)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("shape", [(-1, 24, -2), (-1, 7, 33)], ids=["length", "batch"])
+def test_kernels_for_sizes_that_are_not_known(shape: tuple[int, int, int], layout: str, tmp_path: Path) -> None:
+    n, channels, length = shape
+    x = (n, channels, length) if layout == "nchw" else (n, length, channels)
+    specs = [TensorSpec(each, "float16") for each in (x, (1, channels, 1), (1, channels, 1))]
+    template = template_of(Snake(shape, layout=layout).node, specs, H200)
+    for drawn in (3, 50), (1, 1), (2, 1023):
+        sizes = drawn[: sum(dim < 0 for dim in shape)]
+        known = [sizes[-1 - dim] if dim < 0 else dim for dim in shape]
+        case, variant = Snake((known[0], known[1], known[2]), layout=layout), template.chosen(sizes)
+        assert variant
+        for step in variant.plan.steps:
+            assert isinstance(step, Launch)
+            check_compiles(step.kernel, H200)
+        arrays = case.arrays()
+        (y,) = emulate(concrete_plan(template, variant, sizes), list(arrays.values()), tmp_path, True)
+        check(case, arrays, y)
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])

@@ -97,7 +97,7 @@ def test_the_fastest_right_candidate_runs(monkeypatch: pytest.MonkeyPatch, caplo
     choices: tuple[PlanChoice, ...] = ("measured", "known", "first")
     chosen = []
     for choice in choices:
-        run = open_session(model(), providers=[CUDA], prefer=None, plans=choice)
+        run = open_session(model(), providers=[CUDA], prefer=None, choice=choice)
         close(run.run(None, feed(ROWS, D))[0], feed(ROWS, D))
         chosen.append(plan_in_use())
         del run

@@ -58,6 +58,7 @@ struct Snake {
     const GAIN_T* gain;
     Y_T* y;
     INDEX length;
+    bool streamed;
 
     template <int W>
     __device__ __forceinline__ Raw<W> fetch(INDEX at) const {
@@ -77,11 +78,11 @@ struct Snake {
             const float wave = squared_sine(raw.alpha[i] * values[i]);
             values[i] = QUOTIENT ? values[i] + __fdiv_rn(wave, raw.gain[i]) : fmaf(wave, raw.gain[i], values[i]);
         }
-        store<STREAMED>(y + at, values);
+        store_as(streamed, y + at, values);
     }
 };
 
 ELEMENT_KERNEL snake(const X_T* x, const ALPHA_T* alpha, const GAIN_T* gain, Y_T* y, long long length,
                      long long count) {
-    each_element(Snake{x, alpha, gain, y, INDEX(length)}, INDEX(count));
+    each_element(Snake{x, alpha, gain, y, INDEX(length), STREAMED}, INDEX(count));
 }
