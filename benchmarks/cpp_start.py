@@ -9,6 +9,7 @@ before, and a first process of each is not counted, because it brings the files 
 from __future__ import annotations
 
 import argparse
+import datetime
 import re
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from result_text import result_text
 
 import onnxfuse
+from onnxfuse.bench.machine import device, versions
 from onnxfuse.ir.save import save
 from onnxfuse.runtime import native_library as native
 
@@ -63,8 +65,11 @@ def main() -> None:
         starts, later = zip(*(run[way] for run in runs), strict=True)
         rows.append({"engine": way, "first_answer_s": statistics.median(starts), "later_ms": statistics.median(later)})
         print("{engine:12} first answer after {first_answer_s:.3f} s, later runs {later_ms:.3f} ms".format(**rows[-1]))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = {"date": now, "device": device("cuda"), "versions": versions(), "model": arguments.model.name,
+             "shapes": arguments.shapes, "runs": arguments.runs}  # fmt: skip
     if arguments.out:
-        arguments.out.write_text(result_text({"model": arguments.model.name, "rows": rows}), encoding="utf-8")
+        arguments.out.write_text(result_text({**about, "rows": rows}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -157,6 +157,6 @@ def _steps(times: Sequence[float]) -> dict[str, Any]:
     """Summarize the milliseconds of steps, and how far each is above the median of its neighbours."""
     around = [[*times[max(0, i - NEIGHBOURS) : i], *times[i + 1 : i + 1 + NEIGHBOURS]] for i in range(len(times))]
     ratios = [time / float(np.median(near)) for time, near in zip(times, around, strict=True)]
-    over = sum(ratio > LIMIT for ratio in ratios)
+    over = [1 + i for i, ratio in enumerate(ratios) if ratio > LIMIT]
     return {"step_ms": spread(times), "to_neighbours": spread(ratios), "worst_at_past": 1 + int(np.argmax(ratios)),
-            "over_limit": over, "steps_ms": [digits(each) for each in times]}  # fmt: skip
+            "over_limit": len(over), "over_at_past": over}  # fmt: skip
