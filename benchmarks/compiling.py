@@ -1,43 +1,18 @@
-"""Fill CuPy's disk cache with a process for each core, because NVRTC compiles one kernel at a time in a process."""
+"""Compile kernels in several threads before they are timed; onnxfuse keeps their machine code on disk."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
-import cupy
-
+from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Kernel
 
 
 def compile_all(kernels: Iterable[Kernel]) -> None:
-    """Compile kernels into the cache.  Raises CalledProcessError if one does not compile."""
-    different = list({(kernel.source, compile_flags(kernel)): kernel for kernel in kernels}.values())
-    count = min(len(different), os.cpu_count() or 1)
-    command = [sys.executable, "-W", "ignore", __file__]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(count)]
-    for i, process in enumerate(processes):
-        assert process.stdin is not None
-        pickle.dump([(k.source, k.entry, dict(k.defines), k.arch_specific) for k in different[i::count]], process.stdin)
-        process.stdin.close()
-    for process in processes:
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, command)
-
-
-def main() -> None:
-    for fields in pickle.load(sys.stdin.buffer):
-        kernel = Kernel(*fields)
-        flags = compile_flags(kernel)
-        if kernel.arch_specific:
-            flags += (f"-arch={arch_name(kernel, gpu(0).arch)}",)
-        cupy.RawKernel(kernel_text(kernel), kernel.entry, options=flags).compile()
-
-
-if __name__ == "__main__":
-    main()
+    """Compile kernels into the cache.  Raises KernelError if one does not compile."""
+    different = list({repr((k.source, k.defines, k.arch_specific, k.text)): k for k in kernels}.values())
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda kernel: cached_cubin(kernel, gpu(0).arch), different))

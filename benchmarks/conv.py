@@ -22,7 +22,6 @@ import argparse
 import functools
 import math
 import statistics
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from plan_names import names_of
 from replays import REPLAYS, Calls, captured, in_turns
 from rows import Rows
 
+from onnxfuse.errors import KernelError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.hosts import find_host
@@ -366,7 +366,7 @@ def main(given: argparse.Namespace) -> None:
     cases = list(chosen(given))
     try:
         compile_all(kernels_of(cases))
-    except subprocess.CalledProcessError:  # its case records it
+    except KernelError:  # its case records it
         print("a kernel does not compile", flush=True)
     rows = Rows(
         given.out / "conv.json", ("shape", "dtype", "epilogue"), given.add, copy_tb_per_s=copy_bytes_per_us() / 1e6

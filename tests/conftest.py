@@ -102,10 +102,11 @@ class Optimized:
 
 
 def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
-    """Return a folder that the processes of one test run share."""
+    """Return a folder that the processes of one test run share: those of pytest-xdist, or all with one folder set."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    folder.mkdir(exist_ok=True)
+    chosen = os.environ.get("ONNXFUSE_TESTS_FOLDER")
+    folder = (Path(chosen) if chosen else base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -144,8 +145,9 @@ def optimized(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str]
             from onnxfuse import optimize
 
             model, result = optimize(exported(name), verify=False)
-            onnx.save(model, path)
             draft = folder / f"{name}.{os.getpid()}"
+            onnx.save(model, draft)
+            draft.replace(path)
             draft.write_text(json.dumps(result.to_json()), encoding="utf-8")
             draft.replace(report)
         return Optimized(exported(name), path, json.loads(report.read_text(encoding="utf-8")))

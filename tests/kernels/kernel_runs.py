@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import os
-import tempfile
+import random
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -18,12 +17,14 @@ import numpy as np
 import pytest
 from kernel_hosts import host_of, require_support
 
+from onnxfuse.errors import KernelError
 from onnxfuse.runtime import build_native, planner
 from onnxfuse.runtime import native_library as native
-from onnxfuse.runtime.nvrtc import arch_name, compile_flags, kernel_text
+from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
 
 cupy: Any = pytest.importorskip("cupy")
+MAX_COMPILERS = 8  # threads that compile at once; other processes of the tests may compile, too
 
 DTYPES = ("float32", "float16", "bfloat16")
 NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -127,21 +128,20 @@ def compile_native() -> None:
 
 
 def compile_all(kernels: Iterable[Kernel], gpu: Device) -> None:
-    """Fill CuPy's cache on disk, sharing the work with the other processes of the tests.
+    """Compile kernels in several threads, before they are launched one after the other.
 
-    NVRTC compiles one program at a time in a process.  A kernel that another process has begun is left to it; what does
-    not compile says so when it is launched.
+    Processes of the tests share what they compile (conftest.py), and begin with different kernels.  What does not
+    compile says so when it is launched.
     """
-    claims = Path(tempfile.gettempdir(), f"onnxfuse-tests-{os.getuid()}")
-    claims.mkdir(exist_ok=True)
-    for kernel in kernels:
-        text, flags = kernel_text(kernel), compile_flags(kernel)
-        if kernel.arch_specific:
-            flags += (f"-arch={arch_name(kernel, gpu.arch)}",)
-        key = hashlib.sha256(repr((text, flags, kernel.entry)).encode()).hexdigest()
-        with contextlib.suppress(FileExistsError, cupy.cuda.compiler.CompileException):
-            (claims / key).touch(exist_ok=False)
-            cupy.RawKernel(text, kernel.entry, options=flags).compile()
+
+    def compile_one(kernel: Kernel) -> None:
+        with contextlib.suppress(KernelError):
+            cached_cubin(kernel, gpu.arch)
+
+    different = list({repr(kernel): kernel for kernel in kernels}.values())
+    random.Random(os.getpid()).shuffle(different)
+    with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, different))
 
 
 def result(buffer: Any, spec: TensorSpec, aligned: bool) -> np.ndarray:
