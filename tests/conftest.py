@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import blas_threads  # noqa: F401
 import emulated_build
 import onnx
 import pytest

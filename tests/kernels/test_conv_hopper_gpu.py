@@ -1,4 +1,4 @@
-"""Every config of the Hopper convolutions against float64: taps, strides, padding, channels, dtypes, epilogues."""
+"""The configs of the Hopper convolutions against float64: taps, strides, padding, channels, dtypes, epilogues."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from conv_cases import BOTH, NUMPY, ConvCase, with_vectors
-from kernel_runs import RELATIVE, compile_all, launch, result, upload
+from kernel_runs import RELATIVE, compile_all, in_turns, launch, result, upload
 from test_gemm_gpu import ACTIVATION_16
 
 from onnxfuse.kernels.conv import hopper
 from onnxfuse.runtime.cuda_driver import gpu
-from onnxfuse.runtime.plan import Launch, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -50,16 +50,22 @@ def cases() -> Iterator[ConvCase]:
     yield from with_vectors(ConvCase(2, 512, 64, (7, 7), (3, 3), (), same, dtype="bfloat16"))
 
 
+def configs(case: ConvCase, device: Device) -> list[hopper.HopperConfig]:
+    """Return every config for the first case of each dtype; for others a third of those that fit, in turns."""
+    fitting = hopper.fitting(case.problem(), device)
+    return fitting if case.sizes == (9, 11) and case.extra == BOTH else in_turns(fitting, case, 3)
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_every_config_matches_float64(case: ConvCase) -> None:
+def test_configs_match_float64(case: ConvCase) -> None:
     device = gpu(0)
     if device.arch != 90:
         pytest.skip("needs a Hopper GPU")
     arrays, conv = case.arrays(), case.problem()
     assert hopper.is_supported(conv, device)
     y = TensorSpec((case.n, *case.y_sizes, case.m), case.dtype)
-    fitting = hopper.fitting(conv, device)
-    plans = {config.name: Plan((y,), hopper.implementation(conv, config, device).steps) for config in fitting}
+    ways = {config.name: hopper.implementation(conv, config, device) for config in configs(case, device)}
+    plans = {name: Plan((y,), way.steps, way.scratch) for name, way in ways.items()}
     compile_all((step.kernel for plan in plans.values() for step in plan.steps if isinstance(step, Launch)), device)
     expected, magnitude = case.expect(arrays)
     reference = np.clip(expected, -LARGEST, LARGEST) if case.dtype == "float16" else expected

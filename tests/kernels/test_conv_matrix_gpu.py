@@ -54,7 +54,7 @@ def ways_of(conv: Conv, device: Device) -> list[Implementation]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """Fill CuPy's disk cache by many compilers at once: one at a time, these kernels take minutes."""
+    """Compile what the tests launch, by several compilers at once: one at a time, these kernels take minutes."""
     compile_native()
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):

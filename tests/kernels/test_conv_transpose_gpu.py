@@ -22,7 +22,7 @@ from conv_transpose_cases import (
     shuffled,
     widths,
 )
-from kernel_runs import RELATIVE, compile_all, compile_native, launch, result, upload
+from kernel_runs import RELATIVE, compile_all, compile_native, in_turns, launch, result, upload
 
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.conv.mma import MMA_ARCH, ConvConfig, is_exact, k_tiles
@@ -71,7 +71,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """Fill CuPy's disk cache by many compilers at once: one at a time, these kernels take minutes."""
+    """Compile what the tests launch, by several compilers at once: one at a time, these kernels take minutes."""
     compile_native()
     for item in request.session.items:
         case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
@@ -87,7 +87,7 @@ def ways_of(case: ConvTransposeCase, device: Device) -> list[Implementation]:
     if case.w_hwio:
         return [depthwise_host.implementation(conv, width, device) for width in depthwise_host.widths(conv)]
     every = mma.configs(conv, device)
-    found = every[sum(map(ord, str(case))) % 3 :: 3]
+    found = in_turns(every, case, 3)
     if k_tiles(mma.equivalent(conv), found[0].tile) > 1:
         found.append(ConvConfig(found[0].tile, 3))
     return [mma.implementation(conv, config, device) for config in dict.fromkeys(found)]
@@ -97,7 +97,7 @@ def ways_by_wgmma(case: ConvTransposeCase, device: Device) -> list[Implementatio
     """Return half of the tiles, in turns from case to case."""
     conv = case.problem()
     found = hopper.fitting(conv, device) if hopper.why_not(conv, device) is None else []
-    return [hopper.implementation(conv, config, device) for config in found[sum(map(ord, str(case))) % 2 :: 2]]
+    return [hopper.implementation(conv, config, device) for config in in_turns(found, case, 2)]
 
 
 def check(case: ConvTransposeCase, ways: Sequence[Implementation | Plan], device: Device) -> None:

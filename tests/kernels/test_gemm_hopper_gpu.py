@@ -85,7 +85,7 @@ def epilogues_anywhere() -> Iterator[Case]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """Fill CuPy's disk cache by many compilers at once: one at a time, these kernels take minutes."""
+    """Compile what the tests launch, by several compilers at once: one at a time, these kernels take minutes."""
     compile_native()
     wanted = [(item, item.callspec.params.get("case")) for item in request.session.items if hasattr(item, "callspec")]
     for item, case in wanted:
