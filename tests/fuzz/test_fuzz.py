@@ -19,7 +19,7 @@ from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import SECONDS, Hang, Verdict, compare, judge, limited
+from judge import LOST_VALUE, SECONDS, Hang, Session, Verdict, _outputs, compare, judge, limited
 from reduction import reduced
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
@@ -219,6 +219,23 @@ def test_what_onnxruntime_accepts_for_a_size_that_a_slice_has_not_is_no_differen
     model = onnx.parser.parse_model(text.replace("END", str(end)).replace("ROWS", str(rows)))
     assert relies_on_empty_slices(model, {"x": np.ones((8, 2), np.float32)}) is relies
     assert judge(model, {"n": 2}, 0).kind == ("same" if runs else "idle")
+
+
+@pytest.mark.parametrize(("value", "kind"), [("0.5", "same"), ("0.25", "wrong")])
+def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_them(value: str, kind: str) -> None:
+    """It loses what a branch reads behind two Casts of an initializer (seed 111009850)."""
+    text = """<ir_version: 9, opset_import: ["" : 20]> g () => (float y) <float a = {1.0}, float half = {VALUE}> {
+          c = Constant <value = bool {1}> () START b = Cast <to = 1> (s) d = Cast <to = 1> (b)
+          y = If (c) < then_branch = yes () => (float e) { e = Identity (d) },
+                       else_branch = no () => (float f) { f = Neg (b) }> }"""
+    original = onnx.parser.parse_model(text.replace("VALUE", "0.5").replace("START", "s = Mul (a, half)"))
+    folded = onnx.parser.parse_model(text.replace("VALUE", value).replace("START", "").replace("(s)", "(half)"))
+    for model in original, folded:
+        for attribute in model.graph.node[-1].attribute:
+            attribute.g.output[0].type.tensor_type.ClearField("shape")
+    session = Session(folded)
+    assert _outputs(session, {}) is None and LOST_VALUE in session.error
+    assert compare(original, folded, {}, 0).kind == kind
 
 
 @pytest.mark.parametrize(
