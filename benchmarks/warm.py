@@ -18,21 +18,29 @@ from onnxfuse.runtime import planner
 from onnxfuse.runtime.plan import Kernel, Launch, Plan
 
 
+class Candidates:
+    """Verdicts that collect the kernels of all candidates, and choose none."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+
+    def inputs_measured(self, *_: Any) -> tuple[()]:
+        return ()
+
+    def choose(self, plans: Sequence[Plan], *_: Any) -> None:
+        self.kernels += [step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch)]
+
+
 def warm(work: Work, peer: Peer) -> None:
     """Prepare a peer and run it once, which writes compiled code to disk: Inductor's, or that of all candidate plans.
 
     Whatever the peer raises, models.py records when it measures the peer.
     """
-    kernels: list[Kernel] = []
-
-    def first_of(plans: Sequence[Plan], *_: Any) -> Plan:
-        kernels.extend(step.kernel for plan in plans for step in plan.steps if isinstance(step, Launch))
-        return plans[0]
-
-    planner.choose_plans_with(first_of)
+    candidates = Candidates()
+    planner.choose_plans_with(candidates)
     peer.prepare(work).run()
-    if kernels:
-        importlib.import_module("compiling").compile_all(kernels)
+    if candidates.kernels:
+        importlib.import_module("compiling").compile_all(candidates.kernels)
 
 
 def in_processes(commands: Sequence[Sequence[str]], at_once: int, seconds: float, log: BinaryIO) -> None:
