@@ -14,6 +14,7 @@ from region_random import random_program
 
 from onnxfuse.runtime.plan import Device
 
+pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 AT_ONCE = 40  # programs of one compilation
 RANDOM = 400
