@@ -192,6 +192,7 @@ def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert min(times[NODES]) < GROWTH * NODES / COUNTED * min(times[COUNTED]), times
 
 
+@pytest.mark.slow
 def test_seconds_of_a_very_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     model = transformer(MANY)
     report, seconds = timed(model)

@@ -45,7 +45,7 @@ CONFIGS = (
 
 @pytest.mark.parametrize(
     ("case", "config"),
-    [*zip(HOPPER, CONFIGS, strict=True), *sampled([(case, PINGPONG) for case in WITH_VECTORS["hopper"]], 2)],
+    [*zip(HOPPER, CONFIGS, strict=True), *sampled([(case, PINGPONG) for case in WITH_VECTORS["hopper"]], 4)],
     ids=str,
 )
 def test_matches_float64(case: ConvTransposeCase, config: HopperConfig, tmp_path: Path) -> None:
