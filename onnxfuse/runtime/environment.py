@@ -46,7 +46,7 @@ def kernel_environment(provider: str, device: Device) -> Environment:
         "multiprocessors": device.multiprocessors,
         "tf32": device.tf32,
         "driver": driver_version(),
-        "cuda": cuda_version(),
+        "nvrtc": nvrtc_version(),
         "libraries": library_versions(),
         "onnxfuse": __version__,
         "onnxruntime": import_module("onnxruntime").__version__,
@@ -97,9 +97,9 @@ def driver_version() -> str:
 
 
 @functools.cache
-def cuda_version() -> str:
+def nvrtc_version() -> str:
     """Return the version of NVRTC; "" without it."""
-    return "" if nvrtc.unavailable() else f"nvrtc {'.'.join(map(str, nvrtc.compiler_version()))}"
+    return "" if nvrtc.unavailable() else ".".join(map(str, nvrtc.compiler_version()))
 
 
 @functools.cache

@@ -17,10 +17,10 @@ from onnxfuse.runtime.cupy_backend import cupy_module
 from onnxfuse.runtime.kernel_folders import OWN, KernelFolder, kernel_folders
 from onnxfuse.runtime.plan import Kernel
 
-# CuPy always adds these flags; with them both ways to call NVRTC make the same code.
 CUPY_NVRTC: Final = "cupy_backends.cuda.libs.nvrtc"
 BINDINGS: Final = "cuda.bindings.nvrtc"
-CUPY_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
+# Denormal numbers are zero in float32, and a function without __host__ or __device__ is for the device.
+COMMON_FLAGS: Final = ("-ftz=true", "--device-as-default-execution-space")
 PTXAS_REPORT: Final = re.compile(
     r"Compiling entry function '(?P<entry>[^']+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -38,8 +38,7 @@ _texts: Final[dict[tuple[str, tuple[Path, ...]], tuple[str, dict[Path, int]]]] =
 def source_text(stem: str) -> str:
     """Return <stem>.cu of a family with its `#include "..."` lines replaced by the headers, each of them once.
 
-    One text holds all because CuPy's cache of compiled code looks at no other file. Raises KernelError if a file is
-    missing.
+    One text holds all, so that the cache of machine code knows a kernel by it. Raises KernelError if a file is missing.
     """
     key = stem, tuple(each.folder for each in kernel_folders())
     text, files = _texts.get(key, ("", {}))
@@ -52,16 +51,7 @@ def source_text(stem: str) -> str:
 
 def kernel_text(kernel: Kernel) -> str:
     """Return what is compiled for a kernel, with its headers in it: its own text, or that of its file."""
-    if not kernel.text:
-        return source_text(kernel.source)
-    parts, end = [f'#line 1 "{kernel.source}.cu"\n'], 0
-    seen: set[Path] = set()
-    for include in INCLUDE.finditer(kernel.text):
-        header = _find_header(include[1], None)
-        line = kernel.text.count("\n", 0, include.end()) + 1
-        parts += [kernel.text[end : include.start()], _once(header, seen), f'\n#line {line} "{kernel.source}.cu"']
-        end = include.end()
-    return "".join([*parts, kernel.text[end:]])
+    return _expanded(kernel.text, f"{kernel.source}.cu", None, set()) if kernel.text else source_text(kernel.source)
 
 
 def compile_flags(kernel: Kernel) -> tuple[str, ...]:
@@ -100,22 +90,21 @@ def _first(name: str, folders: Sequence[KernelFolder]) -> Path:
     raise KernelError(f"kernel source {name} was not found in {where} or a family's folder there")
 
 
-def _once(header: Path, seen: set[Path]) -> str:
-    """Return a header's text with its own headers; nothing if it was seen."""
-    return "" if header in seen else _with_headers(header, seen)
-
-
 def _with_headers(path: Path, seen: set[Path]) -> str:
-    """Return the file's text with headers that are not in `seen` in place of their include lines; add them to it."""
+    """Return the file's text with its headers, and add it to what was seen."""
     seen.add(path)
-    text = PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
-    parts, end = [f'#line 1 "{path.name}"\n'], 0
+    return _expanded(PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8")), path.name, path, seen)
+
+
+def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
+    """Return a text, of a file if `path` names one, with headers that were not seen in place of their include lines."""
+    parts, end = [f'#line 1 "{name}"\n'], 0
     for include in INCLUDE.finditer(text):
         header = _find_header(include[1], path)
         parts.append(text[end : include.start()])
         if header not in seen:
             line = text.count("\n", 0, include.end()) + 1
-            parts.append(f'{_with_headers(header, seen)}\n#line {line} "{path.name}"')
+            parts.append(f'{_with_headers(header, seen)}\n#line {line} "{name}"')
         end = include.end()
     return "".join([*parts, text[end:]])
 
@@ -145,7 +134,7 @@ def compile_cubin(kernel: Kernel, arch: int) -> Cubin:
     flags = [
         f"-arch={arch_name(kernel, arch)}",
         *compile_flags(kernel),
-        *CUPY_FLAGS,
+        *COMMON_FLAGS,
         "-Xptxas=-v",
         *_cuda_include_flags(),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ import pytest
 from kernel_hosts import host_of, require_support
 
 from onnxfuse.errors import KernelError
-from onnxfuse.runtime import build_native, planner
+from onnxfuse.runtime import build_native, cuda_driver, planner
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.code_cache import cached_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorMap, TensorSpec
@@ -43,7 +42,7 @@ launched: set[str] = set()  # the sources of all kernels that `launch` has run
 
 def small_gpu() -> Device:
     """Return the GPU with two multiprocessors, so that five rows are planned for like many rows of a whole GPU."""
-    gpu: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    gpu = cuda_driver.gpu(0)
     return dataclasses.replace(gpu, multiprocessors=2)
 
 
@@ -108,7 +107,7 @@ def launch(plan: Plan, read: Sequence[Any], written: Sequence[Any]) -> None:
     """Run the steps of a plan through the code that a session uses."""
     if not plan.steps:  # a session runs no such plan either
         return
-    if why := lacks(plan, importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)):
+    if why := lacks(plan, cuda_driver.gpu(0)):
         pytest.skip(why)
     launched.update(step.kernel.source for step in plan.steps if isinstance(step, Launch))
     compile_native()

@@ -16,6 +16,7 @@ from kernel_runs import compile_all, in_turns, launch, result, upload
 from onnxfuse.kernels.attention import decode, hopper, host, mma
 from onnxfuse.kernels.attention.operands import attention_of
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Launch, Plan
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ PlansOf = Callable[[Case, Device], list[tuple[str, Plan]]]
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 def plans(case: Case, device: Device) -> list[tuple[str, Plan]]:

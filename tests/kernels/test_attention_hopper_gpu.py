@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from kernel_runs import NUMPY, launch, normal, result, rounded, upload
 from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Plan, Pointer, TensorSpec
 
 cupy: Any = pytest.importorskip("cupy")
@@ -111,7 +111,7 @@ class Sizes:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    found = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    found = cuda_driver.gpu(0)
     if found.arch != 90:
         pytest.skip(f"needs a GPU of compute capability 9.0, found {found.name}")
     return found

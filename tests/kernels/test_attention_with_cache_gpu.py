@@ -15,6 +15,7 @@ from kernel_hosts import require_support
 from kernel_runs import launch, result, upload
 
 from onnxfuse.kernels.attention import host
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Launch, Plan
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 def plans(each: CachedCase, device: Device) -> list[Plan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from kernel_hosts import require_support
 from kernel_runs import launch, result, upload
 
 from onnxfuse.kernels.attention import host
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, FusedNode, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ EPSILON = 1e-6
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 from channels_last_cases import LARGE, RESIZES, SMALL, Case
@@ -11,6 +9,7 @@ from kernel_hosts import host_of, require_support
 from kernel_runs import DTYPES, NUMPY, check, launch, result, small_gpu, upload
 from test_resize_emulated import onnxruntime
 
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device
 
 pytestmark = pytest.mark.gpu
@@ -18,8 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    whole: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
-    return whole
+    return cuda_driver.gpu(0)
 
 
 def run(case: Case, inputs: dict[str, np.ndarray], device: Device, aligned: bool = True) -> list[np.ndarray]:

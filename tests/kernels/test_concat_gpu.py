@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 from concat_cases import LARGE, SMALL, Case, bits, whole
 from kernel_hosts import host_of, require_support
 from kernel_runs import DTYPES, NUMPY, launch, result, small_gpu, upload
 
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device
 
 pytestmark = pytest.mark.gpu
@@ -17,8 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    gpu: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
-    return gpu
+    return cuda_driver.gpu(0)
 
 
 def check(case: Case, dtype: str, device: Device, aligned: bool = True) -> None:

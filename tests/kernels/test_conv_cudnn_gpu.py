@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from convolution_cases import convolution, reference, shapes, sums
 
 from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.conv.problem import Conv
-from onnxfuse.runtime import planner, run_plan
+from onnxfuse.runtime import cuda_driver, planner, run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Convolution, Device, Plan, Pointer, TensorSpec
 
@@ -39,7 +38,7 @@ BIAS, RESIDUAL = Pointer("input", 2), Pointer("input", 3)
 @pytest.fixture(scope="module")
 def device() -> Device:
     compile_native()
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 def replaced(what: Any, **changes: Any) -> Any:

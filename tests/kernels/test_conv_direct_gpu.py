@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,6 +28,7 @@ from onnxfuse.kernels.conv import depthwise as depthwise_host
 from onnxfuse.kernels.conv import depthwise_mma, depthwise_sliding, grouped, stem
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +49,7 @@ LARGE = 2000.0  # times x: sums near the largest fp16 numbers
 
 @pytest.fixture(scope="module")
 def gpu() -> Device:
-    device: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
-    return device
+    return cuda_driver.gpu(0)
 
 
 def variants(case: ConvCase) -> list[ConvCase]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.gemm.stream import TMA_ARCH
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -107,8 +107,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def gpu() -> Device:
-    device: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
-    return device
+    return cuda_driver.gpu(0)
 
 
 def set_up(case: Case, gpu: Device) -> Device:

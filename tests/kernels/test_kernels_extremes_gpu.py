@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 from kernel_references import layer_norm, rms_norm, softmax, wide
 from kernel_runs import DTYPES, check, normal, rounded, run
 
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 # Rows of a part of a warp, of a block, of a cluster, and longer than registers hold.

@@ -11,7 +11,6 @@ for their own GPUs.  A plan with instructions that the real GPU lacks is skipped
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import itertools
 import math
@@ -35,6 +34,7 @@ import test_kernels_gpu as norms
 from other_gpus import OTHER_GPUS, nodes, plans, sources
 
 from onnxfuse.kernels.gemm.operands import BF16_ARCH
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.other_gpus]
@@ -124,7 +124,7 @@ def other_tests() -> Iterator[OtherTest]:
 
 @pytest.mark.parametrize("case", list(other_tests()), ids=lambda case: case.id)
 def test_as_planned_for_another_gpu(case: OtherTest) -> None:
-    real = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    real = cuda_driver.gpu(0)
     device = dataclasses.replace(case.device, ordinal=real.ordinal)
     if real.arch < BF16_ARCH <= device.arch:
         pytest.skip(f"plans for sm_{device.arch} have instructions that {real.name}, sm_{real.arch}, lacks")

@@ -11,7 +11,7 @@ import pytest
 from pdl_cases import ATTENTION, NODES, node_of
 
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.nvrtc import CUPY_FLAGS, compile_flags, kernel_text
+from onnxfuse.runtime.nvrtc import COMMON_FLAGS, compile_flags, kernel_text
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
 nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
@@ -45,7 +45,7 @@ def launches(device: Device) -> dict[str, dict[str, Launch]]:
 def ptx(kernel_text: str, flags: tuple[str, ...]) -> str:
     """What NVRTC makes of a source, as PTX for sm_90a."""
     program = nvrtc.nvrtcCreateProgram(kernel_text.encode(), b"kernel.cu", 0, [], [])[1]
-    flags = ("-arch=compute_90a", *flags, *CUPY_FLAGS)
+    flags = ("-arch=compute_90a", *flags, *COMMON_FLAGS)
     (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     assert code == nvrtc.nvrtcResult.NVRTC_SUCCESS
     buffer = bytes(nvrtc.nvrtcGetPTXSize(program)[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kernel_runs import NUMPY, compile_native, cupy, normal
 from pdl_cases import ATTENTION, NODES, D, node_of
 
 import onnxfuse.kernels
-from onnxfuse.runtime import planner
+from onnxfuse.runtime import cuda_driver, planner
 from onnxfuse.runtime.hosts import find_host
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, Pointer, Scalar, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
@@ -30,8 +29,7 @@ NUMPY_SIZE = {**{name: dtype.itemsize for name, dtype in NUMPY.items()}, "uint8"
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    whole: Device = importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
-    return whole
+    return cuda_driver.gpu(0)
 
 
 pytestmark = pytest.mark.gpu

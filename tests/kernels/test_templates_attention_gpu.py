@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from cache_cases import CachedCase, cached
 from kernel_runs import compile_all, launch, result, upload
 from template_checks import concrete_plan, right_variants, template_of, with_dynamic_dims
 
+from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 from onnxfuse.runtime.template import Template, sizes_of
 
@@ -24,7 +24,7 @@ BATCH, QUERIES, KEYS = 11, 101, 103  # the sizes that become dynamic; no static 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 def plans_at(template: Template, specs: Sequence[TensorSpec]) -> list[Plan]:

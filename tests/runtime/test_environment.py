@@ -45,7 +45,7 @@ def test_texts_and_numbers_of_an_option_are_the_same() -> None:
     assert found == [found[0]] * 4
 
 
-@pytest.mark.parametrize("name", ["driver_version", "cuda_version", "library_versions"])
+@pytest.mark.parametrize("name", ["driver_version", "nvrtc_version", "library_versions"])
 def test_another_version_is_another_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     one = kernel_environment(CUDA, DEVICE)
     monkeypatch.setattr(environment, name, lambda *_: "other")

@@ -19,7 +19,7 @@ import onnxfuse.kernels
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.gemm import cublaslt
 from onnxfuse.kernels.gemm.problem import Gemm
-from onnxfuse.runtime import planner, run_plan
+from onnxfuse.runtime import cuda_driver, planner, run_plan
 from onnxfuse.runtime.native_library import NativeError
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Matmul, Matrix, Plan, Pointer, TensorMap, TensorSpec
 
@@ -36,7 +36,7 @@ SUMS_TF32 = 2.0**-10
 @pytest.fixture(scope="module")
 def device() -> Device:
     compile_native()
-    return importlib.import_module("onnxfuse.runtime.cuda_driver").gpu(0)
+    return cuda_driver.gpu(0)
 
 
 def run(plan: Plan, inputs: Mapping[str, Array], aligned: bool) -> Array:
