@@ -8,9 +8,10 @@ import pytest
 from architectures import A100, DEVICES, H200, T4, check_compiles, to_compile
 from row_template_cases import TemplateCase, all_cases
 from sampling import by_parts, sampled
+from template_checks import template_of
 
 from onnxfuse.kernels.tensors import divisor
-from onnxfuse.runtime.plan import Device, Kernel
+from onnxfuse.runtime.plan import Device, FusedNode, Kernel, TensorSpec
 
 PARTS = 24  # of the kernels, of which one is compiled in a plain run
 CASES = all_cases()
@@ -45,3 +46,14 @@ def test_quotients_by_a_divisor_are_exact(size: int) -> None:
     assert (value, multiplier < 1 << 63) == (size, True)
     numbers = {0, 1, size - 1, size, size + 1, 2 * size - 1, (1 << 31) - 1, (1 << 31) - 1 - (1 << 31) % size}
     assert all((n << 2) * multiplier >> 64 == n // size for n in numbers if n < 1 << 31)
+
+
+@pytest.mark.parametrize("fusion", ["layer_norm", "rms_norm"])
+def test_kernels_of_a_symbolic_scale_have_a_constant_row(fusion: str) -> None:
+    """A scale that is an input of the model may have any length: a kernel is for that of the run it is made for."""
+    weights = ("scale", "bias") if fusion == "layer_norm" else ("scale",)
+    node = FusedNode(fusion, "n", ("x", *weights), {"epsilon": 1e-5}, ("float16",))
+    specs = [TensorSpec((-1, -2), "float16"), *(TensorSpec((-2,), "float16") for _ in weights)]
+    template = template_of(node, specs, H200)
+    assert all(isinstance(kernel.defines["ROW"], int) for kernel in template.kernels)
+    check_compiles(template.kernels[0], H200)
