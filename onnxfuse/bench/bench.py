@@ -27,7 +27,7 @@ from onnxfuse.tuning.memory_rate import copy_rate
 from onnxfuse.tuning.op_times import OpTime, op_times
 from onnxfuse.tuning.timing import RunTimes, interleaved, runs_within
 from onnxfuse.tuning.tune import tune as tune_model
-from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.difference import TF32, compare_output
 from onnxfuse.verify.random_nodes import describe_random_node
 from onnxfuse.verify.requested_shapes import describe_feeds, feeds_to_try
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
@@ -198,15 +198,15 @@ class _Expected:
     """What the outputs should be."""
 
     outputs: Mapping[str, Array]  # of the original
-    exact: Mapping[str, Array]  # of the original in float32, if it computes in half precision
-    half: str  # float16 or bfloat16; empty if the original computes in neither
-    rounded: set[str]  # the outputs that are computed from half precision
+    exact: Mapping[str, Array]  # of the original in float32, if it computes in less
+    precision: str  # float16, bfloat16 or tf32; empty if the original computes in none of them
+    rounded: set[str]  # the outputs that are computed from less than float32
 
     def compare(self, outputs: Mapping[str, Array]) -> tuple[bool, str]:
         """Return whether these outputs are right, and the reason why the first wrong one is not."""
         for name, value in self.outputs.items():
-            exact, half = (self.exact.get(name), self.half) if name in self.rounded else (None, "")
-            error = compare_output(name, value, outputs.get(name), exact, half)
+            exact, precision = (self.exact.get(name), self.precision) if name in self.rounded else (None, "")
+            error = compare_output(name, value, outputs.get(name), exact, precision)
             if not error.passed:
                 return False, error.reason
         return True, ""
@@ -250,17 +250,25 @@ class _Runner:
     def expected(
         self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array], first: BoundSession
     ) -> _Expected:
-        """Return the original's outputs, and those of the original in float32 if that runs."""
-        half, exact = half_precision_of(model), dict[str, Array]()
+        """Return the original's outputs, and those of the original in float32 if it rounds more and that runs."""
+        outputs, half = first.outputs(), half_precision_of(model)
         if half:
-            self.progress("run in float32", 0, 0)
-            with suppress(Exception):  # then the outputs are compared with the original's own alone
-                options = {"use_tf32": 0} if self.provider == "cuda" else {}
-                session = start_session(model_to_float32(model), folder, self.provider, options=options)
-                wide = bind(session, arrays_to_float32(feeds), self.provider)
-                wide.run()
-                exact = wide.outputs()
-        return _Expected(first.outputs(), exact, half, half_precision_tensors(model) if half else set())
+            return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
+        exact = self._in_float32(model, folder, feeds) if self.provider == "cuda" else {}
+        if all(compare_output(name, value, outputs[name]).passed for name, value in exact.items()):
+            return _Expected(outputs, {}, "", set())
+        return _Expected(outputs, exact, TF32, set(exact))
+
+    def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:
+        """Return the outputs of the original in float32, without TF32; none if it does not run so."""
+        self.progress("run in float32", 0, 0)
+        with suppress(Exception):  # then the outputs are compared with the original's own alone
+            options = {"use_tf32": 0} if self.provider == "cuda" else {}
+            session = start_session(model_to_float32(model), folder, self.provider, options=options)
+            wide = bind(session, arrays_to_float32(feeds), self.provider)
+            wide.run()
+            return wide.outputs()
+        return {}
 
     def start(
         self,

@@ -10,6 +10,8 @@ import numpy as np
 
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 
+TF32 = "tf32"  # the precision of float32 products on CUDA, unless the session's option use_tf32 is 0
+
 # The largest allowed error of an output, relative to the largest finite magnitude of the expected output.
 #
 # The expected output is the original's own, unless the original computes in half precision.  Then it is the original
@@ -25,6 +27,7 @@ TOLERANCES: Mapping[str, float] = {
     "complex64": 1e-5,  # as float32
     "float16": 2e-3,  # 2^-11 = 4.9e-4: four roundings; a fused op rounds once where its nodes rounded each time
     "bfloat16": 1.6e-2,  # 2^-8 = 3.9e-3: four roundings, as for float16
+    TF32: 2e-3,  # 2^-11, as float16: what tensor cores multiply is rounded so, or cut off by some of cuDNN's kernels
 }  # every other dtype is exact: integers, booleans and strings have no roundings
 
 # From these magnitudes on a value can only come from a mask: -3.4e38, or -65504 in float16.  Such values would make
@@ -38,8 +41,8 @@ class OutputDifference:
     """The largest error of one output over all runs.
 
     `max_rel` is relative to the output's largest magnitude, values of masks aside.  For an output that is computed in
-    or from half precision it is the error against the original evaluated in float32, and `original_rel` is the
-    original's own error against that.  `original_rel` is None for other outputs.
+    or from half precision, or by products in TF32, it is the error against the original evaluated in float32, and
+    `original_rel` is the original's own error against that; `original_rel` is None for other outputs.
     """
 
     name: str
@@ -71,8 +74,8 @@ def compare_output(
 ) -> OutputDifference:
     """Measure the error of one output: of a sequence element by element; a map must be equal.
 
-    `half` is the half precision that the value is computed in or from, '' for none.  `exact` is the original's value
-    when it is evaluated in float32.  `limit` replaces the tolerance of floating-point dtypes.
+    `half` is the half precision, or TF32, that the value is computed in or from, '' for neither.  `exact` is the
+    original's value when it is evaluated in float32.  `limit` replaces the tolerance of floating-point dtypes.
     """
     if not isinstance(expected, np.ndarray):
         return _compare_objects(name, expected, actual, exact, half, limit)

@@ -47,3 +47,13 @@ def test_bench(tune: str, tmp_path: Path) -> None:
         assert op["error"] == "" and op["kernel_us"] > 0 and op["body_us"] > 0, op
         assert op["how"] == "kernel" or tune == "now", op
     assert all(op["body_us"] is not None for op in result["ops"] if op["how"] == "onnxruntime" and not op["error"])
+
+
+def test_a_model_that_computes_in_tf32_is_judged_by_float32(tmp_path: Path) -> None:
+    """CuDNN and onnxfuse round what they multiply to TF32 in different ways."""
+    numbers, model = tmp_path / "out.json", unpack("resnet50_dynamo_fp32.onnx", tmp_path)
+    done = run(model, "--provider", "cuda", "--runs", "5", "--no-ops", "--json", numbers)
+    assert done.exit_code == DONE, done.output
+    result = json.loads(numbers.read_text(encoding="utf-8"))
+    assert {each["name"] for each in result["models"]} == {"original", "fused"}
+    assert all(each["agrees"] for each in result["models"]), result["models"]

@@ -18,7 +18,7 @@ from onnx import TensorProto
 from onnxfuse.ir.protos import nodes, tensors
 from onnxfuse.verify import compare as compare_module
 from onnxfuse.verify.compare import compare, first_difference, run_original
-from onnxfuse.verify.difference import OutputDifference, compare_output
+from onnxfuse.verify.difference import TF32, OutputDifference, compare_output
 from onnxfuse.verify.to_float32 import half_precision_of, model_to_float32
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
@@ -167,6 +167,14 @@ def compared(old: list[float], new: list[float], exact: list[float], dtype: Any 
 def test_what_passes(old: list[float], new: list[float], exact: list[float], passed: bool) -> None:
     found = compared(old, new, exact)
     assert found.passed is passed and (found.reason == "") is passed
+
+
+@pytest.mark.parametrize(("new", "passed"), [(0.9985, True), (1.0035, False)])
+def test_products_in_tf32_are_as_exact_as_float16(new: float, passed: bool) -> None:
+    """The original, off by 1.5e-3 the other way, is no standard; large numbers are no mask, as they are in float16."""
+    old, found, exact = (np.array([first * 1e5, 1], np.float32) for first in (1.0015, new, 1.0))
+    assert compare_output("y", old, found, exact, TF32).passed is passed
+    assert not compare_output("y", old, found).passed
 
 
 def test_both_errors_are_told() -> None:
