@@ -51,9 +51,10 @@ def test_every_stream(gpu: Device, case: Case, monkeypatch: pytest.MonkeyPatch) 
     if gpu.arch < TMA_ARCH:
         pytest.skip(f"TMA needs compute capability {TMA_ARCH}")
 
-    def implementations_of(gemm: Gemm, device: Device) -> list[Implementation]:
+    def implementations_of(gemm: Gemm, device: Device) -> tuple[list[Implementation], list[Implementation]]:
         chosen = [stream for stream in STREAMS if fits(gemm, stream, device)]
-        return [implementation(replace(gemm, weights_constant=i % 2 == 0), stream) for i, stream in enumerate(chosen)]
+        gemms = [replace(gemm, weights_constant=i % 2 == 0) for i in range(len(chosen))]
+        return [implementation(each, stream) for each, stream in zip(gemms, chosen, strict=True)], []
 
     monkeypatch.setattr(test_gemm_gpu, "implementations_of", implementations_of)
     test_gemm_gpu.check_all(case, gpu)
@@ -61,8 +62,8 @@ def test_every_stream(gpu: Device, case: Case, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("case", list(older()), ids=str)
 def test_what_older_gpus_run(gpu: Device, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def implementations_of(gemm: Gemm, device: Device) -> list[Implementation]:
-        return small.implementations(gemm, replace(device, arch=80))
+    def implementations_of(gemm: Gemm, device: Device) -> tuple[list[Implementation], list[Implementation]]:
+        return small.implementations(gemm, replace(device, arch=80)), []
 
     monkeypatch.setattr(test_gemm_gpu, "implementations_of", implementations_of)
     test_gemm_gpu.check_all(case, gpu)

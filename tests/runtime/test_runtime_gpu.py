@@ -220,8 +220,8 @@ def test_sessions_come_and_go_without_a_leak() -> None:
             session(model(steps=2)).run(None, feed(64))
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
-    before = free_after(5)
-    assert before - free_after(200) < 64 << 20
+    free = [free_after(5), *(free_after(100) for _ in range(3))]
+    assert min(before - after for before, after in pairwise(free)) < 32 << 20, "or others allocated all the time"
 
 
 def microseconds(run: Callable[[], Any], repeats: int) -> float:
