@@ -4,6 +4,7 @@
     python benchmarks/models.py --out DIR                                  # the default set, up to seven minutes
     python benchmarks/models.py --out DIR --quick                          # onnxruntime and onnxfuse only
     python benchmarks/models.py --out DIR --only 'bert-*' --peers ort,onnxfuse,torch-max-autotune
+    python benchmarks/models.py --out DIR --turns --peers onnxfuse-graph,onnxfuse-static-graph  # plans of one size
     python benchmarks/models.py --out DIR --group conv --only 'resnet50-*' --budget 280      # peers in turns
 
 Models are exported by models/export.py's tables into DIR/onnx, once; results come into DIR/models.json one by one, and
@@ -331,6 +332,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported models and the results")
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL", help="names or patterns of models")
     parser.add_argument("--group", choices=GROUPS, default="default", help="a set of models and peers")
+    parser.add_argument(
+        "--turns", action="store_true", help="time the peers of a model in turns, as for the group conv"
+    )
     parser.add_argument("--max-autotune", action="store_true", help=f"also {MAX_AUTOTUNE}, which takes minutes a model")
     parser.add_argument("--peers", default="", metavar="A,B", help="comma-separated names of peers")
     parser.add_argument("--quick", action="store_true", help=f"fewer runs, and only {', '.join(QUICK)}")
@@ -356,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     guess = estimate(pairs, options.out)
     print(f"{len(pairs)} results; about {guess:.0f} s on an H200, {options.budget:.0f} s allowed", flush=True)
     task = {"out": str(options.out), "provider": provider, "seconds": QUICK_SECONDS if options.quick else SECONDS,
-            "turns": options.group == "conv"}  # fmt: skip
+            "turns": options.turns or options.group == "conv"}  # fmt: skip
     if task["turns"]:
         warm_up(pairs, task, options.limit, deadline)
     head, rows = about(provider), list[dict[str, Any]]()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from model_cases import Case, Work, feeds_of, job_of, model_of
+from model_cases import Case, Work, at_sizes, feeds_of, job_of, model_of
 from torch_peers import in_torch, in_torch_in_place
 
 from onnxfuse.ir.dtypes import Array
@@ -132,6 +132,11 @@ def fused(work: Work) -> onnx.ModelProto:
     return _fused(work, "auto")
 
 
+def fused_at_sizes(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes of the model with static shapes, whose plans hold these sizes alone."""
+    return optimize(at_sizes(model_of(work), feeds_of(work)), verify=False)[0]
+
+
 def fused_in_nchw(work: Work) -> onnx.ModelProto:
     """Return the model that onnxfuse makes with images as the original has them."""
     return _fused(work, "nchw")
@@ -173,6 +178,10 @@ def _convolutions(case: Case) -> bool:
     return case.convolutions
 
 
+def _is_dynamic(case: Case) -> bool:
+    return not case.fixed
+
+
 def _has_cache(case: Case) -> bool:
     return "past" in case.sizes
 
@@ -183,6 +192,9 @@ PEERS = (
     Peer("ort-graph", in_onnxruntime(as_exported, options=GRAPH), 2),
     Peer("onnxfuse", in_onnxruntime(fused, kernels=True), 2.5, once=3),
     Peer("onnxfuse-graph", in_onnxruntime(fused, kernels=True, options=GRAPH), 2, compiles=True),
+    Peer("onnxfuse-static", in_onnxruntime(fused_at_sizes, kernels=True), 2.5, _is_dynamic, once=3, by_default=False),
+    Peer("onnxfuse-static-graph", in_onnxruntime(fused_at_sizes, kernels=True, options=GRAPH), 2, _is_dynamic,
+         by_default=False, compiles=True),
     Peer("onnxfuse-bodies", in_onnxruntime(fused), 2),
     Peer("onnxfuse-bodies-graph", in_onnxruntime(fused, options=GRAPH), 2, by_default=False),
     Peer("ort-nhwc", in_onnxruntime(as_exported, options=NHWC), 1.5, _convolutions),
