@@ -77,7 +77,7 @@ def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str]
     if name == "Cast":
         return _cast(given[0], of, target)
     if name in ("Pow", "Mod"):
-        return _power(given, dtypes) if name == "Pow" else _remainder(given, of)
+        return _power(given, dtypes) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
 
 
@@ -131,9 +131,12 @@ def _power(given: Sequence[str], dtypes: Sequence[str]) -> str:
     return f"pow{'f' if number == 'float' else ''}({given[0]}, {number}({given[1]}))"
 
 
-def _remainder(given: Sequence[str], dtype: str) -> str:
+def _remainder(operation: Operation, given: Sequence[str], dtype: str) -> str:
+    """Return a remainder, which has the sign of the dividend if `fmod` is set, and that of the divisor otherwise."""
     if dtype in FLOATS:
         return f"fmod{'f' if NUMBER[dtype] == 'float' else ''}({given[0]}, {given[1]})"
+    if operation.attributes.get("fmod", 0):
+        return f"{given[0]} % {given[1]}"
     return f"modulo<{NUMBER[dtype]}>({given[0]}, {given[1]})"
 
 

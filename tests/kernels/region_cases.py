@@ -58,6 +58,10 @@ def operators() -> Iterator[Made]:
             yield one(f"{op} {dtype}", op, x, y)
         for op in COMPARISONS:
             yield one(f"{op} {dtype}", op, x, np.broadcast_to(x[0], (6, 8)).copy(), dtype="bool")
+    for dtype in ("int8", "int32", "int64"):
+        x, y = numbers((4, 8), dtype, 1), np.where(numbers((8,), dtype, 2) < 0, -5, 3).astype(dtype)
+        for fmod in (0, 1):
+            yield one(f"Mod {dtype}, negative divisors, fmod {fmod}", "Mod", x, y, fmod=fmod)
     for op in ("Neg", "Abs", "Sign"):
         yield one(f"{op} int64", op, numbers((9,), "int64"))
     x = numbers((3, 8), "float32", 3, low=1)

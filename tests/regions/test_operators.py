@@ -22,6 +22,7 @@ CASES: dict[str, tuple[int, str]] = {
     "Pow, integer exponent": (17, "e := int64 {3} a = Neg(x) z = Pow(a, e)"),
     "Mod": (17, "t := int64 {3} a = Neg(i) z = Mod(a, t)"),
     "Mod, fmod": (17, "a = Neg(x) z = Mod <fmod = 1> (a, y)"),
+    "Mod, fmod of integers": (17, "t := int64 {3} a = Neg(i) z = Mod <fmod = 1> (a, t)"),
     "Min and Max": (17, "a = Min(x, y) c = Neg(x) d = Max(a, c, y) z = Min(d)"),
     "Sum": (17, "a = Neg(x) z = Sum(a, y, x)"),
     "Div, integers": (17, "t := int64 {3} a = Neg(i) z = Div(a, t)"),
