@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from onnxfuse.activations import ACTIVATIONS
@@ -26,7 +26,7 @@ MATH: Final = {  # functions of the C library, with f behind their names for flo
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
-SELU: Final = (1.6732632423543772, 1.0507009873554805)  # alpha and gamma, ONNX's defaults
+SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
 
 
 def literal(value: Any, dtype: str) -> str:
@@ -52,7 +52,7 @@ def is_step(operation: Operation, target: str) -> bool:
 
 def keeps_exact(operation: Operation) -> bool:
     """Return whether each result is one of the operator's inputs or its negative, so that it needs no rounding."""
-    return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu", "relu")
+    return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu")
 
 
 def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str) -> str:
@@ -63,12 +63,10 @@ def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str]
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:
         return f"{MATH[name]}{single}({given[0]})"
-    if name == "Gelu" and operation.attributes.get("approximate", "none") == "tanh":
-        return f"activate::gelu_tanh({given[0]}, 0.0f, 0.0f)"
-    if name in ("Relu", "relu"):
+    if name == "Relu":
         return f"larger<{NUMBER[of]}>({given[0]}, {NUMBER[of]}(0))"
     if name in ACTIVATION_OF:
-        return _activation(name, given[0], operation.attributes)
+        return _activation(operation, given[0])
     if name in ("Min", "Max"):
         function = "smaller" if name == "Min" else "larger"
         return f"{function}<{NUMBER[of]}>({given[0]}, {given[1]})"
@@ -112,8 +110,10 @@ def _of_width(text: str, dtype: str) -> str:
     return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8", "int16") else text
 
 
-def _activation(name: str, x: str, attributes: Mapping[str, Any]) -> str:
-    function = ACTIVATIONS[ACTIVATION_OF[name]]
+def _activation(operation: Operation, x: str) -> str:
+    attributes = operation.attributes
+    is_tanh = attributes.get("approximate", "none") == "tanh"  # of Gelu
+    function = ACTIVATIONS["gelu_tanh" if is_tanh else ACTIVATION_OF[operation.name]]
     alpha, beta = (
         literal(attributes.get(key, default), "float32")
         for key, default in (("alpha", function.alpha), ("beta", function.beta))

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.runtime.plan import FusedNode
 
 FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
@@ -24,10 +23,9 @@ DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
 ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
 COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 LOGIC: Final = ("And", "Or", "Xor", "Not")
-ACTIVATION_OF: Final = {  # operators that are functions of onnxfuse/activations.py
+ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
     "Relu": "relu", "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
     "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
-    **{name: name for name in ACTIVATIONS},
 }  # fmt: skip
 OF_FLOATS: Final = (
     "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Reciprocal", "Selu", "Softsign",
@@ -143,7 +141,7 @@ def _operator_refusal(program: Program, operation: Operation) -> str | None:
     if name == "Constant":
         return None
     dtype = program.dtype_of_input(operation)
-    if name in ACTIVATION_OF and (dtype not in FLOATS or dtype == "float64") and name not in ("Relu", "relu"):
+    if name in ACTIVATION_OF and (dtype not in FLOATS or dtype == "float64") and name != "Relu":
         return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS[:-1])}"
     of_floats = (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2")
     if name in of_floats and dtype not in FLOATS:

@@ -15,13 +15,11 @@ import pytest
 from architectures import H200
 from region_cases import all_cases, maps, models, numbers, one
 from region_drafts import RegionProgram, check
-from region_emulation import plan_of, results
+from region_emulation import results
 from region_random import random_program
 from sampling import sampled
 
-from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region import host
-from onnxfuse.runtime.plan import Launch
 
 GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
 AT_ONCE = 60  # programs of one compilation
@@ -71,16 +69,6 @@ def test_a_nan_is_the_largest_and_the_least_of_a_row(tmp_path: Path) -> None:
     for ((op, axis), program), (own,) in zip(programs.items(), found, strict=True):
         function = np.max if op == "ReduceMax" else np.min
         np.testing.assert_array_equal(own, function(program.operands["x0"], axis, keepdims=True))
-
-
-@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name not in ("none", "clip")])
-def test_activations_by_the_names_of_their_table(name: str) -> None:
-    """They are emulated as operators of ONNX where ONNX has them; here their calls are compiled."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
-    from onnxfuse.runtime.nvrtc import compile_cubin
-
-    (step,) = plan_of(one(name, name, numbers((64,), "float16"))[1], GPU).steps
-    assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).spill_stores <= 0
 
 
 def test_texts_are_the_same_in_every_process() -> None:
