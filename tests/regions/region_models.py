@@ -12,10 +12,14 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 import onnxruntime
-from region_programs import dtype_of, run_program
+from architectures import H200
+from kernel_hosts import first_plan, host_of, require_support
+from region_drafts import RegionProgram
 
 from onnxfuse import Report, optimize
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.runtime.plan import Plan, TensorSpec
+from onnxfuse.runtime.planner import fused_node
 
 INPUTS = "float[2, 3, 4] x, float[2, 3, 4] y, int64[2, 3, 4] i, bool[2, 3, 4] b, float16[2, 3, 4] h"
 
@@ -95,22 +99,39 @@ def draw(model: onnx.ModelProto, seed: int = 0, sizes: Mapping[str, int] | None 
     return feeds
 
 
+def drafted(region: Region, operands: Sequence[Array]) -> RegionProgram:
+    """Return the program of a region with its operands, as the tests of kernels have it."""
+    own, names = region.program, region.attributes["operands"].split()
+    return RegionProgram(own["ops"], own["outputs"], own["dtypes"], dict(zip(names, operands, strict=True)))
+
+
+def plan_of(region: Region, operands: Sequence[TensorSpec]) -> Plan:
+    """Return the plan of a region, for which there must be a kernel."""
+    node = fused_node(region.node.name, region.attributes)
+    require_support(host_of("region"), node, [spec.dtype for spec in operands], H200)
+    return first_plan(node, operands, H200)
+
+
 def assert_programs_agree(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> int:
-    """Fail unless the programs of all regions compute what the nodes that call their functions do; return how many."""
+    """Fail unless each region has a kernel, and its program computes what its function does; return how many there are.
+
+    The program becomes an ONNX model again, with which the tests of kernels compare what kernels compute for it.
+    """
     found = regions(model)
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
     names = [name for region in found for name in (*region.node.input, *region.node.output)]
     wanted = dict.fromkeys(name for name in names if name not in constants and name not in feeds)
     values = {**feeds, **constants, **run(model, feeds, list(wanted))}
     for region in found:
-        operands = [values[name] for name in region.node.input]
-        results = run_program(region.program, operands)
+        program = drafted(region, [values[name] for name in region.node.input])
         types, ranks = region.attributes["output_types"], region.attributes["output_ranks"]
-        for name, dtype, rank, result in zip(region.node.output, types, ranks, results, strict=True):
-            assert result.dtype == dtype_of(onnx.helper.tensor_dtype_to_np_dtype(dtype).name)
+        for name, dtype, rank, result in zip(region.node.output, types, ranks, program.expected(), strict=True):
+            assert result.dtype == onnx.helper.tensor_dtype_to_np_dtype(dtype)
             assert result.ndim == rank
             assert result.shape == values[name].shape, (region.node.name, name)
             assert_close(result, values[name], f"{region.node.name}: {region.program}")
+        plan = plan_of(region, program.specs())
+        assert [spec.shape for spec in plan.outputs] == [values[name].shape for name in region.node.output]
     return len(found)
 
 
