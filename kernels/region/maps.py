@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from onnxfuse.kernels.region.indices import NOTHING, Index, divided, flat, function
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.kernels.region.shapes import Shapes, axis_of, slice_of
-from onnxfuse.kernels.region.sizes import ONE, Shape, Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, Shape, Size, as_size, product
 
 Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
 
@@ -69,14 +68,14 @@ def reshaped(place: Place, shape: Shape, x: Shape) -> Place:
     own, other = list(range(len(shape))), list(range(len(x)))
     while own or other:
         left, right = [own.pop()] if own else [], [other.pop()] if other else []
-        a, b = _product(shape, left), _product(x, right)
+        a, b = product(shape[i] for i in left), product(x[i] for i in right)
         while a != b and (own or other):
             take_own = bool(own) and (not other or (b - a).is_nonnegative)
             if take_own:
                 left.insert(0, own.pop())
             else:
                 right.insert(0, other.pop())
-            a, b = _product(shape, left), _product(x, right)
+            a, b = product(shape[i] for i in left), product(x[i] for i in right)
         whole = flat([place[i] for i in left], [shape[i] for i in left])
         for i in reversed(right[1:]):
             whole, rest = divided(whole, x[i])
@@ -84,13 +83,6 @@ def reshaped(place: Place, shape: Shape, x: Shape) -> Place:
         if right:
             found.append(whole)
     return tuple(reversed(found))
-
-
-def _product(shape: Shape, axes: Sequence[int]) -> Size:
-    found = ONE
-    for axis in axes:
-        found = found * shape[axis]
-    return found
 
 
 def _sliced(operation: Operation, place: Place, x: Shape, shapes: Shapes) -> Place:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
@@ -70,7 +71,7 @@ class NestText:
         writer.line(f"if (at >= {self._bound(ELEMENTS, width)}) return;")
         if variables:
             self._parts("at", variables, width)
-            writer.vector, writer.width = variables[-1].name, width
+            writer.lanes = Lanes(variables[-1].name, width)
         self._stores()
 
     def _elements_with_tail(self, variable: Variable) -> None:
@@ -79,9 +80,9 @@ class NestText:
         whole, count = self._vectors(variable.extent, width), variable.extent
         with writer.block(f"if (at < {writer.arguments.size(whole)})"):
             writer.line(f"const {self.type} {variable.name} = at * {width};")
-            writer.vector, writer.width = variable.name, width
+            writer.lanes = Lanes(variable.name, width)
             self._stores()
-        writer.vector, writer.width = "", 1
+        writer.lanes = Lanes()
         skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
         with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
             writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
@@ -148,7 +149,7 @@ class NestText:
         writer.line(f"const bool exists = own < {bound};")
         writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
         self._parts("row", nest.lists[ROWS], tiling.width)
-        writer.vector, writer.width = nest.lists[ROWS][-1].name, tiling.width
+        writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for level in nest.levels:
             self._level(level, "part", parts)
         if nest.lists[ELEMENTS]:
@@ -191,7 +192,7 @@ class NestText:
         writer, variables = self.writer, self.nest.lists[name]
         goes_along = self.tiling.way != "columns"
         width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
-        before, at = (writer.vector, writer.width), f"at_{writer.new_name()}"
+        before, at = writer.lanes, f"at_{writer.new_name()}"
         bound, seen = self._bound(name, width), len(writer.vectors)
         held = self.held.get(name, {})
         if held:
@@ -205,10 +206,10 @@ class NestText:
             if variables:
                 self._parts(at, variables, width)
             if goes_along:
-                writer.vector, writer.width = (variables[-1].name if variables else ""), width
+                writer.lanes = Lanes(variables[-1].name if variables else "", width)
             yield
         self.reads.append((name, writer.vectors[seen:]))
-        writer.vector, writer.width = before
+        writer.lanes = before
 
     def _level(self, level: tuple[Instance, ...], start: str, step: int) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
@@ -238,7 +239,7 @@ class NestText:
         elif tiling.columns < tiling.threads:
             parts = tiling.threads // tiling.columns
             writer.line(f"__shared__ u64 {slots}[{tiling.threads} * sizeof({kind}) / 8 + 1];")
-            each = f"EACH({writer.width}) " if accumulator.varies else ""
+            each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
             call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}, column, part)"
             writer.line(f"{each}{call};")
 
@@ -256,7 +257,7 @@ class NestText:
 
     def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
         writer, head = self.writer, f"if ({condition}) " if condition else ""
-        if not writer.varies(address):
+        if not writer.lanes.vary(address):
             writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
         elif writer.is_contiguous(address):
             if not value.varies:
@@ -264,5 +265,5 @@ class NestText:
                 value = writer.declare(kind, value.text, True)
             writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
         else:
-            at = writer.index(address, lanes=True)
-            writer.line(f"{head}EACH({writer.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")
+            at = writer.index(address, in_lane=True)
+            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")

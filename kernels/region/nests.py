@@ -49,7 +49,6 @@ class Nest:
     levels: tuple[tuple[Instance, ...], ...] = ()  # reductions in their first variables; each level reads those before
     accesses: tuple[tuple[str, Index], ...] = ()
     bounds: tuple[tuple[Index, Size], ...] = ()
-    names: int = 0
 
     @property
     def place(self) -> Place:
@@ -83,13 +82,18 @@ class Nest:
 
 
 def _variables(instance: Instance) -> set[str]:
-    return set().union(*(index.variables() for index in instance.kept if index)) if instance.kept else set()
+    return {name for index in instance.kept if index for name in index.variables()}
 
 
 def _is_of(instance: Instance, variables: set[str]) -> bool:
     """Return whether a reduction's place depends on these variables alone, and on nothing that is read."""
     atoms = (atom for index in instance.kept if index for atom in index.atoms())
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
+
+
+def _draft(program: Program, shapes: Shapes) -> Writer:
+    """Return a writer whose text nobody reads: it finds out what is read, and where."""
+    return Writer(program, shapes, Arguments(shapes.sizes, False), False)
 
 
 def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
@@ -99,10 +103,10 @@ def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
     places = {each.name: variable_index(each.name, each.extent) for each in axes}
     nest = Nest(tuple(outputs), shape, {ROWS: (), ELEMENTS: tuple(axes)}, places)
     nest = _with_levels(nest, program, shapes)
-    rows = {name for level in nest.levels for each in level for name in _variables(each)}
+    elements = {f"o{axis}" for axis in nest.element_axes()}
     lists: dict[str, tuple[Variable, ...]] = {
-        ROWS: tuple(each for each in axes if each.name in rows),
-        ELEMENTS: tuple(each for each in axes if each.name not in rows),
+        ROWS: tuple(each for each in axes if each.name not in elements),
+        ELEMENTS: tuple(each for each in axes if each.name in elements),
     }
     places = dict(nest.places)
     for instance in (each for level in nest.levels for each in level):
@@ -119,28 +123,24 @@ def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes) -> Nest:
     """Return a nest with the reductions that whole rows share: those that no branch holds, at places of outputs."""
-    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    writer = _draft(program, shapes)
     for name in nest.outputs:
         writer.value(name, nest.place)
     own = {f"o{axis}" for axis in range(len(nest.shape))}
     shared = [each for each, is_conditional in writer.found if not is_conditional and _is_of(each, own)]
     levels: list[tuple[Instance, ...]] = []
-    known: set[Instance] = set()
     left = list(dict.fromkeys(shared))
     while left:
-        ready = tuple(each for each in left if _reads(each, program, shapes) & set(left) <= {each})
-        if not ready:
-            ready = (left[0],)
+        ready = tuple(each for each in left if _reads(each, program, shapes) & set(left) <= {each}) or (left[0],)
         levels.append(ready)
-        known |= set(ready)
-        left = [each for each in left if each not in known]
+        left = [each for each in left if each not in ready]
     return replace(nest, levels=tuple(levels))
 
 
 def _reads(instance: Instance, program: Program, shapes: Shapes) -> set[Instance]:
     """Return the reductions that are computed while one is."""
-    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
-    writer._in_place(instance)
+    writer = _draft(program, shapes)
+    writer.in_place(instance)
     return {each for each, _ in writer.found}
 
 
@@ -171,7 +171,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes) -> Nest:
 
 def traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
     """Return a nest with what it reads and compares."""
-    writer = Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    writer = _draft(program, shapes)
     for level in nest.levels:
         for instance in level:
             here = in_variables(instance, nest)

@@ -8,14 +8,13 @@ from math import gcd
 from typing import Final
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
-from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nest_text import Tiling
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, as_size
-from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic
@@ -139,10 +138,10 @@ def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned
     best, most = 1, 0
     is_flat = not nest.levels and len(variables) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
-        writer = Writer(program, shapes, Arguments(shapes.sizes, False), True, last.name, width)
-        if not all(writer.splits_no_vector(index, bound) for index, bound in nest.bounds):
+        lanes = Lanes(last.name, width)
+        if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
-        whole = [operand for operand, index in along if writer.is_contiguous(index)]
+        whole = [operand for operand, index in along if lanes.are_contiguous(index, shapes.sizes)]
         is_stored_so = not any(operand == "" for operand, _ in along) or "" in whole
         if is_stored_so and len(whole) > most:
             best, most = width, len(whole)

@@ -10,8 +10,9 @@ from typing import Any, Final
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import Atom, Index, flat, text_of, variable_index
+from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.operators import NUMBER, expression, is_step, keeps_exact, literal
+from onnxfuse.kernels.region.operators import NUMBER, STORED, expression, is_step, keeps_exact, literal
 from onnxfuse.kernels.region.program import ELEMENTWISE, HALVES, REDUCTIONS, Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, finished, instance_of, term
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
@@ -37,14 +38,13 @@ class Reference:
 
 @dataclass
 class Writer:
-    """Lines of text, and which values they have computed; `vector` is the variable along which a thread has lanes."""
+    """Lines of text, and which values they have computed."""
 
     program: Program
     shapes: Shapes
     arguments: Arguments
     aligned: bool  # operands and outputs start at multiples of 16 bytes
-    vector: str = ""
-    width: int = 1
+    lanes: Lanes = field(default_factory=Lanes)
     prefix: str = "v"
     lines: list[str] = field(default_factory=list)
     depth: int = 1
@@ -105,29 +105,25 @@ class Writer:
         """Write a variable with its value, an expression that may be of lane j."""
         name = self.new_name()
         if varies:
-            self.line(f"{kind} {name}[{self.width}];")
-            self.line(f"EACH({self.width}) {name}[j] = {value};")
+            self.line(f"{kind} {name}[{self.lanes.width}];")
+            self.line(f"EACH({self.lanes.width}) {name}[j] = {value};")
         else:
             self.line(f"const {kind} {name} = {value};")
         return Reference(name, varies, exact)
 
     # --- indices --------------------------------------------------------------------------------------------------
 
-    def varies(self, *indices: Index | None) -> bool:
-        """Return whether any of these indices differs among the lanes of a vector."""
-        return self.width > 1 and any(self.vector in index.variables() for index in indices if index)
-
-    def index(self, index: Index, lanes: bool = False) -> str:
-        """Return an index as an expression: in lane j if `lanes`, else in the first lane."""
+    def index(self, index: Index, in_lane: bool = False) -> str:
+        """Return an index as an expression: in lane j if `in_lane`, else in the first lane."""
 
         def atom(each: Atom) -> str:
             if each.kind == "variable":
-                return f"({each.name} + j)" if lanes and each.name == self.vector else each.name
+                return f"({each.name} + j)" if in_lane and each.name == self.lanes.variable else each.name
             if each.kind == "value":
-                varies = self.width > 1 and self.vector in each.varies
-                return f"{each.name}[{'j' if lanes else 0}]" if varies else each.name
+                varies = self.lanes.width > 1 and self.lanes.variable in each.varies
+                return f"{each.name}[{'j' if in_lane else 0}]" if varies else each.name
             assert each.of is not None
-            inner, kind = self.index(each.of, lanes), self.arguments.index_type
+            inner, kind = self.index(each.of, in_lane), self.arguments.index_type
             if each.kind in FUNCTIONS:
                 return f"{FUNCTIONS[each.kind]}<{kind}>({inner}, {self.arguments.size(each.by)})"
             inner = inner if inner.isidentifier() else f"({inner})"
@@ -136,23 +132,8 @@ class Writer:
         return text_of(index, self.arguments.size, atom)
 
     def is_contiguous(self, address: Index) -> bool:
-        """Return whether the lanes of a vector are neighbours at an address that a vector access takes."""
-        rest = Index(address.constant, tuple(each for each in address.terms if each[0].name != self.vector))
-        return self.aligned and address.factor(self.vector) == ONE and self.is_multiple(rest)
-
-    def is_multiple(self, index: Index) -> bool:
-        """Return whether an index without the vector's variable is a multiple of the width for all lanes."""
-        factors = (index.constant, *(factor for _, factor in index.terms))
-        divides = all(self.shapes.sizes.divisor(each) % self.width == 0 for each in factors)
-        return divides and self.vector not in index.variables()
-
-    def splits_no_vector(self, index: Index, bound: Size) -> bool:
-        """Return whether all lanes of a vector are on one side of a bound."""
-        difference = index + -bound
-        if self.vector not in difference.variables():
-            return True
-        rest = Index(difference.constant, tuple(each for each in difference.terms if each[0].name != self.vector))
-        return difference.factor(self.vector) == ONE and self.is_multiple(rest)
+        """Return whether a vector access reads or writes all lanes at an address."""
+        return self.aligned and self.lanes.are_contiguous(address, self.shapes.sizes)
 
     # --- values ---------------------------------------------------------------------------------------------------
 
@@ -185,23 +166,22 @@ class Writer:
         dtype = self.program.dtypes[name]
         if dtype not in HALVES or reference.exact:
             return reference
-        stored = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-        return self.declare("float", f"rounded<{stored}>({reference.lane})", reference.varies)
+        return self.declare("float", f"rounded<{STORED[dtype]}>({reference.lane})", reference.varies)
 
     def _load(self, name: str, place: Place) -> Reference:
         address = flat(place, self.shapes.of[name])
         self.accesses.append((name, address))
         kind = NUMBER[self.program.dtypes[name]]
-        if not self.varies(address):
+        if not self.lanes.vary(address):
             return self.declare(kind, f"load_one({name} + ({self.index(address)}))", False)
         if self.is_contiguous(address):
             if not self.conditions and not any(each.kind == "value" for each in address.atoms()):
                 self.vectors.append((name, place))
             found = Reference(self.new_name(), True)
-            self.line(f"{kind} {found.text}[{self.width}];")
+            self.line(f"{kind} {found.text}[{self.lanes.width}];")
             self.line(f"load({name} + ({self.index(address)}), {found.text});")
             return found
-        return self.declare(kind, f"load_one({name} + ({self.index(address, lanes=True)}))", True)
+        return self.declare(kind, f"load_one({name} + ({self.index(address, in_lane=True)}))", True)
 
     def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
         target, given = self.program.dtypes[name], []
@@ -222,12 +202,12 @@ class Writer:
 
     def _declared(self, name: str, varies: bool) -> Reference:
         found = Reference(self.new_name(), varies)
-        self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.width}]' if varies else ''};")
+        self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
     def assign(self, to: Reference, value: Reference) -> None:
         """Write an assignment to a variable that was declared before."""
-        self.line(f"EACH({self.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
+        self.line(f"EACH({self.lanes.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
 
     def _is_below(self, index: Index, bound: Size) -> bool | None:
         """Return whether an index is less than a bound; None if it depends."""
@@ -250,7 +230,7 @@ class Writer:
         if len(parts) == 1:
             each, begin, _ = parts[0]
             return self.value(each, maps.before(place, axis, begin))
-        found, exact = self._declared(name, self.varies(*place)), True
+        found, exact = self._declared(name, self.lanes.vary(*place)), True
         for i, (each, begin, end) in enumerate(parts):
             if i < len(parts) - 1:
                 self.bounds.append((place[axis], end))
@@ -275,7 +255,7 @@ class Writer:
                 conditions.append(f"{self.index(index)} < {self.arguments.size(dim)}")
         if not conditions:
             return self.value(x, inner)
-        found = self._declared(x, self.varies(*inner))
+        found = self._declared(x, self.lanes.vary(*inner))
         value = Reference(literal(operation.attributes.get("value", 0), self.program.dtypes[x]))
         self.assign(found, value)
         with self.branch(f"if ({' && '.join(conditions)})"):
@@ -285,23 +265,23 @@ class Writer:
 
     def _gathered(self, operation: Operation, place: Place) -> Reference:
         x, indices = operation.inputs
-        axis, rank, dim = axis_of(operation), len(self.shapes.of[indices]), self.shapes.of[x][axis_of(operation)]
-        at = place[axis : axis + rank]
+        axis, rank = axis_of(operation), len(self.shapes.of[indices])
+        dim, at = self.shapes.of[x][axis], place[axis : axis + rank]
         reference, kind = self.value(indices, at), self.arguments.index_type
         key = ("gathered", reference.text, dim)
         chosen = self.known(key)
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
             chosen = self.keep(key, self.declare(kind, text, reference.varies))
-        variables = tuple(sorted(set().union(*(each.variables() for each in at))))
-        atom = Atom("value", dim, chosen.text, varies=variables if variables else ())
+        variables = {name for index in at for name in index.variables()}
+        atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[axis + rank :]))
 
     # --- reductions -----------------------------------------------------------------------------------------------
 
     def _reduced(self, operation: Operation, place: Place) -> Reference:
         instance = instance_of(operation, place, self.program, self.shapes)
-        accumulator = self.known(instance) or self._in_place(instance)
+        accumulator = self.known(instance) or self.in_place(instance)
         own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
@@ -311,14 +291,11 @@ class Writer:
         exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
         return self.declare(NUMBER[target], text, varies, exact)
 
-    def _in_place(self, instance: Instance) -> Reference:
+    def in_place(self, instance: Instance) -> Reference:
         """Write a loop in which each thread reduces all elements by itself."""
-        accumulator = self.accumulator(instance)
-        coordinates = []
-        for axis in instance.axes:
-            dim = self.shapes.of[instance.value][axis]
-            coordinates.append(variable_index(f"q{self.new_name()}", dim))
-        with self.loops(coordinates, [self.shapes.of[instance.value][axis] for axis in instance.axes]):
+        accumulator, extents = self.accumulator(instance), instance.extents(self.shapes)
+        coordinates = [variable_index(f"q{self.new_name()}", extent) for extent in extents]
+        with self.loops(coordinates, extents):
             self.add(instance, accumulator, coordinates)
         self.found.append((instance, self.conditions > 0))
         return self.keep(instance, accumulator)
@@ -342,9 +319,9 @@ class Writer:
 
     def accumulator(self, instance: Instance) -> Reference:
         """Declare the accumulator of a reduction, one for each lane whose places differ."""
-        varies = self.varies(*instance.kept)
+        varies = self.lanes.vary(*instance.kept)
         found = Reference(self.new_name(), varies)
-        self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.width}]' if varies else ''};")
+        self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
 
     def add(self, instance: Instance, accumulator: Reference, coordinates: Sequence[Index]) -> None:
@@ -353,9 +330,9 @@ class Writer:
         place = tuple(next(left) if each is None else each for each in instance.kept)
         reference = self.value(instance.value, place)
         reference = self.rounded(instance.value, reference) if instance.is_extreme else reference
-        has_lanes = accumulator.varies or self.varies(*coordinates)
+        has_lanes = accumulator.varies or self.lanes.vary(*coordinates)
         given = [term(instance, reference.lane)]
         if instance.is_extreme:
-            given.append(f"int({self.index(coordinates[0], lanes=has_lanes)})")
-        each = f"EACH({self.width}) " if has_lanes else ""
+            given.append(f"int({self.index(coordinates[0], in_lane=has_lanes)})")
+        each = f"EACH({self.lanes.width}) " if has_lanes else ""
         self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")

@@ -1,0 +1,38 @@
+"""The lanes of a vector: neighbouring values of one variable of a loop nest, which a thread takes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.kernels.region.indices import Index
+from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The variable along which a vector lies, and its width; lane j has the variable's value plus j."""
+
+    variable: str = ""
+    width: int = 1
+
+    def vary(self, *indices: Index | None) -> bool:
+        """Return whether any of these indices differs among the lanes."""
+        return self.width > 1 and any(self.variable in index.variables() for index in indices if index)
+
+    def are_contiguous(self, address: Index, sizes: Sizes) -> bool:
+        """Return whether the lanes are neighbours in memory, the first at a multiple of the width."""
+        return address.factor(self.variable) == ONE and self._is_multiple(self._without_variable(address), sizes)
+
+    def are_on_one_side(self, index: Index, bound: Size, sizes: Sizes) -> bool:
+        """Return whether an index is below a bound in all lanes or in none."""
+        difference = index + -bound
+        return self.variable not in difference.variables() or self.are_contiguous(difference, sizes)
+
+    def _without_variable(self, index: Index) -> Index:
+        return Index(index.constant, tuple(each for each in index.terms if each[0].name != self.variable))
+
+    def _is_multiple(self, index: Index, sizes: Sizes) -> bool:
+        """Return whether an index is a multiple of the width, and the same for all lanes."""
+        factors = (index.constant, *(factor for _, factor in index.terms))
+        divides = all(sizes.divisor(each) % self.width == 0 for each in factors)
+        return divides and self.variable not in index.variables()
