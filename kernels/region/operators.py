@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from onnxfuse.activations import ACTIVATIONS
-from onnxfuse.kernels.region.program import ACTIVATION_OF, FLOATS, HALVES, STEPS, Operation
+from onnxfuse.kernels.region.program import Operation
+from onnxfuse.region_operators import ACTIVATION_OF, DISCONTINUOUS, FLOATS, HALVES
 
 NUMBER: Final = {  # what a value of each dtype is computed in
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "double", "bool": "bool",
-    "int8": "signed char", "uint8": "unsigned char", "int16": "short", "int32": "int", "int64": "long long",
+    "int8": "signed char", "uint8": "unsigned char", "int32": "int", "int64": "long long",
 }  # fmt: skip
 STORED: Final = {**NUMBER, "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 BYTES: Final = {
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1, "int16": 2,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1,
     "int32": 4, "int64": 8,
 }  # fmt: skip
 INFIX: Final = {
@@ -45,9 +46,9 @@ def literal(value: Any, dtype: str) -> str:
     return f"__uint_as_float({bits})"
 
 
-def is_step(operation: Operation, target: str) -> bool:
+def is_discontinuous(operation: Operation, target: str) -> bool:
     """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
-    return operation.name in STEPS or (operation.name == "Cast" and target not in FLOATS)
+    return operation.name in DISCONTINUOUS or (operation.name == "Cast" and target not in FLOATS)
 
 
 def keeps_exact(operation: Operation) -> bool:
@@ -107,7 +108,7 @@ def _others(operation: Operation, x: str, of: str) -> str:
 
 def _of_width(text: str, dtype: str) -> str:
     """Return an expression that wraps around as the dtype does; C++ computes in int what is narrower."""
-    return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8", "int16") else text
+    return f"({NUMBER[dtype]})({text})" if dtype in ("int8", "uint8") else text
 
 
 def _activation(operation: Operation, x: str) -> str:

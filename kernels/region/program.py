@@ -2,7 +2,7 @@
 
 The program is JSON: "ops" are [operator, inputs, outputs, attributes] in an order in which they can be computed,
 "outputs" are the values that the node gives, and "dtypes" names the dtype of every value.  Operands are x0, x1, ...
-Operators mean what ONNX says, whatever the model's opset.
+Operators mean what ONNX says, whatever the model's opset; onnxfuse/region_operators.py lists them.
 """
 
 from __future__ import annotations
@@ -13,40 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from onnxfuse.region_operators import DTYPES, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
-FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
-HALVES: Final = ("float16", "bfloat16")
-INTEGERS: Final = ("int8", "uint8", "int16", "int32", "int64")
-DTYPES: Final = (*FLOATS, *INTEGERS, "bool")
-
-ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
-COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
-LOGIC: Final = ("And", "Or", "Xor", "Not")
-ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
-    "Relu": "relu", "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
-    "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
-}  # fmt: skip
-OF_FLOATS: Final = (
-    "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Reciprocal", "Selu", "Softsign",
-    "IsNaN", "IsInf",
-)  # fmt: skip
-ELEMENTWISE: Final = frozenset(
-    (*ARITHMETIC, *COMPARISONS, *LOGIC, *ACTIVATION_OF, *OF_FLOATS, "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
-)
-MAPS: Final = frozenset(
-    ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Gather", "Tile")
-)
-SUMS: Final = (
-    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
-    "ReduceLogSumExp",
-)  # fmt: skip
-EXTREMES: Final = ("ArgMax", "ArgMin")
-SOFTMAXES: Final = ("Softmax", "LogSoftmax")
-REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
-# Operators that are not continuous: a half-precision value is rounded to its dtype before they read it.
-STEPS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
 MAX_OPERANDS: Final = 64  # pointers that a kernel takes
 
 
@@ -136,18 +106,14 @@ def refusal(program: Program, dtypes: Sequence[str], output_dtypes: Sequence[str
 
 def _operator_refusal(program: Program, operation: Operation) -> str | None:
     name = operation.name
-    if name != "Constant" and name not in ELEMENTWISE | MAPS | REDUCTIONS:
-        return f"region: kernels are not generated for the operator {name}"
     if name == "Constant":
         return None
+    taken = dtypes_of(name)
+    if not taken:
+        return f"region: kernels are not generated for the operator {name}"
     dtype = program.dtype_of_input(operation)
-    if name in ACTIVATION_OF and (dtype not in FLOATS or dtype == "float64") and name != "Relu":
-        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS[:-1])}"
-    of_floats = (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2")
-    if name in of_floats and dtype not in FLOATS:
-        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS)}"
-    if name in REDUCTIONS and dtype not in (*FLOATS, "int32", "int64"):
-        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(FLOATS)}, int32, int64"
+    if dtype not in taken:
+        return f"region: {name} is of {dtype}; kernels are generated for it in {', '.join(taken)}"
     if name == "Pad" and operation.attributes.get("mode", "constant") not in PAD_MODES:
         return f"region: Pad has the mode {operation.attributes['mode']}; kernels have {', '.join(PAD_MODES)}"
     return None

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from onnxfuse.kernels.region.program import ELEMENTWISE, EXTREMES, SUMS, Operation, Program
+from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
+from onnxfuse.region_operators import ELEMENTWISE, EXTREMES, SUMS
 
 OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # what these are of no elements is not defined
 

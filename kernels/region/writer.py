@@ -12,11 +12,12 @@ from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import Atom, Index, flat, text_of, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.operators import NUMBER, STORED, expression, is_step, keeps_exact, literal
-from onnxfuse.kernels.region.program import ELEMENTWISE, HALVES, REDUCTIONS, Operation, Program
+from onnxfuse.kernels.region.operators import NUMBER, STORED, expression, is_discontinuous, keeps_exact, literal
+from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, finished, instance_of, term
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
+from onnxfuse.region_operators import ELEMENTWISE, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
@@ -188,7 +189,7 @@ class Writer:
         for each in operation.inputs:
             inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
             reference = self.value(each, inner)
-            given.append(self.rounded(each, reference) if is_step(operation, target) else reference)
+            given.append(self.rounded(each, reference) if is_discontinuous(operation, target) else reference)
         if operation.name == "Identity":
             return given[0]
         dtypes = [self.program.dtypes[each] for each in operation.inputs]

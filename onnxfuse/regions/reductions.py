@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onnxfuse.ir.dtypes import FLOATS
+from onnxfuse.region_operators import EXTREMES, SOFTMAXES, SUMS
 from onnxfuse.regions.steps import StaysOut, Steps, Writer, axis_of
 
-NAMES: Final = (
-    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
-    "ReduceLogSumExp", "ReduceLogSum",
-)  # fmt: skip
 LAST_FLATTENING_OPSET: Final = 12  # up to which Softmax is over all axes from one on
 
 
@@ -54,9 +51,9 @@ def _pool(op: str, s: Steps) -> None:
 
 
 REDUCTIONS: Final[Mapping[str, Writer]] = {
-    **{op: functools.partial(_reduce, op) for op in NAMES},
-    **{op: functools.partial(_softmax, op) for op in ("Softmax", "LogSoftmax")},
-    **{op: functools.partial(_arg, op) for op in ("ArgMax", "ArgMin")},
+    **{op: functools.partial(_reduce, op) for op in (*SUMS, "ReduceLogSum")},
+    **{op: functools.partial(_softmax, op) for op in SOFTMAXES},
+    **{op: functools.partial(_arg, op) for op in EXTREMES},
     "GlobalAveragePool": functools.partial(_pool, "ReduceMean"),
     "GlobalMaxPool": functools.partial(_pool, "ReduceMax"),
 }

@@ -10,12 +10,12 @@ from typing import Final
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.node import Node
+from onnxfuse.region_operators import EXTREMES, REDUCTIONS, SOFTMAXES
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.steps import Step
 
 VIEWS: Final = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
-NORMALIZING: Final = ("Softmax", "LogSoftmax")
-ONE_AXIS: Final = (*NORMALIZING, "ArgMax", "ArgMin")
+ONE_AXIS: Final = (*SOFTMAXES, *EXTREMES)
 
 
 class Kind(Enum):
@@ -45,7 +45,7 @@ class Rows:
 
 def is_reduction(step: Step) -> bool:
     """Return whether a step reduces rows."""
-    return step.op.startswith("Reduce") or step.op in ONE_AXIS
+    return step.op in REDUCTIONS
 
 
 def kinds_of(
@@ -65,7 +65,7 @@ def kinds_of(
             if rows not in (None, found) or kinds.get(node.inputs[0].name) is Kind.ROW:
                 return None
             rows = found
-            kinds[node.outputs[0].name] = Kind.ELEMENT if reduction.op in NORMALIZING else Kind.ROW
+            kinds[node.outputs[0].name] = Kind.ELEMENT if reduction.op in SOFTMAXES else Kind.ROW
             continue
         behind = {t.name for t in node.inputs if t.name in kinds}
         if not behind:

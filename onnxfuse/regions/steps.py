@@ -15,12 +15,9 @@ from onnxfuse.ir.attributes import attribute_or_input
 from onnxfuse.ir.dtypes import Array, dtype_name
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Node, Tensor, is_constant
+from onnxfuse.region_operators import DTYPES
 
 Value: TypeAlias = "int | float | str | list[int]"  # of an attribute of a step
-_T = TensorProto
-DTYPES: Final = frozenset(
-    {_T.FLOAT16, _T.BFLOAT16, _T.FLOAT, _T.DOUBLE, _T.INT64, _T.INT32, _T.INT8, _T.UINT8, _T.BOOL}
-)  # of the values of a region
 MAX_RANK: Final = 8
 
 
@@ -165,10 +162,9 @@ def json_number(value: object, dtype: int) -> Value:
 def require_dtypes(shapes: ShapeInfo, tensors: Sequence[Tensor]) -> None:
     """Raise StaysOut for a tensor whose dtype regions do not have."""
     for tensor in tensors:
-        if tensor.name and (dtype := shapes.dtype(tensor)) not in DTYPES:
+        if tensor.name and dtype_name(dtype := shapes.dtype(tensor)) not in DTYPES:
             what = dtype_name(dtype) if dtype else "of unknown dtype"
-            known = ", ".join(dtype_name(each) for each in sorted(DTYPES))
-            raise StaysOut(f"'{tensor.name}' is {what}; regions have {known}")
+            raise StaysOut(f"'{tensor.name}' is {what}; regions have {', '.join(DTYPES)}")
 
 
 def axis_of(axis: int, rank: int) -> int:

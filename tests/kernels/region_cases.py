@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
 
-from onnxfuse.kernels.region.program import COMPARISONS, SUMS
+from onnxfuse.region_operators import COMPARISONS, SUMS
 
 FLOATS = ("float32", "float16", "bfloat16")
 UNARY = (

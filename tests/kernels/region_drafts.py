@@ -14,8 +14,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS
-from onnxfuse.kernels.region.operators import is_step
-from onnxfuse.kernels.region.program import COMPARISONS, HALVES, SUMS, Operation
+from onnxfuse.kernels.region.operators import is_discontinuous
+from onnxfuse.kernels.region.program import Operation
+from onnxfuse.region_operators import COMPARISONS, HALVES, SUMS
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 NUMPY = {
@@ -142,7 +143,7 @@ class _Model:
         if op == "Constant":
             self.initializers.append(self._scalar(operation.outputs[0], attributes["value"]))
             return
-        if is_step(operation, target):
+        if is_discontinuous(operation, target):
             inputs = [self._rounded(name, self.program.dtypes[name]) for name in inputs]
         if op == "Cast":
             name = inputs[0]

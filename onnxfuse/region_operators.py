@@ -1,0 +1,49 @@
+"""The operators and dtypes of a region's program: what regions may be formed of, and what kernels are generated for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+HALVES: Final = ("float16", "bfloat16")
+FLOATS: Final = (*HALVES, "float32", "float64")
+DTYPES: Final = (*FLOATS, "int8", "uint8", "int32", "int64", "bool")
+
+ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")
+COMPARISONS: Final = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+LOGIC: Final = ("And", "Or", "Xor", "Not")
+ACTIVATION_OF: Final = {  # operators that call a function of onnxfuse/activations.py
+    "Sigmoid": "sigmoid", "LeakyRelu": "leaky_relu", "Elu": "elu", "HardSigmoid": "hard_sigmoid",
+    "HardSwish": "hard_swish", "Softplus": "softplus", "Mish": "mish", "Gelu": "gelu",
+}  # fmt: skip
+OF_FLOATS: Final = (
+    "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Reciprocal", "Selu", "Softsign",
+    "IsNaN", "IsInf",
+)  # fmt: skip
+OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
+ELEMENTWISE: Final = frozenset((*ARITHMETIC, *COMPARISONS, *LOGIC, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL))
+MAPS: Final = frozenset(
+    ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Gather", "Tile")
+)
+SUMS: Final = (
+    "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
+    "ReduceLogSumExp",
+)  # fmt: skip
+EXTREMES: Final = ("ArgMax", "ArgMin")
+SOFTMAXES: Final = ("Softmax", "LogSoftmax")
+REDUCTIONS: Final = frozenset((*SUMS, *EXTREMES, *SOFTMAXES))
+# Operators that are not continuous: a half-precision value is rounded to its dtype before they read it.
+DISCONTINUOUS: Final = frozenset((*COMPARISONS, *EXTREMES, "IsNaN", "IsInf", "Floor", "Ceil", "Round", "Sign", "Mod"))
+
+
+def dtypes_of(operator: str) -> tuple[str, ...]:
+    """Return the dtypes that the first input of an operator may have; none for an operator that programs do not have.
+
+    A Constant, which has no input, is in every program.
+    """
+    if operator in ACTIVATION_OF:
+        return FLOATS[:-1]
+    if operator in (*OF_FLOATS, *SOFTMAXES, "ReduceLogSumExp", "ReduceL2"):
+        return FLOATS
+    if operator in REDUCTIONS:
+        return (*FLOATS, "int32", "int64")
+    return DTYPES if operator in ELEMENTWISE | MAPS else ()
