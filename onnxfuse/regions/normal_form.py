@@ -7,8 +7,10 @@ from typing import Final
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of
+from onnxfuse.region_operators import dtypes_of
 from onnxfuse.regions.maps import MAPS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
@@ -34,6 +36,17 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
         WRITERS[op](steps)
         read = {name for step in steps.found for name in step.inputs}
         require_dtypes(shapes, [t for t in (*node.inputs, *node.outputs) if not is_constant(t) or t.name in read])
+        _require_kernels(steps)
     except (StaysOut, ModelError, TypeError) as error:
         return f"{op} stays out of regions: {error}"
     return tuple(steps.found)
+
+
+def _require_kernels(steps: Steps) -> None:
+    """Raise StaysOut for a step whose first input has a dtype for which no kernel is generated."""
+    dtypes = {t.name: steps.shapes.dtype(t) for t in steps.node.inputs if t.name}
+    for step in steps.found:
+        if step.op != "Constant" and (found := dtype_name(dtypes[step.inputs[0]])) not in dtypes_of(step.op):
+            required = ", ".join(dtypes_of(step.op))
+            raise StaysOut(f"its {step.op} is of {found}; kernels are generated for it in {required}")
+        dtypes |= dict.fromkeys(step.outputs, step.dtype)

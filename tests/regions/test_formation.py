@@ -182,6 +182,22 @@ def test_other_dtypes_stay_out(dtype: str) -> None:
     assert regions(model) == []
 
 
+@pytest.mark.parametrize(
+    ("nodes", "dtype", "why"),
+    [
+        ("a = Neg(x) z = Sigmoid(a)", "double", "its Sigmoid is of float64; kernels are generated for it in float16"),
+        ("a = Neg(x) z = ReduceMax(a)", "int8", "its ReduceMax is of int8"),
+        ("a = Neg(x) z = ReduceL2(a)", "int64", "its ReduceL2 is of int64"),
+    ],
+)
+def test_operators_of_dtypes_without_a_kernel_stay_out(nodes: str, dtype: str, why: str) -> None:
+    """One of them would leave the whole region without a kernel."""
+    source = parsed(f"{nodes} v = Abs(a)", inputs=f"{dtype}[4] x", outputs="z v", opset=18)
+    made = fuse_model(source, None, [], regions=True).regions
+    assert [set(one.replaces) for one in made.fused] == [{"a", "v"}]
+    assert why in made.reasons["z"]
+
+
 def test_subgraphs_stay_as_they_are() -> None:
     nodes = (
         "a = Neg(x) z = If (c) <then_branch = t () => (float[8, 8] p) { q = Exp(a) p = Neg(q) }, "
