@@ -50,7 +50,7 @@ def supports(node: FusedNode, dtypes: Sequence[str], device: Device) -> str | No
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the one plan.
 
-    Raises ValueError if the operands' shapes do not fit the program, or a tensor has more elements than are counted.
+    Raises ValueError if the operands' shapes do not fit the program, or its kernel would have too many lines.
     """
     program, sizes = parse(node), Sizes()
     shapes = infer(program, {f"x{i}": sizes.read(spec.shape) for i, spec in enumerate(inputs)}, sizes)
@@ -61,7 +61,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     )
     groups: dict[Shape, list[str]] = {}
     for name in dict.fromkeys(program.outputs):
-        if not is_empty(shapes.of[name], sizes):
+        if not _is_empty(shapes.of[name], sizes):
             groups.setdefault(shapes.of[name], []).append(name)
     if not groups:
         return [Plan(outputs, ())]
@@ -71,7 +71,7 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     return [Plan(outputs, (_launch(_Region(program, shapes, nests, tilings, inputs, outputs, aligned), device),))]
 
 
-def is_empty(shape: Shape, sizes: Sizes) -> bool:
+def _is_empty(shape: Shape, sizes: Sizes) -> bool:
     """Return whether a tensor has no elements."""
     return not all(dim != ZERO and sizes.at_least(dim, ONE) for dim in shape)
 

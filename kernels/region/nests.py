@@ -46,9 +46,9 @@ class Nest:
     shape: Shape
     lists: Mapping[str, tuple[Variable, ...]]
     places: Mapping[str, Index]
-    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions in their first variables; each level reads those before
-    accesses: tuple[tuple[str, Index], ...] = ()
-    bounds: tuple[tuple[Index, Size], ...] = ()
+    levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads those of levels before
+    accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
+    bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
 
     @property
     def place(self) -> Place:
@@ -122,7 +122,7 @@ def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes) -> Nest:
-    """Return a nest with the reductions that whole rows share: those that no branch holds, at places of outputs."""
+    """Return a nest with the reductions that rows share: outside branches, at places that follow from the outputs."""
     writer = _draft(program, shapes)
     for name in nest.outputs:
         writer.value(name, nest.place)
@@ -170,7 +170,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes) -> Nest:
 
 
 def traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
-    """Return a nest with what it reads and compares."""
+    """Return a nest whose accesses and bounds are those of its text."""
     writer = _draft(program, shapes)
     for level in nest.levels:
         for instance in level:

@@ -10,7 +10,7 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size, Sizes, as_size, product
 from onnxfuse.region_operators import ELEMENTWISE, EXTREMES, SUMS
 
-OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # what these are of no elements is not defined
+OF_SOME: Final = (*EXTREMES, "ReduceMax", "ReduceMin")  # their result is not defined for no elements
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
     if name in SUMS or name in EXTREMES:
         axes, keeps = reduced_axes(operation), operation.attributes.get("keepdims", 1)
         if name in OF_SOME and any(x[axis] == ZERO for axis in axes):
-            raise ValueError(f"region: {name} is of no elements")
+            raise ValueError(f"region: {name} reduces no elements; required is at least one")
         return tuple(ONE if i in axes else dim for i, dim in enumerate(x) if keeps or i not in axes)
     return x  # Softmax and LogSoftmax
 

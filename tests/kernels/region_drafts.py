@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,11 +191,3 @@ def describe(program: RegionProgram) -> str:
     """Return a program and its shapes, for messages."""
     shapes = {name: (each.dtype.name, each.shape) for name, each in program.operands.items()}
     return f"{shapes} dynamic {program.dynamic}\n" + "\n".join(map(str, program.ops)) + f"\n-> {program.outputs}"
-
-
-def of_arrays(arrays: Mapping[str, np.ndarray] | Sequence[np.ndarray]) -> RegionProgram:
-    """Return a program that has operands only."""
-    program = RegionProgram()
-    for each in arrays.values() if isinstance(arrays, Mapping) else arrays:
-        program.operand(each)
-    return program
