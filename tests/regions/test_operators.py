@@ -11,6 +11,30 @@ FLOAT = (
     "Abs", "Neg", "Exp", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "Relu", "Sigmoid",
     "Softplus", "Softsign", "HardSwish", "LeakyRelu", "Elu", "Selu", "HardSigmoid",
 )  # fmt: skip
+# Index maps between Neg and Exp: opset, constants, and the map of a, which is Neg(x).
+MAPS_OF_A: dict[str, tuple[int, str, str]] = {
+    "Reshape": (17, "s := int64[3] {0, -1, 2}", "Reshape(a, s)"),
+    "Expand": (17, "s := int64[4] {5, 1, 1, 4}", "Expand(a, s)"),
+    "Slice": (
+        17,
+        "s := int64[2] {-1, 1} e := int64[2] {-9223372036854775807, 9223372036854775807} "
+        "p := int64[2] {2, 1} t := int64[2] {-2, 1}",
+        "Slice(a, s, e, p, t)",
+    ),
+    "Slice before opset 10": (9, "", "Slice <axes = [-1], starts = [1], ends = [-1]> (a)"),
+    "Concat": (17, "", "Concat <axis = -2> (a, y, x)"),
+    "Pad": (17, "p := int64[6] {0, 1, -1, 0, 0, 2} v := float {3}", "Pad(a, p, v)"),
+    "Pad, reflect": (17, "p := int64[6] {0, 1, 2, 0, 0, 1}", 'Pad <mode = "reflect"> (a, p)'),
+    "Pad, edge": (17, "p := int64[6] {0, 1, 2, 0, 0, 1}", 'Pad <mode = "edge"> (a, p)'),
+    "Pad, axes": (19, "p := int64[2] {2, 1} v := float {3} w := int64[1] {-2}", "Pad(a, p, v, w)"),
+    "Pad, wrap": (19, "p := int64[6] {0, 1, 2, 0, 0, 1}", 'Pad <mode = "wrap"> (a, p)'),
+    "Pad before opset 11": (10, "", "Pad <pads = [0, 1, 0, 0, 0, 2], value = 2.0> (a)"),
+    "Gather of one": (17, "k := int64 {-1}", "Gather <axis = 1> (a, k)"),
+    "Gather of one, with an axis": (17, "k := int64[1] {1}", "Gather <axis = 2> (a, k)"),
+    "Gather of constants": (17, "k := int64[4] {2, -1, 0, 2}", "Gather <axis = 1> (a, k)"),
+    "Gather of computed rows": (17, "t := int64 {3} k = Mod(i, t)", "Gather <axis = 2> (a, k)"),
+    "Tile": (17, "r := int64[3] {1, 2, 3}", "Tile(a, r)"),
+}
 # Opset, nodes from x, y, i, b, h to z; another operator stands beside each, so that two are one region.
 CASES: dict[str, tuple[int, str]] = {
     **{op: (17, f"a = {op}(x) z = Sub(a, y)") for op in FLOAT},
@@ -46,7 +70,10 @@ CASES: dict[str, tuple[int, str]] = {
     "PRelu": (17, "s := float[4] {0.1, 0.2, 0.3, 0.4} a = Neg(x) z = PRelu(a, s)"),
     "broadcast of a number with axes": (17, "o := float[1, 1, 1, 1] {2} a = Neg(x) z = Add(a, o)"),
     # --- index maps
-    "Reshape": (17, "s := int64[3] {0, -1, 2} a = Neg(x) c = Reshape(a, s) z = Exp(c)"),
+    **{
+        name: (opset, f"{constants} a = Neg(x) c = {call} z = Exp(c)")
+        for name, (opset, constants, call) in MAPS_OF_A.items()
+    },
     "Transpose": (17, "a = Transpose <perm = [2, 0, 1]> (x) z = Exp(a)"),
     "Transpose, reversed": (17, "a = Transpose(x) z = Exp(a)"),
     "Flatten": (17, "a = Neg(x) f = Flatten <axis = 2> (a) z = Exp(f)"),
@@ -59,32 +86,9 @@ CASES: dict[str, tuple[int, str]] = {
         11, "a = Neg(x) c = Unsqueeze <axes = [1]> (a) d = Exp(c) e = Squeeze <axes = [1]> (d) z = "
         "Neg(e)"
     ),
-    "Expand": (17, "s := int64[4] {5, 1, 1, 4} a = Neg(x) c = Expand(a, s) z = Exp(c)"),
-    "Slice": (
-        17, "s := int64[2] {-1, 1} e := int64[2] {-9223372036854775807, 9223372036854775807} "
-        "p := int64[2] {2, 1} t := int64[2] {-2, 1} a = Neg(x) c = Slice(a, s, e, p, t) z = Exp(c)"
-    ),
-    "Slice before opset 10": (9, "a = Neg(x) c = Slice <axes = [-1], starts = [1], ends = [-1]> (a) z = Exp(c)"),
-    "Concat": (17, "a = Neg(x) c = Concat <axis = -2> (a, y, x) z = Exp(c)"),
     "Split": (17, "s := int64[2] {1, 3} a = Neg(x) c, d = Split <axis = 2> (a, s) e = Exp(c) z = Add(e, d)"),
     "Split, equal parts": (17, "a = Neg(x) c, d = Split <axis = -1> (a) e = Exp(c) z = Add(e, d)"),
     "Split before opset 13": (11, "a = Neg(x) c, d = Split <axis = 2, split = [1, 3]> (a) e = Exp(c) z = Add(e, d)"),
-    "Pad": (17, "p := int64[6] {0, 1, -1, 0, 0, 2} v := float {3} a = Neg(x) c = Pad(a, p, v) z = Exp(c)"),
-    "Pad, reflect": (17, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "reflect"> (a, p) z = Exp(c)'),
-    "Pad, edge": (17, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "edge"> (a, p) z = Exp(c)'),
-    "Pad, axes": (
-        19, "p := int64[2] {2, 1} v := float {3} w := int64[1] {-2} "
-        "a = Neg(x) c = Pad(a, p, v, w) z = Exp(c)"
-    ),
-    "Pad, wrap": (19, 'p := int64[6] {0, 1, 2, 0, 0, 1} a = Neg(x) c = Pad <mode = "wrap"> (a, p) z = Exp(c)'),
-    "Pad before opset 11": (10, "a = Neg(x) c = Pad <pads = [0, 1, 0, 0, 0, 2], value = 2.0> (a) z = Exp(c)"),
-    "Gather of one": (17, "k := int64 {-1} a = Neg(x) c = Gather <axis = 1> (a, k) z = Exp(c)"),
-    "Gather of one, with an axis": (17, "k := int64[1] {1} a = Neg(x) c = Gather <axis = 2> (a, k) z = Exp(c)"),
-    "Gather of constants": (17, "k := int64[4] {2, -1, 0, 2} a = Neg(x) c = Gather <axis = 1> (a, k) z = Exp(c)"),
-    "Gather of computed rows": (
-        17, "t := int64 {3} k = Mod(i, t) a = Neg(x) c = Gather <axis = 2> (a, k) z = Exp(c)"
-    ),
-    "Tile": (17, "r := int64[3] {1, 2, 3} a = Neg(x) c = Tile(a, r) z = Exp(c)"),
     # --- reductions
     "Softmax": (17, "a = Neg(x) c = Softmax <axis = 1> (a) z = Mul(c, y)"),
     "LogSoftmax": (17, "a = Neg(x) c = LogSoftmax(a) z = Mul(c, y)"),
