@@ -1,8 +1,8 @@
-"""Cases written as documents: a title, a model in ONNX text, and under it what the report says of it.
+"""Cases written as documents: a name and a title, a model in ONNX text, and under it what the report says of it.
 
-The first line of a document of tests/cases is its title.  From the second line to the line `---` stands the model in
-the text form of ONNX; values that `<...>` declares without a number are weights, drawn at random.  Each line below is
-one of these:
+A file of tests/cases holds the documents about one fusion; a line `===` stands between two of them.  The first line of
+a document is `name: title`.  From the second line to the line `---` stands the model in the text form of ONNX; values
+that `<...>` declares without a number are weights, drawn at random.  Each line below is one of these:
 
     fused layer_norm(x, w, b) -> y {epsilon=1e-05}     a fused node; all are listed, attributes only where they matter
     folded batch_norm scale -> conv                    a folded record; all but those of constants and shapes are listed
@@ -31,6 +31,7 @@ from onnxfuse.match import Miss
 BOOKKEEPING = {"attributes", "fusion", "operands", "output_ranks", "output_types"}  # attributes of every fused node
 KINDS = ("fused", "folded", "missed", "left", "unverified", "xfail")
 CALL = re.compile(r"(?P<call>\w+\([^()]*\) -> [^{}]+?)(?: \{(?P<attributes>[^{}]*)\})?")
+HEAD = re.compile(r"(?P<name>\w+): (?P<title>\S.*)")
 MISS = re.compile(r"(?P<fusion>\w+) at (?P<node>.+?): (?P<reason>.+)")
 
 
@@ -51,6 +52,7 @@ class Case:
     """One document."""
 
     path: Path
+    name: str
     title: str
     model: onnx.ModelProto
     lines: dict[str, list[Line]] = field(default_factory=dict)  # by their first word
@@ -60,27 +62,45 @@ class Case:
         return self.lines.get(kind, [])
 
 
-def read_case(path: Path) -> Case:
-    """Return the case that a document states.  Raises CaseError, which says what is wrong and where."""
-    title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+def read_cases(path: Path) -> dict[str, Case]:
+    """Return the cases that a file's documents state, by name.  Raises CaseError, which says what is wrong where."""
+    cases: dict[str, Case] = {}
+    first = 1
+    for text in f"{path.read_text(encoding='utf-8')}\n".split("\n===\n"):
+        case = _read(path, first, text)
+        if case.name in cases:
+            raise CaseError(f"{path.name}:{first}: another document of this file is named '{case.name}' too")
+        cases[case.name] = case
+        first += text.count("\n") + 2  # the lines of the document and the line that ends it
+    return cases
+
+
+def _read(path: Path, first: int, text: str) -> Case:
+    """Return the case that a document states, which begins at a line of the file."""
+    head, _, rest = text.partition("\n")
     model_text, separator, below = f"{rest}\n".partition("\n---\n")
-    if not title.strip() or title.lstrip().startswith("<"):
-        raise CaseError(f"{path.name}:1: the first line is the case's title, but it is '{title.strip()}'")
+    named = HEAD.fullmatch(head)
+    if not named:
+        raise CaseError(f"{path.name}:{first}: the first line of a document is `name: title`, not '{head}'")
     if not separator:
-        raise CaseError(f"{path.name}: a line `---` must stand between the model and what the report says of it")
+        raise CaseError(
+            f"{path.name}:{first}: a line `---` must stand between the model and what the report says of it"
+        )
     try:
         model = with_weights(onnx.parser.parse_model(model_text))
     except onnx.parser.ParseError as error:
-        where = "line numbers count from the line under the title"
-        raise CaseError(f"{path.name}: the model is not ONNX text ({where}): {error}") from error
-    case = Case(path, title, model)
-    for number, text in enumerate(below.splitlines(), 3 + model_text.count("\n") + 1):
-        kind, _, said = text.strip().partition(" ")
+        where = f"its line 1 is line {first + 1} of the file"
+        raise CaseError(f"{path.name}:{first}: the model is not ONNX text ({where}): {error}") from error
+    case = Case(path, named["name"], named["title"], model)
+    for number, line in enumerate(below.splitlines(), first + model_text.count("\n") + 3):
+        kind, _, said = line.strip().partition(" ")
         if kind:
             _check(path, number, kind, said)
             case.lines.setdefault(kind, []).append(Line(number, said.strip()))
     if not case.lines:
-        raise CaseError(f"{path.name}: no line stands under `---`; write `left`; the test then shows the others")
+        raise CaseError(
+            f"{path.name}:{first}: no line stands under `---`; write `left`; the test then shows the others"
+        )
     return case
 
 
@@ -124,9 +144,8 @@ def differences(case: Case, model: onnx.ModelProto, report: Report, misses: Iter
     problems = [*_fused(case, model), *_folded(case, report), *_missed(case, near), *_left(case, model)]
     if not problems:
         return ""
-    return "\n".join(
-        [f"{case.path.name} and the report differ:", *problems, "The report says:", *_said(model, report, near)]
-    )
+    where = f"{case.path.name}: {case.name}"
+    return "\n".join([f"{where} and the report differ:", *problems, "The report says:", *_said(model, report, near)])
 
 
 def _said(model: onnx.ModelProto, report: Report, misses: Iterable[Miss]) -> Iterator[str]:

@@ -89,6 +89,43 @@ def test_every_row_of_a_result_is_a_line() -> None:
     assert module.read_result(text) == {**result, "rows": rows}
 
 
+def test_named_objects_of_equal_keys_are_a_table() -> None:
+    result = {"models": {"a": {"ms": 1, "runs": 2}, "b": {"runs": 4, "ms": None}}, "others": {"a": {"x": 1}, "b": {}}}
+    module = benchmark("result_text")
+    text = module.result_text(result)
+    assert text.splitlines() == [
+        "{",
+        '"models": {"columns": ["ms","runs"], "rows": {',
+        '"a":[1,2],',
+        '"b":[null,4]',
+        "}},",
+        '"others": {',
+        '"a":{"x":1},',
+        '"b":{}',
+        "}",
+        "}",
+    ]
+    assert module.read_result(text) == result
+
+
+def test_tables_within_a_result_are_written_by_their_columns() -> None:
+    visits = [{"batch": 1, "at": [{"ms": 0.5}, {}]}, {"batch": 2}]
+    result = {"parts": {"visits": {"date": "today", "visits": visits}}, "pairs": [[{"a": 1}], []], "empty": []}
+    module = benchmark("result_text")
+    text = module.result_text(result)
+    assert text.splitlines() == [
+        "{",
+        '"parts": {',
+        '"visits":{"date":"today","visits":{"columns":["batch","at"],"rows":'
+        '[[1,{"columns":["ms"],"rows":[[0.5],[null]]}],[2,null]]}}',
+        "},",
+        '"pairs": [{"columns":["a"],"rows":[[1]]},[]],',
+        '"empty": []',
+        "}",
+    ]
+    assert module.read_result(text) == result
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_is_laid_out_as_benchmarks_write_it(path: Path) -> None:
     text, module = path.read_text(encoding="utf-8"), benchmark("result_text")

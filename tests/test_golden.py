@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from golden import RECORD, record
+from golden import read, record
 from test_models import INDEX
 
-GOLDEN: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
+GOLDEN: dict[str, dict[str, Any]] = read()
 ADVICE = "if that is on purpose, run `python tests/golden.py` and commit the difference of tests/golden.json"
 
 # Of the largest value of an output.  Another CPU sums float32 in another order, which moves results as much as another

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from case_documents import read_cases
 from exported_models import load_exported
 from onnx import TensorProto
 from runtimes import assert_close, run
@@ -18,7 +19,7 @@ from onnxfuse import optimize
 from onnxfuse.patterns.attention import attention
 from onnxfuse.patterns.attention_with_cache import attention_with_cache
 
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parents[1] / "cases" / "attention.txt"
 LAYOUTS = ("packed", "seq_first", "bshd", "bhsd")
 RESULTS = ("packed", "rows", "bshd", "seq_first", "seq_first_rows", "bhsd")
 LOWEST = float(np.finfo(np.float32).min)
@@ -148,8 +149,7 @@ def test_exported_models(name: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 48), (2, 0, 48), (0, 3, 48)])
 def test_heads_of_queries_keys_and_values_of_nothing(shape: tuple[int, ...]) -> None:
     """The body has no Reshape to -1, which fails where another axis is empty."""
-    text = (CASES / "attention_with_heads_of_queries_keys_and_values_in_turn.txt").read_text(encoding="utf-8")
-    model = onnx.parser.parse_model(text[text.index("<") : text.index("---")])
+    model = read_cases(CASES)["attention_with_heads_of_queries_keys_and_values_in_turn"].model
     optimized, report = optimize(model)
     assert report.counts == {"attention": 1}
     inputs = {"qkv": np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}

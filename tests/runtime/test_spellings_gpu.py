@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from case_documents import read_case
+from case_documents import read_cases
 from onnx import TensorProto, numpy_helper
 from test_models_gpu import CUDA, error, session
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(CUDA not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
     pytest.mark.skipif(bool(cupy_backend.unavailable()), reason="needs CuPy and a GPU"),
 ]
-CASES = Path(__file__).parents[1] / "cases"
+CASES = Path(__file__).parents[1] / "cases" / "conv_bias_activation.txt"
 NAMES = (
     "conv_with_a_hard_sigmoid_written_out", "conv_with_a_hard_swish_of_other_constants",
     "conv_with_affine_blocks_of_paddle", "conv_with_frozen_batch_norm", "conv_with_learnt_slopes",
@@ -45,7 +45,7 @@ def in_half_precision(model: onnx.ModelProto) -> onnx.ModelProto:
 @pytest.mark.parametrize("name", NAMES)
 def test_case(name: str) -> None:
     ort.preload_dlls()
-    original = in_half_precision(read_case(CASES / f"{name}.txt").model)
+    original = in_half_precision(read_cases(CASES)[name].model)
     fused, report = onnxfuse.optimize(original, layout="nhwc", verify=False)
     after = InferenceSession(fused.SerializeToString(), providers=[CUDA])
     runs = explain_session(after)

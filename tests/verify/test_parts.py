@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from case_documents import read_case
+from case_documents import read_cases
 from onnx import numpy_helper
 
 from onnxfuse import optimize
@@ -76,7 +76,7 @@ def test_nodes_of_other_shapes_or_other_constants_are_other_parts() -> None:
 
 def test_the_walk_stops_at_a_mask_that_is_no_operand() -> None:
     """The padding mask is an operand of attention; the causal mask is none, so it keeps the values of the run."""
-    case = read_case(Path(__file__).parents[1] / "cases" / "attention_with_a_causal_mask.txt")
+    case = read_cases(Path(__file__).parents[1] / "cases" / "attention.txt")["attention_with_a_causal_mask"]
     other = onnx.helper.make_tensor_value_info("other", onnx.TensorProto.FLOAT, [1, 1, "seq"])
     case.model.graph.input.append(other)
     next(node for node in case.model.graph.node if node.op_type == "Shape").input[:] = ["other"]
