@@ -26,10 +26,9 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.external_data import external_files, file_outside
 from onnxfuse.runtime.fused_calls import inferred, read_calls, read_model
-from onnxfuse.runtime.plan_file import PlanFile, node_identity, read_plan_file
+from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
 LIBRARY_NAME: Final = "libonnxfuse.so"
-PLANS_SUFFIX: Final = ".plans"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
 DATA_TYPES: Final[dict[int, str]] = {
