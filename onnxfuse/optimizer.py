@@ -31,12 +31,13 @@ from onnxfuse.report.report import Dropped, Report
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.rewrite.select import FusionResult, fuse
-from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, nothing_compared, run_original
+from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, TimeLimitExceeded, own_process
 from onnxfuse.verify.parts import UnfusedGraph, distinct_parts, unfused_graph
+from onnxfuse.verify.reference import Reference, run_original
 
 MAX_SIMPLIFY_ROUNDS = 4
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
