@@ -12,7 +12,7 @@ from case_documents import CaseError, differences, read_case
 from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
 from onnxfuse.explain import nearest
-from onnxfuse.optimizer import fuse_model
+from onnxfuse.fuse_model import fuse_model
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(FOLDER.glob("*.txt"))

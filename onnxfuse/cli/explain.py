@@ -26,8 +26,8 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.explain import explain, nearest, require_node, where_fused, where_inside, why_in_no_region
+    from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.load import load
-    from onnxfuse.optimizer import StageTimer, fuse_model
     from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
