@@ -31,7 +31,7 @@ from onnxfuse.verify.reference import Reference, run_original
 
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
 WEIGHT_FOLDING = "batch_norm"  # the name in the report when the folding into weights is taken back
-CONSTANT_FOLDING = "constant"  # the same of a constant
+CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
 NOT_VERIFIED = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
 
 
@@ -122,7 +122,7 @@ def _optimize(
 
 @dataclass
 class TakenBack:
-    """What was wrong, which is left out when a model is fused again."""
+    """What was found wrong, and is left out when the model is fused again."""
 
     dropped: list[Dropped] = field(default_factory=list)  # all of it, for the report
     names: set[str] = field(default_factory=set)  # of fusions, and of the layout and the folding into weights

@@ -45,7 +45,7 @@ from onnxfuse.errors import UsageError
 )
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
-@click.option("--overwrite", is_flag=True, help="Let TARGET be the file that SOURCE is.")
+@click.option("--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file.")
 def optimize_command(
     source: Path,
     target: Path | None,

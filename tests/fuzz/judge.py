@@ -123,8 +123,9 @@ def compare(
 
     These differences do not count: with the bodies of `--fallback ort`, NaN in rows of attention whose scores are NaN
     or infinite (docs/fusions.md); elements that onnxruntime leaves unwritten; that it crashes on an
-    InstanceNormalization of no elements; what it accepts for a size that a Slice has not (undetermined.py); and that
-    without its optimizations 1.31 loses what a branch reads behind two Casts of an initializer.
+    InstanceNormalization of no elements; what it accepts because it infers no rows for a Slice that has some
+    (undetermined.py); and that without its optimizations 1.31 loses what a branch reads behind two Casts of an
+    initializer.
     """
     original, other, half = Session(model), Session(optimized), half_precision_of(model)
     on_purpose = bool(half) and rounds_on_purpose(model)
