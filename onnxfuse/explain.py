@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import linecache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 
 from onnxfuse.dsl.spans import Span
+from onnxfuse.errors import UsageError
 from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
@@ -42,6 +44,14 @@ def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None 
         if (fusion is None or m.fusion.name == fusion) and (m.matched if node is None else node in (m.node, *m.around))
     ]
     return sorted(found, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
+
+
+def require_node(name: str, model: onnx.ModelProto) -> None:
+    """Raise UsageError, with the most similar name, unless a node or one of its outputs has this name."""
+    names = [known for node in model.graph.node for known in (node.name, *node.output) if known]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        raise UsageError(f"there is no node '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))
 
 
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:

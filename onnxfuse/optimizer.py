@@ -1,83 +1,38 @@
-"""Optimize a model: load it, simplify its graph, fuse what the patterns match, write it, and verify the result."""
+"""Optimize a model: load it, fuse it, verify the result, and fuse it again without what is wrong."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import os
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import onnx
 
-from onnxfuse.analysis.shape_inference import infer_shapes
-from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.errors import NothingRunsError, UsageError, VerificationError
+from onnxfuse.fuse_model import FusedModel, Progress, StageTimer, fuse_model
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.load import load
-from onnxfuse.ir.serde import read_graph, write_model
-from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
-from onnxfuse.layout.wrapped_rules import CONVOLUTION
-from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
-from onnxfuse.regions.assign import RegionResult, assign_regions
+from onnxfuse.layout.assign import LAYOUT, Layout
+from onnxfuse.passes import Folded
 from onnxfuse.report.report import Dropped, Report
-from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import REGION, Fused
-from onnxfuse.rewrite.select import FusionResult, fuse
-from onnxfuse.verify.compare import Reference, Verification, compare, first_difference, nothing_compared, run_original
+from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, TimeLimitExceeded, own_process
-from onnxfuse.verify.parts import UnfusedGraph, distinct_parts, unfused_graph
+from onnxfuse.verify.parts import distinct_parts
+from onnxfuse.verify.reference import Reference, run_original
 
-MAX_SIMPLIFY_ROUNDS = 4
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
 WEIGHT_FOLDING = "batch_norm"  # the name in the report when the folding into weights is taken back
-CONSTANT_FOLDING = "constant"  # the same of a constant
+CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
 NOT_VERIFIED = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
-Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
-
-
-@dataclass
-class StageTimer:
-    """Measures the seconds of every stage, and reports the stage that begins to `progress`."""
-
-    progress: Progress = lambda stage, done, of: None
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to the stage's seconds."""
-        self.progress(name, 0, 0)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class FusedModel:
-    """A model after fusing, and what was done to it."""
-
-    graph: Graph
-    model: onnx.ModelProto
-    before: Traffic
-    after: Traffic
-    folded: tuple[Folded, ...]
-    fusing: FusionResult
-    layout: LayoutResult
-    without_regions: Traffic  # what it would be if the nodes of regions stayed apart
-    regions: RegionResult
-    unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
 
 
 def optimize(
@@ -167,7 +122,7 @@ def _optimize(
 
 @dataclass
 class TakenBack:
-    """What was wrong, which is left out when a model is fused again."""
+    """What was found wrong, and is left out when the model is fused again."""
 
     dropped: list[Dropped] = field(default_factory=list)  # all of it, for the report
     names: set[str] = field(default_factory=set)  # of fusions, and of the layout and the folding into weights
@@ -252,91 +207,6 @@ def _with_parts(verified: Verification, result: FusedModel, parts: PartsVerifica
     missing = [NotCompared(fused.node, one.reason) for one, fused in _fused_nodes(result, parts.not_compared)]
     equal = len(result.fusing.fused) - len(missing)
     return verified if verified.passed is None and not equal else verified.with_parts(equal, missing)
-
-
-def fuse_model(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    fusions: Sequence[Fusion],
-    *,
-    ort: bool = False,
-    layout: Layout = "auto",
-    regions: bool = False,
-    change_weights: bool = True,
-    exclude: Collection[tuple[str, str]] = frozenset(),
-    keep_names: Collection[str] = frozenset(),
-    keep_unfused: bool = False,
-    timer: StageTimer | None = None,
-) -> FusedModel:
-    """Simplify and fuse a model that was loaded, without verifying it.
-
-    `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `layout` and `regions` are as in `optimize`.  `change_weights` folds BatchNormalization and scales into
-    weights.  `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output, and
-    nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
-    fused over.  `keep_unfused` remembers the graph as it was before fusing.
-    """
-    timer = timer or StageTimer()
-    with _no_garbage_collection():
-        with timer.stage("normalize"):
-            graph = read_graph(model, folder)
-            graph.fixed_names |= frozenset(keep_names)
-            graph.sort()
-            shapes = infer_shapes(graph)
-            before = estimate_traffic(graph, shapes)
-            folded = simplify(graph, shapes, change_weights)
-        with timer.stage("fuse"):
-            unfused = unfused_graph(graph, shapes) if keep_unfused else None
-            progress = functools.partial(timer.progress, "fuse")
-            fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
-            layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-            without_regions = after = estimate_traffic(graph, shapes)
-            made = assign_regions(graph, shapes, exclude) if regions else RegionResult()
-            if made.fused:
-                after = estimate_traffic(graph, shapes)
-            records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
-            fusing = replace(fusing, fused=tuple(records.values()))
-        with timer.stage("write"):
-            written = write_model(graph)
-    return FusedModel(graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused)
-
-
-def _assign_layouts(
-    graph: Graph,
-    shapes: ShapeInfo,
-    fusions: Sequence[Fusion],
-    layout: Layout,
-    fused: Collection[Fused],
-    exclude: Collection[tuple[str, str]],
-) -> LayoutResult:
-    if not any(fusion.name == CONVOLUTION for fusion in fusions):  # a channels-last Conv is one of these
-        return LayoutResult()
-    channels_last = {fusion.name: fusion.channels_last for fusion in fusions}
-    return assign_layouts(graph, shapes, layout, channels_last, fused, exclude)
-
-
-def simplify(graph: Graph, shapes: ShapeInfo, change_weights: bool = True) -> list[Folded]:
-    """Apply the passes of the pipeline round by round until none changes anything.  Returns the nodes that vanished."""
-    passes = [each for each in PIPELINE if change_weights or each not in WEIGHT_PASSES]
-    folded: list[Folded] = []
-    for _ in range(MAX_SIMPLIFY_ROUNDS):
-        changes = [apply_pass(graph, shapes) for apply_pass in passes]
-        folded += [one for change in changes if isinstance(change, list) for one in change]
-        if not any(changes):
-            break
-    return folded
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause Python's garbage collector: to search many small objects that live on takes a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass

@@ -25,7 +25,8 @@ from onnxfuse.runtime.custom_ops import register_operators
 from onnxfuse.runtime.environment import ALL_OPTIMIZATIONS
 from onnxfuse.runtime.external_data import configured_folder, external_data_folder, external_files, file_outside
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model, split_functions
-from onnxfuse.runtime.loaded_plans import PLANS_SUFFIX, use_plans
+from onnxfuse.runtime.loaded_plans import use_plans
+from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 from onnxfuse.runtime.preparation import given_for, preparation
 from onnxfuse.runtime.prepared import GivenTemplate
 from onnxfuse.runtime.support import make_alike, require_bodies, why_no_kernel, why_not_as_kernel

@@ -26,10 +26,9 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.runtime import native_library as native
 from onnxfuse.runtime.external_data import external_files, file_outside
 from onnxfuse.runtime.fused_calls import inferred, read_calls, read_model
-from onnxfuse.runtime.plan_file import PlanFile, node_identity, read_plan_file
+from onnxfuse.runtime.plan_file import PLANS_SUFFIX, PlanFile, node_identity, read_plan_file
 
 LIBRARY_NAME: Final = "libonnxfuse.so"
-PLANS_SUFFIX: Final = ".plans"
 VERSION: Final = "1"
 DEFAULT_MAX_BATCH_SIZE: Final = 32  # for models that take batches
 DATA_TYPES: Final[dict[int, str]] = {
@@ -176,9 +175,9 @@ def _inputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
 
 
 def _outputs(model: onnx.ModelProto) -> Iterator[_Tensor]:
-    """Yield the outputs, with shapes that onnx infers where the model tells none."""
-    is_told = all(value.type.tensor_type.HasField("shape") for value in model.graph.output)
-    return _tensors((model if is_told else inferred(model)).graph.output)
+    """Yield the outputs, with shapes that onnx infers where the model declares none."""
+    is_declared = all(value.type.tensor_type.HasField("shape") for value in model.graph.output)
+    return _tensors((model if is_declared else inferred(model)).graph.output)
 
 
 def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
@@ -187,7 +186,7 @@ def _tensors(values: Sequence[onnx.ValueInfoProto]) -> Iterator[_Tensor]:
         if tensor.elem_type not in DATA_TYPES:
             raise ModelError(f"'{value.name}' is of {dtype_name(tensor.elem_type)}, which Triton does not know")
         if not tensor.HasField("shape"):
-            raise ModelError(f"the shape of '{value.name}' is not known, which Triton's configuration must tell")
+            raise ModelError(f"the shape of '{value.name}' is not known, which Triton's configuration must name")
         dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim]
         batch = tensor.shape.dim[0].dim_param if dims and dims[0] < 0 else None
         yield _Tensor(value.name, DATA_TYPES[tensor.elem_type], tuple(max(dim, -1) for dim in dims), batch)

@@ -13,7 +13,7 @@ from case_documents import Case, CaseError, differences, read_cases
 from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
 from onnxfuse.explain import nearest
-from onnxfuse.optimizer import fuse_model
+from onnxfuse.fuse_model import fuse_model
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = [case for path in sorted(FOLDER.glob("*.txt")) for case in read_cases(path).values()]

@@ -141,7 +141,7 @@ def test_what_triton_does_not_know_is_named() -> None:
         configured("g (float[4] x) => (float8e4m3fn[4] y) { y = Cast<to = 17>(x) }")
     unknown = onnx.parser.parse_model(f"{HEAD} g (float[4] x) => (float[4] y) {{ y = other.Op(x) }}")
     unknown.graph.output[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(ModelError, match="the shape of 'y' is not known, which Triton's configuration must tell"):
+    with pytest.raises(ModelError, match="the shape of 'y' is not known, which Triton's configuration must name"):
         config_text(unknown, "m", "/lib.so")
 
 

@@ -1,4 +1,4 @@
-"""The configs of a kernel that shared memory has room for: all of them, or a few that are good for any size."""
+"""The configs of a kernel that fit into shared memory: all of them, or a few of which one is good at any size."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from onnxfuse.runtime.plan import Device
 
 
 class HasSharedMemory(Protocol):
-    """A config that knows the dynamic shared memory of its blocks."""
+    """A config that knows how much dynamic shared memory its blocks take."""
 
     def shared(self, conv: Conv) -> int:
-        """Return its bytes."""
+        """Return the bytes of dynamic shared memory that a block takes."""
 
 
 Config = TypeVar("Config", bound=HasSharedMemory)
 
 
 def fitting(configs: Iterable[Config], conv: Conv, device: Device) -> list[Config]:
-    """Return the configs that shared memory has room for."""
+    """Return the configs whose blocks fit into shared memory."""
     return [config for config in configs if config.shared(conv) <= device.shared_per_block]
 
 
@@ -32,7 +32,7 @@ def few_fitting(
     cost: Callable[[Conv, Config, Device], float],
     most: int,
 ) -> list[Config]:
-    """Return a few configs for a convolution of dynamic sizes, of which one is good for any size.
+    """Return a few configs for a convolution of dynamic sizes, of which one is good at any size.
 
     problems  the convolution at usual sizes
     """

@@ -1,4 +1,4 @@
-"""The plans of a convolution or a transposed one, of which both hosts offer a few."""
+"""Choose the plans that the hosts of convolutions and of transposed convolutions offer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import FusedNode, Plan, TensorSpec
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
-MAX_LIBRARY: Final = 2  # of them, those by cuDNN
+MAX_LIBRARY: Final = 2  # of these, how many run by cuDNN
 
 
 def plans(
     node: FusedNode, conv: Conv, y: TensorSpec, implementations: Callable[[], Sequence[Implementation]]
 ) -> list[Plan]:
-    """Return the plans of a node, one of no steps if y has no elements.  Raises ValueError if no kernel takes it."""
+    """Return the plans of a node; if y has no elements, one without steps.  Raises ValueError if no kernel takes it."""
     if not conv.pixels * conv.m:
         return [Plan((y,), ())]
     found = implementations()
@@ -26,6 +26,6 @@ def plans(
 
 
 def with_library(own: Sequence[Implementation], library: Sequence[Implementation]) -> list[Implementation]:
-    """Return the fastest of our own kernels, and behind them the few of cuDNN's engines that have room."""
+    """Return the first of our own kernels and, behind them, cuDNN's first engines: MAX_IMPLEMENTATIONS at most."""
     library = library[:MAX_LIBRARY]
     return [*own[: MAX_IMPLEMENTATIONS - len(library)], *library]

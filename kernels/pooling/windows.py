@@ -1,7 +1,8 @@
 """The windows of a pooling node: its attributes, the sizes of y and the padding, as onnxruntime computes them.
 
-A window may be larger than x with its padding: onnxruntime divides as C++ does, and then still finds one that begins
-there, if it is larger by less than the stride.  Where onnxruntime finds less than none, it raises an error, too.
+A window may be larger than x with its padding.  onnxruntime rounds quotients towards 0, as C++ does, so that it still
+counts one window where the excess is less than the stride.  Where it counts fewer than 0, it raises an error, and so
+does `windows`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,16 @@ def unsupported_window(node: FusedNode) -> str | None:
 
 
 def _unsupported_padding(node: FusedNode, kernel: Sequence[int]) -> str | None:
-    """Say whether auto_pad may ask for padding below 0 that leaves elements out of a mean: those behind its end."""
+    """Return why the kernel cannot take the padding that auto_pad may ask for; None if it can.
+
+    That padding is negative where a stride passes the window.  At the end of x it then leaves elements out of a mean.
+    """
     strides, dilations = (_integers(node, name, (1,) * len(kernel)) for name in ("strides", "dilations"))
     is_same = node.fusion == "average_pool" and node.text("auto_pad", "NOTSET") in SAME
     if is_same and any(min(d, k) > 1 and s > k for k, s, d in zip(kernel, strides, dilations, strict=True)):
         return (
             f"{node.fusion}: with auto_pad, strides of {list(strides)} pass the window, whose dilations are "
-            f"{list(dilations)}; the kernel has no such padding"
+            f"{list(dilations)}; the kernel takes no negative padding"
         )
     return None
 

@@ -3,7 +3,7 @@
 The rules of `shape_rules` and `value_rules` come first, then onnx's inference of a single node, then onnx's inference
 of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
 count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
-contradicts what is inferred, and no Slice has a size that runtimes disagree about.
+contradicts what is inferred, and the model has no Slice whose size runtimes disagree about.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
 
 
 def infer_behind(shapes: ShapeInfo, changed: Collection[Node]) -> None:
-    """Infer again what nodes compute that a pass has changed, and what is computed from that.
+    """Infer the outputs of nodes that a pass has changed, and of all nodes behind them, again.
 
-    What the model records of these tensors held for the nodes as they were, so it is corrected.
+    The shapes that the model records of these tensors held before the change, so they are corrected.
     """
     behind: list[Node] = []
     moved: set[str] = set()

@@ -139,7 +139,8 @@ class ShapeInfo:
     def contradicts_record(self, name: str, *, zeros_count: bool = False) -> bool:
         """Return whether the shape that is known of a tensor shows that the recorded one belongs to other inputs.
 
-        PyTorch records 0 for sizes that it does not know, so a 0 is wrong but says nothing of the other records.
+        PyTorch records 0 for sizes that it does not know, so a wrong 0 does not show that other records are wrong.  It
+        counts only with `zeros_count`.
         """
         found, recorded = self._shapes.get(name), self.infos.recorded_shape(name)
         if found is None or recorded is None:

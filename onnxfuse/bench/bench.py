@@ -16,10 +16,11 @@ import onnx
 
 from onnxfuse.bench.machine import device, versions
 from onnxfuse.errors import ModelError, OnnxfuseError, VerificationError, first_line
+from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
-from onnxfuse.optimizer import Progress, optimize
+from onnxfuse.optimizer import optimize
 from onnxfuse.session import InferenceSession, explain_session, open_session
 from onnxfuse.tuning.bound_session import WARM_UP_RUNS, BoundSession, Provider, bind, check_outputs, start_session
 from onnxfuse.tuning.dispatch import CUDA_GRAPH, PLAIN, Mode, TunePolicy

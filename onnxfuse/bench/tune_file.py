@@ -15,10 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
-from onnxfuse.optimizer import Progress, optimize
+from onnxfuse.optimizer import optimize
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import (
-    file_path,
-    kernels_option,
-    patterns_option,
-    provider_option,
-    shape_option,
-    tune_option,
-    use_kernels,
-)
+from onnxfuse.cli.options import file_path, given_inputs, run_options, use_kernels
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -26,20 +18,23 @@ if TYPE_CHECKING:
 
 @click.command("bench")
 @click.argument("model", type=file_path)
-@patterns_option
-@kernels_option
-@shape_option
+@run_options
 @click.option("--against", multiple=True, type=file_path, help="Time another model beside it (repeatable).")
 @click.option(
     "--runs", type=click.IntRange(2), help="Runs of each model in each mode.  [default: as many as take two seconds]"
 )
-@provider_option
 @click.option(
     "--cuda-graph/--no-cuda-graph", default=True, show_default=True, help="On CUDA, also run with CUDA graphs."
 )
 @click.option("--ops/--no-ops", default=True, show_default=True, help="Also time each operator alone.")
-@tune_option
-@click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file.")
+@click.option(
+    "--tune",
+    type=click.Choice(["never", "cached", "now"]),
+    default="cached",
+    show_default=True,
+    help="never: run every kernel; cached: run the kernels and bodies that `onnxfuse tune` found to be faster; "
+    "now: tune first.",
+)
 @click.option("--json", "json_file", type=file_path, help="Write the result to a JSON file.")
 @click.option("--chart", "chart_file", type=file_path, help="Draw the result to a .html or .png file.")
 def bench_command(
@@ -47,13 +42,13 @@ def bench_command(
     patterns: tuple[Path, ...],
     kernels: tuple[Path, ...],
     shapes: tuple[str, ...],
+    provider: Provider | None,
+    npz: Path | None,
     against: tuple[Path, ...],
     runs: int | None,
-    provider: Provider | None,
     cuda_graph: bool,
     ops: bool,
     tune: TunePolicy,
-    npz: Path | None,
     json_file: Path | None,
     chart_file: Path | None,
 ) -> None:
@@ -63,15 +58,13 @@ def bench_command(
     """
     from onnxfuse.bench import chart
     from onnxfuse.bench.bench import bench
-    from onnxfuse.ir.load import load
     from onnxfuse.tuning.bound_session import default_provider
-    from onnxfuse.verify.inputs import load_inputs
 
     if chart_file:
         chart.check_name(chart_file)
     provider = provider or default_provider()
     use_kernels(kernels, provider)
-    inputs = load_inputs(npz, load(model)[0]) if npz else None
+    inputs = given_inputs(npz, model)
     with shown_progress() as progress:
         result = bench(
             model, patterns=patterns, shapes=shapes, against=against, runs=runs, provider=provider,

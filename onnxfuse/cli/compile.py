@@ -36,8 +36,9 @@ def compile_command(
     from onnxfuse.compile.compile_file import compile_file
     from onnxfuse.compile.summary import summary
     from onnxfuse.ir.save import check_target
+    from onnxfuse.runtime.plan_file import PLANS_SUFFIX
 
-    target = target or model.with_name(f"{model.name}.plans")
+    target = target or model.with_name(model.name + PLANS_SUFFIX)
     check_target(target)
     use_kernels(kernels, "cuda")
     with shown_progress() as progress:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from onnxfuse.cli.options import file_path, patterns_option
 from onnxfuse.cli.terminal import console, shown_progress
-from onnxfuse.errors import UsageError
-
-if TYPE_CHECKING:
-    import onnx
 
 
 @click.command("explain")
@@ -24,15 +19,15 @@ if TYPE_CHECKING:
 def explain_command(source: Path, fusion: str | None, node: str | None, limit: int, patterns: tuple[Path, ...]) -> None:
     """Show where SOURCE nearly matches a fusion.
 
-    Each miss names the node that differs, what was found and what the fusion requires.  Of the fusion region, and of a
-    node, it is shown why nodes are in no region.
+    Each miss names the node that differs, what was found and what the fusion requires.  For the fusion region, and for
+    a single node, it also says why nodes are in no region.
     """
     from rich.markup import escape
 
     from onnxfuse.dsl import catalogue
-    from onnxfuse.explain import explain, nearest, where_fused, where_inside, why_in_no_region
+    from onnxfuse.explain import explain, nearest, require_node, where_fused, where_inside, why_in_no_region
+    from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.load import load
-    from onnxfuse.optimizer import StageTimer, fuse_model
     from onnxfuse.rewrite.replace import REGION
 
     fusions = catalogue.with_folders(patterns)
@@ -43,7 +38,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         console().print(escape(sentence))
         return
     if node:
-        _require_node(node, model)
+        require_node(node, model)
     with shown_progress() as progress:
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
     fusing = result.fusing
@@ -63,13 +58,3 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         click.echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
     elif len(shown) > limit:
         click.echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")
-
-
-def _require_node(name: str, model: onnx.ModelProto) -> None:
-    """Raise UsageError, with the most similar name, unless a node or one of its outputs has this name."""
-    from difflib import get_close_matches
-
-    names = [known for node in model.graph.node for known in (node.name, *node.output) if known]
-    if name not in names:
-        near = get_close_matches(name, names, 1)
-        raise UsageError(f"there is no node '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))

@@ -8,17 +8,7 @@ from typing import Literal
 
 import click
 
-from onnxfuse.cli.options import (
-    EXIT_CODES,
-    file_path,
-    input_option,
-    only_option,
-    patterns_option,
-    shape_option,
-    skip_option,
-    timeout_option,
-    tolerance_option,
-)
+from onnxfuse.cli.options import EXIT_CODES, file_path, given_inputs, patterns_option, verify_options
 from onnxfuse.cli.terminal import console, shown_progress
 from onnxfuse.errors import UsageError
 
@@ -26,13 +16,10 @@ from onnxfuse.errors import UsageError
 @click.command("optimize")
 @click.argument("source", type=file_path)
 @click.argument("target", type=file_path, required=False)
-@only_option
-@skip_option
+@click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable).")
+@click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable).")
 @patterns_option
-@input_option
-@tolerance_option
-@shape_option
-@timeout_option
+@verify_options
 @click.option(
     "--fallback",
     type=click.Choice(["onnx", "ort"]),
@@ -58,7 +45,7 @@ from onnxfuse.errors import UsageError
 )
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
-@click.option("--overwrite", is_flag=True, help="Let TARGET be the file that SOURCE is.")
+@click.option("--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file.")
 def optimize_command(
     source: Path,
     target: Path | None,
@@ -66,9 +53,9 @@ def optimize_command(
     skip: tuple[str, ...],
     patterns: tuple[Path, ...],
     npz: Path | None,
+    tolerance: float | None,
     shapes: tuple[str, ...],
     timeout: float,
-    tolerance: float | None,
     fallback: Literal["onnx", "ort"],
     layout: Literal["auto", "nchw", "nhwc"],
     regions: bool,
@@ -82,25 +69,20 @@ def optimize_command(
     Exits with 0 if all was compared and is equal, 3 if some outputs or fused nodes could not be compared, 4 if none
     could; the files are written then too.
     """
-    from onnxfuse.ir.load import load
     from onnxfuse.ir.save import save
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import check_name
-    from onnxfuse.verify.inputs import load_inputs
 
-    if target is None and not dry_run:
-        raise UsageError("give the file to write as a second argument, or --dry-run")
+    target = None if dry_run else _checked_target(source, target, overwrite)
     if report:
         check_name(report)
-    if target is not None and not dry_run:
-        _check_target(source, target, overwrite)
-    inputs = load_inputs(npz, load(source)[0]) if npz else None
+    inputs = given_inputs(npz, source)
     with shown_progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, regions=regions,
             verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
-    if target is not None and not dry_run:
+    if target:
         save(optimized, target, folder=source.parent)
         result = result.written(target)
     if report:
@@ -109,10 +91,13 @@ def optimize_command(
     sys.exit(EXIT_CODES[result.verified.status] if verify else 0)
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise an error, before any work, if the model cannot be written, or would replace its source unasked."""
+def _checked_target(source: Path, target: Path | None, overwrite: bool) -> Path:
+    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked."""
     from onnxfuse.ir.save import check_target
 
+    if target is None:
+        raise UsageError("give the file to write as a second argument, or --dry-run")
     check_target(target)
     if target.exists() and source.exists() and target.samefile(source) and not overwrite:
         raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")
+    return target

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnxfuse.ir.dtypes import Array
     from onnxfuse.tuning.bound_session import Provider
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 EXIT_CODES: Final = {"verified": 0, "failed": 1, "partly": 3, "none": 4}  # of optimize and verify
 
+
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return one decorator for several options, which --help lists in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 file_path = click.Path(path_type=Path)
-only_option = click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable).")
-skip_option = click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable).")
 patterns_option = click.option(
     "--patterns", multiple=True, type=file_path, metavar="DIR", help="Also use the fusions in this folder (repeatable)."
 )
@@ -26,28 +40,39 @@ kernels_option = click.option(
 shape_option = click.option(
     "--shape", "shapes", multiple=True, metavar="INPUT:8x512", help="Set the sizes of an input (repeatable)."
 )
-provider_option = click.option(
-    "--provider", type=click.Choice(["cpu", "cuda"]),
-    help="Where to run.  [default: cuda if onnxruntime has it, else cpu]",
-)  # fmt: skip
-tune_option = click.option(
-    "--tune", type=click.Choice(["never", "cached", "now"]), default="cached", show_default=True,
-    help="never: run every kernel; cached: run the kernels and bodies that `onnxfuse tune` found to be faster; "
-    "now: tune first.",
-)  # fmt: skip
-tolerance_option = click.option(
-    "--tolerance", type=click.FloatRange(0, min_open=True), metavar="X",
-    help="The largest error of an output, relative to its largest value.  "
-    "[default: by its dtype, or more where the original's own noise is larger]",
-)  # fmt: skip
-input_option = click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file.")
 option_option = click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
 )
-timeout_option = click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=600, show_default=True, metavar="SECONDS",
-    help="How long opening a model in onnxruntime, or one run of it, may take.",
-)  # fmt: skip
+run_options = together(  # of commands that run a model to time it
+    patterns_option,
+    kernels_option,
+    shape_option,
+    click.option(
+        "--provider",
+        type=click.Choice(["cpu", "cuda"]),
+        help="Where to run.  [default: cuda if onnxruntime has it, else cpu]",
+    ),
+    click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file."),
+)
+verify_options = together(
+    click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file."),
+    click.option(
+        "--tolerance",
+        type=click.FloatRange(0, min_open=True),
+        metavar="X",
+        help="The largest error of an output, relative to its largest value.  "
+        "[default: by its dtype, or more where the original's own noise is larger]",
+    ),
+    shape_option,
+    click.option(
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        default=600,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long opening a model in onnxruntime, or one run of it, may take.",
+    ),
+)
 
 
 def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
@@ -60,6 +85,14 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
         if name == "device_id":
             raise UsageError("give --device-id, not --option device_id")
     return found
+
+
+def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:
+    """Return the inputs of a model that --input names; None without it.  Raises UsageError if they do not fit."""
+    from onnxfuse.ir.load import load
+    from onnxfuse.verify.inputs import load_inputs
+
+    return load_inputs(npz, load(model)[0]) if npz else None
 
 
 def use_kernels(folders: tuple[Path, ...], provider: Provider) -> None:

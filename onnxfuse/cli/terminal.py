@@ -34,7 +34,7 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     shown, task = "load", bar.add_task("load", total=None)
 
     def show(stage: str, done: int, of: int) -> None:
-        """Show a stage; each begins a new bar, which moves to and fro while nobody knows how much there is to do."""
+        """Show a stage; each begins a new bar, which moves to and fro while the amount of work is unknown."""
         nonlocal shown, task
         if interrupts.seen():  # and something swallowed the exception
             raise KeyboardInterrupt

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import (
-    file_path,
-    kernels_option,
-    option_option,
-    options_by_name,
-    patterns_option,
-    provider_option,
-    shape_option,
-    use_kernels,
-)
+from onnxfuse.cli.options import file_path, given_inputs, option_option, options_by_name, run_options, use_kernels
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -25,22 +16,18 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @click.argument("model", type=file_path)
-@patterns_option
-@kernels_option
-@shape_option
+@run_options
 @click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="The number of the GPU.")
-@provider_option
 @option_option
-@click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file.")
 def tune_command(
     model: Path,
     patterns: tuple[Path, ...],
     kernels: tuple[Path, ...],
     shapes: tuple[str, ...],
-    device_id: int,
     provider: Provider | None,
-    options: tuple[str, ...],
     npz: Path | None,
+    device_id: int,
+    options: tuple[str, ...],
 ) -> None:
     """Measure where kernels beat bodies in MODEL.
 
@@ -48,13 +35,11 @@ def tune_command(
     ranges, as in ids:1..8x1..512: the plans of kernels are then measured at the powers of two in them.
     """  # fmt: skip
     from onnxfuse.bench.tune_file import tune_file, tuning_tables
-    from onnxfuse.ir.load import load
     from onnxfuse.tuning.bound_session import default_provider
-    from onnxfuse.verify.inputs import load_inputs
 
     provider = provider or default_provider()
     use_kernels(kernels, provider)
-    inputs = load_inputs(npz, load(model)[0]) if npz else {}
+    inputs = given_inputs(npz, model)
     with shown_progress() as progress:
         tuning = tune_file(
             model, patterns=patterns, shapes=shapes, inputs=inputs, provider=provider, device_id=device_id,

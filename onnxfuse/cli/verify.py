@@ -7,24 +7,21 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import EXIT_CODES, file_path, input_option, shape_option, timeout_option, tolerance_option
+from onnxfuse.cli.options import EXIT_CODES, file_path, given_inputs, verify_options
 from onnxfuse.cli.terminal import console, shown_progress
 
 
 @click.command("verify")
 @click.argument("original", type=file_path)
 @click.argument("optimized", type=file_path)
-@tolerance_option
-@input_option
-@shape_option
-@timeout_option
+@verify_options
 def verify_command(
     original: Path,
     optimized: Path,
     npz: Path | None,
+    tolerance: float | None,
     shapes: tuple[str, ...],
     timeout: float,
-    tolerance: float | None,
 ) -> None:
     """Compare two models in onnxruntime.
 
@@ -35,12 +32,11 @@ def verify_command(
 
     from onnxfuse.ir.load import load
     from onnxfuse.verify.compare import compare
-    from onnxfuse.verify.inputs import load_inputs
     from onnxfuse.verify.own_process import own_process
 
-    model, _ = load(original)
-    load(optimized)  # a file that cannot be read is an error here, and would be a difference to `compare`
-    inputs = load_inputs(npz, model) if npz else None
+    for path in original, optimized:
+        load(path)  # a file that cannot be read is an error here, and would be a difference to `compare`
+    inputs = given_inputs(npz, original)
     with own_process(timeout), shown_progress() as progress:
         result = compare(
             original, optimized, inputs=inputs, shapes=shapes, tolerance=tolerance,

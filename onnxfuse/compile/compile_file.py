@@ -200,7 +200,7 @@ def _template(
     inputs: Sequence[TensorSpec],
     samples: Sequence[Sequence[int]],
 ) -> PreparedTemplate | str:
-    """Return the template of a node, which is made unless it is known, or why there is none."""
+    """Return the template of a node, or why it has none; make the template unless `templates` has it."""
     key = situation.key(inputs)
     if key not in templates:
         try:
@@ -211,9 +211,10 @@ def _template(
 
 
 def _bodies(task: _Task, found: Sequence[_Planned]) -> dict[str, str]:
-    """Return the functions whose bodies run where there is no Python, which would let nodes differ, and why.
+    """Return the functions whose bodies run where there is no Python, and why.
 
-    These are the functions of which a node has no kernel on one of the GPUs, or is faster as its body.
+    There, all nodes of a function run alike: as bodies if one of them has no kernel on one of the GPUs, or is faster
+    as its body.
     """
     bodies: dict[str, str] = {}
     for each in found:

@@ -32,7 +32,6 @@ from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.template_words import TemplateWords
 
 log: Final = logging.getLogger("onnxfuse")
-PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
 _lock: Final = threading.Lock()
 
 

@@ -37,6 +37,7 @@ from onnxfuse.runtime.template_words import TemplateWords, read_template
 from onnxfuse.runtime.word_reader import WORD, WordReader
 from onnxfuse.version import __version__
 
+PLANS_SUFFIX: Final = ".plans"  # of a plan file beside a model, behind the model's own name
 MAGIC: Final = b"onnxplan"
 FORMAT: Final = 7  # kPlanFileFormat in native/plan_file.h
 LIBRARIES: Final = ("cublaslt", "cudnn")  # whose versions are words

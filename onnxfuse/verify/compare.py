@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import onnx
 
@@ -18,32 +16,21 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.extract import extract
 from onnxfuse.ir.load import load
 from onnxfuse.verify.cpu_session import open_session, run
-from onnxfuse.verify.difference import OutputDifference, compare_output, worst
-from onnxfuse.verify.inputs import check_inputs, model_inputs
-from onnxfuse.verify.larger_inputs import depends_on, largest_first
+from onnxfuse.verify.difference import OutputDifference, compare_output
 from onnxfuse.verify.noise import move_by_one_ulp
-from onnxfuse.verify.observed import REDRAWS, NotCompared, inverted_flags, redrawn, what_hides
+from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
-from onnxfuse.verify.random_nodes import random_outputs
-from onnxfuse.verify.requested_shapes import Draw, describe_failures, draws
+from onnxfuse.verify.reference import Progress, Reference, run_original
 from onnxfuse.verify.ties import are_ties, source_of_indices
-from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, half_precision_tensors, model_to_float32
-
-if TYPE_CHECKING:
-    from onnxfuse.verify.cpu_session import Session
+from onnxfuse.verify.to_float32 import arrays_to_float32, model_to_float32
 
 Source: TypeAlias = str | os.PathLike[str] | onnx.ModelProto
-Progress: TypeAlias = Callable[[str], None]
 
 NO_OUTPUTS = "the model has no outputs"
 # An output may differ by this many times the original's own noise.  Fused nodes round elsewhere than onnxruntime's own
 # optimizations do, so they may move an output as far, and one sample of noise is seldom the largest.
 NOISE_FACTOR = 4.0
 MAX_NOISE = 0.5  # of an output's largest value: where so much is allowed, nothing is compared
-RUNS_COMPARED = 2  # with different sizes of the dynamic dims
-# From this size on, a run that is refused only after so many seconds is the last one: the next one takes longer, and
-# more memory.  Attention over 32768 positions has 4 GB of scores for each head.
-LARGE_SIZE, MAX_SECONDS_REFUSED = 1024, 1.0
 
 
 @dataclass(frozen=True)
@@ -85,44 +72,6 @@ class Verification:
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
         return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
                 "equal_parts": self.equal_parts, "not_compared": missing}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """The original's outputs for one set of inputs: as it is, and evaluated in float32 if it uses half precision."""
-
-    sizes: dict[str, int]
-    feeds: dict[str, Array]
-    outputs: dict[str, object]
-    float32_outputs: Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The runs of the original, which the optimized model is compared with.
-
-    `in_float32`: `outputs` are those of the model converted to float32, because it does not run as it is.
-    """
-
-    runs: list[Run]
-    half_precision: str  # "float16", "bfloat16", or "" for none
-    half_tensors: set[str]  # computed in or from half precision
-    in_float32: bool
-    note: str
-    not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that show nothing, and why
-    random: frozenset[str] = frozenset()  # those of them whose values are new in every run
-    tolerance: float | None = None  # replaces those of the dtypes, and the noise of the original
-
-    def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:
-        """Return the worst error of one output over the runs."""
-        half = self.half_precision if name in self.half_tensors else ""
-        return worst(
-            compare_output(
-                name, each.outputs[name], result.get(name), each.float32_outputs.get(name) if half else None, half,
-                self.tolerance,
-            )
-            for each, result in zip(self.runs, results, strict=True)
-        )  # fmt: skip
 
 
 def compare(
@@ -314,137 +263,6 @@ def _with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPro
     present = {o.name for o in model.graph.output}
     result.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in present)
     return result
-
-
-def run_original(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    given: Mapping[str, Array],
-    tell: Progress,
-    shapes: Sequence[str] = (),
-) -> Reference:
-    """Run the original as it is, and converted to float32 if it uses half precision.
-
-    Raises VerificationError if it runs at no sizes.
-    """
-    check_inputs(given, model_inputs(model))
-    half, random = half_precision_of(model), random_outputs(model, given)
-    try:
-        runs = _run_at_sizes(model, folder, given, shapes, random, tell)
-    except VerificationError as error:
-        if half != "bfloat16":
-            raise
-        try:
-            runs = _run_at_sizes(
-                model, folder, given, shapes, random, lambda line: tell(f"{line}, in float32"), in_float32=True
-            )
-        except VerificationError:
-            raise error from None
-        note, hidden = f"compared in float32: {error}", _hidden_outputs(runs, random) | random
-        return Reference(runs, half, half_precision_tensors(model), True, note, hidden, frozenset(random))
-    tensors = half_precision_tensors(model) if half else set()
-    hidden = _hidden_outputs(runs, random) | random
-    result = Reference(runs, half, tensors, False, "", hidden, frozenset(random))
-    if not half:
-        return result
-    try:
-        tell("run the original in float32")
-        session = open_session(model_to_float32(model), folder, optimize=False)  # which would drop pairs of Casts
-        exact = [replace(r, float32_outputs=run(session, arrays_to_float32(r.feeds))) for r in runs]
-    except Exception as error:
-        note = f"compared with the original directly: it does not run in float32 ({first_line(error)})"
-        return replace(result, note=note)
-    return replace(result, runs=exact)
-
-
-def _hidden_outputs(runs: Sequence[Run], random: Collection[str]) -> dict[str, str]:
-    """Return why outputs show nothing of the model, those of `random` aside."""
-    reasons = {n: what_hides([r.outputs[n] for r in runs]) for n in runs[0].outputs if n not in random}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _may_show_more(
-    model: onnx.ModelProto, runs: Sequence[Run], given: Collection[str], random: Collection[str]
-) -> bool:
-    """Return whether an output that shows nothing in these runs depends on inputs that can be drawn again."""
-    drawn = {each.name for each in model_inputs(model)}.difference(given)
-    return any(depends_on(model, name, drawn) for name in _hidden_outputs(runs, random))
-
-
-def _run_at_sizes(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    given: Mapping[str, Array],
-    shapes: Sequence[str],
-    random: Collection[str],
-    tell: Progress,
-    in_float32: bool = False,
-) -> list[Run]:
-    """Return inputs and outputs for the first sizes at which the model runs: two sets of sizes if dims are dynamic.
-
-    Flags, which choose between branches, are inverted in one more run.  As long as an output that depends on drawn
-    inputs shows nothing, a larger size and other values follow; outputs in `random` never show anything.
-    Raises VerificationError if it runs at none.
-    """
-    session = _session_of_original(model_to_float32(model) if in_float32 else model, folder)
-
-    def run_at(sizes: dict[str, int], feeds: dict[str, Array]) -> Run:
-        return Run(sizes, feeds, run(session, arrays_to_float32(feeds) if in_float32 else feeds), {})
-
-    left = draws(model, shapes, given)
-    runs = _first_runs(left, run_at, tell, bool(given))
-    first, may_show = runs[0], _may_show_more(model, runs, given, random)
-    for sizes, feeds in largest_first(model, folder, left) if may_show else ():
-        tell("run the original" + "".join(f", {k}={v}" for k, v in sizes.items()))
-        with suppress(Exception):  # sizes and values that the model refuses show nothing either
-            runs.append(run_at(sizes, feeds))
-            break
-    if flags := inverted_flags(first.feeds, given):
-        tell("run the original with flags inverted")
-        with suppress(Exception):
-            runs.append(run_at(first.sizes, first.feeds | flags))
-    for kind in REDRAWS if may_show else ():
-        feeds = redrawn(first.feeds, kind, given)
-        if not feeds or not _may_show_more(model, runs, given, random):
-            break
-        tell(f"run the original on {kind} values")
-        with suppress(Exception):
-            runs.append(run_at(first.sizes, first.feeds | feeds))
-    return runs
-
-
-def _first_runs(
-    left: Iterator[Draw], run_at: Callable[[dict[str, int], dict[str, Array]], Run], tell: Progress, is_given: bool
-) -> list[Run]:
-    """Return the runs of the first draws that the model takes.  Raises VerificationError if it takes none."""
-    runs: list[Run] = []
-    failures: list[tuple[dict[str, int], str]] = []
-    for draw in left:
-        tell("run the original" + "".join(f", {k}={v}" for k, v in draw.sizes.items()))
-        started = time.monotonic()
-        try:
-            runs.append(run_at(draw.sizes, draw.make()))
-        except VerificationError:  # such as the time limit, which others would exceed as well
-            raise
-        except Exception as error:
-            failures.append((draw.sizes, first_line(error)))
-            is_large = max(draw.sizes.values(), default=0) >= LARGE_SIZE
-            if is_large and time.monotonic() - started > MAX_SECONDS_REFUSED:
-                break
-        if len(runs) == RUNS_COMPARED:
-            break
-    if not runs:
-        raise VerificationError(describe_failures(failures, is_given))
-    return runs
-
-
-def _session_of_original(model: onnx.ModelProto, folder: Path | None) -> Session:
-    try:
-        return open_session(model, folder)
-    except VerificationError:
-        raise
-    except Exception as error:
-        raise VerificationError(f"onnxruntime cannot run the original on the CPU: {first_line(error)}") from error
 
 
 def _run_optimized(

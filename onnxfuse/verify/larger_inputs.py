@@ -1,4 +1,4 @@
-"""Choose the inputs that are tried where an output shows nothing: whether others move it, and how large they may be."""
+"""Choose further inputs for an output that shows nothing: whether it depends on inputs, and how large these may be."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ from onnxfuse import (
 from onnxfuse.dsl import catalogue, words
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Apply, Either, Product, Sum, Term, walk
+from onnxfuse.fuse_model import fuse_model
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.optimizer import fuse_model
 from onnxfuse.rewrite.function_body import BodyBuilder, Variant
 from onnxfuse.rewrite.select import FusionResult
 

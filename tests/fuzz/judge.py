@@ -112,7 +112,7 @@ def _of_refused(model: onnx.ModelProto | bytes, sizes: Mapping[str, int], seed: 
     said = " ".join(str(error).split())[:250]
     if isinstance(model, bytes):
         return Verdict("idle", said)
-    ran = any(_outputs(Session(model), feeds) is not None for feeds in draws(model, sizes, seed))
+    ran = any(outputs_of(Session(model), feeds) is not None for feeds in draws(model, sizes, seed))
     return Verdict("refused" if ran else "idle", said)
 
 
@@ -123,8 +123,9 @@ def compare(
 
     These differences do not count: with the bodies of `--fallback ort`, NaN in rows of attention whose scores are NaN
     or infinite (docs/fusions.md); elements that onnxruntime leaves unwritten; that it crashes on an
-    InstanceNormalization of no elements; what it accepts for a size that a Slice has not (undetermined.py); and that
-    without its optimizations 1.31 loses what a branch reads behind two Casts of an initializer.
+    InstanceNormalization of no elements; what it accepts because it infers no rows for a Slice that has some
+    (undetermined.py); and that without its optimizations 1.31 loses what a branch reads behind two Casts of an
+    initializer.
     """
     original, other, half = Session(model), Session(optimized), half_precision_of(model)
     on_purpose = bool(half) and rounds_on_purpose(model)
@@ -132,13 +133,13 @@ def compare(
                    if t.data_type in FLOATS and len(t.dims))  # fmt: skip
     ran = False
     for feeds in draws(model, sizes, seed):
-        expected = _outputs(original, feeds)
+        expected = outputs_of(original, feeds)
         if expected is None:
             continue
         ran = True
-        found = _outputs(other, feeds)
+        found = outputs_of(other, feeds)
         if found is None and LOST_VALUE in other.error:
-            found = _outputs(Session(optimized, optimize=True), feeds)
+            found = outputs_of(Session(optimized, optimize=True), feeds)
         at = f"at {', '.join(f'{name} {value.dtype}{list(value.shape)}' for name, value in feeds.items())}"
         if found is None and "SIGSEGV" in other.error and normalizes_nothing(optimized, feeds):
             continue
@@ -166,11 +167,11 @@ def _beyond_rounding(
     That is measured only where something differs, which is rare.
     """
     half, moved = half_precision_of(model), [TensorProto.FLOAT] if on_purpose else list(ULPS)
-    near = [each[name] for way in (ULP, -ULP) if (each := _outputs(original, _nudged(feeds, way)))]
-    near += [each[name] for other_way in _shaken(model, seed, moved) if (each := _outputs(other_way, feeds))]
+    near = [each[name] for way in (ULP, -ULP) if (each := outputs_of(original, _nudged(feeds, way)))]
+    near += [each[name] for other_way in _shaken(model, seed, moved) if (each := outputs_of(other_way, feeds))]
     wide = None
     if half and not on_purpose:
-        wide = _outputs(Session(model_to_float32(model)), arrays_to_float32(feeds))
+        wide = outputs_of(Session(model_to_float32(model)), arrays_to_float32(feeds))
     exact = wide[name] if wide else None
     reason = difference(want, got, near, exact, half, on_purpose, infinite)
     if reason and not half and (unbounded := without_overflow(model, feeds)):
@@ -214,7 +215,8 @@ def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterato
         yield Session(shaken)
 
 
-def _outputs(session: Session, feeds: Arrays) -> dict[str, Any] | None:
+def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:
+    """Return what a session computes; None if it does not run, which its `error` then explains."""
     if session.session is None:
         return None
     try:

@@ -19,7 +19,7 @@ from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import LOST_VALUE, SECONDS, Hang, Session, Verdict, _outputs, compare, judge, limited
+from judge import LOST_VALUE, SECONDS, Hang, Session, Verdict, compare, judge, limited, outputs_of
 from reduction import reduced
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
@@ -166,6 +166,12 @@ def test_what_the_fuzzer_found(name: str) -> None:
 # --- the fuzzer itself -----------------------------------------------------------------------------------------------
 
 
+def require_verdict(original: str, other: str, sizes: dict[str, int], said: str) -> None:
+    """Fail unless the judge finds two models the same, or, where `said` is not empty, wrong with these words."""
+    verdict = compare(onnx.parser.parse_model(original), onnx.parser.parse_model(other), sizes, 0)
+    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "said"),
     [
@@ -178,9 +184,7 @@ def test_what_the_fuzzer_found(name: str) -> None:
     ],
 )
 def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, said: str) -> None:
-    other = onnx.parser.parse_model(CHAIN.replace(right, wrong))
-    verdict = compare(onnx.parser.parse_model(CHAIN), other, {"n": 2}, 0)
-    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+    require_verdict(CHAIN, CHAIN.replace(right, wrong), {"n": 2}, said)
 
 
 UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
@@ -234,7 +238,7 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
         for attribute in model.graph.node[-1].attribute:
             attribute.g.output[0].type.tensor_type.ClearField("shape")
     session = Session(folded)
-    assert _outputs(session, {}) is None and LOST_VALUE in session.error
+    assert outputs_of(session, {}) is None and LOST_VALUE in session.error
     assert compare(original, folded, {}, 0).kind == kind
 
 
@@ -258,9 +262,7 @@ def test_an_overflow_that_an_order_of_products_avoids_is_no_difference(right: st
     """The float64 value is right as well, where a value overflows in float32 alone, and nothing else is."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[] y)
         <float a = {1e38}, float b = {0.1}, float c = {0.1001}, float cap = {3.4e37}, float top = {3.4e38}> { NODES }"""
-    first, second = (onnx.parser.parse_model(text.replace("NODES", nodes)) for nodes in (right, other))
-    verdict = compare(first, second, {"n": 50}, 0)
-    assert (verdict.kind, said in verdict.sentence) == ("wrong" if said else "same", True), verdict
+    require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 50}, said)
 
 
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:

@@ -1,4 +1,4 @@
-"""What onnxruntime 1.32 itself leaves open, so that two models may differ in it."""
+"""Recognise what onnxruntime 1.32 leaves undetermined, so that two models may differ in it."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import onnxruntime
 from onnx import numpy_helper
 
 from onnxfuse.dsl import catalogue
+from onnxfuse.fuse_model import FusedModel, fuse_model
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.optimizer import FusedModel, fuse_model
 
 
 def parse(text: str, opset: int = 20, **weights: np.ndarray) -> onnx.ModelProto:

@@ -15,8 +15,8 @@ from spellings import Unfused, build, longest, richest
 
 from onnxfuse import Fusion
 from onnxfuse.dsl import catalogue
+from onnxfuse.fuse_model import fuse_model
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.optimizer import fuse_model
 
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT16), (FLOAT16, BFLOAT16), (BFLOAT16, FLOAT), (FLOAT16, FLOAT16),

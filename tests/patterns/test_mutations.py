@@ -16,8 +16,8 @@ from spellings import build, longest, richest
 from onnxfuse import Fusion, fusion, op, rearrange, scalar, tensor
 from onnxfuse.dsl import catalogue
 from onnxfuse.explain import explain
+from onnxfuse.fuse_model import fuse_model
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.optimizer import fuse_model
 from onnxfuse.rewrite.select import FusionResult
 
 OPSETS = {13: longest, 20: richest}  # before and after ReduceMean's axes became an input

@@ -8,7 +8,7 @@ from onnx import TensorProto
 from region_models import assert_programs_agree, draw, optimized, parsed, regions
 
 from onnxfuse import UsageError, optimize
-from onnxfuse.optimizer import fuse_model
+from onnxfuse.fuse_model import fuse_model
 
 MATRIX = "float[8, 8] x, float[8, 8] y, float[8, 8] w"
 

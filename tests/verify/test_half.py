@@ -16,9 +16,10 @@ from exported_models import read_index
 from onnx import TensorProto
 
 from onnxfuse.ir.protos import nodes, tensors
-from onnxfuse.verify import compare as compare_module
-from onnxfuse.verify.compare import compare, first_difference, run_original
+from onnxfuse.verify import reference
+from onnxfuse.verify.compare import compare, first_difference
 from onnxfuse.verify.difference import TF32, OutputDifference, compare_output
+from onnxfuse.verify.reference import run_original
 from onnxfuse.verify.to_float32 import half_precision_of, model_to_float32
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
@@ -109,7 +110,7 @@ def test_a_bfloat16_model_of_which_only_the_original_runs() -> None:
 
 
 def test_an_original_that_does_not_run_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "model_to_float32", lambda model: elementwise("y = odd.Thing(x)", "float"))
+    monkeypatch.setattr(reference, "model_to_float32", lambda model: elementwise("y = odd.Thing(x)", "float"))
     found = compare(scaled(1.0), scaled(1.0))
     assert found.passed is True and found.outputs[0].original_rel is None
     assert found.reason.startswith("compared with the original directly: it does not run in float32 (")
@@ -119,7 +120,7 @@ def test_an_original_that_does_not_run_in_float32(monkeypatch: pytest.MonkeyPatc
 def test_float32_outputs_are_compared_as_half_precision_where_float32_does_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compare_module, "model_to_float32", lambda model: elementwise("y = odd.Thing(x)", "float"))
+    monkeypatch.setattr(reference, "model_to_float32", lambda model: elementwise("y = odd.Thing(x)", "float"))
 
     def widened(by: float) -> onnx.ModelProto:
         body = f"f = Cast<to = 1>(x)  s = Softmax(f)  k = Constant<value_float = {by}>()  y = Mul(s, k)"

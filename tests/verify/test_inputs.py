@@ -14,9 +14,10 @@ import pytest
 from onnx import TensorProto
 
 from onnxfuse.errors import UsageError
-from onnxfuse.verify.compare import compare, run_original
+from onnxfuse.verify.compare import compare
 from onnxfuse.verify.input_uses import Use, integer_uses
 from onnxfuse.verify.inputs import load_inputs
+from onnxfuse.verify.reference import run_original
 
 HEAD = '<ir_version: 9, opset_import: ["" : 17]>'
 
@@ -279,7 +280,7 @@ def test_the_sizes_that_were_tried_are_told() -> None:
 
 def test_no_larger_size_is_tried_after_a_large_one_that_was_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one would take longer, and perhaps all memory."""
-    monkeypatch.setattr("onnxfuse.verify.compare.MAX_SECONDS_REFUSED", 0.0)
+    monkeypatch.setattr("onnxfuse.verify.reference.MAX_SECONDS_REFUSED", 0.0)
     body = "s = Constant<value_ints = [-1, 99999]>()  y = Reshape(x, s)"
     source = model("(float[b, t] x) => (float[b, 99999] y)", body)
     assert " and at 9 other sizes, at last b=1, t=1024 (" in compare(source, source).reason

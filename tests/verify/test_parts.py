@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from onnxfuse import optimize
 from onnxfuse.dsl import catalogue
-from onnxfuse.optimizer import FusedModel, fuse_model
+from onnxfuse.fuse_model import FusedModel, fuse_model
 from onnxfuse.verify.compare_parts import PartsVerification, compare_parts
 from onnxfuse.verify.parts import Part, distinct_parts
 

@@ -47,7 +47,7 @@ def _global_pool(shapes: ShapeInfo, node: Node) -> Shape:
 
 @RULES.rule("STFT")
 def _short_time_fourier_transform(shapes: ShapeInfo, node: Node) -> Shape:
-    """Onnx's inference takes one-sided spectra for two-sided ones, so its numbers of frames and bins must not count."""
+    """Leave the numbers of frames and bins unknown: onnx's inference mistakes one-sided spectra for two-sided ones."""
     name = node.outputs[0].name
     return (input_shape(shapes, node)[0], shapes.unknown(name, 1), shapes.unknown(name, 2), 2)
 
