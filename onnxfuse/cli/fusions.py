@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import patterns_option
+from onnxfuse.cli.options import file_path, patterns_option
 from onnxfuse.cli.terminal import console
+from onnxfuse.errors import UsageError
 
 
 @click.command("list")
@@ -33,9 +34,19 @@ def list_command(patterns: tuple[Path, ...]) -> None:
 
 @click.command("show")
 @click.argument("fusion")
+@click.argument("model", type=file_path, required=False)
+@click.option("--node", metavar="NAME", help="Show the program of this region of MODEL.")
+@click.option("--cuda", is_flag=True, help="Show the CUDA source that is generated for --node.")
+@click.option("--arch", default="sm_90", show_default=True, help="The compute capability that --cuda is for.")
 @patterns_option
-def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
-    """Show one fusion: its operator and its pattern."""
+def show_command(
+    fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str, patterns: tuple[Path, ...]
+) -> None:
+    """Show one fusion: its operator and its pattern.
+
+    `show region MODEL` lists the regions of a fused MODEL.  With --node it shows the program of one of them, and with
+    --cuda the kernels that are generated for it; that needs no GPU.
+    """
     from rich.markup import escape
     from rich.syntax import Syntax
 
@@ -46,6 +57,9 @@ def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
 
     fusions = {f.name: f for f in catalogue.with_folders(patterns)}
     catalogue.require_known(fusion, [*fusions, REGION])
+    if model is not None or node is not None or cuda:
+        _show_regions(fusion, model, node, cuda, arch)
+        return
     if fusion == REGION:
         console().print(f"[bold]{REGION}[/]\n\n{escape(SUMMARY)}\n\n{escape(DESCRIPTION)}", highlight=False)
         return
@@ -53,3 +67,17 @@ def show_command(fusion: str, patterns: tuple[Path, ...]) -> None:
     text = f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}"
     console().print(text, highlight=False)
     console().print(Syntax(found.source, "python", background_color="default"))
+
+
+def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:
+    """Show what `show region MODEL` asks for.  Raises UsageError where the arguments do not say what to show."""
+    from onnxfuse.cli.show_region import show_regions
+    from onnxfuse.rewrite.replace import REGION
+
+    if fusion != REGION:
+        raise UsageError(f"only the regions of a model are shown, not its nodes of '{fusion}'; run `show {fusion}`")
+    if model is None:
+        raise UsageError("give the fused model that has the region, as in `onnxfuse show region fused.onnx`")
+    if cuda and node is None:
+        raise UsageError("--cuda is of one region; name it with --node")
+    show_regions(model, node, cuda, arch)

@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner
 from region_models import parsed
 
+from onnxfuse import optimize
 from onnxfuse.cli import main
+from onnxfuse.runtime.plan import Kernel
 
 NODES = "a = Neg(x) b = Exp(a) c = MatMul(b, w) d = Expand(c, s) [last] z = Abs(d)"
 
@@ -46,3 +48,64 @@ def test_explain_says_why_nodes_are_in_none(model: Path) -> None:
 def test_list_and_show_know_them() -> None:
     assert "region Connected operators that no other fusion names" in said("list")
     assert "Its attribute `program` says the same" in said("show", "region")
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> Path:
+    """A model with a region of a dynamic dim: a roll by two, and windows of four."""
+    nodes = (
+        "a0 := int64[1] {0} a2 := int64[1] {2} one := int64[1] {1} end := int64[1] {8} shape := int64[3] {-1, 4, 16} "
+        "head = Slice(x, a0, a2, one) tail = Slice(x, a2, end, one) rolled = Concat <axis = 1> (tail, head) "
+        "[last] z = Reshape(rolled, shape)"
+    )
+    result, _ = optimize(parsed(nodes, inputs="float16[batch, 8, 16] x"), regions=True, verify=False)
+    path = tmp_path / "fused.onnx"
+    onnx.save(result, path)
+    return path
+
+
+PROGRAM = """last/region: x -> z
+  x0: float16[batch, 8, 16] = x
+  v0: float16[batch, 2, 16] = Slice(x0, axes=[1], starts=[0], ends=[2], steps=[1])
+  v1: float16[batch, 6, 16] = Slice(x0, axes=[1], starts=[2], ends=[8], steps=[1])
+  v2: float16[batch, 8, 16] = Concat(v1, v0, axis=1)
+  v3: float16[2*batch, 4, 16] = Reshape(v2, shape=[-1, 4, 16])
+  z = v3
+"""
+
+
+def test_show_lists_the_regions_of_a_model_and_prints_their_programs(fused: Path) -> None:
+    run = CliRunner().invoke
+    listed = run(main, ["show", "region", str(fused)])
+    assert listed.output == "last/region: operators 4, operands 1, outputs 1: Slice Slice Concat Reshape\n"
+    for name in ("last/region", "z"):
+        assert run(main, ["show", "region", str(fused), "--node", name]).output == PROGRAM
+
+
+def test_show_prints_the_kernels_of_a_region(fused: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    shown = CliRunner().invoke(main, ["show", "region", str(fused), "--node", "z", "--cuda", "--arch", "sm_80"])
+    assert shown.exit_code == 0 and "last/region, for NVIDIA A100-SXM4-80GB (sm_80" in shown.output
+    assert "// variant as at batch=" in shown.output and "// nvrtc: -DPRECISE=0" in shown.output
+    for text in shown.output.split("// nvrtc: -DPRECISE=0\n")[1:]:
+        assert compile_cubin(Kernel("region", "region", {"PRECISE": 0}, text=text), 80).spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["region", "MODEL", "--node", "last/regin"], "there is no region 'last/regin'. Did you mean 'last/region'?"),
+        (["region", "--node", "z"], "give the fused model that has the region"),
+        (["region", "MODEL", "--cuda"], "--cuda is of one region; name it with --node"),
+        (["region", "MODEL", "--node", "z", "--cuda", "--arch", "90"], "'90' is no compute capability"),
+        (["softmax", "MODEL"], "only the regions of a model are shown, not its nodes of 'softmax'"),
+        (["region", "PLAIN"], "has no regions; `onnxfuse optimize --regions` makes them"),
+    ],
+)  # fmt: skip
+def test_show_says_what_is_wrong(arguments: list[str], sentence: str, fused: Path, model: Path) -> None:
+    given = [{"MODEL": str(fused), "PLAIN": str(model)}.get(each, each) for each in arguments]
+    done = CliRunner().invoke(main, ["show", *given])
+    assert done.exit_code == 2
+    assert sentence in " ".join(done.stderr.split())

@@ -1,0 +1,179 @@
+"""What `onnxfuse show region MODEL` prints: the regions of a fused model, their programs and their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from onnxfuse.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxfuse.kernels.region.program import Operation, Program
+    from onnxfuse.kernels.region.sizes import Shape
+    from onnxfuse.runtime.fused_calls import Call
+    from onnxfuse.runtime.plan import Device
+    from onnxfuse.runtime.template import Template, Variant
+
+SHOWN_OPERATORS: Final = 6  # of a region, in the list of all regions
+DIVISIBLE: Final = 5040  # a size by which dynamic dims can be divided
+
+
+def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> None:
+    """Print the regions of a fused model; of a node its program, or its CUDA source for a compute capability.
+
+    Raises UsageError where the model has no regions or none of this name, OnnxfuseError where no kernel is generated.
+    """
+    from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.runtime.fused_calls import read_calls, read_model
+
+    calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION]
+    if not calls:
+        raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
+    if node is None:
+        for call in calls:
+            click.echo(summary(call))
+        return
+    call = _named(calls, node)
+    lines = kernels_text(call, _device(arch)) if cuda else program_text(call)
+    click.echo("\n".join(lines))
+
+
+def _named(calls: Sequence[Call], name: str) -> Call:
+    """Return the region of this name, or with an output of this name."""
+    from difflib import get_close_matches
+
+    for call in calls:
+        if name == call.node.name or name in call.proto.output:
+            return call
+    names = [known for call in calls for known in (call.node.name, *call.proto.output)]
+    near = get_close_matches(name, names, 1)
+    raise UsageError(f"there is no region '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))
+
+
+def _device(arch: str) -> Device:
+    """Return the GPU that a compute capability such as sm_90 stands for."""
+    from onnxfuse.runtime.gpu_kinds import named_gpus
+
+    return named_gpus([arch], [], [])[0]
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def summary(call: Call) -> str:
+    """Return one line: the node's name, how many operators, operands and outputs it has, and its first operators."""
+    from onnxfuse.kernels.region.program import parse
+
+    names = [operation.name for operation in parse(call.node).operations if operation.name != "Constant"]
+    shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
+    counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
+    return f"{call.node.name}: {counts}: {shown}"
+
+
+def program_text(call: Call) -> Iterator[str]:
+    """Yield the lines of a region's program: a value each, with its dtype, its shape and the operator that gives it."""
+    from onnxfuse.kernels.region.program import parse
+
+    program = parse(call.node)
+    shapes = _shapes(call, program)
+    typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
+    yield f"{call.node.name}: {' '.join(call.proto.input)} -> {' '.join(call.proto.output)}"
+    for name, tensor in zip(call.node.operands, call.proto.input, strict=True):
+        yield f"  {name}: {typed[name]} = {tensor}"
+    for operation in program.operations:
+        left = ", ".join(f"{name}: {typed[name]}" for name in operation.outputs)
+        yield f"  {left} = {_operation_text(operation)}"
+    for tensor, name in zip(call.proto.output, program.outputs, strict=True):
+        yield f"  {tensor} = {name}"
+
+
+def _operation_text(operation: Operation) -> str:
+    if operation.name == "Constant":
+        return str(operation.attributes["value"])
+    attributes = [f"{name}={value}" for name, value in operation.attributes.items()]
+    return f"{operation.name}({', '.join([*operation.inputs, *attributes])})"
+
+
+def _shapes(call: Call, program: Program) -> dict[str, Shape]:
+    """Return the shapes of all values, in which dynamic dims have their names; none where a rank is not known."""
+    from onnxfuse.kernels.region.shapes import infer
+    from onnxfuse.kernels.region.sizes import Sizes, as_size, variable
+    from onnxfuse.runtime.call_inputs import dim_names
+    from onnxfuse.runtime.expressions import Expressions
+    from onnxfuse.runtime.symint import Trace
+
+    known = {name: shape for name, shape in zip(call.node.operands, call.shapes, strict=True) if shape is not None}
+    if len(known) < len(call.shapes):
+        return {}
+    operands = {
+        name: tuple(as_size(dim) if isinstance(dim, int) else variable(dim) for dim in shape)
+        for name, shape in known.items()
+    }
+    trace = Trace(Expressions())
+    sizes = Sizes({name: trace.size(i, DIVISIBLE * (i + 1)) for i, name in enumerate(dim_names(call.shapes))})
+    try:
+        return dict(infer(program, operands, sizes).of)
+    except ValueError:  # only sizes that are not known here make the program valid
+        return dict(operands)
+
+
+def _shape_text(shapes: dict[str, Shape], name: str) -> str:
+    if name not in shapes:
+        return ""
+    return f"[{', '.join(str(dim) if dim.constant is not None else _dim_text(str(dim)) for dim in shapes[name])}]"
+
+
+def _dim_text(text: str) -> str:
+    """Return a polynomial of one term without its factor 1."""
+    return text.removeprefix("1*")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernels_text(call: Call, device: Device) -> Iterator[str]:
+    """Yield the CUDA source of each kernel of a region, with the sizes that its variants are chosen for.
+
+    The headers types.cuh, activations.cuh and region.cuh of the package are left as #include lines.
+    """
+    from onnxfuse.runtime.call_inputs import dim_names
+    from onnxfuse.runtime.gpu_kinds import describe
+
+    template = _template(call, device)
+    names = dim_names(call.shapes)
+    yield f"// {call.node.name}, for {describe(device)}"
+    for kernel in template.kernels:
+        for variant in template.variants:
+            if kernel in variant.kernels:
+                yield from _variant_text(variant, names)
+        flags = [f"-D{name}={value}" for name, value in sorted(kernel.defines.items())]
+        yield f"// nvrtc: {' '.join(flags)}"
+        yield kernel.text
+
+
+def _variant_text(variant: Variant, names: Sequence[str]) -> Iterator[str]:
+    from onnxfuse.runtime.plan import Launch
+    from onnxfuse.runtime.template import concrete
+
+    at = ", ".join(f"{name}={size}" for name, size in zip(names, variant.hints, strict=True))
+    for step in concrete(variant.plan).steps:
+        if isinstance(step, Launch):
+            yield f"// variant{f' as at {at}' if at else ''}: {step.grid[0]} blocks of {step.block[0]} threads"
+
+
+def _template(call: Call, device: Device) -> Template:
+    """Return the template of a region.  Raises OnnxfuseError, with the reason, where it has no kernel."""
+    from onnxfuse.errors import OnnxfuseError
+    from onnxfuse.runtime.call_inputs import inputs_of
+    from onnxfuse.runtime.hosts import find_host
+    from onnxfuse.runtime.support import why_no_kernel
+    from onnxfuse.runtime.template import make_template
+
+    inputs, host = inputs_of(call), find_host(call.node.fusion)
+    why = why_no_kernel(call, device) or ("the rank of an operand is not known" if inputs is None else None)
+    if why or inputs is None or host is None:
+        raise OnnxfuseError(f"no kernel is generated for '{call.node.name}': {why}")
+    return make_template(host, call.node, inputs, device)
