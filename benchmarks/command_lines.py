@@ -75,6 +75,21 @@ def other_gpus(description: str | None) -> argparse.Namespace:
     return made.parse_args()
 
 
+def regions(description: str | None) -> argparse.Namespace:
+    """Return what the command line of regions.py asks for."""
+    made = parser(description)
+    made.add_argument("--results", type=Path, metavar="FILE", help="where the results go  [default: OUT/regions.json]")
+    made.add_argument("--only", default="", help="names, such as 'token shift' or 'seed 7', separated by commas")
+    made.add_argument("--generated", type=int, default=200, metavar="N", help="programs at random")
+    made.add_argument("--named", action=argparse.BooleanOptionalAction, default=True, help="regions of real networks")
+    made.add_argument("--quick", action="store_true", help="three replays")
+    made.add_argument("--processes", type=int, default=16, help="that compile before one process times")
+    made.add_argument("--max-autotune", action="store_true", help="Inductor tries more tilings, for minutes")
+    made.add_argument("--check-cpu", action="store_true", help="compare PyTorch's programs with onnxruntime, no GPU")
+    add_earlier(made)
+    return made.parse_args()
+
+
 def tilings(description: str | None) -> argparse.Namespace:
     """Return what the command line of tilings.py asks for."""
     made = parser(description)

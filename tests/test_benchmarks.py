@@ -29,6 +29,7 @@ WITH_OPTIONS = (
     "memory",
     "models",
     "other_gpus",
+    "regions",
     "serving",
     "tilings",
 )

@@ -13,10 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from region_drafts import NUMPY, RegionProgram
 
-LARGEST = 3000.0  # of values on the way, which 16-bit floats hold
 FLOATS = ("float32", "float16", "bfloat16")
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
-MAX_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How many elements the first operand and all values have, and how large these become."""
+
+    least: int = 0  # of the first operand
+    most: int = 4096  # of each value; a quarter of them in the first operand
+    largest: float = 3000.0  # of values on the way, which 16-bit floats hold
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Draft:
     chance: random.Random
     program: RegionProgram = field(default_factory=RegionProgram)
     values: list[Value] = field(default_factory=list)
+    extent: Extent = Extent()
 
     def operand(self, shape: tuple[int, ...], dtype: str, bound: float = 4.0) -> Value:
         numbers = np.random.default_rng(self.chance.getrandbits(32))
@@ -96,16 +104,16 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None
 def binary(draft: Draft, x: Value) -> None:
     y = _broadcastable(draft, x)
     shape = _broadcast(x.shape, y.shape)
-    if shape is None or math.prod(shape) > MAX_ELEMENTS:
+    if shape is None or math.prod(shape) > draft.extent.most:
         return
     exact = x.exact and y.exact and max(x.bound, y.bound) <= 64
     if x.dtype == "bool":
         draft.add(draft.chance.choice(["And", "Or", "Xor", "Equal"]), x, y, shape=shape)
         return
     op = draft.chance.choice(["Add", "Sub", "Mul", "Min", "Max", "compare", "Div", "Mod", "Where"])
-    if op in ("Add", "Sub") and x.bound + y.bound < LARGEST:
+    if op in ("Add", "Sub") and x.bound + y.bound < draft.extent.largest:
         draft.add(op, x, y, shape=shape, bound=x.bound + y.bound, exact=exact)
-    elif op == "Mul" and x.bound * y.bound < LARGEST:
+    elif op == "Mul" and x.bound * y.bound < draft.extent.largest:
         draft.add(op, x, y, shape=shape, bound=x.bound * y.bound, exact=exact and x.bound * y.bound <= 64)
     elif op in ("Min", "Max"):
         draft.add(op, x, y, shape=shape, bound=max(x.bound, y.bound), exact=x.exact and y.exact)
@@ -190,7 +198,7 @@ def view(draft: Draft, x: Value) -> None:
         draft.add(op, x, shape=(*shape[:axis], *shape[axis + 1 :]), axes=[axis])
     elif op == "Expand":
         target = tuple(chance.choice([2, 3]) if dim == 1 else dim for dim in shape)
-        if math.prod(target) <= MAX_ELEMENTS:
+        if math.prod(target) <= draft.extent.most:
             name = draft.program.op(
                 "Expand", x.name, shape=[t if d == 1 else 1 for t, d in zip(target, shape, strict=True)]
             )
@@ -201,7 +209,7 @@ def _reshape(chance: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, 
     """Return another shape of as many elements, and how a Reshape may say it."""
     target: list[int] = []
     for dim in shape:
-        divisors = [d for d in range(2, dim) if dim % d == 0]
+        divisors = _divisors(dim)
         if divisors and chance.random() < 0.5:
             part = chance.choice(divisors)
             target += [dim // part, part]
@@ -216,6 +224,12 @@ def _reshape(chance: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, 
         if attribute[i] != -1 and i < len(shape) and shape[i] == dim and chance.random() < 0.7:
             attribute[i] = 0
     return tuple(target), tuple(attribute)
+
+
+def _divisors(size: int) -> list[int]:
+    """Return what divides a size, without 1 and itself, in order."""
+    low = [d for d in range(2, math.isqrt(max(0, size)) + 1) if size % d == 0]
+    return sorted({*low, *(size // d for d in low)})
 
 
 def cut(draft: Draft, x: Value) -> None:
@@ -258,7 +272,7 @@ def cut(draft: Draft, x: Value) -> None:
         draft.add("Concat", tail, head, shape=shape, axis=axis)
     elif op == "Gather" and dim:
         _gathered(draft, x, axis)
-    elif op == "Tile" and 2 * math.prod(shape) <= MAX_ELEMENTS:
+    elif op == "Tile" and 2 * math.prod(shape) <= draft.extent.most:
         draft.add(op, x, shape=resized(2 * dim), repeats=[2 if i == axis else 1 for i in range(len(shape))])
 
 
@@ -267,7 +281,7 @@ def _joined(draft: Draft, x: Value, axis: int) -> None:
     other = draft.operand((*shape[:axis], chance.choice([1, 2, 4, 8]), *shape[axis + 1 :]), x.dtype)
     given = chance.choice([(x, other), (other, x), (x, other, x)])
     target = (*shape[:axis], sum(each.shape[axis] for each in given), *shape[axis + 1 :])
-    if math.prod(target) <= MAX_ELEMENTS:
+    if math.prod(target) <= draft.extent.most:
         draft.add("Concat", *given, shape=target, bound=max(x.bound, other.bound), axis=axis)
 
 
@@ -278,7 +292,7 @@ def _gathered(draft: Draft, x: Value, axis: int) -> None:
     array = numbers.integers(-shape[axis], shape[axis], places).astype(chance.choice(["int32", "int64"]))
     indices = Value(draft.program.operand(array), places, array.dtype.name, shape[axis], True)
     target = (*shape[:axis], *places, *shape[axis + 1 :])
-    if math.prod(target) <= MAX_ELEMENTS and len(target) <= 5:
+    if math.prod(target) <= draft.extent.most and len(target) <= 5:
         draft.add("Gather", x, indices, shape=target, axis=axis)
 
 
@@ -295,7 +309,7 @@ def reduce(draft: Draft, x: Value) -> None:
     count = math.prod(shape[axis] for axis in axes)
     if x.dtype not in FLOATS:
         op = chance.choice(["ReduceSum", "ReduceMax", "ReduceMin"])
-        if x.bound * count < LARGEST:
+        if x.bound * count < draft.extent.largest:
             draft.add(op, x, shape=target, bound=x.bound * count, axes=axes, keepdims=int(keeps))
         return
     op = chance.choice([
@@ -321,19 +335,29 @@ def reduce(draft: Draft, x: Value) -> None:
             draft.add("Div", moved, root, bound=2 * moved.bound, exact=False)
     else:
         bound = x.bound**2 * count if op == "ReduceSumSquare" else x.bound * count + math.log(count)
-        if bound < LARGEST:
+        if bound < draft.extent.largest:
             exact = x.exact and op in ("ReduceMax", "ReduceMin")
             draft.add(op, x, shape=target, bound=bound, exact=exact, axes=axes, keepdims=int(keeps))
 
 
-def random_program(seed: int) -> RegionProgram:
+def _enlarged(shape: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Return a shape of at least so many elements, whose axes are doubled in turns."""
+    found, axis = list(shape), 0
+    while math.prod(found) < least:
+        found[axis % len(found)] *= 2
+        axis += 1
+    return tuple(found)
+
+
+def random_program(seed: int, extent: Extent | None = None) -> RegionProgram:
     """Return the program of a seed, with dynamic and, at times, empty dims."""
     chance = random.Random(seed)
-    draft = Draft(chance)
+    draft = Draft(chance, extent=extent or Extent())
     rank = chance.choice([1, 2, 2, 3, 3, 4])
     shape = tuple(chance.choice(SIZES) for _ in range(rank))
-    while math.prod(shape) > MAX_ELEMENTS // 4:
+    while math.prod(shape) > draft.extent.most // 4:
         shape = tuple(max(1, dim // 2) for dim in shape)
+    shape = _enlarged(shape, draft.extent.least)
     if chance.random() < 0.04:
         shape = (*shape[:-1], 0)
     dtype = chance.choice([*FLOATS, "float16", "float16", "int32", "int64"])
