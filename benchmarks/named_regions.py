@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import onnx.parser
 from named_region_texts import TEXTS
 
 OPSET = 17
+DRAWN = 1 << 20  # values
 CONSTANT = re.compile(r"(\w+) := (\w+)(\[[\d, ]*\])? \{([^}]*)\}")
 
 
@@ -62,7 +64,7 @@ def named_regions() -> dict[str, NamedRegion]:
 
 
 def draw(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return values for the inputs of a model: indices are below the smallest axis that any Gather reads."""
+    """Return values for the inputs of a model, which repeat after DRAWN; indices are within what a Gather reads."""
     random, feeds = np.random.default_rng(seed), {}
     below = _index_bounds(model)
     for value in model.graph.input:
@@ -71,10 +73,22 @@ def draw(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
         if dtype.kind in "iub":
             high = 2 if dtype.kind == "b" else below.get(value.name, 100)
-            feeds[value.name] = random.integers(0, high, shape).astype(dtype)
+            drawn = random.integers(0, high, min(DRAWN, math.prod(shape)))
         else:
-            feeds[value.name] = random.standard_normal(shape, np.float32).astype(dtype)
+            drawn = random.standard_normal(min(DRAWN, math.prod(shape)), np.float32)
+        feeds[value.name] = np.resize(drawn.astype(dtype), shape)
     return feeds
+
+
+def of_zeros(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Return zeros for the inputs of a model, which take no memory: for plans, which depend on shapes alone."""
+    kinds = {each.name: each.type.tensor_type for each in model.graph.input}
+    return {
+        name: np.broadcast_to(
+            np.zeros((), onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), [d.dim_value for d in kind.shape.dim]
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _index_bounds(model: onnx.ModelProto) -> dict[str, int]:

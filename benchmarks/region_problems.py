@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def program_operands(program: Program) -> set[str]:
     return {name for each in program.operations for name in each.inputs if name not in program.producers}
 
 
-def named_problem(region: NamedRegion) -> Problem:
+def named_problem(region: NamedRegion, values: Callable[[onnx.ModelProto], dict[str, Array]] = draw) -> Problem:
     """Return the regions that a named graph becomes.  Raises ValueError where there is anything else."""
     model = region.proto()
     fused, _ = optimize(model, regions=True, verify=False)
@@ -122,7 +122,7 @@ def named_problem(region: NamedRegion) -> Problem:
             f"{region.name} becomes {len(calls)} regions and {kinds}; required {region.kernels} and no other"
         )
     parts = tuple(Part(call.node, tuple(call.proto.input), tuple(call.proto.output)) for call in calls)
-    arrays = draw(model) | {t.name: onnx.numpy_helper.to_array(t) for t in fused.graph.initializer}
+    arrays = values(model) | {t.name: onnx.numpy_helper.to_array(t) for t in fused.graph.initializer}
     used = {name for part in parts for name in part.inputs}
     operands = {name: array for name, array in arrays.items() if name in used}
     outputs = tuple(each.name for each in fused.graph.output)

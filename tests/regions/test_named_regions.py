@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +14,18 @@ from region_models import assert_programs_agree, optimized, regions
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from named_regions import NamedRegion, draw, named_regions
-from region_problems import elements_read, generated_problems, named_problem
+from named_regions import NamedRegion, draw, named_regions, of_zeros
+from region_problems import Problem, elements_read, generated_problems, named_problem
 
 from onnxfuse import optimize
 from onnxfuse.kernels.region.host import candidates
 from onnxfuse.kernels.region.program import parse
 from onnxfuse.runtime.gpu_kinds import named_gpus
-from onnxfuse.runtime.plan import FusedNode, TensorSpec
+from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, TensorSpec
 
 NAMED = named_regions()
 (H200,) = named_gpus(["sm_90"], [], [])
+MAX_COMPILE_SECONDS = 0.3
 
 
 def test_there_are_enough_of_many_networks() -> None:
@@ -55,6 +58,40 @@ def test_a_problem_has_a_plan_for_each_part(name: str) -> None:
             (shapes[t], problem.dtype(t)) for t in part.outputs
         ]
     assert {t for part in problem.parts for t in part.outputs} >= set(problem.outputs)
+
+
+def test_each_compiles_quickly_and_in_registers() -> None:
+    """At the sizes that are timed, for an H200; a busy machine is given three tries."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
+    seconds = {}
+    for name, region in NAMED.items():
+        for launch in launches(named_problem(region, of_zeros)):
+            seconds[name] = max(seconds.get(name, 0.0), compile_seconds(launch.kernel))
+    print(", ".join(f"{name} {taken:.3f}" for name, taken in sorted(seconds.items(), key=lambda each: each[1])))
+    assert seconds.keys() == NAMED.keys()
+    assert max(seconds.values()) < MAX_COMPILE_SECONDS, seconds
+
+
+def launches(problem: Problem) -> list[Launch]:
+    shapes, found = problem.tensors(), []
+    for part in problem.parts:
+        (plan,) = candidates(part.node, [TensorSpec(shapes[t], problem.dtype(t)) for t in part.inputs], H200)
+        found += [step for step in plan.steps if isinstance(step, Launch)]
+    return found
+
+
+def compile_seconds(kernel: Kernel) -> float:
+    from onnxfuse.runtime.nvrtc import compile_cubin
+
+    least = math.inf
+    for _ in range(3):
+        begin = time.process_time()
+        compiled = compile_cubin(kernel, H200.arch)
+        least = min(least, time.process_time() - begin)
+        assert compiled.spill_stores == 0
+        if least < MAX_COMPILE_SECONDS:
+            break
+    return least
 
 
 def test_bytes_are_those_that_are_needed() -> None:
