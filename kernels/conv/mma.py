@@ -29,6 +29,7 @@ MAX_CHUNKS: Final = {16: 8, 8: 8, 4: 6, 2: 4}  # of 16 bytes a thread, by the by
 
 # Cycles of a multiprocessor, for the order of configs.
 MULTIPLY_BYTES: Final = 2048  # of k, in the products of rows and columns that mma.sync adds up each cycle
+TF32_MULTIPLY_BYTES: Final = 920  # the same in TF32: 128x128 blocks of 64 bytes take 1140 cycles on an H200
 EXACT_PRODUCTS: Final = 110  # of fma, each cycle
 LOAD_BYTES: Final = 48  # from L2, each cycle
 COPY_CYCLES: Final = 0.09  # of a copy to shared memory, whose address and bounds are computed
@@ -159,7 +160,7 @@ def cycles(conv: Conv, config: ConvConfig, device: Device) -> float:
     if is_exact(conv, device):
         multiply = outputs * (tile.tile_k_bytes // item) / EXACT_PRODUCTS
     else:
-        multiply = outputs * tile.tile_k_bytes / MULTIPLY_BYTES
+        multiply = outputs * tile.tile_k_bytes / (TF32_MULTIPLY_BYTES if item == 4 else MULTIPLY_BYTES)
     load = (tile.tile_m + tile.tile_n) * tile.tile_k_bytes / LOAD_BYTES
     x_copy, w_copy = copy_bytes(conv)
     copies = (tile.tile_m / x_copy + tile.tile_n / w_copy) * tile.tile_k_bytes * COPY_CYCLES

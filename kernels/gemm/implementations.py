@@ -9,9 +9,16 @@ from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import for_later_plans
+from onnxfuse.runtime.symint import estimate, for_later_plans
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
+
+# Many rows of few columns: most of a tile of wgmma is empty, and cuBLASLt is faster on an H200 where one call of it is
+# enough. 401408x16x32 takes 14.8 us so and 37.7 in tiles of 64x64, 100352x24x72 10.4 and 24.9, 401408x64x16 24.5 and
+# 62.9; but 100352x64x64 7.8 and 8.0, and 100352x72x24 14.7 and 15.6.
+MANY_ROWS: Final = 1 << 14
+FEW_COLUMNS: Final = 40
+SHORT_K, COLUMNS_OF_SHORT_K = 16, 64
 
 
 def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
@@ -40,6 +47,14 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
         found = [*wgmma[:2], *library[:2], *for_few_rows[:4]]
     elif for_few_rows:
         found = [*for_few_rows[:4], *library[:2], *fast[:2]]
+    elif wgmma and library and len(library[0].steps) == 1 and _has_empty_tiles(gemm):
+        found = [*library[:3], *wgmma[:4], *general[:1]]
     else:
         found = [*fast[: 4 if wgmma else 2], *library[:3], *general[: 1 if fast else 3]]
     return (found or general)[:MAX_IMPLEMENTATIONS]
+
+
+def _has_empty_tiles(gemm: Gemm) -> bool:
+    """Return whether there are many rows, of so few columns that cuBLASLt is expected to be faster than wgmma."""
+    few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
+    return few and bool(estimate(gemm.m) >= MANY_ROWS)

@@ -255,9 +255,9 @@ class _Runner:
         outputs, half = first.outputs(), half_precision_of(model)
         if half:
             return _Expected(outputs, self._in_float32(model, folder, feeds), half, half_precision_tensors(model))
-        exact = self._in_float32(model, folder, feeds) if self.provider == "cuda" else {}
-        if all(compare_output(name, value, outputs[name]).passed for name, value in exact.items()):
+        if self.provider != "cuda":
             return _Expected(outputs, {}, "", set())
+        exact = self._in_float32(model, folder, feeds)  # kernels use TF32 where the session allows it, cuDNN not always
         return _Expected(outputs, exact, TF32, set(exact))
 
     def _in_float32(self, model: onnx.ModelProto, folder: Path | None, feeds: dict[str, Array]) -> dict[str, Array]:

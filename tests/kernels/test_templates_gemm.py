@@ -14,7 +14,10 @@ from template_checks import check_template, concrete_plan, right_variants, templ
 
 from onnxfuse.kernels.gemm import cublaslt, hopper, mma, stream
 from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.gemm.implementations import implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime import run_plan
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Matmul, Pointer, TensorSpec
 from onnxfuse.runtime.template import Template
@@ -215,3 +218,26 @@ def allowed_to_spill(kernel: Kernel) -> int:
 def test_compiles_without_spills(device: Device, part: int) -> None:
     for kernel in to_compile(device, kernels, part, PARTS):
         check_compiles(kernel, device, allowed_to_spill(kernel))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first"),
+    [((401408, 16, 32), Matmul), ((401408, 64, 16), Matmul), ((100352, 64, 64), Launch), ((3200, 24, 72), Launch)],
+)
+def test_many_rows_of_few_columns_are_the_library_s(
+    sizes: tuple[int, int, int], first: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a tile of wgmma would be empty; a second launch, which SiLU needs there, is not worth it."""
+    call = object.__new__(Matmul)  # what it computes does not matter here
+
+    def library(gemm: Gemm, device: Device) -> list[Implementation]:
+        return [Implementation("cublaslt", (call,) if gemm.activation == "relu" else (call, call))]
+
+    monkeypatch.setattr(cublaslt, "implementations", library)
+    m, n, k = sizes
+    specs = [TensorSpec((m, k), "float16"), TensorSpec((n, k), "float16", constant=True)]
+    for activation, expected in (("relu", first), ("silu", Launch)):
+        attributes = {"activation": activation, "weight_layout": "nk"}
+        node = FusedNode("gemm_bias_activation", "n", ("x", "w"), attributes, ("float16",))
+        gemm, _ = gemm_of(node, specs, H200)
+        assert isinstance(implementations(gemm, H200)[0].steps[0], expected)
