@@ -9,7 +9,7 @@ from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import estimate, for_later_plans
+from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
 
@@ -55,6 +55,9 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
 
 
 def _has_empty_tiles(gemm: Gemm) -> bool:
-    """Return whether there are many rows, of so few columns that cuBLASLt is expected to be faster than wgmma."""
+    """Return whether there are many rows, of so few columns that cuBLASLt is expected to be faster than wgmma.
+
+    A symbolic number of rows is not asked: guards of the library's plans are those of later ones there.
+    """
     few = gemm.n <= FEW_COLUMNS or (gemm.k <= SHORT_K and gemm.n <= COLUMNS_OF_SHORT_K)
-    return few and bool(estimate(gemm.m) >= MANY_ROWS)
+    return few and not is_symbolic(gemm.m) and gemm.m >= MANY_ROWS
