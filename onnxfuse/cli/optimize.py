@@ -38,7 +38,7 @@ from onnxfuse.errors import UsageError
     "--regions/--no-regions",
     default=False,
     show_default=True,
-    help="Let connected operators that no pattern names become fused nodes too. Their kernels were not timed yet.",
+    help="Let connected operators that no pattern names become fused nodes too. Not all of their kernels are fast.",
 )
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
