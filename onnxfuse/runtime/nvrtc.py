@@ -103,7 +103,7 @@ def _expanded(text: str, name: str, path: Path | None, seen: set[Path]) -> str:
         header = _find_header(include[1], path)
         parts.append(text[end : include.start()])
         if header not in seen:
-            line = text.count("\n", 0, include.end()) + 1
+            line = text.count("\n", 0, include.end()) + 2  # the number of the line behind the include
             parts.append(f'{_with_headers(header, seen)}\n#line {line} "{name}"')
         end = include.end()
     return "".join([*parts, text[end:]])

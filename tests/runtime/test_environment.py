@@ -26,7 +26,7 @@ def test_another_gpu_or_setting_is_another_environment() -> None:
         kernel_environment("CPUExecutionProvider", DEVICE),
     ):
         assert other != one
-    assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "cuda", "libraries",
+    assert set(one) == {"provider", "gpu", "arch", "multiprocessors", "tf32", "driver", "nvrtc", "libraries",
                         "onnxfuse", "onnxruntime", "kernels"}  # fmt: skip
 
 
