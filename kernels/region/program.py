@@ -52,11 +52,6 @@ class Program:
         return self.dtypes[operation.inputs[index]]
 
 
-def operand_number(name: str) -> int:
-    """Return the number of an operand: 3 for x3."""
-    return int(name[1:])
-
-
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> Program:
     content = json.loads(text)
