@@ -12,6 +12,7 @@ from architecture import DTYPES, Architecture, Config, Input, Variant
 from torch import nn
 
 SEED = 0
+DROPPED_BITS = 11  # of the 23 that a float32 has behind its leading one; float16 has 10
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def calibrate(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 
 
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:
-    """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer."""
+    """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer.
+
+    Values are rounded, so that the archive of models is small, but not as far as float16 is.
+    """
     if name == "running_mean":
         value.normal_(0, 0.2)
     elif name == "running_var":
@@ -93,6 +97,9 @@ def randomise(name: str, value: torch.Tensor, gain: float) -> None:
         value.normal_(0, 0.1)
     else:
         value.uniform_(0.5, 1.5)
+    if value.dtype == torch.float32:
+        bits = value.view(torch.int32)  # as an integer, a float is rounded like one, its magnitude away from zero
+        bits.add_(1 << (DROPPED_BITS - 1)).bitwise_and_(-1 << DROPPED_BITS)
 
 
 def export_graph(job: Job, model: nn.Module, dtype: str) -> onnx.ModelProto:

@@ -42,7 +42,7 @@ def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Devic
     Kernels take the operands of the fusion, then y, the sum if the fusion adds, epsilon and the number of rows.
     """
     x = required_spec(node, inputs, "x")
-    length = int(element_count(required_spec(node, inputs, "scale")))  # of a symbolic scale, that of the hints alone
+    length = int(element_count(required_spec(node, inputs, "scale")))  # `int` fixes a symbolic length: ROW is constant
     rows = math.prod(x.shape[:-1])
     _check(node, inputs, x, x.shape[-1])
     outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)

@@ -71,8 +71,8 @@ def show_command(
 
 def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:
     """Show what `show region MODEL` asks for.  Raises UsageError where the arguments do not say what to show."""
-    from onnxfuse.cli.show_region import show_regions
     from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.show_region import show_regions
 
     if fusion != REGION:
         raise UsageError(f"only the regions of a model are shown, not its nodes of '{fusion}'; run `show {fusion}`")
@@ -80,4 +80,4 @@ def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool,
         raise UsageError("give the fused model that has the region, as in `onnxfuse show region fused.onnx`")
     if cuda and node is None:
         raise UsageError("--cuda is of one region; name it with --node")
-    show_regions(model, node, cuda, arch)
+    click.echo("\n".join(show_regions(model, node, cuda, arch)))

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from exported_models import unpack
 
 from onnxfuse import optimize
-from onnxfuse.bench.bench import Bench, Contender, bench, with_speed_ups
+from onnxfuse.bench.bench import Bench, Contender, bench, has_products, with_speed_ups
 from onnxfuse.cli import main
 from onnxfuse.tuning import memory_rate, timing
 from onnxfuse.tuning.timing import RunTimes
@@ -390,3 +390,9 @@ def test_wrong_results_show_no_time(models: ModuleType) -> None:
     row = {"model": "vit-b1", "peer": "ort", "median_ms": 1.0, "agrees": False, "relative_error": 0.5}
     text = models.tables([row], ["vit-b1"])
     assert "wrong" in text and "1.000" not in text and "off by 0.5" in text
+
+
+@pytest.mark.parametrize(("nodes", "products"), [("z = Exp(x)", False), ("t = Transpose(x) z = MatMul(x, t)", True)])
+def test_only_models_with_products_are_judged_as_tf32(nodes: str, products: bool) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[2, 2] x) => (float[2, 2] z) {{ {nodes} }}'
+    assert has_products(onnx.parser.parse_model(text)) is products

@@ -1,50 +1,47 @@
-"""What `onnxfuse show region MODEL` prints: the regions of a fused model, their programs and their kernels."""
+"""Show the regions of a fused model, their programs and their kernels: `onnxfuse show region MODEL`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import click
-
-from onnxfuse.errors import UsageError
-
-if TYPE_CHECKING:
-    from onnxfuse.kernels.region.program import Operation, Program
-    from onnxfuse.kernels.region.sizes import Shape
-    from onnxfuse.runtime.fused_calls import Call
-    from onnxfuse.runtime.plan import Device
-    from onnxfuse.runtime.template import Template, Variant
+from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.kernels.region.program import Operation, Program, parse
+from onnxfuse.kernels.region.shapes import infer
+from onnxfuse.kernels.region.sizes import Shape, Sizes, as_size, variable
+from onnxfuse.rewrite.replace import REGION
+from onnxfuse.runtime.call_inputs import dim_names, inputs_of
+from onnxfuse.runtime.expressions import Expressions
+from onnxfuse.runtime.fused_calls import Call, read_calls, read_model
+from onnxfuse.runtime.gpu_kinds import describe, named_gpus
+from onnxfuse.runtime.hosts import find_host
+from onnxfuse.runtime.plan import Device, Launch
+from onnxfuse.runtime.support import why_no_kernel
+from onnxfuse.runtime.symint import Trace
+from onnxfuse.runtime.template import Template, Variant, concrete, make_template
 
 SHOWN_OPERATORS: Final = 6  # of a region, in the list of all regions
 DIVISIBLE: Final = 5040  # a size by which dynamic dims can be divided
 
 
-def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> None:
-    """Print the regions of a fused model; of a node its program, or its CUDA source for a compute capability.
+def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterator[str]:
+    """Yield lines on the regions of a fused model; of one node its program, or with `cuda` its source for `arch`.
 
     Raises UsageError where the model has no regions or none of this name, OnnxfuseError where no kernel is generated.
     """
-    from onnxfuse.rewrite.replace import REGION
-    from onnxfuse.runtime.fused_calls import read_calls, read_model
-
     calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION]
     if not calls:
         raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
     if node is None:
-        for call in calls:
-            click.echo(summary(call))
-        return
+        return map(_summary, calls)
     call = _named(calls, node)
-    lines = kernels_text(call, _device(arch)) if cuda else program_text(call)
-    click.echo("\n".join(lines))
+    return _kernels_text(call, named_gpus([arch], [], [])[0]) if cuda else _program_text(call)
 
 
 def _named(calls: Sequence[Call], name: str) -> Call:
     """Return the region of this name, or with an output of this name."""
-    from difflib import get_close_matches
-
     for call in calls:
         if name == call.node.name or name in call.proto.output:
             return call
@@ -53,30 +50,19 @@ def _named(calls: Sequence[Call], name: str) -> Call:
     raise UsageError(f"there is no region '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))
 
 
-def _device(arch: str) -> Device:
-    """Return the GPU that a compute capability such as sm_90 stands for."""
-    from onnxfuse.runtime.gpu_kinds import named_gpus
-
-    return named_gpus([arch], [], [])[0]
-
-
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def summary(call: Call) -> str:
+def _summary(call: Call) -> str:
     """Return one line: the node's name, how many operators, operands and outputs it has, and its first operators."""
-    from onnxfuse.kernels.region.program import parse
-
     names = [operation.name for operation in parse(call.node).operations if operation.name != "Constant"]
     shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
     counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
     return f"{call.node.name}: {counts}: {shown}"
 
 
-def program_text(call: Call) -> Iterator[str]:
+def _program_text(call: Call) -> Iterator[str]:
     """Yield the lines of a region's program: a value each, with its dtype, its shape and the operator that gives it."""
-    from onnxfuse.kernels.region.program import parse
-
     program = parse(call.node)
     shapes = _shapes(call, program)
     typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
@@ -99,12 +85,6 @@ def _operation_text(operation: Operation) -> str:
 
 def _shapes(call: Call, program: Program) -> dict[str, Shape]:
     """Return the shapes of all values, in which dynamic dims have their names; none where a rank is not known."""
-    from onnxfuse.kernels.region.shapes import infer
-    from onnxfuse.kernels.region.sizes import Sizes, as_size, variable
-    from onnxfuse.runtime.call_inputs import dim_names
-    from onnxfuse.runtime.expressions import Expressions
-    from onnxfuse.runtime.symint import Trace
-
     known = {name: shape for name, shape in zip(call.node.operands, call.shapes, strict=True) if shape is not None}
     if len(known) < len(call.shapes):
         return {}
@@ -134,14 +114,11 @@ def _dim_text(text: str) -> str:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def kernels_text(call: Call, device: Device) -> Iterator[str]:
+def _kernels_text(call: Call, device: Device) -> Iterator[str]:
     """Yield the CUDA source of each kernel of a region, with the sizes that its variants are chosen for.
 
     The headers types.cuh, activations.cuh and region.cuh of the package are left as #include lines.
     """
-    from onnxfuse.runtime.call_inputs import dim_names
-    from onnxfuse.runtime.gpu_kinds import describe
-
     template = _template(call, device)
     names = dim_names(call.shapes)
     yield f"// {call.node.name}, for {describe(device)}"
@@ -155,8 +132,6 @@ def kernels_text(call: Call, device: Device) -> Iterator[str]:
 
 
 def _variant_text(variant: Variant, names: Sequence[str]) -> Iterator[str]:
-    from onnxfuse.runtime.plan import Launch
-    from onnxfuse.runtime.template import concrete
 
     at = ", ".join(f"{name}={size}" for name, size in zip(names, variant.hints, strict=True))
     for step in concrete(variant.plan).steps:
@@ -166,12 +141,6 @@ def _variant_text(variant: Variant, names: Sequence[str]) -> Iterator[str]:
 
 def _template(call: Call, device: Device) -> Template:
     """Return the template of a region.  Raises OnnxfuseError, with the reason, where it has no kernel."""
-    from onnxfuse.errors import OnnxfuseError
-    from onnxfuse.runtime.call_inputs import inputs_of
-    from onnxfuse.runtime.hosts import find_host
-    from onnxfuse.runtime.support import why_no_kernel
-    from onnxfuse.runtime.template import make_template
-
     inputs, host = inputs_of(call), find_host(call.node.fusion)
     why = why_no_kernel(call, device) or ("the rank of an operand is not known" if inputs is None else None)
     if why or inputs is None or host is None:
