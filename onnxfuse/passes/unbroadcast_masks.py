@@ -124,9 +124,9 @@ class _Substitution:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""
         table, index = node.inputs[0], self.indices.index(node, 1)
         row, dtype = index.offset if index is not None and not index.terms else None, self.shapes.dtype(table)
-        if not is_constant(table) or not isinstance(row, int) or not -table.shape[0] <= row < table.shape[0]:
+        if not is_constant(table) or not table.shape or dtype not in FUSIBLE_FLOATS:
             return None
-        if dtype not in FUSIBLE_FLOATS:
+        if not isinstance(row, int) or not -table.shape[0] <= row < table.shape[0]:
             return None
         if math.prod(table.shape) * tensor_dtype_to_np_dtype(dtype).itemsize > MAX_GROWTH_BYTES:
             return None

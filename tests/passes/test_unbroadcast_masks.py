@@ -172,3 +172,10 @@ def test_masks_of_unknown_rank_stay() -> None:
     graph = read_graph(model)
     assert unbroadcast_masks(graph, infer_shapes(graph)) == 0
     assert [node.op for node in graph.nodes] == ["And", "Unsqueeze"]
+
+
+def test_a_gather_that_no_runtime_computes_stays() -> None:
+    """A number has no axis to gather along; the passes leave this error of the model to the runtime."""
+    graph = read_graph(parse("(int64[N] ids) => (y) { y = Gather(none, i0) }", **CONSTANTS))
+    assert not unbroadcast_masks(graph, infer_shapes(graph))
+    assert [node.op for node in graph.nodes if "y" in [t.name for t in node.outputs]] == ["Gather"]
