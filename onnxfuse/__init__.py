@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from onnxfuse.report.report import Report
     from onnxfuse.runtime.kernel_folders import add_kernels
     from onnxfuse.session import InferenceSession, NodeDispatch, explain_session, register
+    from onnxfuse.unfuse_model import unfuse
 
     __all__ = [
         *dsl.__all__,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         "explain_session",
         "optimize",
         "register",
+        "unfuse",
     ]
 
 # The public names by the module that has them, those of the pattern language apart: onnxfuse.dsl has all of these.
@@ -57,6 +59,7 @@ _MODULES = {
     "explain_session": "onnxfuse.session",
     "optimize": "onnxfuse.optimizer",
     "register": "onnxfuse.session",
+    "unfuse": "onnxfuse.unfuse_model",
 }
 
 

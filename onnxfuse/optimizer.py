@@ -21,7 +21,7 @@ from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
 from onnxfuse.report.report import Dropped, Report
 from onnxfuse.rewrite.replace import REGION, Fused
-from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
+from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare, first_difference, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
 from onnxfuse.verify.observed import NotCompared
@@ -32,7 +32,6 @@ from onnxfuse.verify.reference import Reference, run_original
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
 WEIGHT_FOLDING = "batch_norm"  # the name in the report when the folding into weights is taken back
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
-NOT_VERIFIED = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
 
 
 def optimize(

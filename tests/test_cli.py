@@ -595,7 +595,19 @@ def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
 
 
-COMMANDS = ("optimize", "explain", "list", "show", "verify", "bench", "tune", "compile", "export-triton", "env")
+COMMANDS = [
+    "optimize",
+    "explain",
+    "list",
+    "show",
+    "verify",
+    "bench",
+    "tune",
+    "compile",
+    "export-triton",
+    "env",
+    "unfuse",
+]
 HEAVY = ("onnx", "onnxruntime", "numpy", "onnx_graphsurgeon", "rich", "importlib.metadata")
 
 

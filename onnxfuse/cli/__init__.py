@@ -20,6 +20,7 @@ from onnxfuse.cli.fusions import list_command, show_command
 from onnxfuse.cli.optimize import optimize_command
 from onnxfuse.cli.terminal import console
 from onnxfuse.cli.tune import tune_command
+from onnxfuse.cli.unfuse import unfuse_command
 from onnxfuse.cli.verify import verify_command
 from onnxfuse.errors import OnnxfuseError, UsageError
 from onnxfuse.version import __version__
@@ -60,6 +61,7 @@ for command in (
     show_command,
     optimize_command,
     tune_command,
+    unfuse_command,
     verify_command,
 ):
     main.add_command(command)

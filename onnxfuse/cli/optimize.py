@@ -8,7 +8,16 @@ from typing import Literal
 
 import click
 
-from onnxfuse.cli.options import EXIT_CODES, file_path, given_inputs, patterns_option, verify_options
+from onnxfuse.cli.options import (
+    EXIT_CODES,
+    checked_target,
+    file_path,
+    given_inputs,
+    overwrite_option,
+    patterns_option,
+    verify_option,
+    verify_options,
+)
 from onnxfuse.cli.terminal import console, shown_progress
 from onnxfuse.errors import UsageError
 
@@ -40,12 +49,10 @@ from onnxfuse.errors import UsageError
     show_default=True,
     help="Let connected operators that no pattern names become fused nodes too. Not all of their kernels are fast.",
 )
-@click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
-)
+@verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
-@click.option("--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file.")
+@overwrite_option
 def optimize_command(
     source: Path,
     target: Path | None,
@@ -73,7 +80,9 @@ def optimize_command(
     from onnxfuse.optimizer import optimize
     from onnxfuse.report.report import check_name
 
-    target = None if dry_run else _checked_target(source, target, overwrite)
+    if target is None and not dry_run:
+        raise UsageError("give the file to write as a second argument, or --dry-run")
+    target = None if target is None or dry_run else checked_target(source, target, overwrite)
     if report:
         check_name(report)
     inputs = given_inputs(npz, source)
@@ -89,15 +98,3 @@ def optimize_command(
         result.write(report)
     console().print(result.table())
     sys.exit(EXIT_CODES[result.verified.status] if verify else 0)
-
-
-def _checked_target(source: Path, target: Path | None, overwrite: bool) -> Path:
-    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked."""
-    from onnxfuse.ir.save import check_target
-
-    if target is None:
-        raise UsageError("give the file to write as a second argument, or --dry-run")
-    check_target(target)
-    if target.exists() and source.exists() and target.samefile(source) and not overwrite:
-        raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")
-    return target

@@ -43,6 +43,10 @@ shape_option = click.option(
 option_option = click.option(
     "--option", "options", multiple=True, metavar="NAME=VALUE", help="Set an option of the provider (repeatable)."
 )
+overwrite_option = click.option("--overwrite", is_flag=True, help="Let TARGET replace SOURCE, if both are one file.")
+verify_option = click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Run both models in onnxruntime and compare them."
+)
 run_options = together(  # of commands that run a model to time it
     patterns_option,
     kernels_option,
@@ -85,6 +89,16 @@ def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
         if name == "device_id":
             raise UsageError("give --device-id, not --option device_id")
     return found
+
+
+def checked_target(source: Path, target: Path, overwrite: bool) -> Path:
+    """Return the file to write.  Raises an error, before any work, if it cannot be, or would be `source` unasked."""
+    from onnxfuse.ir.save import check_target
+
+    check_target(target)
+    if target.exists() and source.exists() and target.samefile(source) and not overwrite:
+        raise UsageError(f"'{target}' is the model to read; give another name, or --overwrite to replace it")
+    return target
 
 
 def given_inputs(npz: Path | None, model: Path) -> dict[str, Array] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -12,8 +13,8 @@ from onnx import helper
 from onnxfuse.ir.attributes import input_index, int_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.node import AttributeValue, Node, Tensor
-from onnxfuse.layout.axes import last_axis
-from onnxfuse.layout.bodies import Body
+from onnxfuse.layout.axes import last_axis, to_last
+from onnxfuse.layout.bodies import Body, body_of_function, channels_last_function
 from onnxfuse.layout.conversion import Conversion, Kind, Model, Rule
 from onnxfuse.layout.neutral_rules import NEUTRAL_RULES
 from onnxfuse.layout.writer import Writer, image_rank
@@ -54,6 +55,24 @@ def split(model: Model, node: Node) -> Conversion | str:
     return _call(node, "split", {"x": x}, body, {"split": sizes})
 
 
+def between_transposes(function: onnx.FunctionProto) -> onnx.FunctionProto:
+    """Return the function of a concat or split in the form that other channels-last nodes have.
+
+    It joins or divides channels-first images, between Transposes, so that the Transposes of its neighbours cancel when
+    functions become operators again.
+    """
+    body = body_of_function(function)
+    *constants, last = body.nodes
+    inner, axis = onnx.NodeProto(), next(each.i for each in last.attribute if each.name == "axis")
+    inner.CopyFrom(last)
+    next(each for each in inner.attribute if each.name == "axis").i = 1
+    perm = to_last(axis + 1)
+    return channels_last_function(
+        function.name, replace(body, nodes=(*constants, inner)), dict.fromkeys(body.operands, perm),
+        dict.fromkeys(body.outputs, perm), function.attribute,
+    )  # fmt: skip
+
+
 def _are_of_channels(model: Model, axis: int, tensors: Sequence[Tensor]) -> bool:
     """Return whether an axis is that of channels, and all tensors are images with known numbers of them."""
     shapes = model.shapes
@@ -85,3 +104,4 @@ def _call(
 
 
 CHANNEL_RULES: Final[dict[str, Rule]] = {"Concat": concat, "Split": split}
+CHANNEL_FUSIONS: Final = frozenset({"concat", "split"})

@@ -179,7 +179,7 @@ def _lines(report: Report) -> list[str]:
         f"{report.before.launches} -> {report.after.launches} launches"
     )
     lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
-    return [*lines, *_dropped_lines(report.dropped), *_verification_lines(report.verified)]
+    return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
 
 
 def _region_lines(regions: RegionGain) -> list[str]:
@@ -217,7 +217,7 @@ def _more(names: Sequence[str]) -> str:
     return f" and at {_counted(len(names), 'equal node')}" if names else ""
 
 
-def _verification_lines(verified: Verification) -> list[str]:
+def verification_lines(verified: Verification) -> list[str]:
     """Return what was compared, and each output and fused node that was not."""
     if not verified.passed:
         return [f"[yellow]Not verified[/]: {escape(verified.reason)}"]

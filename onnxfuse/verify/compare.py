@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import onnx
 
@@ -72,6 +72,9 @@ class Verification:
         missing = [{"name": each.name, "reason": each.reason} for each in self.not_compared]
         return {"status": self.status, "passed": self.passed, "reason": self.reason, "outputs": rows,
                 "equal_parts": self.equal_parts, "not_compared": missing}  # fmt: skip
+
+
+NOT_VERIFIED: Final = Verification(None, (), "switched off; `onnxfuse verify A B` compares two models", ())
 
 
 def compare(

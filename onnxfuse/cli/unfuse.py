@@ -1,0 +1,58 @@
+"""The command `onnxfuse unfuse`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from onnxfuse.cli.options import (
+    EXIT_CODES,
+    checked_target,
+    file_path,
+    given_inputs,
+    overwrite_option,
+    verify_option,
+    verify_options,
+)
+from onnxfuse.cli.terminal import console, shown_progress
+
+
+@click.command("unfuse")
+@click.argument("source", type=file_path)
+@click.argument("target", type=file_path)
+@verify_options
+@verify_option
+@overwrite_option
+def unfuse_command(
+    source: Path,
+    target: Path,
+    npz: Path | None,
+    tolerance: float | None,
+    shapes: tuple[str, ...],
+    timeout: float,
+    verify: bool,
+    overwrite: bool,
+) -> None:
+    """Write fused SOURCE with plain operators to TARGET.
+
+    Every fused node becomes the operators of its body. What optimizing folded into weights stays folded. Exits as
+    `onnxfuse optimize` does.
+    """
+    from onnxfuse.ir.load import read
+    from onnxfuse.ir.save import save
+    from onnxfuse.report.report import verification_lines
+    from onnxfuse.unfuse_model import unfuse
+
+    checked_target(source, target, overwrite)
+    inputs = given_inputs(npz, source)
+    with shown_progress() as progress:
+        model, verified = unfuse(
+            source, verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress
+        )
+    before = len(read(source).graph.node)
+    save(model, target, folder=source.parent)
+    for line in (f"Nodes: {before} -> {len(model.graph.node)}", *verification_lines(verified)):
+        console().print(line, soft_wrap=True)
+    sys.exit(EXIT_CODES[verified.status] if verify else 0)

@@ -1,0 +1,94 @@
+"""Undo fusing: replace every fused node by the operators of its body."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.errors import ModelError, VerificationError
+from onnxfuse.fuse_model import Progress, simplify
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.load import load
+from onnxfuse.ir.protos import copy_without, nodes
+from onnxfuse.ir.serde import read_graph, write_model
+from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
+from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+
+
+def unfuse(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    verify: bool = True,
+    inputs: Mapping[str, Array] | None = None,
+    shapes: Sequence[str] = (),
+    timeout: float | None = DEFAULT_TIMEOUT,
+    tolerance: float | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> tuple[onnx.ModelProto, Verification]:
+    """Replace the fused nodes of an optimized model by the operators that they stand for.
+
+    The parameters are those of `onnxfuse.optimize`.  What optimizing folded, such as a BatchNormalization in weights,
+    stays folded.  Transposes around channels-last nodes cancel where they meet, and other functions of the model stay.
+
+    Returns the model, which has no operators of onnxfuse, and the comparison with the fused one.  Raises ModelError if
+    the model cannot be read or has no fused node, UsageError for inputs or shapes that it does not take,
+    VerificationError if the models differ.
+    """
+    fused, folder = load(model)
+    names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
+    if not names:
+        raise ModelError("the model has no fused node; give one that `onnxfuse optimize` wrote")
+    progress("unfuse", 0, 0)
+    result = _simplified(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
+    if not verify:
+        return result, NOT_VERIFIED
+    with own_process(timeout):
+        verified = compare(
+            fused, result, inputs=inputs, shapes=shapes, folder=folder, tolerance=tolerance,
+            progress=functools.partial(_tell, progress),
+        )  # fmt: skip
+    if verified.passed is False:
+        raise VerificationError(f"undoing the fusions changed the model: {verified.reason}; please report this model")
+    return result, verified
+
+
+def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with what its bodies import in place of onnxfuse's operators, and Transposes in all of them."""
+    joining = {node.op_type for node in nodes(fused.graph) if _fusion(node) in CHANNEL_FUSIONS}
+    imported = {each.domain for each in fused.opset_import}
+    result = copy_without(fused, "functions", "opset_import")
+    result.opset_import.extend(each for each in fused.opset_import if each.domain != DOMAIN)
+    for function in fused.functions:
+        is_joining = function.domain == DOMAIN and function.name in joining
+        result.functions.append(between_transposes(function) if is_joining else function)
+        for each in function.opset_import:
+            if each.domain not in (imported | {DOMAIN}):
+                imported.add(each.domain)
+                result.opset_import.append(each)
+    return result
+
+
+def _fusion(node: onnx.NodeProto) -> str:
+    """Return the fusion of a channels-last node; "" of others."""
+    values = {each.name: each.s.decode() for each in node.attribute if each.name in ("fusion", "layout")}
+    return values.get("fusion", "") if node.domain == DOMAIN and values.get("layout") == "nhwc" else ""
+
+
+def _simplified(model: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
+    """Return the model without the Transposes, constants and Casts that cancel where bodies meet."""
+    graph = read_graph(model, folder)
+    graph.sort()
+    simplify(graph, infer_shapes(graph), change_weights=False)
+    return write_model(graph)
+
+
+def _tell(progress: Progress, step: str) -> None:
+    progress(f"verify: {step}", 0, 0)

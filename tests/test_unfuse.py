@@ -1,0 +1,90 @@
+"""Fused nodes become operators again, which compute the same and fuse again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.inliner
+import pytest
+from exported_models import load_exported, read_index
+from sampling import sampled
+from test_cli import DONE, FAILED, error_line, run
+from test_optimize import BLOCK, parse
+
+import onnxfuse
+from onnxfuse.ir.domain import DOMAIN
+
+BY_ONNXRUNTIME = ["bert_sdpa_ts_fp32.onnx", "vit_sdpa_dynamo_fp16.onnx"]
+
+
+def fusions(report: onnxfuse.Report) -> Counter[str]:
+    """Return how often each fusion applies."""
+    return Counter(one.fusion for one in report.fused)
+
+
+def operators(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def unfused(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, onnxfuse.Report]:
+    """Return an optimized model with plain operators, and the report of its optimization."""
+    optimized, report = onnxfuse.optimize(model, verify=False, **options)
+    plain, verified = onnxfuse.unfuse(optimized)
+    assert verified.status in ("verified", "partly"), verified.reason
+    assert not any(node.domain == DOMAIN for node in plain.graph.node)
+    assert not any(each.domain == DOMAIN for each in (*plain.functions, *plain.opset_import))
+    onnx.checker.check_model(plain, full_check=True)
+    return plain, report
+
+
+@pytest.mark.parametrize("name", sampled(sorted(read_index()), 6))
+def test_what_was_fused_fuses_again(name: str) -> None:
+    plain, report = unfused(load_exported(name))
+    again, second = onnxfuse.optimize(plain, verify=False)
+    assert fusions(second) == fusions(report)
+    assert len(again.graph.node) == report.output["nodes"]
+
+
+@pytest.mark.parametrize("name", BY_ONNXRUNTIME)
+def test_bodies_of_onnxruntime_s_operators(name: str) -> None:
+    """The model then has these operators, and imports their domain."""
+    plain, _ = unfused(load_exported(name), fallback="ort")
+    assert any(node.domain == "com.microsoft" for node in plain.graph.node)
+
+
+def test_transposes_of_channels_last_nodes_cancel() -> None:
+    """A model whose images all are channels-last keeps those at its borders alone."""
+    original = load_exported("resnet50_dynamo_fp32.onnx")
+    plain, report = unfused(original, layout="nhwc")
+    assert report.layout.nodes > 50
+    assert operators(plain)["Conv"] == operators(original)["Conv"]
+    assert operators(plain)["Transpose"] == 0
+
+
+def test_functions_of_the_model_stay() -> None:
+    text = """<ir_version: 8, opset_import: ["": 20, "own": 1]>
+    main (float[N,8] x) => (float[N,8] z) { y = own.twice(x) a = Erf(y) b = Add(a, one) c = Mul(y, b) z = Mul(c, half) }
+    <domain: "own", opset_import: ["": 20]> twice (a) => (b) { b = Add(a, a) }"""
+    model = onnx.parser.parse_model(text)
+    for name, value in (("one", 1.0), ("half", 0.5)):
+        model.graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [], [value]))
+    plain, _ = unfused(parse(BLOCK))
+    plain.functions.extend(model.functions)
+    fused, _ = onnxfuse.optimize(plain, verify=False)
+    assert [f.name for f in onnxfuse.unfuse(fused, verify=False)[0].functions] == ["twice"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    block, fused, plain = (tmp_path / f"{name}.onnx" for name in ("block", "fused", "plain"))
+    onnx.save(parse(BLOCK), block)
+    assert run("optimize", block, fused).exit_code == DONE
+    result = run("unfuse", fused, plain)
+    assert (result.exit_code, result.stderr) == (DONE, "")
+    assert result.stdout.splitlines() == ["Nodes: 2 -> 3", "Verified: 1 output equal (at 0% of the tolerance)"]
+    assert operators(onnx.load(plain)) == {"Gemm": 1, "Relu": 1, "LayerNormalization": 1}
+    result = run("unfuse", plain, plain, "--overwrite")
+    sentence = "the model has no fused node; give one that `onnxfuse optimize` wrote"
+    assert (result.exit_code, error_line(result)) == (FAILED, sentence)
