@@ -187,6 +187,20 @@ def test_a_model_that_computes_something_else_is_found(right: str, wrong: str, s
     require_verdict(CHAIN, CHAIN.replace(right, wrong), {"n": 2}, said)
 
 
+SEVERAL_AXES = """<ir_version: 8, opset_import: ["" : 8]> g (float[4,6] x, bool c) => (float[] y) {
+    s = Constant <value = double[2] {4, 6}> () t = Cast <to = 7> (s) r = Reshape (x, t)
+    y = If (c) <then_branch = a () => (float[] p) {
+        e = Constant <value = double[1,1,3] {5, 1, 1}> () f = Cast <to = 7> (e) p = Expand (r, f) },
+      else_branch = b () => (float[] q) { q = Exp (r) }> }"""
+
+
+def test_sizes_of_several_axes_count_for_no_difference() -> None:
+    """onnxruntime runs the model, and refuses it once a constant takes the place of the Cast."""
+    folded = SEVERAL_AXES.replace("double[2]", "int64[2]").replace("t = Cast <to = 7> (s)", "t = Identity (s)")
+    require_verdict(SEVERAL_AXES, folded, {}, "")
+    require_verdict(SEVERAL_AXES, folded.replace("Exp (r)", "Erf (r)"), {}, "does not run")  # opset 8 has no Erf
+
+
 UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
     <int64[1] zero = {0}, int64[1] last = {START}, int64[1] far = {2147483647}, int64[1] back = {-2}> {
       s = Slice (x, last, far, zero, back) e = Slice (x, zero, zero, zero)

@@ -79,6 +79,20 @@ def relies_on_empty_slices(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> 
     return False
 
 
+def expands_to_several_axes(model: onnx.ModelProto, error: str) -> bool:
+    """Return whether onnxruntime refuses an Expand for sizes that have other axes than one, which ONNX requires.
+
+    It runs such an Expand where it infers nothing of what is expanded, as behind a Reshape to what a Cast computes.
+    """
+    ranks = {name: value.ndim for name, value in _constants(model.graph).items()}
+    for node in nodes(in_execution_order(model).graph):
+        if node.op_type in ("Cast", "Identity") and node.input[0] in ranks:
+            ranks[node.output[0]] = ranks[node.input[0]]
+        if node.op_type == "Expand" and ranks.get(node.input[1], 1) != 1:
+            return "'shape' input must be 1D tensor" in error
+    return False
+
+
 def _constants(graph: onnx.GraphProto) -> dict[str, Any]:
     """Return the values of initializers and of Constants by name, at any depth."""
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors(graph)}
