@@ -25,7 +25,7 @@ from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.rewrite.function_body import Variant, function
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
-PARTS = 8  # of the kernels, of which one is compiled in a plain run
+PARTS = 16  # of the kernels, of which one is compiled in a plain run
 
 ARGUMENTS = 64  # the most that the native library takes
 HALF, FULL = "float16", "float32"

@@ -26,7 +26,7 @@ from onnxfuse.rewrite.function_body import Variant, function
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 HALF = "float16"
-PARTS = 2  # of the kernels, of which one is compiled in a plain run
+PARTS = 6  # of the kernels, of which one is compiled in a plain run
 
 
 def cases(dtype: str) -> Iterator[CachedCase]:

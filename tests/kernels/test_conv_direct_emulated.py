@@ -43,7 +43,7 @@ ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 ONE_MULTIPROCESSOR = dataclasses.replace(H200, multiprocessors=1)
 
-EVERY = 9  # of the convolutions, in a plain run of the tests
+EVERY = 18  # of the convolutions, in a plain run of the tests
 PARTS = 2  # of the configs
 
 

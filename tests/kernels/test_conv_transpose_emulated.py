@@ -25,7 +25,7 @@ SMALL = MmaConfig(64, 32, 64, 3, 2, 1)
 WIDE = MmaConfig(64, 64, 128, 3, 2, 2)
 TALL = MmaConfig(128, 32, 64, 4, 4, 1)
 ONE_WARP = MmaConfig(64, 32, 64, 3, 1, 1)  # of 64 x 32, as the exact kernel needs them
-EVERY = 9  # of the runs, in a plain run of the tests
+EVERY = 18  # of the runs, in a plain run of the tests
 
 Run = tuple[ConvTransposeCase, ConvConfig, Device]
 

@@ -26,7 +26,7 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.match.side_outputs import side_outputs
 from onnxfuse.rewrite.function_body import body
 
-PARTS = 5  # of the spellings of a fusion
+PARTS = 9  # of the spellings of a fusion
 FUSIONS = catalogue.builtin()
 by_name = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
 
