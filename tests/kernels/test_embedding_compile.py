@@ -16,7 +16,7 @@ from test_kernels_compile import ROWS, check_row_launch
 from onnxfuse.runtime.nvrtc import compile_cubin
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 3  # of the kernels, of which one is compiled in a plain run
+PARTS = 9  # of the kernels, of which one is compiled in a plain run
 
 
 def plans(case: Embedding, device: Device, aligned: bool = True) -> list[Plan]:

@@ -155,7 +155,7 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
     return target
 
 
-@pytest.mark.parametrize("case", [*sampled(CASES, 8), *EPILOGUES], ids=str)
+@pytest.mark.parametrize("case", [*sampled(CASES, 16), *EPILOGUES], ids=str)
 def test_matches_float64(case: Case, tmp_path: Path) -> None:
     arrays = operands(case)
     pointers = {name: Pointer("input", i) for i, name in enumerate(arrays)}

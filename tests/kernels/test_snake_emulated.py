@@ -10,7 +10,7 @@ from architectures import H200, T4, check_compiles
 from emulated_launches import emulate
 from kernel_hosts import host_of
 from outside import install_example, site
-from sampling import sampled
+from sampling import by_parts, part_of, sampled
 from snake_cases import TOLERANCE, Snake, cases, check
 from template_checks import concrete_plan, template_of
 
@@ -42,10 +42,11 @@ def kernels(device: Device) -> Iterator[Kernel]:
                     yield step.kernel
 
 
+@by_parts(4)
 @pytest.mark.parametrize("device", [T4, H200], ids=lambda device: f"sm_{device.arch}")
-def test_compiles_without_spills(device: Device) -> None:
+def test_compiles_without_spills(device: Device, part: int) -> None:
     """The tests of the package itself compile it for every architecture."""
-    for kernel in kernels(device):
+    for kernel in part_of(list(kernels(device)), part, 4):
         check_compiles(kernel, device)
 
 

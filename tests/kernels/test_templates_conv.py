@@ -26,7 +26,7 @@ from onnxfuse.runtime.plan import Device, Kernel, Launch
 
 GPUS = [H200, A100, T4]
 MAX_KERNELS = 10
-PARTS = 12  # of the kernels, of which one is compiled in a plain run
+PARTS = 36  # of the kernels, of which one is compiled in a plain run
 NO_BF16_ARCH = 75
 CONVOLUTIONS = [*convolutions(), *transposed()]
 
