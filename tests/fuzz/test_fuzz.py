@@ -201,6 +201,22 @@ def test_sizes_of_several_axes_count_for_no_difference() -> None:
     require_verdict(SEVERAL_AXES, folded.replace("Exp (r)", "Erf (r)"), {}, "does not run")  # opset 8 has no Erf
 
 
+FALSE_RANK = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[m] y, float z)
+    <int64[1] first = {0}, int64 zero = {0}, bool go = {1}> {
+      a = Abs (first) u = Unsqueeze (x, a) r = Squeeze (u, a)
+      z = Loop (zero, go, x) <body = b (int64 i, bool c, float[] a) => (bool d, float[] f) {
+          d = Identity (c) f = Abs (a) }>
+      y = Concat <axis = 0> (r, z) }"""
+
+
+def test_a_false_shape_of_an_output_counts_for_no_difference() -> None:
+    """A loop of no iterations gives what enters it, of one axis; the graph declares a number."""
+    inferred = FALSE_RANK.replace("(r, z)", "(x, z)")
+    require_verdict(FALSE_RANK, inferred, {"n": 2}, "")
+    changed = inferred.replace("y = Concat <axis = 0> (x, z)", "w = Concat <axis = 0> (x, z) y = Exp (w)")
+    require_verdict(FALSE_RANK, changed, {"n": 2}, "output y")
+
+
 UNEQUAL = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,2] x) => (float[n,6] y, float[n,2] z)
     <int64[1] zero = {0}, int64[1] last = {START}, int64[1] far = {2147483647}, int64[1] back = {-2}> {
       s = Slice (x, last, far, zero, back) e = Slice (x, zero, zero, zero)

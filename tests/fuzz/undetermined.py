@@ -93,6 +93,23 @@ def expands_to_several_axes(model: onnx.ModelProto, error: str) -> bool:
     return False
 
 
+def without_false_shapes(model: onnx.ModelProto, values: Mapping[str, Any]) -> onnx.ModelProto | None:
+    """Return the model without the declared shapes of outputs, if these values have other ranks; None if none has.
+
+    onnxruntime takes a declared shape for that of the tensor where it infers none, and may then refuse what reads it.
+    """
+    declared = {each.name: each.type.tensor_type for each in model.graph.output}
+    false = [name for name, each in declared.items() if name in values and each.HasField("shape")
+             and len(each.shape.dim) != np.ndim(values[name])]  # fmt: skip
+    if not false:
+        return None
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    for each in result.graph.output:
+        each.type.tensor_type.ClearField("shape")
+    return result
+
+
 def _constants(graph: onnx.GraphProto) -> dict[str, Any]:
     """Return the values of initializers and of Constants by name, at any depth."""
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors(graph)}
