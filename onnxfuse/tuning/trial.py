@@ -204,14 +204,15 @@ class GpuTrial:
     def _filled(self, spec: TensorSpec, number: int) -> Any:
         """Allocate a tensor of normal values that differ by `number`, of random booleans, or of zeros for integers.
 
-        Integers may be indices. The values of constant matrices are so small that products keep the size of the other
-        factor.
+        Integers may be indices.  The values of constant matrices and filters are so small that products and
+        convolutions keep the size of what they read: runs read what the run before wrote, and infinite values take
+        other branches of kernels.
         """
         buffer, size = self._allocate(spec), size_of(spec)
         if spec.dtype not in TOLERANCE and spec.dtype != "bool":
             buffer.memset_async(0, size, self._stream)
             return buffer
-        values = self._random_values(spec.dtype, max(spec.shape) if spec.constant and len(spec.shape) == 2 else 1)
+        values = self._random_values(spec.dtype, _terms(spec) if spec.constant else 1)
         offset, start = 0, number * 7919 * values.itemsize
         while offset < size:
             start %= values.nbytes
@@ -254,6 +255,18 @@ def _chained(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Ite
         same = [(output.shape, output.dtype, output.aligned) == each for each in candidates]
         if any(same):
             yield number, free.pop(same.index(True))
+
+
+def _terms(constant: TensorSpec) -> int:
+    """Return how many products a sum over a constant matrix or filter has, at most; 1 for vectors.
+
+    The largest axis of a filter is taken for its output channels: where a run reads what the run before wrote, there
+    are as many of them as input channels, or one filter for each channel.
+    """
+    if len(constant.shape) < 2:
+        return 1
+    largest = max(1, *constant.shape)
+    return largest if len(constant.shape) == 2 else max(1, math.prod(constant.shape) // largest)
 
 
 def _runs(sets: Sequence[Buffers]) -> int:

@@ -153,10 +153,24 @@ def test_each_run_reads_what_the_one_before_it_wrote(cupy: Pretended) -> None:
     assert len({inputs[2] for inputs, _ in runs}) == 3
 
 
-def test_products_with_constants_keep_the_size_of_what_is_multiplied(cupy: Pretended) -> None:
-    w = spec("float16", (64, 256), constant=True)
+@pytest.mark.parametrize(
+    ("shape", "terms"),
+    [((64, 256), 256), ((256, 5, 5, 16), 25 * 16), ((3, 3, 1, 96), 9), ((64, 3, 3, 64), 9 * 64), ((512,), 1)],
+    ids=str,
+)
+def test_constants_keep_the_size_of_what_they_are_multiplied_with(
+    cupy: Pretended, shape: tuple[int, ...], terms: int
+) -> None:
+    """Matrices, filters of several channels and of one, and vectors, which are added."""
+    w = spec("float16", shape, constant=True)
     made = GpuTrial([w], [plan(w)], DEVICE, lambda _: cupy.ready(copies(trial.size_of(w))))
-    assert made.outputs(plan(w))[0].astype(np.float64).std() == pytest.approx(1 / 16, rel=0.05)
+    assert made.outputs(plan(w))[0].astype(np.float64).std() == pytest.approx(terms**-0.5, rel=0.1)
+
+
+def test_constants_may_be_empty(cupy: Pretended) -> None:
+    w = spec("float16", (0, 3, 3, 0), constant=True)
+    made = GpuTrial([w], [plan(w)], DEVICE, lambda _: cupy.ready(copies(0)))
+    assert made.outputs(plan(w))[0].shape == w.shape
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
