@@ -8,7 +8,7 @@ from onnxfuse.kernels.gemm import cublaslt, hopper, mma, small
 from onnxfuse.kernels.gemm.pad import padded
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.plan import Device, Launch
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
 MAX_IMPLEMENTATIONS: Final = 8  # each is compiled and timed when a new shape comes
@@ -42,8 +42,7 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
         library = cublaslt.implementations(gemm, device)
     with for_later_plans(gemm.m if for_few_rows or fast or library else 0):
         general = mma.implementations(gemm, device)
-    if for_few_rows and wgmma and len(wgmma[0].steps) > 1:
-        # The other kernels would load element by element: 16x4095x4095 takes 109 us so, and 34 us after a copy.
+    if for_few_rows and wgmma and (_is_copied(gemm, wgmma[0]) or _fills_tiles(gemm, wgmma[0])):
         found = [*wgmma[:2], *library[:2], *for_few_rows[:4]]
     elif for_few_rows:
         found = [*for_few_rows[:4], *library[:2], *fast[:2]]
@@ -52,6 +51,31 @@ def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
     else:
         found = [*fast[: 4 if wgmma else 2], *library[:3], *general[: 1 if fast else 3]]
     return (found or general)[:MAX_IMPLEMENTATIONS]
+
+
+def _is_copied(gemm: Gemm, wgmma: Implementation) -> bool:
+    """Return whether wgmma has a copy in front, and few rows would be loaded element by element without it.
+
+    16x4095x4095 takes 109 us without the copy, and 34 with it; of one step of k, 32x240x10 takes 2.15 and 2.99 us.
+    """
+    return len(wgmma.steps) > 1 and gemm.k >= hopper.TILE_K
+
+
+def _fills_tiles(gemm: Gemm, wgmma: Implementation) -> bool:
+    """Return whether few rows are enough for wgmma in one step, which has no weights in flight before it starts.
+
+    On an H200, in us by wgmma and by gemm_stream: 49x2048x512 2.4 and 3.9, 32x672x168 2.5 and 2.7, 32x480x120 2.3 and
+    2.5; but 32x168x672 3.1 and 2.6, 32x10x240 3.1 and 2.6.  Numbers of rows that vary are not asked.
+    """
+    if is_symbolic(gemm.m) or len(wgmma.steps) > 1 or _is_split(wgmma):
+        return False
+    is_wide = gemm.n >= gemm.k
+    return is_wide and ((gemm.m > 16 and gemm.k <= 256) or (gemm.m > 32 and gemm.k <= 1024))
+
+
+def _is_split(wgmma: Implementation) -> bool:
+    (launch,) = wgmma.steps
+    return isinstance(launch, Launch) and launch.cluster > 1
 
 
 def _has_empty_tiles(gemm: Gemm) -> bool:

@@ -19,7 +19,7 @@ PANEL: Final = 64  # columns of a TMA box if w is k x n
 SUMS_PADDING: Final = 4  # floats: SUMS_PITCH - TILE_N of gemm_stream.cu
 MAX_SUMS: Final = 4096  # of a warp: 128 a thread
 TILES_M: Final = (8, 16, 32, 64)
-TILES_N: Final = (64, 32, 128)
+TILES_N: Final = (32, 64, 128)  # where all hold as much of the weights in flight, more blocks share the work
 CLUSTERS: Final = (1, 2, 4, 8)
 BUSY_SHARE: Final = 0.5  # of the multiprocessors, which read nearly as fast as all of them
 

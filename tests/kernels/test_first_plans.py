@@ -1,0 +1,82 @@
+"""Sessions that are not tuned run the first plan of a node: here the kernel that was the fastest one on an H200."""
+
+from __future__ import annotations
+
+import pytest
+from architectures import H200
+from conv_cases import ConvCase
+
+from onnxfuse.kernels.conv import cudnn
+from onnxfuse.kernels.conv import host as conv_host
+from onnxfuse.kernels.gemm import cublaslt
+from onnxfuse.kernels.gemm.implementations import implementations
+from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.runtime.plan import FusedNode, Launch, Step, TensorSpec
+
+SAME, WIDE = (1, 1, 1, 1), (2, 2, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave libraries out of plans, also where an earlier test of this process opened a stand-in of one."""
+    monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
+    monkeypatch.setattr(cudnn, "implementations", lambda conv, device: [])
+
+
+def kernel_of(step: Step) -> str:
+    assert isinstance(step, Launch)
+    return step.kernel.source
+
+
+def first_product(rows: int, columns: int, k: int, activation: str = "relu") -> tuple[Step, ...]:
+    """Return the first plan of a product with a bias."""
+    specs = [TensorSpec(shape, "float16", constant=True) for shape in ((columns, k), (columns,))]
+    attributes = {"activation": activation, "weight_layout": "nk"}
+    node = FusedNode("gemm_bias_activation", "n", ("x", "w", "bias"), attributes, ("float16",))
+    gemm, _ = gemm_of(node, [TensorSpec((rows, k), "float16"), *specs], H200)
+    return implementations(gemm, H200)[0].steps
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "expected"),
+    [
+        (32, 20, 480, "gemm_stream"),  # 2.3 us; gemm_hopper 3.5
+        (32, 168, 672, "gemm_stream"),  # 2.6 and 3.1
+        (16, 1000, 1024, "gemm_stream"),  # 2.5 and 3.4
+        (1, 4096, 4096, "gemm_stream"),
+        (32, 672, 168, "gemm_hopper"),  # 2.5; gemm_stream 2.7
+        (32, 480, 120, "gemm_hopper"),  # 2.3 and 2.5
+        (49, 2048, 512, "gemm_hopper"),  # 2.4 and 3.9
+        (49, 512, 2048, "gemm_stream"),  # 4.3; in slices of k 4.3
+        (32, 240, 10, "gemm_mma"),  # 2.2; a copy and gemm_hopper 3.0
+        (16, 4095, 4095, "gemm_pad"),  # 34; without the copy 109
+        (784, 128, 992, "gemm_hopper"),  # 3.7; in slices of k 4.5
+        (1568, 512, 2048, "gemm_hopper"),  # 8.4 and 10.3
+    ],
+)
+def test_of_products(rows: int, columns: int, k: int, expected: str) -> None:
+    assert kernel_of(first_product(rows, columns, k)[0]) == expected
+
+
+@pytest.mark.parametrize(("rows", "columns", "k"), [(2, 1280, 1280), (16, 1000, 1024), (32, 24, 72), (32, 1152, 48)])
+def test_few_rows_have_narrow_tiles_where_all_weights_are_in_flight(rows: int, columns: int, k: int) -> None:
+    """On an H200, 32x1280x960 takes 2.8 us in tiles of 32 columns and 3.7 in tiles of 64."""
+    (step,) = first_product(rows, columns, k)
+    assert isinstance(step, Launch)
+    assert step.kernel.source == "gemm_hopper" or step.kernel.defines["TILE_N"] == 32
+
+
+CONVOLUTIONS = [
+    (ConvCase(32, 96, 96, (112, 112), (3, 3), (2, 2), SAME, group=96, w_hwio=True), "conv_depthwise"),  # 31.5; mma 45.5
+    (ConvCase(32, 144, 144, (56, 56), (5, 5), (2, 2), WIDE, group=144, w_hwio=True), "conv_depthwise"),  # 20.3 and 24.4
+    (ConvCase(32, 240, 240, (28, 28), (5, 5), (), WIDE, group=240, w_hwio=True), "conv_depthwise_sliding"),
+    (ConvCase(1, 128, 128, (80, 80), (3, 3), (2, 2), SAME), "conv_hopper"),  # 4.3; in slices of k 5.7
+    (ConvCase(1, 256, 256, (14, 14), (3, 3), (), SAME), "conv_hopper_split"),  # 5.5; not in slices 6.5
+    (ConvCase(8, 256, 256, (20, 20), (3, 3), (), SAME), "conv_hopper"),  # 10.1 and 11.3
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), CONVOLUTIONS, ids=str)
+def test_of_convolutions(case: ConvCase, expected: str) -> None:
+    first = conv_host.implementations(case.problem(), H200)[0]
+    assert kernel_of(first.steps[0]) == expected
