@@ -149,11 +149,11 @@ class _Rounding:
         made = self._cast.outputs[0]
         if not self._is_cast_on(made, computed=True):
             return False
+        if self._is_cast_on(made, computed=False):
+            return True
         before = self._operand_dtypes(self._cast.inputs[0])
         if self._dtype in before and (before == {self._dtype} or root_dtype == self._dtype):
             return False
-        if self._is_cast_on(made, computed=False):
-            return True
         return root_dtype != self._dtype and not self._meets_operand(made)
 
     def _is_cast_on(self, tensor: Tensor, *, computed: bool) -> bool:

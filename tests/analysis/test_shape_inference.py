@@ -155,6 +155,8 @@ SHAPES = [
     (9, X3, "y = Slice <axes = [1, 2], starts = [1, -8], ends = [2147483647, 64]> (x)", "batch seq - 1 8"),
     (17, X3, "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [9223372036854775807]> () "
              "y = Slice(x, m, e, a1)", "batch Min(1, seq) 64"),  # nothing where seq is 0
+    (17, X3, "z = Constant <value_ints = [0]> () e = Constant <value_ints = [1]> () y = Slice(x, z, e, z)",
+     "Min(1, batch) seq 64"),
     (17, "float[batch,8,64] x", "m = Constant <value_ints = [-1]> () e = Constant <value_ints = [2147483647]> () "
                                 "y = Slice(x, m, e, a1)", "batch 1 64"),
     (17, X3, "m = Constant <value_ints = [-1]> () y = Slice(x, a0, m, a1)", "batch seq - 1 64"),

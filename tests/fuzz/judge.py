@@ -203,7 +203,10 @@ class Session:
 
 
 def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
-    """Yield the model with each result of these dtypes moved by an ulp, up or down at random."""
+    """Yield the model with each result of these dtypes moved by an ulp, up or down at random.
+
+    In float32 each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
+    """
     known = types(model)
     for shake in range(SHAKES):
         random, shaken = Random(seed + shake), onnx.ModelProto()
@@ -216,13 +219,29 @@ def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterato
                 dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
                 if name and dtype in dtypes:
                     node.output[index] = f"{name}::exact"
-                    kind = helper.tensor_dtype_to_np_dtype(dtype)
-                    factor = np.asarray(1 + random.choice([ULPS[dtype], -ULPS[dtype]])).astype(kind)
-                    value = numpy_helper.from_array(factor, f"{name}::factor")
-                    moves.append(helper.make_node("Constant", [], [value.name], value=value))
-                    moves.append(helper.make_node("Mul", [node.output[index], value.name], [name]))
+                    moves += _move(node.output[index], name, dtype, random)
             shaken.graph.node.extend([node, *moves])
         yield Session(shaken)
+
+
+def _move(source: str, target: str, dtype: int, random: Random) -> list[onnx.NodeProto]:
+    """Return nodes that move a tensor by an ulp: a float32 one element by element, others as a whole."""
+    kind, ulp = helper.tensor_dtype_to_np_dtype(dtype), ULPS[dtype]
+    alone = dtype == TensorProto.FLOAT
+    value = np.asarray(ulp if alone else 1 + random.choice([ulp, -ulp])).astype(kind)
+    constants = [numpy_helper.from_array(value, f"{target}::factor")]
+    factor, nodes = constants[0].name, list[onnx.NodeProto]()
+    if alone:
+        constants.append(numpy_helper.from_array(np.asarray(1, kind), f"{target}::one"))
+        drawn, small, factor = (f"{target}::{name}" for name in ("drawn", "small", "moving"))
+        seed = float(random.randrange(2**16))
+        nodes = [
+            helper.make_node("RandomUniformLike", [source], [drawn], low=-1.0, high=1.0, seed=seed),
+            helper.make_node("Mul", [drawn, constants[0].name], [small]),
+            helper.make_node("Add", [small, constants[1].name], [factor]),
+        ]
+    made = [helper.make_node("Constant", [], [each.name], value=each) for each in constants]
+    return [*made, *nodes, helper.make_node("Mul", [source, factor], [target])]
 
 
 def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ def _slice_size(size: Size, start: Size | None, end: Size | None, step: Size) ->
     first, last = _position(start, size), _position(end, size)
     if first is None or last is None:
         return None
-    if start == -1 and last == size:
+    if (start, end) == (0, 1) or (start == -1 and last == size):
         return minimum(1, size)  # not 1, which would become a constant: of an empty axis nothing is taken
     length, low = last - first, lower_bound(last - first)
     # x[1:] of `s` elements is taken to have s - 1: an empty dimension, for which that would be -1, does not occur.
