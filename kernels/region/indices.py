@@ -59,6 +59,13 @@ class Index:
                 return None
         return low, high
 
+    def is_below(self, bound: Size) -> bool | None:
+        """Return whether it is less than a bound; None if it depends."""
+        limits = self.range
+        if limits and (bound - 1 - limits[1]).is_nonnegative:
+            return True
+        return False if limits and (limits[0] - bound).is_nonnegative else None
+
     def factor(self, name: str) -> Size:
         """Return the factor of a variable; 0 where it is absent."""
         return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), ZERO)

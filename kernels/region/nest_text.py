@@ -14,11 +14,13 @@ from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
-from onnxfuse.kernels.region.sizes import Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.writer import Reference, Writer
 
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
-Way: TypeAlias = Literal["elements", "warp", "block", "columns"]
+UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
+Way: TypeAlias = Literal["elements", "warp", "block", "columns", "merge"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Tiling:
 
     Where `way` is "elements", threads have vectors of the outputs; "warp" and "block" have a row together, along whose
     elements their vectors lie; in "columns", vectors lie across rows, and threads of a block below each other share
-    theirs.
+    theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind merges: to "merge", a warp
+    has a row of them.
     """
 
     way: Way
@@ -36,17 +39,21 @@ class Tiling:
     columns: int = 0  # threads of a block side by side
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
 
 class NestText:
     """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
 
-    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str) -> None:
+    def __init__(
+        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Stored | None = None
+    ) -> None:
         """Take what is written, how, and where.
 
         `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
+        `own` is the reduction that the nest stores, if it does.
         """
-        self.nest, self.tiling, self.writer = nest, tiling, writer
+        self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
@@ -54,11 +61,19 @@ class NestText:
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block"):
-            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving)
-            trial._rows()
+        if self.tiling.way in ("warp", "block") and self.tiling.shares == ONE:
+            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
+            trial._write()
             self.held = trial.repeated()
-        {"elements": self._elements, "columns": self._columns}.get(self.tiling.way, self._rows)()
+        self._write()
+
+    def _write(self) -> None:
+        writer = self.writer
+        for each in map(writer.stored.get, sorted(self.nest.reads)):
+            if each and each.is_whole:
+                writer.merge_whole(each, self.tiling.threads)
+        ways = {"elements": self._elements, "columns": self._columns, "merge": self._merge_shares}
+        ways.get(self.tiling.way, self._rows)()
 
     def _elements(self) -> None:
         """Write elements that do not depend on each other."""
@@ -97,14 +112,14 @@ class NestText:
             writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
             writer.line("const int lane = threadIdx.x % 32;")
         else:
-            writer.line(f"const {self.type} row = block;")
+            writer.line(f"const {self.type} row = {self._shared_block()};")
             writer.line("const int lane = threadIdx.x;")
         if nest.lists[ROWS]:
             self._parts("row", nest.lists[ROWS], 1)
         for name in self.held:
             self._hold(name, "lane", lanes)
         for level in nest.levels:
-            self._level(level, "lane", lanes)
+            self._level(level, *self._shared("lane", lanes))
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "lane", lanes):
                 self._stores()
@@ -145,18 +160,43 @@ class NestText:
         nest, writer, tiling = self.nest, self.writer, self.tiling
         parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
-        writer.line(f"const {self.type} own = ({self.type})block * {tiling.columns} + column;")
+        writer.line(f"const {self.type} own = ({self.type}){self._shared_block()} * {tiling.columns} + column;")
         writer.line(f"const bool exists = own < {bound};")
         writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
         self._parts("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for level in nest.levels:
-            self._level(level, "part", parts)
+            self._level(level, *self._shared("part", parts))
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "part", parts):
                 self._stores("exists")
         else:
             self._stores("exists && part == 0" if parts > 1 else "exists")
+
+    def _shared_block(self) -> str:
+        """Return a block's number among those of different rows, and write which share of these it has."""
+        if self.tiling.shares == ONE:
+            return "block"
+        shares = self.writer.arguments.by(self.tiling.shares)
+        self.writer.line(f"const int share = int(block % {shares});")
+        return f"(block / {shares})"
+
+    def _shared(self, start: str, step: int) -> tuple[str, str]:
+        """Return where a thread begins and how far it steps if its block has a share of the elements."""
+        if self.tiling.shares == ONE:
+            return start, str(step)
+        return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
+
+    def _merge_shares(self) -> None:
+        """Write what merges the shares of rows, each by a warp, and stores the reduction at all its places."""
+        writer, own, merged = self.writer, self.own, self.nest.stores
+        assert own and merged
+        kind, shares = merged.accumulator(writer.program), writer.arguments.size(self.tiling.shares)
+        writer.line(f"const {self.type} row = ({self.type})block * {self.tiling.threads // 32} + threadIdx.x / 32;")
+        writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
+        writer.line("const int lane = threadIdx.x % 32;")
+        writer.line(f"const {kind} merged = stored_by_warp<{kind}>({own.pointer}_shares, row, {shares}, lane);")
+        writer.line(f"if (lane == 0) store_accumulator({own.pointer}, row, merged);")
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +224,9 @@ class NestText:
             left = f"{variable.name}_left"
 
     @contextmanager
-    def _loop(self, name: str, start: str, step: int, fills: bool = False) -> Iterator[None]:
+    def _loop(
+        self, name: str, start: str, step: int | str, fills: bool = False, unrolled: bool = False
+    ) -> Iterator[None]:
         """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
 
         Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.
@@ -198,7 +240,9 @@ class NestText:
         if held:
             rounds = self._rounds(name)
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
-        head = f"if ({at} < {bound})" if held else f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        unroll = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
+        head = f"{unroll}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        head = f"if ({at} < {bound})" if held else head
         with writer.block(head):
             for key, text in held.items():
                 if not fills:
@@ -211,7 +255,7 @@ class NestText:
         self.reads.append((name, writer.vectors[seen:]))
         writer.lanes = before
 
-    def _level(self, level: tuple[Instance, ...], start: str, step: int) -> None:
+    def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
         nest, writer = self.nest, self.writer
         by_list: dict[str, list[Instance]] = {}
@@ -220,7 +264,7 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            with self._loop(name, start, step):
+            with self._loop(name, start, step, unrolled=self.tiling.way != "warp"):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():
@@ -248,12 +292,29 @@ class NestText:
     def _stores(self, condition: str = "") -> None:
         """Write the values of the outputs, and then all stores."""
         writer, place = self.writer, self.nest.place
+        if self.nest.stores:
+            self._store_accumulator(in_variables(self.nest.stores, self.nest), condition)
+            return
         found = {name: writer.value(name, place) for name in self.nest.outputs}
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
         for i, name in enumerate(writer.program.outputs):
             if name in found:
                 self._store(i, flat(place, self.nest.shape), found[name], condition)
+
+    def _store_accumulator(self, instance: Instance, condition: str) -> None:
+        """Write the store of what a block has reduced."""
+        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
+        accumulator = writer.known(instance)
+        assert own and accumulator
+        at = writer.index(address, in_lane=accumulator.varies)
+        if own.shares != ONE:
+            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
+        each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
+        head = f"if ({condition}) " if condition else ""
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
 
     def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
         writer, head = self.writer, f"if ({condition}) " if condition else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.maps import Place
@@ -19,6 +19,7 @@ ACCUMULATORS: Final = {  # of region.cuh, and what is added for an element
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # of a reduction at any place
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Instance:
     def axes(self) -> tuple[int, ...]:
         """The reduced axes."""
         return tuple(axis for axis, index in enumerate(self.kept) if index is None)
+
+    @property
+    def key(self) -> Key:
+        """What is reduced, how, and over which axes, at whatever place."""
+        return self.kind, self.terms, self.value, self.axes
 
     @property
     def is_extreme(self) -> bool:

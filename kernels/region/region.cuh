@@ -241,3 +241,37 @@ __device__ __forceinline__ void merge_column(A& own, u64* memory, int column, in
 #pragma unroll
     for (int i = 1; i < PARTS; ++i) own.merge(slots[i * COLUMNS + column]);
 }
+
+// ---- accumulators in scratch memory: those of the blocks that shared a row lie side by side ----------------------
+
+template <class A>
+__device__ __forceinline__ A stored(const u64* memory, long long row, int shares) {
+    const A* from = reinterpret_cast<const A*>(memory) + row * shares;
+    A own = from[0];
+#pragma unroll 8
+    for (int i = 1; i < shares; ++i) own.merge(from[i]);
+    return own;
+}
+
+template <class A, int THREADS>
+__device__ __forceinline__ A stored_by_block(const u64* memory, int shares, u64* slots) {
+    A own;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < shares; i += THREADS) own.merge(reinterpret_cast<const A*>(memory)[i]);
+    merge_block<A, THREADS>(own, slots);
+    return own;
+}
+
+template <class A>
+__device__ __forceinline__ A stored_by_warp(const u64* memory, long long row, int shares, int lane) {
+    A own;
+#pragma unroll 4
+    for (int i = lane; i < shares; i += 32) own.merge(reinterpret_cast<const A*>(memory)[row * shares + i]);
+    merge_warp(own);
+    return own;
+}
+
+template <class A>
+__device__ __forceinline__ void store_accumulator(u64* memory, long long at, const A& own) {
+    reinterpret_cast<A*>(memory)[at] = own;
+}

@@ -14,10 +14,11 @@ from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, as_size
+from onnxfuse.kernels.region.stored import StoredByKey
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import always, estimate, is_symbolic
+from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
@@ -30,6 +31,10 @@ MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
+MIN_SHARES: Final = 4  # blocks of a row: fewer do not gain the launch that merges what they find
+MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
+MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
+MIN_ROUNDS: Final = 2  # vectors of each thread of a block that has a share of a row
 
 
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -40,17 +45,10 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
         width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, has_tail=has_tail)
-    first = nest.levels[0][0]
-    name = nest.elements_of(first, shapes)[0]
-    length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
+    name = nest.elements_of(nest.levels[0][0], shapes)[0]
     if _prefers_columns(nest, name):
-        width = width_along(nest, ROWS, program, shapes, aligned)
-        many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
-        if not many and not is_symbolic(rows):
-            while width > 1 and rows // width < SMALL_VECTORS * device.multiprocessors // COLUMNS:
-                width //= 2
-        shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
-        return Tiling("columns", ROW_THREADS, width, COLUMNS if shared else ROW_THREADS)
+        return _columns(nest, name, program, shapes, aligned, device)
+    length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
@@ -60,10 +58,43 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
         while width > 1 and not is_symbolic(count) and count // width < threads:
             width //= 2
         widths[each] = width
-    return Tiling("warp" if warp else "block", THREADS if warp else ROW_THREADS, inner_widths=widths)
+    if warp:
+        return Tiling("warp", THREADS, inner_widths=widths)
+    rounds = length // (widths[name] * ROW_THREADS)
+    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=_shares(rows, rounds, sizes, device))
 
 
-def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes) -> Nest:
+def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
+    """Return how a nest runs whose rows lie side by side in memory."""
+    sizes = shapes.sizes
+    length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
+    width = width_along(nest, ROWS, program, shapes, aligned)
+    many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+    if not many and not is_symbolic(rows):
+        while width > 1 and rows // width < SMALL_VECTORS * device.multiprocessors // COLUMNS:
+            width //= 2
+    if many or estimate(length) < MIN_SHARED_ELEMENTS:
+        return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
+    blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
+    return Tiling(
+        "columns", ROW_THREADS, width, COLUMNS, shares=_shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
+    )
+
+
+def _shares(blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = MAX_SHARES) -> Size:
+    """Return among how many blocks the elements of rows are divided.
+
+    Without shares, there would be so many blocks, and each would go round so often.  With them, there are no more
+    blocks than the GPU holds at a time.
+    """
+    resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
+    shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
+    if not estimate(shares) >= MIN_SHARES:
+        return ONE
+    return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
+
+
+def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest whose blocks cover tiles, where what it reads and what it stores are contiguous along two axes.
 
     A block then reads whole sectors of both, so that L1 has what its threads read one by one.
@@ -86,7 +117,7 @@ def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes) -> Nest:
     low = f"{other.name}l" if other.extent != as_size(part) else other.name
     inner = [low, f"{last.name}l" if last.extent != as_size(own) else last.name]
     ordered = sorted(nest.lists[ELEMENTS], key=lambda each: inner.index(each.name) if each.name in inner else -1)
-    return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes)
+    return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes, stored)
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:

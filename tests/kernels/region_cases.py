@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -151,6 +152,55 @@ def reductions() -> Iterator[Made]:
                   axis=1)  # fmt: skip
 
 
+def stored_reductions() -> Iterator[Made]:
+    """Reductions that launches of their own compute: of few rows, or read where no row shares them."""
+    for dtype in (*FLOATS, "int32", "int64"):
+        ops = SUMS if dtype in ("float32", "float16") else ("ReduceSum", "ReduceMax", "ReduceMin")
+        for op in ops:
+            x = numbers((4, 4201), dtype, low=1 if op == "ReduceProd" else -12, high=4 if op == "ReduceProd" else 12)
+            yield one(f"{op} of all of {dtype}", op, x, axes=[0, 1], keepdims=0)
+    for dtype, (rows, length) in itertools.product(("float32", "float64", "int32"), ((1, 9001), (3, 8200))):
+        for op in ("ArgMax", "ArgMin"):
+            yield one(f"{op} of {rows} rows of {length} {dtype}", op, numbers((rows, length), dtype), dtype="int64",
+                      axis=1, keepdims=0, select_last_index=rows - 1 and 1)  # fmt: skip
+    for d in (False, True):
+        name = ", dynamic" if d else ""
+        yield one(f"Softmax of two long rows{name}", "Softmax", numbers((2, 20011), "float16"),
+                  dynamic=(2, 20011) if d else (), axis=1)  # fmt: skip
+        yield made(f"layer norm of all{name}", [numbers((17000,))], lambda p, x: layer_norm(p, x, [0]),
+                   (17000,) if d else ())  # fmt: skip
+        yield made(f"a clamp of many{name}", [numbers((2, 17000), "float16")], lambda p, x: clamp(p, x, [0, 1]),
+                   (17000,) if d else ())  # fmt: skip
+    for axis, shape in itertools.product((0, 1), ((2100, 24), (3, 1900, 7))):
+        yield one(f"ReduceMean over {axis} of {shape}", "ReduceMean", numbers(shape, "float16"), axes=[axis],
+                  keepdims=0)  # fmt: skip
+    x = numbers((40, 96), "float16")
+    yield made("mean of gathered rows", [x, np.array([[0, -1, 39], [5, 2, 7]])],
+               lambda p, x, at: p.op("Gather", p.op("ReduceMean", x, axes=[1], keepdims=0), at, axis=0))  # fmt: skip
+    yield made("norm of gathered rows", [x, np.array([3, -2])],
+               lambda p, x, at: p.op("Gather", layer_norm(p, x, [1]), at, axis=0), (40,))  # fmt: skip
+    yield made("rows rolled behind a minimum", [numbers((3, 40, 50), "bfloat16")], rolled_minimum)
+    yield made("mean of a softmax", [numbers((3, 40, 64), "bfloat16")], mean_of_softmax)
+    yield made("outputs that share a mean", [numbers((16500,))], shared_mean)
+
+
+def rolled_minimum(program: RegionProgram, x: str) -> str:
+    least = program.op("ReduceMin", x, axes=[2], keepdims=0)
+    parts = [program.op("Slice", least, axes=[1], starts=[a], ends=[b], steps=[1]) for a, b in ((11, END), (0, 11))]
+    return program.op("Concat", *parts, axis=1)
+
+
+def mean_of_softmax(program: RegionProgram, x: str) -> Sequence[str]:
+    softmax = program.op("Softmax", x, axis=2)
+    return program.op("Add", x, softmax), program.op("ReduceMean", softmax, axes=[1], keepdims=1)
+
+
+def shared_mean(program: RegionProgram, x: str) -> Sequence[str]:
+    norm = layer_norm(program, x, [0])
+    mean = program.op("ReduceMean", x, axes=[0], keepdims=1)
+    return norm, program.op("Reshape", program.op("Neg", norm), shape=[2, -1]), program.op("Exp", mean)
+
+
 def layer_norm(program: RegionProgram, x: str, axes: Sequence[int]) -> str:
     mean = program.op("ReduceMean", x, axes=list(axes), keepdims=1)
     moved = program.op("Sub", x, mean)
@@ -169,10 +219,10 @@ def windows(program: RegionProgram, x: str) -> str:
     return program.op("Reshape", program.op("Transpose", split, perm=[0, 1, 3, 2, 4, 5]), shape=[-1, 49, 24])
 
 
-def clamp(program: RegionProgram, x: str) -> str:
+def clamp(program: RegionProgram, x: str, axes: Sequence[int] = (0, 1, 2)) -> str:
     """The clamp of T5 in float16: the range is narrower where a value is infinite."""
     some = program.op("ReduceMax", program.op("Cast", program.op("IsInf", x, dtype="bool"), dtype="int32", to="int32"),
-                      axes=[0, 1, 2], keepdims=0)  # fmt: skip
+                      axes=list(axes), keepdims=0)  # fmt: skip
     low = program.op("Constant", dtype="float16", value=63504)
     high = program.op("Constant", dtype="float16", value="inf")
     is_some = program.op("Cast", some, dtype="bool", to="bool")
@@ -238,4 +288,4 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    return dict([*operators(), *maps(), *reductions(), *models()])
+    return dict([*operators(), *maps(), *reductions(), *stored_reductions(), *models()])
