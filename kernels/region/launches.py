@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.reductions import Key
 from onnxfuse.kernels.region.sizes import Sizes, product
 from onnxfuse.kernels.region.stages import Region, Stages, Work
-from onnxfuse.kernels.region.stored import ACCUMULATOR_BYTES, Stored
+from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
@@ -49,7 +49,9 @@ def plan_of(region: Region, stages: Stages, inputs: Sequence[TensorSpec], output
     leaving = str(int(always(lambda: moved > STREAMED_FROM_BYTES, moved)))
     steps = tuple(_launch(region, works, stages.stored, parameters, leaving) for works in stages.launches)
     sizes = region.shapes.sizes
-    scratch = tuple(sizes.value(each.count) * ACCUMULATOR_BYTES for each in stored.values())
+    scratch = tuple(
+        sizes.value(each.count) * each.instance.accumulator_bytes(region.program) for each in stored.values()
+    )
     return Plan(tuple(outputs), steps, scratch)
 
 
@@ -100,7 +102,7 @@ def _body(
     given: tuple[str, str],
 ) -> str:
     """Return the text of all works; each block runs one of them."""
-    lines, before, begin = [], 0, ""
+    lines, before, begin, shared = list[str](), 0, "", 0
     for i, work in enumerate(works):
         end = before + blocks[i]
         bound = arguments.size(region.shapes.sizes.named(f"blocks before {end!r}", end))
@@ -111,5 +113,6 @@ def _body(
         writer = Writer(region.program, region.shapes, arguments, region.aligned, stored, prefix=prefix, depth=2)
         NestText(work.nest, work.tiling, writer, *given, work.stored).write()
         lines += writer.lines
-        before, begin = end, bound
-    return "\n".join([*lines, "    }", ""])
+        before, begin, shared = end, bound, max(shared, writer.shared_bytes)
+    declared = [f"    __shared__ u64 shared[{-(-shared // 8)}];"] if shared else []
+    return "\n".join([*declared, *lines, "    }", ""])

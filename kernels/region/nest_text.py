@@ -68,10 +68,9 @@ class NestText:
         self._write()
 
     def _write(self) -> None:
-        writer = self.writer
-        for each in map(writer.stored.get, sorted(self.nest.reads)):
-            if each and each.is_whole:
-                writer.merge_whole(each, self.tiling.threads)
+        for key in sorted(self.nest.reads):
+            if self.writer.stored[key].is_whole:
+                self._merge_whole(self.writer.stored[key])
         ways = {"elements": self._elements, "columns": self._columns, "merge": self._merge_shares}
         ways.get(self.tiling.way, self._rows)()
 
@@ -187,6 +186,15 @@ class NestText:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
 
+    def _merge_whole(self, each: Stored) -> None:
+        """Write what merges the shares of a reduction that has one place, by all threads of the block together."""
+        writer, threads = self.writer, self.tiling.threads
+        kind, name = each.instance.accumulator(writer.program), writer.new_name()
+        memory = writer.shared(threads // 32 * each.instance.accumulator_bytes(writer.program))
+        given = f"{each.pointer}, {writer.arguments.size(each.shares)}, {memory}"
+        writer.line(f"const {kind} {name} = stored_by_block<{kind}, {threads}>({given});")
+        writer.keep(each.instance.key, Reference(name))
+
     def _merge_shares(self) -> None:
         """Write what merges the shares of rows, each by a warp, and stores the reduction at all its places."""
         writer, own, merged = self.writer, self.own, self.nest.stores
@@ -274,18 +282,16 @@ class NestText:
     def _merge(self, instance: Instance, accumulator: Reference) -> None:
         """Write what merges the parts of all threads that have a row."""
         writer, tiling, name = self.writer, self.tiling, accumulator.text
-        kind, slots = instance.accumulator(writer.program), f"slots_{name}"
+        kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
         if tiling.way == "warp":
             writer.line(f"merge_warp({name});")
         elif tiling.way == "block":
-            writer.line(f"__shared__ u64 {slots}[{tiling.threads // 32} * sizeof({kind}) / 8 + 1];")
-            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {slots});")
+            memory = writer.shared(tiling.threads // 32 * size)
+            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {memory});")
         elif tiling.columns < tiling.threads:
-            parts = tiling.threads // tiling.columns
-            writer.line(f"__shared__ u64 {slots}[{tiling.threads} * sizeof({kind}) / 8 + 1];")
-            each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
-            call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}, column, part)"
-            writer.line(f"{each}{call};")
+            width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
+            own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
+            writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")
 
     # --- stores ---------------------------------------------------------------------------------------------------
 

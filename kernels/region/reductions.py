@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 from onnxfuse.kernels.region.sizes import Size, product
@@ -59,6 +59,13 @@ class Instance:
         number = NUMBER[program.dtypes[self.value]]
         name, _, arguments = self.kind.partition(" ")
         return f"{name}<{', '.join([number, *arguments.split()])}>"
+
+    def accumulator_bytes(self, program: Program) -> int:
+        """Return the size of the accumulator."""
+        number = BYTES[program.dtypes[self.value]] if NUMBER[program.dtypes[self.value]] != "float" else 4
+        if self.is_extreme:
+            return 2 * max(number, 4)  # the number and an int, aligned
+        return 2 * number if self.kind == "Online" else number
 
 
 def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:

@@ -230,16 +230,23 @@ __device__ __forceinline__ void merge_block(A& own, u64* memory) {
     for (int i = 1; i < THREADS / 32; ++i) own.merge(slots[i]);
 }
 
-// Merges the parts of a column, in their order.
-template <class A, int COLUMNS, int PARTS>
-__device__ __forceinline__ void merge_column(A& own, u64* memory, int column, int part) {
-    A* slots = reinterpret_cast<A*>(memory);
-    __syncthreads();
-    slots[part * COLUMNS + column] = own;
-    __syncthreads();
-    own = slots[column];
+// Merges the parts of columns, in their order; each thread has a part of WIDTH columns.
+template <class A, int WIDTH, int COLUMNS, int PARTS>
+__device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, int part) {
+    A* slots = reinterpret_cast<A*>(memory) + column;
+    __syncthreads();  // the slots may still be read for another reduction
 #pragma unroll
-    for (int i = 1; i < PARTS; ++i) own.merge(slots[i * COLUMNS + column]);
+    for (int j = 0; j < WIDTH; ++j) slots[(part * WIDTH + j) * COLUMNS] = own[j];
+    __syncthreads();
+    for (int j = part; j < WIDTH; j += PARTS) {
+        A total = slots[j * COLUMNS];
+#pragma unroll
+        for (int i = 1; i < PARTS; ++i) total.merge(slots[(i * WIDTH + j) * COLUMNS]);
+        slots[j * COLUMNS] = total;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
 }
 
 // ---- accumulators in scratch memory: those of the blocks that shared a row lie side by side ----------------------

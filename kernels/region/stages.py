@@ -15,6 +15,7 @@ from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, ZERO
 from onnxfuse.kernels.region.stored import Stored, stored
 from onnxfuse.kernels.region.tilings import THREADS, of_one_block, tiled, tiling_of
+from onnxfuse.kernels.region.traffic import with_contiguous_last
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
@@ -58,8 +59,9 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
     """Return the launches that compute outputs, which are grouped by their shapes."""
     program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
     while True:
-        nests = [make_nest(program, shapes, names, found) for names in groups]
-        own = {key: make_stored_nest(program, shapes, each, found) for key, each in found.items()}
+        nests = [with_contiguous_last(make_nest(program, shapes, names, found), program) for names in groups]
+        made = {key: make_stored_nest(program, shapes, each, found) for key, each in found.items()}
+        own = {key: with_contiguous_last(nest, program) for key, nest in made.items()}
         slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
         if all(each.key in found for each in slow):
             return _in_order(region, nests, own, found)

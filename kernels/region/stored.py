@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
-
-ACCUMULATOR_BYTES: Final = 16  # of the largest accumulator, Extreme<double>
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTOR
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nest_text import Tiling
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
-from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, as_size
 from onnxfuse.kernels.region.stored import StoredByKey
+from onnxfuse.kernels.region.traffic import accesses, moved_along
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
@@ -30,11 +30,13 @@ MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
+MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
 MIN_SHARES: Final = 4  # blocks of a row: fewer do not gain the launch that merges what they find
+MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a whole row: fewer do not, either
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
-MIN_ROUNDS: Final = 2  # vectors of each thread of a block that has a share of a row
+MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
 
 
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -46,7 +48,7 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, has_tail=has_tail)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
-    if _prefers_columns(nest, name):
+    if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
@@ -71,7 +73,7 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     width = width_along(nest, ROWS, program, shapes, aligned)
     many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
     if not many and not is_symbolic(rows):
-        while width > 1 and rows // width < SMALL_VECTORS * device.multiprocessors // COLUMNS:
+        while width > SMALL_WIDTH and rows // width < MANY_BLOCKS * device.multiprocessors * COLUMNS:
             width //= 2
     if many or estimate(length) < MIN_SHARED_ELEMENTS:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
@@ -89,7 +91,7 @@ def _shares(blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = 
     """
     resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
-    if not estimate(shares) >= MIN_SHARES:
+    if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= MIN_SHARES:
         return ONE
     return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 
@@ -139,7 +141,7 @@ def _narrowed(count: int, width: int, device: Device) -> int:
     return width
 
 
-def _prefers_columns(nest: Nest, name: str) -> bool:
+def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     """Return whether threads side by side read neighbouring rows: more is contiguous that way, or rows are short."""
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
@@ -147,35 +149,35 @@ def _prefers_columns(nest: Nest, name: str) -> bool:
     length = nest.count(name).constant
     if not elements or (length is not None and length <= MAX_SERIAL):
         return True
-    along = [sum(index.factor(each[-1].name) == ONE for _, index in nest.accesses) for each in (rows, elements)]
-    return along[0] > along[1]
+    return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
 
 
 def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool) -> int:
     """Return the elements of a vector along the last variable of a list.
 
     Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
-    most accesses are of whole vectors, and the widest of these.
+    most bytes are moved by whole vectors, and the widest of these.  Vectors of what most bytes are of have 16 at most;
+    those of other accesses may be several loads.
     """
     variables = nest.lists[name]
     if not variables or not aligned:
         return 1
     last = variables[-1]
-    along = [(operand, index) for operand, index in nest.accesses if index.factor(last.name) == ONE]
-    dtypes = [program.dtypes[each] for operand, _ in along for each in ([operand] if operand else nest.outputs)]
-    if not dtypes:
+    along = [each for each in accesses(nest, program) if each.address.factor(last.name) == ONE]
+    if not along:
         return 1
-    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[dtype] for dtype in dtypes))
+    widest = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     best, most = 1, 0
     is_flat = not nest.levels and len(variables) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
         if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
-        whole = [operand for operand, index in along if lanes.are_contiguous(index, shapes.sizes)]
-        is_stored_so = not any(operand == "" for operand, _ in along) or "" in whole
-        if is_stored_so and len(whole) > most:
-            best, most = width, len(whole)
+        whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
+        is_stored_so = all(each.operand or each in whole for each in along)
+        moved = sum(each.moved for each in whole)
+        if is_stored_so and moved > most:
+            best, most = width, moved
     return best
 
 

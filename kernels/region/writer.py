@@ -17,7 +17,7 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
-from onnxfuse.kernels.region.stored import Stored, StoredByKey, place_in
+from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.region_operators import ELEMENTWISE, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
@@ -59,6 +59,7 @@ class Writer:
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+    shared_bytes: int = 0  # of a block's memory
 
     def copy(self) -> Writer:
         """Return a writer of the same that has written nothing."""
@@ -96,6 +97,11 @@ class Writer:
         """Return a name that no variable has."""
         self.count += 1
         return f"{self.prefix}{self.count}"
+
+    def shared(self, size: int) -> str:
+        """Return the memory that a block's threads share, of which so many bytes are used."""
+        self.shared_bytes = max(self.shared_bytes, size)
+        return "shared"
 
     def known(self, key: Any) -> Reference | None:
         """Return what the text has for a key where the next line stands."""
@@ -303,14 +309,6 @@ class Writer:
         at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
         text = f"stored<{kind}>({each.pointer}, {at}, {shares})"
         return self.keep(instance, self.declare(kind, text, varies))
-
-    def merge_whole(self, each: Stored, threads: int) -> None:
-        """Write what merges the shares of a reduction that has one place, by all threads of a block together."""
-        kind, name = each.instance.accumulator(self.program), self.new_name()
-        self.line(f"__shared__ u64 slots_{name}[{threads // 32} * sizeof({kind}) / 8 + 1];")
-        shares = self.arguments.size(each.shares)
-        self.line(f"const {kind} {name} = stored_by_block<{kind}, {threads}>({each.pointer}, {shares}, slots_{name});")
-        self.keep(each.instance.key, Reference(name))
 
     def in_place(self, instance: Instance) -> Reference:
         """Write a loop in which each thread reduces all elements by itself."""

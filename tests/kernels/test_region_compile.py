@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
-from region_cases import all_cases
+from region_cases import all_cases, mean_pooling
 from region_drafts import RegionProgram
 from region_emulation import plan_of
 from sampling import by_parts
@@ -61,6 +61,29 @@ def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> 
     (plan,) = host_of("region").candidates(program.node(), program.specs(), T4)
     (step,) = plan.steps
     assert isinstance(step, Launch) and "load(x0" in step.kernel.text and "put(" in step.kernel.text
+
+
+def test_vectors_are_as_wide_as_what_most_bytes_are_of() -> None:
+    """A mask of int64 that is broadcast does not narrow the vectors of the scores that it masks."""
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, np.int64))
+    program.outputs = [program.op("Where", program.op("Cast", mask, dtype="bool", to="bool"), x, x, dtype="float16")]
+    (step,) = launches_of(program)
+    assert "float v0_3[8];" in step.kernel.text and "long long v0_1[8];" in step.kernel.text
+
+
+def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis() -> None:
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((256, 128, 48), np.float16)), program.operand(np.zeros((256, 128, 1), np.int64))
+    program.outputs = [mean_pooling(program, x, mask)]
+    (step,) = launches_of(program)
+    assert "merge_columns" in step.kernel.text and "load(x1" not in step.kernel.text
+    assert "load(x0 + (48 * r2_0 + 6144 * o0 + o1)" in step.kernel.text
+
+
+def launches_of(program: RegionProgram) -> list[Launch]:
+    (plan,) = host_of("region").candidates(program.node(), program.specs(), H200)
+    return [step for step in plan.steps if isinstance(step, Launch)]
 
 
 def test_every_launch_is_one_that_the_device_takes() -> None:

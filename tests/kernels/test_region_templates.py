@@ -26,8 +26,8 @@ DYNAMIC = {  # cases by name: the dims that are dynamic, and the most kernels of
     "rotary embedding": ((5,), 4),
     "Softmax of 1000, dynamic": ((4, 1000), 14),
     "Softmax of two long rows, dynamic": ((2, 20011), 16),
-    "layer norm of all, dynamic": ((17000,), 12),
-    "a clamp of many, dynamic": ((17000,), 12),
+    "layer norm of all, dynamic": ((33000,), 12),
+    "a clamp of many, dynamic": ((33000,), 12),
     "Reshape (4,)": ((4,), 3),
     "Concat (4,)": ((4,), 3),
 }
