@@ -159,7 +159,7 @@ class NestText:
         nest, writer, tiling = self.nest, self.writer, self.tiling
         parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
-        writer.line(f"const {self.type} own = ({self.type}){self._shared_block()} * {tiling.columns} + column;")
+        writer.line(f"const {self.type} own = {self._shared_block()} * {tiling.columns} + column;")
         writer.line(f"const bool exists = own < {bound};")
         writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
         self._parts("row", nest.lists[ROWS], tiling.width)
@@ -175,10 +175,10 @@ class NestText:
     def _shared_block(self) -> str:
         """Return a block's number among those of different rows, and write which share of these it has."""
         if self.tiling.shares == ONE:
-            return "block"
-        shares = self.writer.arguments.by(self.tiling.shares)
-        self.writer.line(f"const int share = int(block % {shares});")
-        return f"(block / {shares})"
+            return f"({self.type})block"
+        arguments, shares = self.writer.arguments, self.tiling.shares
+        self.writer.line(f"const int share = {arguments.quotient('block', shares, '%')};")
+        return arguments.quotient("block", shares)
 
     def _shared(self, start: str, step: int) -> tuple[str, str]:
         """Return where a thread begins and how far it steps if its block has a share of the elements."""
@@ -226,9 +226,9 @@ class NestText:
             if variable is variables[0]:
                 writer.line(f"const {self.type} {variable.name} = {left}{factor};")
                 return
-            by = writer.arguments.by(self._vectors(variable.extent, width) if is_vector else variable.extent)
-            part = f"({left} % {by}){factor}" if factor else f"{left} % {by}"
-            writer.line(f"const {self.type} {variable.name} = {part}, {variable.name}_left = {left} / {by};")
+            by = self._vectors(variable.extent, width) if is_vector else variable.extent
+            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
+            writer.line(f"const {self.type} {variable.name} = {part}{factor}, {variable.name}_left = {rest};")
             left = f"{variable.name}_left"
 
     @contextmanager

@@ -165,6 +165,16 @@ def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredB
     return {each for each, _ in writer.found}
 
 
+def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
+    """Return a nest without reductions in one variable, of which quotients and remainders are the outputs' places."""
+    count, places = product(nest.shape), {}
+    left = variable_index("e", count)
+    for axis in reversed([axis for axis, dim in enumerate(nest.shape) if dim != ONE]):
+        left, places[f"o{axis}"] = divided(left, nest.shape[axis])
+    lists = {ROWS: (), ELEMENTS: (Variable("e", count),) if count != ONE else ()}
+    return traced(replace(nest, lists=lists, places=places), program, shapes, stored)
+
+
 def in_variables(instance: Instance, nest: Nest) -> Instance:
     """Return a reduction at its place in the nest's variables."""
     kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)

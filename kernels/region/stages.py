@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, ZERO
 from onnxfuse.kernels.region.stored import Stored, stored
-from onnxfuse.kernels.region.tilings import THREADS, of_one_block, tiled, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, flat_if_faster, of_one_block, tiled, tiling_of
 from onnxfuse.kernels.region.traffic import with_contiguous_last
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
@@ -59,14 +59,22 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
     """Return the launches that compute outputs, which are grouped by their shapes."""
     program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
     while True:
-        nests = [with_contiguous_last(make_nest(program, shapes, names, found), program) for names in groups]
-        made = {key: make_stored_nest(program, shapes, each, found) for key, each in found.items()}
-        own = {key: with_contiguous_last(nest, program) for key, nest in made.items()}
+        made = [make_nest(program, shapes, names, found) for names in groups]
+        nests = [_arranged(region, nest, found) for nest in made]
+        own = {
+            key: _arranged(region, make_stored_nest(program, shapes, each, found), found) for key, each in found.items()
+        }
         slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
         if all(each.key in found for each in slow):
             return _in_order(region, nests, own, found)
         for each in slow:
             found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
+
+
+def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
+    """Return a nest in the variables that make it fast."""
+    nest = with_contiguous_last(nest, region.program)
+    return flat_if_faster(nest, region.program, region.shapes, region.aligned, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:

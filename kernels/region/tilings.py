@@ -8,9 +8,10 @@ from math import gcd
 from typing import Final
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
+from onnxfuse.kernels.region.indices import Atom
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nest_text import Tiling
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, flattened, split, traced
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, as_size
@@ -29,6 +30,9 @@ MIN_TILE: Final = 4  # elements
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
+ACCESS_COST: Final = 4  # of a load or store
+DIVISION_COST: Final = 4  # by a number that the compiler knows
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
 MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
@@ -120,6 +124,34 @@ def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes, stored: 
     inner = [low, f"{last.name}l" if last.extent != as_size(own) else last.name]
     ordered = sorted(nest.lists[ELEMENTS], key=lambda each: inner.index(each.name) if each.name in inner else -1)
     return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes, stored)
+
+
+def flat_if_faster(nest: Nest, program: Program, shapes: Shapes, aligned: bool, stored: StoredByKey) -> Nest:
+    """Return a nest without reductions in one variable if threads then have so much wider vectors that this pays."""
+    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
+        return nest
+    flat = flattened(nest, program, shapes, stored)
+    costs = [_cost(each, program, shapes, aligned) for each in (flat, nest)]
+    return (
+        flat
+        if costs[0] < costs[1] and tiled(nest, Tiling("elements", THREADS), program, shapes, stored) is nest
+        else nest
+    )
+
+
+def _cost(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> float:
+    """Return about how many instructions an element takes.
+
+    A thread that does little takes as long as THREAD_COST instructions, because it waits for memory.
+    """
+    variables = nest.lists[ELEMENTS]
+    lanes = Lanes(variables[-1].name, width_along(nest, ELEMENTS, program, shapes, aligned))
+    cost, divisions = THREAD_COST + DIVISION_COST * (len(variables) - 1), set[Atom]()
+    for _, address in dict.fromkeys((*nest.accesses, *nest.stored_read)):
+        is_gather = lanes.vary(address) and not lanes.are_contiguous(address, shapes.sizes)
+        cost += ACCESS_COST * (lanes.width if is_gather else 1)
+        divisions |= {atom for atom in address.atoms() if atom.kind in ("div", "mod")}
+    return (cost + DIVISION_COST * len(divisions) * lanes.width) / lanes.width
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:

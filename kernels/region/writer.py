@@ -137,8 +137,7 @@ class Writer:
             inner, kind = self.index(each.of, in_lane), self.arguments.index_type
             if each.kind in FUNCTIONS:
                 return f"{FUNCTIONS[each.kind]}<{kind}>({inner}, {self.arguments.size(each.by)})"
-            inner = inner if inner.isidentifier() else f"({inner})"
-            return f"({inner} {'/' if each.kind == 'div' else '%'} {self.arguments.by(each.by)})"
+            return self.arguments.quotient(inner, each.by, "/" if each.kind == "div" else "%")
 
         return text_of(index, self.arguments.size, atom)
 

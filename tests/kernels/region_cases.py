@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from region_drafts import NUMPY, RegionProgram
+from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
+from region_speed_cases import clamp, columns, flat_vectors, layer_norm, stored_reductions
 
 from onnxfuse.region_operators import COMPARISONS, SUMS
 
-FLOATS = ("float32", "float16", "bfloat16")
 UNARY = (
     "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
     "Relu", "Sigmoid", "LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Gelu", "Mish",
@@ -18,29 +17,6 @@ UNARY = (
 )  # fmt: skip
 OF_DOUBLE = ("Neg", "Abs", "Sqrt", "Exp", "Log", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Sign", "Reciprocal")
 END = 2**63 - 1
-Made = tuple[str, RegionProgram]
-
-
-def numbers(shape: Sequence[int], dtype: str = "float32", seed: int = 0, low: int = -12, high: int = 12) -> np.ndarray:
-    """Return multiples of a quarter, or integers."""
-    found = np.random.default_rng(seed).integers(low, high, shape, endpoint=True)
-    return (found / 4).astype(NUMPY[dtype]) if dtype.startswith(("float", "bfloat")) else found.astype(NUMPY[dtype])
-
-
-def made(name: str, arrays: Sequence[np.ndarray], build: Callable[..., str | Sequence[str]],
-         dynamic: tuple[int, ...] = ()) -> Made:  # fmt: skip
-    """Return a program: `build` takes it and the names of its operands, and returns those of its outputs."""
-    program = RegionProgram(dynamic=dynamic)
-    given = [program.operand(each) for each in arrays]
-    found = build(program, *given)
-    program.outputs = [found] if isinstance(found, str) else list(found)
-    return name, program
-
-
-def one(name: str, op: str, *arrays: np.ndarray, dtype: str = "", dynamic: tuple[int, ...] = (),
-        **attributes: object) -> Made:  # fmt: skip
-    """Return a program of one operator."""
-    return made(name, arrays, lambda p, *names: p.op(op, *names, dtype=dtype, **attributes), dynamic)
 
 
 def operators() -> Iterator[Made]:
@@ -152,104 +128,6 @@ def reductions() -> Iterator[Made]:
                   axis=1)  # fmt: skip
 
 
-def stored_reductions() -> Iterator[Made]:
-    """Reductions that launches of their own compute: of few rows, or read where no row shares them."""
-    for dtype in (*FLOATS, "int32", "int64"):
-        ops = SUMS if dtype in ("float32", "float16") else ("ReduceSum", "ReduceMax", "ReduceMin")
-        for op in ops:
-            x = numbers((3, 2737), dtype, low=1 if op == "ReduceProd" else -12, high=4 if op == "ReduceProd" else 12)
-            yield one(f"{op} of all of {dtype}", op, x, axes=[0, 1], keepdims=0)
-    for dtype, (rows, length) in itertools.product(("float32", "float64", "int32"), ((1, 9001), (3, 8211))):
-        for op in ("ArgMax", "ArgMin"):
-            yield one(f"{op} of {rows} rows of {length} {dtype}", op, numbers((rows, length), dtype), dtype="int64",
-                      axis=1, keepdims=0, select_last_index=rows - 1 and 1)  # fmt: skip
-    for d in (False, True):
-        name = ", dynamic" if d else ""
-        yield one(f"Softmax of two long rows{name}", "Softmax", numbers((2, 20011), "float16"),
-                  dynamic=(2, 20011) if d else (), axis=1)  # fmt: skip
-        yield made(f"layer norm of all{name}", [numbers((33000,))], lambda p, x: layer_norm(p, x, [0]),
-                   (33000,) if d else ())  # fmt: skip
-        yield made(f"a clamp of many{name}", [numbers((2, 33000), "float16")], lambda p, x: clamp(p, x, [0, 1]),
-                   (33000,) if d else ())  # fmt: skip
-    for axis, shape in itertools.product((0, 1), ((2100, 24), (3, 1900, 7))):
-        yield one(f"ReduceMean over {axis} of {shape}", "ReduceMean", numbers(shape, "float16"), axes=[axis],
-                  keepdims=0)  # fmt: skip
-    x = numbers((40, 96), "float16")
-    yield made("mean of gathered rows", [x, np.array([[0, -1, 39], [5, 2, 7]])],
-               lambda p, x, at: p.op("Gather", p.op("ReduceMean", x, axes=[1], keepdims=0), at, axis=0))  # fmt: skip
-    yield made("norm of gathered rows", [x, np.array([3, -2])],
-               lambda p, x, at: p.op("Gather", layer_norm(p, x, [1]), at, axis=0), (40,))  # fmt: skip
-    yield made("rows rolled behind a minimum", [numbers((3, 40, 50), "bfloat16")], rolled_minimum)
-    yield made("mean of a softmax", [numbers((3, 40, 64), "bfloat16")], mean_of_softmax)
-    yield made("outputs that share a mean", [numbers((33000,))], shared_mean)
-
-
-def columns() -> Iterator[Made]:
-    """Reductions that are not over the axis that is contiguous."""
-    for dynamic in ((), (3, 40)):
-        d = f" {dynamic}" if dynamic else ""
-        x, mask = numbers((3, 40, 48), "float16"), numbers((3, 40, 1), "int64", 1, 0, 1)
-        yield made(f"mean pooling{d}", [x, mask], mean_pooling, dynamic)
-        yield made(f"sum of transposed rows{d}", [numbers((3, 40, 16))], lambda p, x: p.op(
-            "ReduceSum", p.op("Transpose", x, perm=[0, 2, 1]), axes=[2], keepdims=0), dynamic)  # fmt: skip
-        yield made(f"sum of transposed images{d}", [numbers((3, 40, 16), "float16")], lambda p, x: p.op(
-            "ReduceSum", p.op("Transpose", x, perm=[0, 2, 1]), axes=[1, 2], keepdims=1), dynamic)  # fmt: skip
-    for dtype in (*FLOATS, "float64", "int32", "int64"):
-        x = numbers((2, 70, 37), dtype)
-        yield one(f"ReduceSum of odd columns of {dtype}", "ReduceSum", x, axes=[1], keepdims=1)
-        yield one(f"ReduceMax of even columns of {dtype}", "ReduceMax", numbers((70, 48), dtype), axes=[0], keepdims=0)
-    for dtype in ("float16", "float64"):
-        x = numbers((2, 70, 24), dtype)
-        yield one(f"ArgMin of columns of {dtype}", "ArgMin", x, dtype="int64", axis=1, keepdims=0, select_last_index=0)
-        if dtype == "float16":
-            yield one(f"Softmax of columns of {dtype}", "Softmax", x, axis=1)
-    yield made("mean of tiled columns", [numbers((40, 12, 6), "int64")], mean_of_tiles)
-    yield made("sums of columns of index sums", [numbers((20, 40), "bfloat16")], sums_of_places)
-
-
-def mean_pooling(program: RegionProgram, x: str, mask: str) -> str:
-    wide = program.op("Cast", program.op("Expand", mask, shape=[1, 1, 48]), dtype="float16", to="float16")
-    total = program.op("ReduceSum", program.op("Mul", x, wide), axes=[1], keepdims=0)
-    count = program.op("ReduceSum", wide, axes=[1], keepdims=0)
-    return program.op("Div", total, program.op("Max", count, program.op("Constant", dtype="float16", value=0.5)))
-
-
-def mean_of_tiles(program: RegionProgram, x: str) -> str:
-    tiles = program.op("Cast", program.op("Tile", x, repeats=[1, 1, 2]), dtype="float32", to="float32")
-    return program.op("Transpose", program.op("ReduceMean", tiles, axes=[0], keepdims=1), perm=[0, 2, 1])
-
-
-def sums_of_places(program: RegionProgram, x: str) -> Sequence[str]:
-    """A reduction of what another one finds along the other axis."""
-    places = program.op("ArgMax", x, dtype="int64", axis=0, keepdims=1, select_last_index=0)
-    return program.op("ReduceSum", places, axes=[1], keepdims=0), program.op("Sub", places, places)
-
-
-def rolled_minimum(program: RegionProgram, x: str) -> str:
-    least = program.op("ReduceMin", x, axes=[2], keepdims=0)
-    parts = [program.op("Slice", least, axes=[1], starts=[a], ends=[b], steps=[1]) for a, b in ((11, END), (0, 11))]
-    return program.op("Concat", *parts, axis=1)
-
-
-def mean_of_softmax(program: RegionProgram, x: str) -> Sequence[str]:
-    softmax = program.op("Softmax", x, axis=2)
-    return program.op("Add", x, softmax), program.op("ReduceMean", softmax, axes=[1], keepdims=1)
-
-
-def shared_mean(program: RegionProgram, x: str) -> Sequence[str]:
-    norm = layer_norm(program, x, [0])
-    mean = program.op("ReduceMean", x, axes=[0], keepdims=1)
-    return norm, program.op("Reshape", program.op("Neg", norm), shape=[2, -1]), program.op("Exp", mean)
-
-
-def layer_norm(program: RegionProgram, x: str, axes: Sequence[int]) -> str:
-    mean = program.op("ReduceMean", x, axes=list(axes), keepdims=1)
-    moved = program.op("Sub", x, mean)
-    variance = program.op("ReduceMean", program.op("Mul", moved, moved), axes=list(axes), keepdims=1)
-    epsilon = program.op("Constant", dtype=program.dtypes[x], value=0.25)
-    return program.op("Div", moved, program.op("Sqrt", program.op("Add", variance, epsilon)))
-
-
 def windows(program: RegionProgram, x: str) -> str:
     """A roll, and windows of 7 x 7, as in Swin."""
     for axis in (1, 2):
@@ -258,17 +136,6 @@ def windows(program: RegionProgram, x: str) -> str:
         x = program.op("Concat", tail, head, axis=axis)
     split = program.op("Reshape", x, shape=[0, 2, 7, 2, 7, 24])
     return program.op("Reshape", program.op("Transpose", split, perm=[0, 1, 3, 2, 4, 5]), shape=[-1, 49, 24])
-
-
-def clamp(program: RegionProgram, x: str, axes: Sequence[int] = (0, 1, 2)) -> str:
-    """The clamp of T5 in float16: the range is narrower where a value is infinite."""
-    some = program.op("ReduceMax", program.op("Cast", program.op("IsInf", x, dtype="bool"), dtype="int32", to="int32"),
-                      axes=list(axes), keepdims=0)  # fmt: skip
-    low = program.op("Constant", dtype="float16", value=63504)
-    high = program.op("Constant", dtype="float16", value="inf")
-    is_some = program.op("Cast", some, dtype="bool", to="bool")
-    limit = program.op("Where", is_some, low, high, dtype="float16")
-    return program.op("Max", program.op("Min", x, limit), program.op("Neg", limit))
 
 
 def modulated(program: RegionProgram, x: str, scale: str, shift: str) -> str:
@@ -329,4 +196,4 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    return dict([*operators(), *maps(), *reductions(), *stored_reductions(), *columns(), *models()])
+    return dict([*operators(), *maps(), *reductions(), *stored_reductions(), *columns(), *flat_vectors(), *models()])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
-from region_cases import all_cases, mean_pooling
+from region_cases import all_cases
 from region_drafts import RegionProgram
 from region_emulation import plan_of
+from region_speed_cases import mean_pooling
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -79,6 +80,17 @@ def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis()
     (step,) = launches_of(program)
     assert "merge_columns" in step.kernel.text and "load(x1" not in step.kernel.text
     assert "load(x0 + (48 * r2_0 + 6144 * o0 + o1)" in step.kernel.text
+
+
+@pytest.mark.parametrize("last", [7, 14, 49, 85], ids=str)
+def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
+    program = RegionProgram()
+    shapes = [(240, 196, last), (240, 1, last), (196, 1)]
+    x, row, column = (program.operand(np.zeros(shape, np.float16)) for shape in shapes)
+    program.outputs = [program.op("Add", program.op("Add", x, row), column)]
+    (step,) = launches_of(program)
+    assert "load(x0 + (e), " in step.kernel.text and "put(0, y0 + (e), " in step.kernel.text
+    assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
 
 
 def launches_of(program: RegionProgram) -> list[Launch]:

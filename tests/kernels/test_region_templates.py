@@ -28,6 +28,9 @@ DYNAMIC = {  # cases by name: the dims that are dynamic, and the most kernels of
     "Softmax of two long rows, dynamic": ((2, 20011), 16),
     "layer norm of all, dynamic": ((33000,), 12),
     "a clamp of many, dynamic": ((33000,), 12),
+    "bias of windows of 49 (5,)": ((5,), 4),
+    "patches (5,)": ((5,), 4),
+    "mean pooling (3, 40)": ((3, 40), 16),
     "Reshape (4,)": ((4,), 3),
     "Concat (4,)": ((4,), 3),
 }
@@ -59,7 +62,7 @@ def of_sizes(name: str, sizes: Sequence[int]) -> RegionProgram:
     program = CASES[name]
     own = dict(zip(dynamic, sizes, strict=True))
     arrays = {
-        key: numbers([own.get(dim, dim) for dim in each.shape], each.dtype.name, i, *((0, 9) if i else (-12, 12)))
+        key: numbers([own.get(dim, dim) for dim in each.shape], each.dtype.name, i, *((0, 8) if i else (-12, 12)))
         for i, (key, each) in enumerate(program.operands.items())
     }
     return RegionProgram(program.ops, program.outputs, program.dtypes, arrays)
