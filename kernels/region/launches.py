@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.nest_text import NestText, Tiling
+from onnxfuse.kernels.region.nest_text import NestText
 from onnxfuse.kernels.region.nests import ROWS, Nest
 from onnxfuse.kernels.region.operators import BYTES, STORED
 from onnxfuse.kernels.region.reductions import Key
 from onnxfuse.kernels.region.sizes import Sizes, product
 from onnxfuse.kernels.region.stages import Region, Stages, Work
 from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
 from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
@@ -89,7 +90,7 @@ def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
         return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)
     if tiling.way in ("warp", "merge"):
-        return -(-rows // (tiling.threads // 32))
+        return -(-rows // (tiling.threads // tiling.lanes))
     return shares * (rows if tiling.way == "block" else -(-rows // (tiling.width * tiling.columns)))
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.lanes import Lanes
@@ -16,30 +15,11 @@ from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.sizes import ONE, Size, as_size
 from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Reference, Writer
 
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
-Way: TypeAlias = Literal["elements", "warp", "block", "columns", "merge"]
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
-
-    Where `way` is "elements", threads have vectors of the outputs; "warp" and "block" have a row together, along whose
-    elements their vectors lie; in "columns", vectors lie across rows, and threads of a block below each other share
-    theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind merges: to "merge", a warp
-    has a row of them.
-    """
-
-    way: Way
-    threads: int  # of a block
-    width: int = 1
-    columns: int = 0  # threads of a block side by side
-    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
-    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
-    shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
 
 class NestText:
@@ -104,12 +84,10 @@ class NestText:
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""
-        nest, writer, threads = self.nest, self.writer, self.tiling.threads
-        lanes = 32 if self.tiling.way == "warp" else threads
+        nest, writer, lanes = self.nest, self.writer, self.row_threads
+        exists = ""
         if self.tiling.way == "warp":
-            writer.line(f"const {self.type} row = ({self.type})block * {threads // 32} + threadIdx.x / 32;")
-            writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
-            writer.line("const int lane = threadIdx.x % 32;")
+            exists = self._row_of_lanes(lanes)
         else:
             writer.line(f"const {self.type} row = {self._shared_block()};")
             writer.line("const int lane = threadIdx.x;")
@@ -121,10 +99,36 @@ class NestText:
             self._level(level, *self._shared("lane", lanes))
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "lane", lanes):
-                self._stores()
+                self._stores(exists)
         else:
-            with writer.branch("if (lane == 0)"):
+            with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
                 self._stores()
+
+    @property
+    def row_threads(self) -> int:
+        """The threads that have a row together."""
+        return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+
+    def _row_of_lanes(self, lanes: int) -> str:
+        """Write which row a thread has; return the condition of storing it where a warp has several rows.
+
+        All its threads then have one, because they exchange what they reduce.
+        """
+        writer, bound = self.writer, self._bound(ROWS, 1)
+        writer.line(f"const int lane = threadIdx.x % {lanes};")
+        number = f"({self.type})block * {self.tiling.threads // lanes} + threadIdx.x / {lanes}"
+        if lanes == 32:
+            writer.line(f"const {self.type} row = {number};")
+            writer.line(f"if (row >= {bound}) return;")
+            return ""
+        self._row_that_exists(number, bound)
+        return "exists"
+
+    def _row_that_exists(self, number: str, bound: str) -> None:
+        """Write a thread's row: the last one where there is none of its number, so that all threads have a row."""
+        self.writer.line(f"const {self.type} own = {number};")
+        self.writer.line(f"const bool exists = own < {bound};")
+        self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
 
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
         """Return the vectors that several loops over a list read, if registers can hold a thread's part of them."""
@@ -140,8 +144,7 @@ class NestText:
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
-        lanes = 32 if self.tiling.way == "warp" else self.tiling.threads
-        return -(-count // (width * lanes)) if count else 0
+        return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
         """Write the loads of all vectors of a list that registers hold."""
@@ -159,9 +162,7 @@ class NestText:
         nest, writer, tiling = self.nest, self.writer, self.tiling
         parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
-        writer.line(f"const {self.type} own = {self._shared_block()} * {tiling.columns} + column;")
-        writer.line(f"const bool exists = own < {bound};")
-        writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
+        self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
         self._parts("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for level in nest.levels:
@@ -284,7 +285,7 @@ class NestText:
         writer, tiling, name = self.writer, self.tiling, accumulator.text
         kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
         if tiling.way == "warp":
-            writer.line(f"merge_warp({name});")
+            writer.line(f"merge_warp<{tiling.lanes}>({name});")
         elif tiling.way == "block":
             memory = writer.shared(tiling.threads // 32 * size)
             writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {memory});")

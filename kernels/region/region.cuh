@@ -212,10 +212,11 @@ __device__ __forceinline__ A exchanged(const A& own, int mask) {
     return to.whole;
 }
 
-template <class A>
+// Merges what LANES neighbouring threads of a warp have, a power of two.
+template <int LANES = 32, class A>
 __device__ __forceinline__ void merge_warp(A& own) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
+    for (int mask = LANES / 2; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
 }
 
 template <class A, int THREADS>

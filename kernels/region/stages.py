@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from onnxfuse.kernels.region.nest_text import Tiling
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, ZERO
 from onnxfuse.kernels.region.stored import Stored, stored
-from onnxfuse.kernels.region.tilings import THREADS, flat_if_faster, of_one_block, tiled, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiled, tiling_of
 from onnxfuse.kernels.region.traffic import with_contiguous_last
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.indices import Atom
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.nest_text import Tiling
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, flattened, split, traced
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
@@ -27,6 +26,7 @@ ROW_THREADS: Final = 256  # of a block whose threads exchange what they have red
 TILE: Final = 16  # elements of a tile along the axis that is contiguous where it reads
 TILE_VECTORS: Final = 8  # of a tile along the axis that is contiguous where it stores
 MIN_TILE: Final = 4  # elements
+WARP: Final = 32  # threads
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
@@ -41,6 +41,27 @@ MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a w
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
+Way: TypeAlias = Literal["elements", "warp", "block", "columns", "merge"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
+
+    Where `way` is "elements", threads have vectors of the outputs; a "warp", or `lanes` of it, and a "block" have a row
+    together, along whose elements their vectors lie; in "columns", vectors lie across rows, and threads of a block
+    below each other share theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind
+    merges: to "merge", a warp has a row of them.
+    """
+
+    way: Way
+    threads: int  # of a block
+    width: int = 1
+    columns: int = 0  # threads of a block side by side
+    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
+    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    lanes: int = 32  # threads of a warp that have a row together
+    shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
 
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -58,16 +79,26 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
-    threads = 32 if warp else ROW_THREADS
-    for each, width in widths.items():
-        count = sizes.value(nest.count(each))
-        while width > 1 and not is_symbolic(count) and count // width < threads:
-            width //= 2
-        widths[each] = width
+    counts = {each: sizes.value(nest.count(each)) for each in widths}
+    threads = _lanes(counts, widths, rows, device) if warp else ROW_THREADS
+    for each, count in counts.items():
+        while widths[each] > 1 and not is_symbolic(count) and count // widths[each] < threads:
+            widths[each] //= 2
     if warp:
-        return Tiling("warp", THREADS, inner_widths=widths)
+        return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
     rounds = length // (widths[name] * ROW_THREADS)
     return Tiling("block", ROW_THREADS, inner_widths=widths, shares=_shares(rows, rounds, sizes, device))
+
+
+def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, device: Device) -> int:
+    """Return how many lanes of a warp have a row: as many as it has vectors, and more where rows are few."""
+    if is_symbolic(*counts.values()):
+        return WARP
+    vectors, lanes = max(count // widths[name] for name, count in counts.items()), 1
+    fewest = 0 if is_symbolic(rows) else SMALL_VECTORS * device.multiprocessors // rows
+    while lanes < WARP and lanes < max(vectors, fewest):
+        lanes *= 2
+    return lanes
 
 
 def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:

@@ -123,6 +123,32 @@ def flat_vectors() -> Iterator[Made]:
                lambda p, x, a: (p.op("Exp", x), p.op("Add", p.op("Expand", a, shape=[6, 5, 1]), a)))  # fmt: skip
 
 
+def short_rows() -> Iterator[Made]:
+    """Rows of which a warp has several, and rows that are few, of which it has one."""
+    for dtype, length in itertools.product((*FLOATS, "int32"), (9, 16, 24, 32, 63, 64, 96)):
+        if dtype == "int32":
+            yield one(f"ReduceMax of short rows of {length} {dtype}", "ReduceMax", numbers((83, length), dtype),
+                      axes=[1], keepdims=1)  # fmt: skip
+        else:
+            yield one(f"Softmax of short rows of {length} {dtype}", "Softmax", numbers((83, length), dtype), axis=1)
+    for dynamic in ((), (9, 49)):
+        x, scale = numbers((9, 49, 3, 32), "float16"), numbers((3, 1, 1), "float16", 1)
+        d = f" {dynamic}" if dynamic else ""
+        yield made(f"cosine normalisation of heads{d}", [x, scale], cosine_of_heads, dynamic)
+    for rows in (3, 700):
+        yield one(f"ArgMax of {rows} short rows", "ArgMax", numbers((rows, 64), "float16"), dtype="int64", axis=1,
+                  keepdims=0, select_last_index=1)  # fmt: skip
+        yield made(f"layer norm of {rows} short rows", [numbers((rows, 40), "bfloat16")],
+                   lambda p, x: layer_norm(p, x, [1]))  # fmt: skip
+
+
+def cosine_of_heads(program: RegionProgram, x: str, scale: str) -> str:
+    heads = program.op("Transpose", x, perm=[0, 2, 1, 3])
+    least = program.op("Constant", dtype="float16", value=0.001)
+    length = program.op("Max", program.op("ReduceL2", heads, axes=[3], keepdims=1), least)
+    return program.op("Mul", program.op("Div", heads, length), scale)
+
+
 def bias_of_windows(program: RegionProgram, x: str, at: str, table: str) -> str:
     bias = program.op("Transpose", program.op("Gather", table, at, axis=0), perm=[2, 0, 1])
     return program.op("Add", x, bias)

@@ -93,6 +93,13 @@ def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
     assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
 
 
+def test_a_warp_has_several_short_rows() -> None:
+    program = RegionProgram()
+    program.outputs = [program.op("Softmax", program.operand(np.zeros((40000, 32), np.float16)), axis=1)]
+    (step,) = launches_of(program)
+    assert "merge_warp<4>" in step.kernel.text and step.grid[0] * step.block[0] == 4 * 40000
+
+
 def launches_of(program: RegionProgram) -> list[Launch]:
     (plan,) = host_of("region").candidates(program.node(), program.specs(), H200)
     return [step for step in plan.steps if isinstance(step, Launch)]
