@@ -15,6 +15,7 @@ from onnxfuse.kernels.region.reductions import Key
 from onnxfuse.kernels.region.sizes import Sizes, product
 from onnxfuse.kernels.region.stages import Region, Stages, Work
 from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.tile_text import tiles
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
@@ -88,6 +89,8 @@ def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
         return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
     if tiling.way == "elements":
         return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
+    if tiling.way == "tile":
+        return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)
     if tiling.way in ("warp", "merge"):
         return -(-rows // (tiling.threads // tiling.lanes))

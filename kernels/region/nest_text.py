@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,6 +15,8 @@ from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.sizes import ONE, Size, as_size
 from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
+from onnxfuse.kernels.region.tile_text import TileText, tiles
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Reference, Writer
 
@@ -50,8 +52,10 @@ class NestText:
     def _write(self) -> None:
         for key in sorted(self.nest.reads):
             if self.writer.stored[key].is_whole:
-                self._merge_whole(self.writer.stored[key])
-        ways = {"elements": self._elements, "columns": self._columns, "merge": self._merge_shares}
+                merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
+        ways = {
+            "elements": self._elements, "tile": self._tile, "columns": self._columns, "merge": self._merge_shares,
+        }  # fmt: skip
         ways.get(self.tiling.way, self._rows)()
 
     def _elements(self) -> None:
@@ -81,6 +85,21 @@ class NestText:
         with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
             writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
             self._stores()
+
+    def _tile(self) -> None:
+        """Write a tile: what computes it, and behind a barrier what stores it."""
+        writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
+        text = TileText(self.nest, self.tiling, writer)
+        writer.line(f"const {self.type} at = block;")
+        self._parts("at", variables, 1)
+        if any(writer.stored[key].is_whole for key in self.nest.reads):
+            writer.line("__syncthreads();")  # which read the shared memory
+        text.read()
+        writer.line("__syncthreads();")
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        with text.stored() as values:
+            self._store_all(dict(zip(self.nest.outputs, values, strict=True)))
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""
@@ -187,25 +206,9 @@ class NestText:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
 
-    def _merge_whole(self, each: Stored) -> None:
-        """Write what merges the shares of a reduction that has one place, by all threads of the block together."""
-        writer, threads = self.writer, self.tiling.threads
-        kind, name = each.instance.accumulator(writer.program), writer.new_name()
-        memory = writer.shared(threads // 32 * each.instance.accumulator_bytes(writer.program))
-        given = f"{each.pointer}, {writer.arguments.size(each.shares)}, {memory}"
-        writer.line(f"const {kind} {name} = stored_by_block<{kind}, {threads}>({given});")
-        writer.keep(each.instance.key, Reference(name))
-
     def _merge_shares(self) -> None:
-        """Write what merges the shares of rows, each by a warp, and stores the reduction at all its places."""
-        writer, own, merged = self.writer, self.own, self.nest.stores
-        assert own and merged
-        kind, shares = merged.accumulator(writer.program), writer.arguments.size(self.tiling.shares)
-        writer.line(f"const {self.type} row = ({self.type})block * {self.tiling.threads // 32} + threadIdx.x / 32;")
-        writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
-        writer.line("const int lane = threadIdx.x % 32;")
-        writer.line(f"const {kind} merged = stored_by_warp<{kind}>({own.pointer}_shares, row, {shares}, lane);")
-        writer.line(f"if (lane == 0) store_accumulator({own.pointer}, row, merged);")
+        assert self.own and self.nest.stores
+        merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
@@ -305,9 +308,12 @@ class NestText:
         found = {name: writer.value(name, place) for name in self.nest.outputs}
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
-        for i, name in enumerate(writer.program.outputs):
-            if name in found:
-                self._store(i, flat(place, self.nest.shape), found[name], condition)
+        self._store_all(found, condition)
+
+    def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
+        for i, name in enumerate(self.writer.program.outputs):
+            if name in values:
+                self._store(i, flat(self.nest.place, self.nest.shape), values[name], condition)
 
     def _store_accumulator(self, instance: Instance, condition: str) -> None:
         """Write the store of what a block has reduced."""

@@ -13,7 +13,7 @@ from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, ZERO
 from onnxfuse.kernels.region.stored import Stored, stored
-from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiled, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import with_contiguous_last
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
@@ -73,7 +73,7 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
     """Return a nest in the variables that make it fast."""
     nest = with_contiguous_last(nest, region.program)
-    return flat_if_faster(nest, region.program, region.shapes, region.aligned, found)
+    return flat_if_faster(nest, region.program, region.shapes, region.aligned, region.device, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
@@ -112,7 +112,7 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Key, Nest], fo
         stages.stored[key] = whole if key in merged else replace(each, shares=tiling.shares)
     for nest in nests:
         stages.add(first_launch(nest), Work(nest, _tiling(region, nest)))
-    stages.launches = [_of_one_launch(region, works, found) for works in stages.launches]
+    stages.launches = [_of_one_launch(works) for works in stages.launches]
     return stages
 
 
@@ -127,10 +127,7 @@ def _is_merged(key: Key, own: Mapping[Key, Nest], nests: Sequence[Nest]) -> bool
     return places != ONE and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
 
 
-def _of_one_launch(region: Region, works: Sequence[Work], found: Mapping[Key, Stored]) -> list[Work]:
-    """Return works in blocks of equal size, of which some cover tiles."""
+def _of_one_launch(works: Sequence[Work]) -> list[Work]:
+    """Return works in blocks of equal size."""
     tilings = of_one_block([work.tiling for work in works])
-    return [
-        replace(work, nest=tiled(work.nest, tiling, region.program, region.shapes, found), tiling=tiling)
-        for work, tiling in zip(works, tilings, strict=True)
-    ]
+    return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
-from onnxfuse.kernels.region.indices import Atom
+from onnxfuse.kernels.region.indices import Atom, flat
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, flattened, split, traced
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
+from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Size, Sizes, as_size
+from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.stored import StoredByKey
 from onnxfuse.kernels.region.traffic import accesses, moved_along
 from onnxfuse.kernels.tensors import VECTOR_BYTES
@@ -23,13 +23,12 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
-TILE: Final = 16  # elements of a tile along the axis that is contiguous where it reads
-TILE_VECTORS: Final = 8  # of a tile along the axis that is contiguous where it stores
-MIN_TILE: Final = 4  # elements
+TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
 WARP: Final = 32  # threads
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+MAX_TILED_OUTPUTS: Final = 4  # whose tiles shared memory holds
 THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
 ACCESS_COST: Final = 4  # of a load or store
 DIVISION_COST: Final = 4  # by a number that the compiler knows
@@ -41,7 +40,7 @@ MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a w
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
-Way: TypeAlias = Literal["elements", "warp", "block", "columns", "merge"]
+Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,17 @@ class Tiling:
     Where `way` is "elements", threads have vectors of the outputs; a "warp", or `lanes` of it, and a "block" have a row
     together, along whose elements their vectors lie; in "columns", vectors lie across rows, and threads of a block
     below each other share theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind
-    merges: to "merge", a warp has a row of them.
+    merges: to "merge", a warp has a row of them.  In a "tile", a block reads along one variable and stores along the
+    last one.
     """
 
     way: Way
     threads: int  # of a block
     width: int = 1
     columns: int = 0  # threads of a block side by side
+    across: str = ""  # the variable along which a tile is read
+    tile: int = 0  # elements of a tile along each of its axes
+    store_width: int = 1  # elements of its vectors that are stored
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     lanes: int = 32  # threads of a warp that have a row together
@@ -67,6 +70,9 @@ class Tiling:
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
     """Return how a nest runs on a device."""
     sizes = shapes.sizes
+    tile = _tile(nest, program, shapes, aligned, device)
+    if tile:
+        return tile
     if not nest.levels:
         widest = width_along(nest, ELEMENTS, program, shapes, aligned)
         width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
@@ -131,43 +137,44 @@ def _shares(blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = 
     return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 
 
-def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
-    """Return a nest whose blocks cover tiles, where what it reads and what it stores are contiguous along two axes.
-
-    A block then reads whole sectors of both, so that L1 has what its threads read one by one.
-    """
+def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
+    """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
-    if tiling.way != "elements" or len(variables) < 2:
-        return nest
-    loads = [index for operand, index in nest.accesses if operand]
-    last, along = variables[-1], [sum(index.factor(each.name) == ONE for index in loads) for each in variables]
-    if along[-1] * 2 > len(loads) or max(along[:-1]) <= along[-1]:
-        return nest
-    other = variables[along.index(max(along[:-1]))]
-    part = gcd(*(factor for _, factor in other.extent.terms), TILE)
-    own = gcd(*(factor for _, factor in last.extent.terms), TILE_VECTORS * tiling.width)
-    if part < MIN_TILE or own < MIN_TILE or own % tiling.width:
-        return nest
-    for variable, size in ((other, part), (last, own)):
-        if variable.extent != as_size(size):
-            nest = split(nest, variable, as_size(size))
-    low = f"{other.name}l" if other.extent != as_size(part) else other.name
-    inner = [low, f"{last.name}l" if last.extent != as_size(own) else last.name]
-    ordered = sorted(nest.lists[ELEMENTS], key=lambda each: inner.index(each.name) if each.name in inner else -1)
-    return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes, stored)
+    if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
+        return None
+    last, loads = variables[-1], [each for each in accesses(nest, program) if each.operand]
+    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == ONE) for each in variables}
+    across = max(variables[:-1], key=lambda each: moved[each])
+    if moved[across] < max(1, moved[last]):
+        return None
+    if any((each.extent.constant or TILE) < TILE // 2 for each in (across, last)):
+        return None
+    count = shapes.sizes.value(nest.count(ELEMENTS))
+    is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
+    words = max(BYTES[program.dtypes[name]] for name in nest.outputs) // 4 or 1
+    side = 2 * TILE if is_large and len(nest.outputs) * words == 1 else TILE
+    width = width_along(nest, across, program, shapes, aligned)
+    store_width = _store_width(nest, program, shapes) if aligned else 1
+    return Tiling("tile", THREADS, width, across=across.name, tile=side, store_width=store_width)
 
 
-def flat_if_faster(nest: Nest, program: Program, shapes: Shapes, aligned: bool, stored: StoredByKey) -> Nest:
+def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
+    """Return the elements of a vector of all outputs along the last variable."""
+    last, address = nest.lists[ELEMENTS][-1], flat(nest.place, nest.shape)
+    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[program.dtypes[name]] for name in nest.outputs))
+    widths = _widths(last.extent, widest, shapes)
+    return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
+
+
+def flat_if_faster(
+    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device, stored: StoredByKey
+) -> Nest:
     """Return a nest without reductions in one variable if threads then have so much wider vectors that this pays."""
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
         return nest
     flat = flattened(nest, program, shapes, stored)
-    costs = [_cost(each, program, shapes, aligned) for each in (flat, nest)]
-    return (
-        flat
-        if costs[0] < costs[1] and tiled(nest, Tiling("elements", THREADS), program, shapes, stored) is nest
-        else nest
-    )
+    is_faster = _cost(flat, program, shapes, aligned) < _cost(nest, program, shapes, aligned)
+    return flat if is_faster and not _tile(nest, program, shapes, aligned, device) else nest
 
 
 def _cost(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> float:
@@ -215,23 +222,22 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
 
 
-def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool) -> int:
-    """Return the elements of a vector along the last variable of a list.
+def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool) -> int:
+    """Return the elements of a vector along a variable, or along the last one of a list.
 
     Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
     most bytes are moved by whole vectors, and the widest of these.  Vectors of what most bytes are of have 16 at most;
     those of other accesses may be several loads.
     """
-    variables = nest.lists[name]
-    if not variables or not aligned:
+    last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
+    if last is None or not aligned:
         return 1
-    last = variables[-1]
     along = [each for each in accesses(nest, program) if each.address.factor(last.name) == ONE]
     if not along:
         return 1
     widest = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     best, most = 1, 0
-    is_flat = not nest.levels and len(variables) == 1
+    is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
         if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
-from region_speed_cases import clamp, columns, flat_vectors, layer_norm, short_rows, stored_reductions
+from region_speed_cases import clamp, columns, flat_vectors, layer_norm, short_rows, stored_reductions, transposed_tiles
 
 from onnxfuse.region_operators import COMPARISONS, SUMS
 
@@ -196,15 +196,5 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    return dict(
-        [
-            *operators(),
-            *maps(),
-            *reductions(),
-            *stored_reductions(),
-            *columns(),
-            *flat_vectors(),
-            *short_rows(),
-            *models(),
-        ]
-    )
+    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles)
+    return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

@@ -123,6 +123,38 @@ def flat_vectors() -> Iterator[Made]:
                lambda p, x, a: (p.op("Exp", x), p.op("Add", p.op("Expand", a, shape=[6, 5, 1]), a)))  # fmt: skip
 
 
+def transposed_tiles() -> Iterator[Made]:
+    """Outputs that are read along one axis and stored along another."""
+    for dtype in (*FLOATS, "float64", "int64", "int8", "bool"):
+        x = numbers((2, 33, 70), dtype, low=0 if dtype == "bool" else -12, high=1 if dtype == "bool" else 12)
+        yield one(f"Transpose of odd tiles of {dtype}", "Transpose", x, perm=[0, 2, 1])
+        yield one(f"Transpose of large tiles of {dtype}", "Transpose", np.tile(x[:, :32], (3, 2, 2)), perm=[0, 2, 1])
+    for dynamic in ((), (48,), (3, 40, 48)):
+        d = f" {dynamic}" if dynamic else ""
+        x, row, column = (numbers(shape, "float16", i) for i, shape in enumerate([(3, 40, 48), (40,), (48, 1)]))
+        yield made(f"a sum behind a Transpose{d}", [x, row, column], lambda p, x, a, b: p.op(
+            "Add", p.op("Mul", p.op("Transpose", x, perm=[0, 2, 1]), a), b), dynamic)  # fmt: skip
+        yield made(f"two outputs of tiles{d}", [x, numbers((3, 48, 40), "int32")], two_transposed, dynamic)
+        yield made(f"a padded Transpose{d}", [x], padded_transpose, dynamic)
+    yield made("a transposed clamp", [numbers((33000, 2), "float16")],
+               lambda p, x: p.op("Transpose", clamp(p, x, [0, 1]), perm=[1, 0]))  # fmt: skip
+    yield made("a transposed softmax of few rows", [numbers((2, 20000))],
+               lambda p, x: p.op("Transpose", p.op("Reshape", p.op("Softmax", x, axis=1), shape=[2, 100, 200]),
+                                 perm=[0, 2, 1]))  # fmt: skip
+    yield made("a transposed, normalised tensor of one place", [numbers((180, 200))], lambda p, x: p.op(
+        "Transpose", layer_norm(p, x, [0, 1]), perm=[1, 0]))  # fmt: skip
+
+
+def padded_transpose(program: RegionProgram, x: str) -> str:
+    turned = program.op("Transpose", x, perm=[0, 2, 1])
+    return program.op("Pad", turned, pads=[0, 1, 0, 0, 0, 3], mode="constant")
+
+
+def two_transposed(program: RegionProgram, x: str, y: str) -> Sequence[str]:
+    turned = program.op("Transpose", x, perm=[0, 2, 1])
+    return program.op("Exp", turned), program.op("Add", program.op("Cast", turned, dtype="int32", to="int32"), y)
+
+
 def short_rows() -> Iterator[Made]:
     """Rows of which a warp has several, and rows that are few, of which it has one."""
     for dtype, length in itertools.product((*FLOATS, "int32"), (9, 16, 24, 32, 63, 64, 96)):

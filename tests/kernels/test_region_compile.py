@@ -93,6 +93,16 @@ def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
     assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
 
 
+def test_tiles_are_read_and_stored_by_vectors() -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((64, 512, 520), np.float16))
+    program.outputs = [program.op("Transpose", x, perm=[0, 2, 1])]
+    (step,) = launches_of(program)
+    assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
+    assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
+    assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+
+
 def test_a_warp_has_several_short_rows() -> None:
     program = RegionProgram()
     program.outputs = [program.op("Softmax", program.operand(np.zeros((40000, 32), np.float16)), axis=1)]
