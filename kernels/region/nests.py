@@ -231,7 +231,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
         if atom.kind not in ("div", "mod") or atom.of is None:
             continue
         for term, factor in atom.of.terms:
-            part = atom.by.divided(factor)
+            part = atom.by.divided(factor if factor.is_nonnegative else -factor)
             found = variables.get(term.name) if term.kind == "variable" else None
             if found and part and part != ONE and part != found.extent and found.extent.divided(part):
                 yield found, part

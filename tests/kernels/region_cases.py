@@ -86,6 +86,9 @@ def maps() -> Iterator[Made]:
         yield one(f"Gather{d}", "Gather", x, np.array([[0, -1], [5, 2]]), dynamic=dynamic, axis=1)
         yield one(f"Gather of rows{d}", "Gather", x, np.array([3, 0], np.int32), dynamic=dynamic, axis=0)
         yield one(f"Tile{d}", "Tile", x, dynamic=dynamic, repeats=[1, 2, 3])
+        yield made(f"Tile backwards{d}", [x], lambda p, a: p.op(
+            "Slice", p.op("Tile", a, repeats=[2, 1, 1]), axes=[0], starts=[-1], ends=[-(2**63)], steps=[-1]),
+            dynamic)  # fmt: skip
         yield one(f"Expand{d}", "Expand", x[:, :1], dynamic=dynamic, shape=[1, 5, 1])
     for shape in ((2, 64, 96), (32, 20), (3, 16, 16), (40, 6, 24)):
         perm = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
