@@ -53,9 +53,10 @@ class NestText:
         for key in sorted(self.nest.reads):
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
-        ways = {
-            "elements": self._elements, "tile": self._tile, "columns": self._columns, "merge": self._merge_shares,
-        }  # fmt: skip
+        if self.tiling.way == "merge" and self.own:
+            merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
+            return
+        ways = {"elements": self._elements, "tile": self._tile, "columns": self._columns}
         ways.get(self.tiling.way, self._rows)()
 
     def _elements(self) -> None:
@@ -116,6 +117,7 @@ class NestText:
             self._hold(name, "lane", lanes)
         for level in nest.levels:
             self._level(level, *self._shared("lane", lanes))
+        self._row_stores(f"lane == 0{f' && {exists}' if exists else ''}")
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "lane", lanes):
                 self._stores(exists)
@@ -186,6 +188,7 @@ class NestText:
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for level in nest.levels:
             self._level(level, *self._shared("part", parts))
+        self._row_stores("exists && part == 0" if parts > 1 else "exists")
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "part", parts):
                 self._stores("exists")
@@ -205,10 +208,6 @@ class NestText:
         if self.tiling.shares == ONE:
             return start, str(step)
         return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
-
-    def _merge_shares(self) -> None:
-        assert self.own and self.nest.stores
-        merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
@@ -310,10 +309,19 @@ class NestText:
             writer.line(f"if ({self.release}) release_successor();")
         self._store_all(found, condition)
 
+    def _row_stores(self, condition: str) -> None:
+        """Write the values and the stores of outputs of which a row has one element."""
+        writer, nest = self.writer, self.nest
+        if nest.row_outputs:
+            with writer.branch(f"if ({condition})"):
+                places = {name: nest.place_of(writer.shapes.of[name]) for name in nest.row_outputs}
+                self._store_all({name: writer.value(name, place) for name, place in places.items()})
+
     def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
         for i, name in enumerate(self.writer.program.outputs):
             if name in values:
-                self._store(i, flat(self.nest.place, self.nest.shape), values[name], condition)
+                shape = self.writer.shapes.of[name]
+                self._store(i, flat(self.nest.place_of(shape), shape), values[name], condition)
 
     def _store_accumulator(self, instance: Instance, condition: str) -> None:
         """Write the store of what a block has reduced."""

@@ -50,6 +50,7 @@ class Nest:
     levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads those of levels before
     accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
+    row_outputs: tuple[str, ...] = ()  # outputs of other shapes, of which a row has one element each
     stores: Instance | None = None  # the reduction whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
@@ -57,7 +58,11 @@ class Nest:
     @property
     def place(self) -> Place:
         """The place of the element that is computed, in the nest's variables."""
-        return tuple(self.places.get(f"o{axis}", NOTHING) for axis in range(len(self.shape)))
+        return self.place_of(self.shape)
+
+    def place_of(self, shape: Shape) -> Place:
+        """Return the place of the element that is computed in outputs of a shape whose axes are the nest's first."""
+        return tuple(NOTHING if dim == ONE else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
     def reads(self) -> set[Key]:
@@ -175,6 +180,24 @@ def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey)
     return traced(replace(nest, lists=lists, places=places), program, shapes, stored)
 
 
+def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
+    """Return nests of which those that compute one element for a row join one that has the same rows."""
+    found = list(nests)
+    for nest in nests:
+        if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
+            for i, other in enumerate(found):
+                if other.lists[ELEMENTS] and _reductions(nest) <= _reductions(other):
+                    found[i] = replace(other, row_outputs=(*other.row_outputs, *nest.outputs))
+                    found[i] = traced(found[i], program, shapes, stored)
+                    found.remove(nest)
+                    break
+    return found
+
+
+def _reductions(nest: Nest) -> set[Instance]:
+    return {each for level in nest.levels for each in level}
+
+
 def in_variables(instance: Instance, nest: Nest) -> Instance:
     """Return a reduction at its place in the nest's variables."""
     kept = tuple(None if index is None else replaced(index, nest.places) for index in instance.kept)
@@ -210,6 +233,8 @@ def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) ->
             with writer.block(""):
                 writer.add(here, accumulator, nest.elements_of(instance, shapes)[1])
             writer.keep(here, accumulator)
+    for name in nest.row_outputs:
+        writer.value(name, nest.place_of(shapes.of[name]))
     with writer.block(""):
         for name in nest.outputs:
             writer.value(name, nest.place)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
@@ -65,7 +65,7 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
         }
         slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
         if all(each.key in found for each in slow):
-            return _in_order(region, nests, own, found)
+            return _in_order(region, with_row_outputs(nests, program, shapes, found), own, found)
         for each in slow:
             found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
 

@@ -36,6 +36,9 @@ COLUMNS: Final = 32  # threads of a block side by side, where others share their
 MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
 MIN_SHARES: Final = 4  # blocks of a row: fewer do not gain the launch that merges what they find
+MIN_NARROW_SHARES: Final = (
+    2  # the same where rows have no vectors, but what follows the reduction has them if it is flat
+)
 MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a whole row: fewer do not, either
 MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
@@ -93,7 +96,8 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if warp:
         return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
     rounds = length // (widths[name] * ROW_THREADS)
-    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=_shares(rows, rounds, sizes, device))
+    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if widths[name] > 1 else MIN_NARROW_SHARES)
+    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares)
 
 
 def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, device: Device) -> int:
@@ -119,12 +123,13 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     if many or estimate(length) < MIN_SHARED_ELEMENTS:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
-    return Tiling(
-        "columns", ROW_THREADS, width, COLUMNS, shares=_shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
-    )
+    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
+    return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
 
 
-def _shares(blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = MAX_SHARES) -> Size:
+def _shares(
+    blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = MAX_SHARES, fewest: int = MIN_SHARES
+) -> Size:
     """Return among how many blocks the elements of rows are divided.
 
     Without shares, there would be so many blocks, and each would go round so often.  With them, there are no more
@@ -132,7 +137,7 @@ def _shares(blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = 
     """
     resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
     shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
-    if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= MIN_SHARES:
+    if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= fewest:
         return ONE
     return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
 

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
-from region_speed_cases import clamp, columns, flat_vectors, layer_norm, short_rows, stored_reductions, transposed_tiles
+from region_speed_cases import (
+    clamp,
+    columns,
+    flat_vectors,
+    layer_norm,
+    row_outputs,
+    short_rows,
+    stored_reductions,
+    transposed_tiles,
+)
 
 from onnxfuse.region_operators import COMPARISONS, SUMS
 
@@ -199,5 +208,5 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles)
+    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs)
     return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

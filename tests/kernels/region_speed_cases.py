@@ -123,6 +123,29 @@ def flat_vectors() -> Iterator[Made]:
                lambda p, x, a: (p.op("Exp", x), p.op("Add", p.op("Expand", a, shape=[6, 5, 1]), a)))  # fmt: skip
 
 
+def row_outputs() -> Iterator[Made]:
+    """Outputs of which a row has one element, beside those of which it has all."""
+    for shape, axis in itertools.product(((37, 96), (5, 7, 300), (3, 40, 48)), (-1, -2)):
+        for keepdims in (0, 1):
+            x = numbers(shape, "float16")
+            yield made(f"quantized {shape} along {axis}, keepdims {keepdims}", [x],
+                       lambda p, x, a=len(shape) + axis, k=keepdims: quantized(p, x, a, k))  # fmt: skip
+    yield made("quantized rows, dynamic", [numbers((37, 96))], lambda p, x: quantized(p, x, 1, 1), (37, 96))
+    yield made("quantized long rows", [numbers((2, 33000))], lambda p, x: quantized(p, x, 1, 1))
+    yield made("log-softmax of long odd rows", [numbers((6, 8211), "float16")],
+               lambda p, x: p.op("LogSoftmax", x, axis=1))  # fmt: skip
+
+
+def quantized(program: RegionProgram, x: str, axis: int, keepdims: int) -> Sequence[str]:
+    """Bytes, their scales, and a sum that has no axis of one element if `keepdims` is 0."""
+    magnitude = program.op("Abs", x)
+    highest = program.op("ReduceMax", magnitude, axes=[axis], keepdims=1)
+    scale = program.op("Add", highest, program.op("Constant", dtype=program.dtypes[x], value=0.5))
+    rounded = program.op("Floor", program.op("Mul", x, program.op("Constant", dtype=program.dtypes[x], value=4)))
+    largest = program.op("ReduceMax", magnitude, axes=[axis], keepdims=keepdims)
+    return program.op("Div", rounded, scale), program.op("Neg", scale), program.op("Exp", program.op("Neg", largest))
+
+
 def transposed_tiles() -> Iterator[Made]:
     """Outputs that are read along one axis and stored along another."""
     for dtype in (*FLOATS, "float64", "int64", "int8", "bool"):

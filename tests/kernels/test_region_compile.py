@@ -13,7 +13,7 @@ from kernel_hosts import host_of
 from region_cases import all_cases
 from region_drafts import RegionProgram
 from region_emulation import plan_of
-from region_speed_cases import mean_pooling
+from region_speed_cases import mean_pooling, quantized
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -91,6 +91,15 @@ def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
     (step,) = launches_of(program)
     assert "load(x0 + (e), " in step.kernel.text and "put(0, y0 + (e), " in step.kernel.text
     assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((5000, 4096), np.float16))
+    program.outputs = list(quantized(program, x, 1, keepdims))
+    (step,) = launches_of(program)
+    assert step.grid[0] == 5000 and step.kernel.text.count("load(x0") == 1
 
 
 def test_tiles_are_read_and_stored_by_vectors() -> None:
