@@ -230,6 +230,9 @@ class NestText:
                 writer.line(f"const {self.type} {variable.name} = {left}{factor};")
                 return
             by = self._vectors(variable.extent, width) if is_vector else variable.extent
+            if by == ONE:
+                writer.line(f"const {self.type} {variable.name} = 0;")
+                continue
             part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
             writer.line(f"const {self.type} {variable.name} = {part}{factor}, {variable.name}_left = {rest};")
             left = f"{variable.name}_left"

@@ -15,7 +15,7 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.stored import StoredByKey
-from onnxfuse.kernels.region.traffic import accesses, moved_along
+from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
@@ -91,7 +91,7 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     counts = {each: sizes.value(nest.count(each)) for each in widths}
     threads = _lanes(counts, widths, rows, device) if warp else ROW_THREADS
     for each, count in counts.items():
-        while widths[each] > 1 and not is_symbolic(count) and count // widths[each] < threads:
+        while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
             widths[each] //= 2
     if warp:
         return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
@@ -148,9 +148,9 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
         return None
     last, loads = variables[-1], [each for each in accesses(nest, program) if each.operand]
-    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == ONE) for each in variables}
+    moved = {each: sum(load.moved for load in loads if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if moved[across] < max(1, moved[last]):
+    if moved[across] < moved[last] or 2 * moved[across] < max(1, sum(load.moved for load in loads)):
         return None
     if any((each.extent.constant or TILE) < TILE // 2 for each in (across, last)):
         return None

@@ -56,7 +56,12 @@ def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
         Access(str(key), at, ACCUMULATOR_BYTES, _moved(at, ACCUMULATOR_BYTES, extents)) for key, at in nest.stored_read
     ]
     found = [*accesses(nest, program), *stored]
-    return sum(each.moved for each in found if each.address.factor(variable.name) == ONE)
+    return sum(each.moved for each in found if is_side_by_side(each.address, variable))
+
+
+def is_side_by_side(address: Index, variable: Variable) -> bool:
+    """Return whether neighbouring values of a variable are neighbours in memory, forwards or backwards."""
+    return address.factor(variable.name) in (ONE, -ONE)
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:

@@ -159,6 +159,9 @@ def transposed_tiles() -> Iterator[Made]:
             "Add", p.op("Mul", p.op("Transpose", x, perm=[0, 2, 1]), a), b), dynamic)  # fmt: skip
         yield made(f"two outputs of tiles{d}", [x, numbers((3, 48, 40), "int32")], two_transposed, dynamic)
         yield made(f"a padded Transpose{d}", [x], padded_transpose, dynamic)
+    yield made("rows backwards with a factor for each", [numbers((3, 48, 70), "float16"), numbers((48, 1), "float16")],
+               lambda p, x, a: p.op("Mul", p.op(
+                   "Slice", x, axes=[2], starts=[END], ends=[0], steps=[-1]), a))  # fmt: skip
     yield made("a transposed clamp", [numbers((33000, 2), "float16")],
                lambda p, x: p.op("Transpose", clamp(p, x, [0, 1]), perm=[1, 0]))  # fmt: skip
     yield made("a transposed softmax of few rows", [numbers((2, 20000))],
