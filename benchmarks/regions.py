@@ -92,6 +92,8 @@ def own_calls(problem: Problem, sets: Sequence[Tensors], results: Sequence[Tenso
     from onnxfuse.runtime import planner
 
     steps = [(part, planner.ready_plan(plan_of(part, problem), specs(part, problem))) for part in problem.parts]
+    bytes_needed = max(ready.scratch_bytes for _, ready in steps)
+    scratch = torch.empty(max(1, bytes_needed), dtype=torch.uint8, device="cuda")  # parts run one after the other
     shapes = problem.tensors()
     between = {t for part in problem.parts for t in part.outputs} - set(problem.outputs)
     inner = {t: torch.empty(shapes[t], dtype=dtype_of(problem.dtype(t)), device="cuda") for t in between}
@@ -99,7 +101,7 @@ def own_calls(problem: Problem, sets: Sequence[Tensors], results: Sequence[Tenso
     def call(tensors: dict[str, torch.Tensor]) -> None:
         for part, ready in steps:
             read, written = ([tensors[t].data_ptr() for t in names] for names in (part.inputs, part.outputs))
-            ready.run(read, written, stream=torch.cuda.current_stream().cuda_stream)
+            ready.run(read, written, scratch.data_ptr(), torch.cuda.current_stream().cuda_stream)
 
     named = [
         inner | dict(zip(problem.operands, own, strict=True)) | dict(zip(problem.outputs, made, strict=True))

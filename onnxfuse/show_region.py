@@ -17,7 +17,7 @@ from onnxfuse.runtime.expressions import Expressions
 from onnxfuse.runtime.fused_calls import Call, read_calls, read_model
 from onnxfuse.runtime.gpu_kinds import describe, named_gpus
 from onnxfuse.runtime.hosts import find_host
-from onnxfuse.runtime.plan import Device, Launch
+from onnxfuse.runtime.plan import Device, Kernel, Launch
 from onnxfuse.runtime.support import why_no_kernel
 from onnxfuse.runtime.symint import Trace
 from onnxfuse.runtime.template import Template, Variant, concrete, make_template
@@ -125,18 +125,21 @@ def _kernels_text(call: Call, device: Device) -> Iterator[str]:
     for kernel in template.kernels:
         for variant in template.variants:
             if kernel in variant.kernels:
-                yield from _variant_text(variant, names)
+                yield from _variant_text(variant, kernel, names)
         flags = [f"-D{name}={value}" for name, value in sorted(kernel.defines.items())]
         yield f"// nvrtc: {' '.join(flags)}"
         yield kernel.text
 
 
-def _variant_text(variant: Variant, names: Sequence[str]) -> Iterator[str]:
-
+def _variant_text(variant: Variant, kernel: Kernel, names: Sequence[str]) -> Iterator[str]:
+    """Yield the sizes at which a variant was made, and which of its launches are of a kernel."""
     at = ", ".join(f"{name}={size}" for name, size in zip(names, variant.hints, strict=True))
-    for step in concrete(variant.plan).steps:
-        if isinstance(step, Launch):
-            yield f"// variant{f' as at {at}' if at else ''}: {step.grid[0]} blocks of {step.block[0]} threads"
+    steps = [step for step in concrete(variant.plan).steps if isinstance(step, Launch)]
+    for i, step in enumerate(steps, 1):
+        if step.kernel == kernel:
+            launch = f", launch {i} of {len(steps)}" if len(steps) > 1 else ""
+            blocks = f"{step.grid[0]} blocks of {step.block[0]} threads"
+            yield f"// variant{f' as at {at}' if at else ''}{launch}: {blocks}"
 
 
 def _template(call: Call, device: Device) -> Template:

@@ -35,10 +35,20 @@ class Arguments:
             self.values.append(Scalar(self.sizes.value(size), "int64" if self.is_wide else "int32"))
         return self.names[key]
 
-    def by(self, size: Size) -> str:
-        """Return a size by which an index is divided: the argument is a Divisor where indices have 32 bits."""
-        if size.constant is not None or self.is_wide:
-            return self.size(size)
+    def quotient(self, index: str, by: Size, operator: str = "/") -> str:
+        """Return the quotient or, with the operator %, the remainder of an index that is 0 or more.
+
+        Division of unsigned words takes the fewest instructions.
+        """
+        if self.is_wide:
+            return f"({_in_parentheses(index)} {operator} {self.size(by)})"
+        if by.constant is not None:
+            inner = index.removeprefix("int")  # what an unsigned division gives is unsigned before it is an int
+            is_unsigned = index.startswith("int(u32") and _in_parentheses(inner) == inner
+            return f"int({inner if is_unsigned else f'u32{_in_parentheses(index)}'} {operator} {by.constant}u)"
+        return f"({_in_parentheses(index)} {operator} {self._divisor(by)})"
+
+    def _divisor(self, size: Size) -> str:
         key = ("divisor", size)
         if key not in self.names:
             self.names[key] = name = f"n{len(self.names)}"
@@ -46,3 +56,13 @@ class Arguments:
             self.values += divisor(self.sizes.value(size))
         name = self.names[key]
         return f"Divisor{{{name}_value, {name}_multiplier}}"
+
+
+def _in_parentheses(text: str) -> str:
+    """Return an expression in one pair of parentheses."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and i < len(text) - 1:
+            return f"({text})"
+    return text if text.startswith("(") else f"({text})"

@@ -59,6 +59,13 @@ class Index:
                 return None
         return low, high
 
+    def is_below(self, bound: Size) -> bool | None:
+        """Return whether it is less than a bound; None if it depends."""
+        limits = self.range
+        if limits and (bound - 1 - limits[1]).is_nonnegative:
+            return True
+        return False if limits and (limits[0] - bound).is_nonnegative else None
+
     def factor(self, name: str) -> Size:
         """Return the factor of a variable; 0 where it is absent."""
         return next((f for atom, f in self.terms if atom.kind == "variable" and atom.name == name), ZERO)
@@ -124,7 +131,20 @@ def divided(index: Index, by: Size) -> tuple[Index, Index]:
         return quotient, rest
     if not bounds or not bounds[0].is_nonnegative:
         quotient, rest = NOTHING, index
+    inner = _remainder_of_multiple(rest, by)
+    if inner:
+        above, rest = divided(inner[0], by)
+        return quotient + divided(above, inner[1])[1], rest
     return quotient + _quotient(rest, by), function("mod", rest, by)
+
+
+def _remainder_of_multiple(index: Index, by: Size) -> tuple[Index, Size] | None:
+    """Return, where an index is the remainder of another one by a multiple of a size, that index and the multiple."""
+    if len(index.terms) != 1 or index.constant != ZERO or index.terms[0][1] != ONE:
+        return None
+    atom = index.terms[0][0]
+    multiple = atom.by.divided(by) if atom.kind == "mod" and atom.of else None
+    return (atom.of, multiple) if multiple and atom.of else None
 
 
 def _quotient(index: Index, by: Size) -> Index:
@@ -146,13 +166,23 @@ def _merged(constant: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
     for atom, factor in terms:
         sums[atom] = sums.get(atom, ZERO) + factor
     for atom, factor in list(sums.items()):
-        if atom.kind == "mod" and atom.of and factor != ZERO:
-            above = _quotient(atom.of, atom.by).terms[0][0]
-            if sums.get(above) == factor * atom.by:
-                del sums[above], sums[atom]
-                rest = Index(constant, tuple((a, f) for a, f in sums.items() if f != ZERO))
-                return rest + atom.of * factor
+        found = _put_together(atom, factor, sums) if atom.kind == "mod" and factor != ZERO else None
+        if found:
+            del sums[found[0]], sums[atom]
+            return Index(constant, tuple((a, f) for a, f in sums.items() if f != ZERO)) + found[1] * factor
     return Index(constant, tuple(sorted(((a, f) for a, f in sums.items() if f != ZERO), key=repr)))
+
+
+def _put_together(atom: Atom, factor: Size, sums: Mapping[Atom, Size]) -> tuple[Atom, Index] | None:
+    """Return the term that a remainder completes, and what both are: an index, or its remainder by a larger size."""
+    assert atom.of is not None
+    above = _quotient(atom.of, atom.by).terms[0][0]
+    if sums.get(above) == factor * atom.by:
+        return above, atom.of
+    for other, own in sums.items():
+        if other.kind == "mod" and other.of == Index(ZERO, ((above, ONE),)) and own == factor * atom.by:
+            return other, divided(atom.of, atom.by * other.by)[1]
+    return None
 
 
 def replaced(index: Index, by: Mapping[str, Index]) -> Index:

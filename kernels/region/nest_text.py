@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.lanes import Lanes
@@ -14,39 +13,29 @@ from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
-from onnxfuse.kernels.region.sizes import Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
+from onnxfuse.kernels.region.tile_text import TileText, tiles
+from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Reference, Writer
 
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
-Way: TypeAlias = Literal["elements", "warp", "block", "columns"]
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
-
-    Where `way` is "elements", threads have vectors of the outputs; "warp" and "block" have a row together, along whose
-    elements their vectors lie; in "columns", vectors lie across rows, and threads of a block below each other share
-    theirs.
-    """
-
-    way: Way
-    threads: int  # of a block
-    width: int = 1
-    columns: int = 0  # threads of a block side by side
-    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
-    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
 
 
 class NestText:
     """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
 
-    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str) -> None:
+    def __init__(
+        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Stored | None = None
+    ) -> None:
         """Take what is written, how, and where.
 
         `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
+        `own` is the reduction that the nest stores, if it does.
         """
-        self.nest, self.tiling, self.writer = nest, tiling, writer
+        self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
@@ -54,11 +43,21 @@ class NestText:
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block"):
-            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving)
-            trial._rows()
+        if self.tiling.way in ("warp", "block") and self.tiling.shares == ONE:
+            trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
+            trial._write()
             self.held = trial.repeated()
-        {"elements": self._elements, "columns": self._columns}.get(self.tiling.way, self._rows)()
+        self._write()
+
+    def _write(self) -> None:
+        for key in sorted(self.nest.reads):
+            if self.writer.stored[key].is_whole:
+                merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
+        if self.tiling.way == "merge" and self.own:
+            merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
+            return
+        ways = {"elements": self._elements, "tile": self._tile, "columns": self._columns}
+        ways.get(self.tiling.way, self._rows)()
 
     def _elements(self) -> None:
         """Write elements that do not depend on each other."""
@@ -88,29 +87,69 @@ class NestText:
             writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
             self._stores()
 
+    def _tile(self) -> None:
+        """Write a tile: what computes it, and behind a barrier what stores it."""
+        writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
+        text = TileText(self.nest, self.tiling, writer)
+        writer.line(f"const {self.type} at = block;")
+        self._parts("at", variables, 1)
+        if any(writer.stored[key].is_whole for key in self.nest.reads):
+            writer.line("__syncthreads();")  # which read the shared memory
+        text.read()
+        writer.line("__syncthreads();")
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        with text.stored() as values:
+            self._store_all(dict(zip(self.nest.outputs, values, strict=True)))
+
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""
-        nest, writer, threads = self.nest, self.writer, self.tiling.threads
-        lanes = 32 if self.tiling.way == "warp" else threads
+        nest, writer, lanes = self.nest, self.writer, self.row_threads
+        exists = ""
         if self.tiling.way == "warp":
-            writer.line(f"const {self.type} row = ({self.type})block * {threads // 32} + threadIdx.x / 32;")
-            writer.line(f"if (row >= {self._bound(ROWS, 1)}) return;")
-            writer.line("const int lane = threadIdx.x % 32;")
+            exists = self._row_of_lanes(lanes)
         else:
-            writer.line(f"const {self.type} row = block;")
+            writer.line(f"const {self.type} row = {self._shared_block()};")
             writer.line("const int lane = threadIdx.x;")
         if nest.lists[ROWS]:
             self._parts("row", nest.lists[ROWS], 1)
         for name in self.held:
             self._hold(name, "lane", lanes)
         for level in nest.levels:
-            self._level(level, "lane", lanes)
+            self._level(level, *self._shared("lane", lanes))
+        self._row_stores(f"lane == 0{f' && {exists}' if exists else ''}")
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "lane", lanes):
-                self._stores()
+                self._stores(exists)
         else:
-            with writer.branch("if (lane == 0)"):
+            with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
                 self._stores()
+
+    @property
+    def row_threads(self) -> int:
+        """The threads that have a row together."""
+        return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+
+    def _row_of_lanes(self, lanes: int) -> str:
+        """Write which row a thread has; return the condition of storing it where a warp has several rows.
+
+        All its threads then have one, because they exchange what they reduce.
+        """
+        writer, bound = self.writer, self._bound(ROWS, 1)
+        writer.line(f"const int lane = threadIdx.x % {lanes};")
+        number = f"({self.type})block * {self.tiling.threads // lanes} + threadIdx.x / {lanes}"
+        if lanes == 32:
+            writer.line(f"const {self.type} row = {number};")
+            writer.line(f"if (row >= {bound}) return;")
+            return ""
+        self._row_that_exists(number, bound)
+        return "exists"
+
+    def _row_that_exists(self, number: str, bound: str) -> None:
+        """Write a thread's row: the last one where there is none of its number, so that all threads have a row."""
+        self.writer.line(f"const {self.type} own = {number};")
+        self.writer.line(f"const bool exists = own < {bound};")
+        self.writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
 
     def repeated(self) -> dict[str, dict[tuple[str, Place], str]]:
         """Return the vectors that several loops over a list read, if registers can hold a thread's part of them."""
@@ -126,8 +165,7 @@ class NestText:
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
-        lanes = 32 if self.tiling.way == "warp" else self.tiling.threads
-        return -(-count // (width * lanes)) if count else 0
+        return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
         """Write the loads of all vectors of a list that registers hold."""
@@ -145,18 +183,31 @@ class NestText:
         nest, writer, tiling = self.nest, self.writer, self.tiling
         parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
-        writer.line(f"const {self.type} own = ({self.type})block * {tiling.columns} + column;")
-        writer.line(f"const bool exists = own < {bound};")
-        writer.line(f"const {self.type} row = exists ? own : {bound} - 1;")
+        self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
         self._parts("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for level in nest.levels:
-            self._level(level, "part", parts)
+            self._level(level, *self._shared("part", parts))
+        self._row_stores("exists && part == 0" if parts > 1 else "exists")
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "part", parts):
                 self._stores("exists")
         else:
             self._stores("exists && part == 0" if parts > 1 else "exists")
+
+    def _shared_block(self) -> str:
+        """Return a block's number among those of different rows, and write which share of these it has."""
+        if self.tiling.shares == ONE:
+            return f"({self.type})block"
+        arguments, shares = self.writer.arguments, self.tiling.shares
+        self.writer.line(f"const int share = {arguments.quotient('block', shares, '%')};")
+        return arguments.quotient("block", shares)
+
+    def _shared(self, start: str, step: int) -> tuple[str, str]:
+        """Return where a thread begins and how far it steps if its block has a share of the elements."""
+        if self.tiling.shares == ONE:
+            return start, str(step)
+        return f"share * {step} + {start}", f"{step} * {self.writer.arguments.size(self.tiling.shares)}"
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
@@ -178,13 +229,18 @@ class NestText:
             if variable is variables[0]:
                 writer.line(f"const {self.type} {variable.name} = {left}{factor};")
                 return
-            by = writer.arguments.by(self._vectors(variable.extent, width) if is_vector else variable.extent)
-            part = f"({left} % {by}){factor}" if factor else f"{left} % {by}"
-            writer.line(f"const {self.type} {variable.name} = {part}, {variable.name}_left = {left} / {by};")
+            by = self._vectors(variable.extent, width) if is_vector else variable.extent
+            if by == ONE:
+                writer.line(f"const {self.type} {variable.name} = 0;")
+                continue
+            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
+            writer.line(f"const {self.type} {variable.name} = {part}{factor}, {variable.name}_left = {rest};")
             left = f"{variable.name}_left"
 
     @contextmanager
-    def _loop(self, name: str, start: str, step: int, fills: bool = False) -> Iterator[None]:
+    def _loop(
+        self, name: str, start: str, step: int | str, fills: bool = False, unrolled: bool = False
+    ) -> Iterator[None]:
         """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
 
         Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.
@@ -198,7 +254,9 @@ class NestText:
         if held:
             rounds = self._rounds(name)
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
-        head = f"if ({at} < {bound})" if held else f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        unroll = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
+        head = f"{unroll}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        head = f"if ({at} < {bound})" if held else head
         with writer.block(head):
             for key, text in held.items():
                 if not fills:
@@ -211,7 +269,7 @@ class NestText:
         self.reads.append((name, writer.vectors[seen:]))
         writer.lanes = before
 
-    def _level(self, level: tuple[Instance, ...], start: str, step: int) -> None:
+    def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
         nest, writer = self.nest, self.writer
         by_list: dict[str, list[Instance]] = {}
@@ -220,7 +278,7 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            with self._loop(name, start, step):
+            with self._loop(name, start, step, unrolled=self.tiling.way != "warp"):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():
@@ -230,30 +288,57 @@ class NestText:
     def _merge(self, instance: Instance, accumulator: Reference) -> None:
         """Write what merges the parts of all threads that have a row."""
         writer, tiling, name = self.writer, self.tiling, accumulator.text
-        kind, slots = instance.accumulator(writer.program), f"slots_{name}"
+        kind, size = instance.accumulator(writer.program), instance.accumulator_bytes(writer.program)
         if tiling.way == "warp":
-            writer.line(f"merge_warp({name});")
+            writer.line(f"merge_warp<{tiling.lanes}>({name});")
         elif tiling.way == "block":
-            writer.line(f"__shared__ u64 {slots}[{tiling.threads // 32} * sizeof({kind}) / 8 + 1];")
-            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {slots});")
+            memory = writer.shared(tiling.threads // 32 * size)
+            writer.line(f"merge_block<{kind}, {tiling.threads}>({name}, {memory});")
         elif tiling.columns < tiling.threads:
-            parts = tiling.threads // tiling.columns
-            writer.line(f"__shared__ u64 {slots}[{tiling.threads} * sizeof({kind}) / 8 + 1];")
-            each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
-            call = f"merge_column<{kind}, {tiling.columns}, {parts}>({accumulator.lane}, {slots}, column, part)"
-            writer.line(f"{each}{call};")
+            width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
+            own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
+            writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
     def _stores(self, condition: str = "") -> None:
         """Write the values of the outputs, and then all stores."""
         writer, place = self.writer, self.nest.place
+        if self.nest.stores:
+            self._store_accumulator(in_variables(self.nest.stores, self.nest), condition)
+            return
         found = {name: writer.value(name, place) for name in self.nest.outputs}
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
-        for i, name in enumerate(writer.program.outputs):
-            if name in found:
-                self._store(i, flat(place, self.nest.shape), found[name], condition)
+        self._store_all(found, condition)
+
+    def _row_stores(self, condition: str) -> None:
+        """Write the values and the stores of outputs of which a row has one element."""
+        writer, nest = self.writer, self.nest
+        if nest.row_outputs:
+            with writer.branch(f"if ({condition})"):
+                places = {name: nest.place_of(writer.shapes.of[name]) for name in nest.row_outputs}
+                self._store_all({name: writer.value(name, place) for name, place in places.items()})
+
+    def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
+        for i, name in enumerate(self.writer.program.outputs):
+            if name in values:
+                shape = self.writer.shapes.of[name]
+                self._store(i, flat(self.nest.place_of(shape), shape), values[name], condition)
+
+    def _store_accumulator(self, instance: Instance, condition: str) -> None:
+        """Write the store of what a block has reduced."""
+        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
+        accumulator = writer.known(instance)
+        assert own and accumulator
+        at = writer.index(address, in_lane=accumulator.varies)
+        if own.shares != ONE:
+            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
+        each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
+        head = f"if ({condition}) " if condition else ""
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
 
     def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
         writer, head = self.writer, f"if ({condition}) " if condition else ""

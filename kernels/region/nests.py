@@ -16,9 +16,10 @@ from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.program import Program
-from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
+from onnxfuse.kernels.region.stored import Stored, StoredByKey
 from onnxfuse.kernels.region.writer import Writer
 
 MAX_REFINEMENTS: Final = 24
@@ -36,7 +37,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Nest:
-    """Outputs of one shape, and the variables by which all their elements are reached.
+    """Outputs of one shape, or the accumulators of a reduction, and the variables by which all of them are reached.
 
     `lists` has the variables of rows, those of a row's elements, and for reductions over other elements theirs, the
     innermost last; `places` says what the axes of outputs and of reductions are in these variables.
@@ -49,11 +50,24 @@ class Nest:
     levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads those of levels before
     accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
+    row_outputs: tuple[str, ...] = ()  # outputs of other shapes, of which a row has one element each
+    stores: Instance | None = None  # the reduction whose accumulators are stored, at the axes' places
+    inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
+    stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
 
     @property
     def place(self) -> Place:
         """The place of the element that is computed, in the nest's variables."""
-        return tuple(self.places.get(f"o{axis}", NOTHING) for axis in range(len(self.shape)))
+        return self.place_of(self.shape)
+
+    def place_of(self, shape: Shape) -> Place:
+        """Return the place of the element that is computed in outputs of a shape whose axes are the nest's first."""
+        return tuple(NOTHING if dim == ONE else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
+
+    @property
+    def reads(self) -> set[Key]:
+        """The reductions that launches before have computed."""
+        return {key for key, _ in self.stored_read}
 
     def count(self, name: str) -> Size:
         """Return the product of the extents of a list of variables."""
@@ -91,24 +105,31 @@ def _is_of(instance: Instance, variables: set[str]) -> bool:
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
 
 
-def _draft(program: Program, shapes: Shapes) -> Writer:
+def _draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
     """Return a writer whose text nobody reads: it finds out what is read, and where."""
-    return Writer(program, shapes, Arguments(shapes.sizes, False), False)
+    return Writer(program, shapes, Arguments(shapes.sizes, False), False, stored)
 
 
-def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
-    """Return the nest of outputs that have one shape."""
-    shape = shapes.of[outputs[0]]
-    axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(shape) if dim != ONE]
+def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str], stored: StoredByKey) -> Nest:
+    """Return the nest of outputs that have one shape; `stored` are reductions that it need not compute."""
+    return _made(Nest(tuple(outputs), shapes.of[outputs[0]], {}, {}), program, shapes, stored)
+
+
+def make_stored_nest(program: Program, shapes: Shapes, each: Stored, stored: StoredByKey) -> Nest:
+    """Return the nest that computes one of the stored reductions."""
+    return _made(Nest((), each.shape, {}, {}, stores=each.instance), program, shapes, stored)
+
+
+def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
+    """Return a nest with all but its outputs and its shape."""
+    axes = [Variable(f"o{axis}", dim) for axis, dim in enumerate(nest.shape) if dim != ONE]
     places = {each.name: variable_index(each.name, each.extent) for each in axes}
-    nest = Nest(tuple(outputs), shape, {ROWS: (), ELEMENTS: tuple(axes)}, places)
-    nest = _with_levels(nest, program, shapes)
+    nest = _with_levels(replace(nest, lists={ROWS: (), ELEMENTS: tuple(axes)}, places=places), program, shapes, stored)
     elements = {f"o{axis}" for axis in nest.element_axes()}
     lists: dict[str, tuple[Variable, ...]] = {
         ROWS: tuple(each for each in axes if each.name not in elements),
         ELEMENTS: tuple(each for each in axes if each.name in elements),
     }
-    places = dict(nest.places)
     for instance in (each for level in nest.levels for each in level):
         extents = instance.extents(shapes)
         name = nest.list_of(extents)
@@ -117,31 +138,64 @@ def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str]) -> Nest:
             variables = [Variable(f"{letter}_{i}", dim) for i, dim in enumerate(extents)]
             lists[name] = tuple(each for each in variables if each.extent != ONE)
             places |= {f"{name}_{i}": variable_index(each.name, each.extent) for i, each in enumerate(variables)}
-    nest = replace(nest, lists=lists, places=places)
-    return _refined(nest, program, shapes)
+    return _refined(replace(nest, lists=lists, places=places), program, shapes, stored)
 
 
-def _with_levels(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest with the reductions that rows share: outside branches, at places that follow from the outputs."""
-    writer = _draft(program, shapes)
+    writer = _draft(program, shapes, stored)
     for name in nest.outputs:
         writer.value(name, nest.place)
+    if nest.stores:
+        writer.in_place(nest.stores)
     own = {f"o{axis}" for axis in range(len(nest.shape))}
-    shared = [each for each, is_conditional in writer.found if not is_conditional and _is_of(each, own)]
+    found = dict.fromkeys(each for each, _ in writer.found)
+    left = list(
+        dict.fromkeys(each for each, is_conditional in writer.found if not is_conditional and _is_of(each, own))
+    )
+    inner = tuple(each for each in found if each not in left)
     levels: list[tuple[Instance, ...]] = []
-    left = list(dict.fromkeys(shared))
     while left:
-        ready = tuple(each for each in left if _reads(each, program, shapes) & set(left) <= {each}) or (left[0],)
+        reads = {each: _reads(each, program, shapes, stored) for each in left}
+        ready = tuple(each for each in left if reads[each] & set(left) <= {each}) or (left[0],)
         levels.append(ready)
         left = [each for each in left if each not in ready]
-    return replace(nest, levels=tuple(levels))
+    return replace(nest, levels=tuple(levels), inner=inner)
 
 
-def _reads(instance: Instance, program: Program, shapes: Shapes) -> set[Instance]:
+def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredByKey) -> set[Instance]:
     """Return the reductions that are computed while one is."""
-    writer = _draft(program, shapes)
+    writer = _draft(program, shapes, stored)
     writer.in_place(instance)
     return {each for each, _ in writer.found}
+
+
+def flattened(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
+    """Return a nest without reductions in one variable, of which quotients and remainders are the outputs' places."""
+    count, places = product(nest.shape), {}
+    left = variable_index("e", count)
+    for axis in reversed([axis for axis, dim in enumerate(nest.shape) if dim != ONE]):
+        left, places[f"o{axis}"] = divided(left, nest.shape[axis])
+    lists = {ROWS: (), ELEMENTS: (Variable("e", count),) if count != ONE else ()}
+    return traced(replace(nest, lists=lists, places=places), program, shapes, stored)
+
+
+def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, stored: StoredByKey) -> list[Nest]:
+    """Return nests of which those that compute one element for a row join one that has the same rows."""
+    found = list(nests)
+    for nest in nests:
+        if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
+            for i, other in enumerate(found):
+                if other.lists[ELEMENTS] and _reductions(nest) <= _reductions(other):
+                    found[i] = replace(other, row_outputs=(*other.row_outputs, *nest.outputs))
+                    found[i] = traced(found[i], program, shapes, stored)
+                    found.remove(nest)
+                    break
+    return found
+
+
+def _reductions(nest: Nest) -> set[Instance]:
+    return {each for level in nest.levels for each in level}
 
 
 def in_variables(instance: Instance, nest: Nest) -> Instance:
@@ -153,25 +207,25 @@ def in_variables(instance: Instance, nest: Nest) -> Instance:
 # --- variables that make what is read a sum --------------------------------------------------------------------------
 
 
-def _refined(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest with split variables where dims are split, and merged ones where dims are merged."""
-    nest = traced(nest, program, shapes)
+    nest = traced(nest, program, shapes, stored)
     for _ in range(MAX_REFINEMENTS):
         found = next(_splits(nest), None)
         if found is None:
             break
-        nest = traced(split(nest, *found), program, shapes)
+        nest = traced(split(nest, *found), program, shapes, stored)
     for _ in range(MAX_REFINEMENTS):
         pair = next(_mergeable(nest), None)
         if pair is None:
             break
-        nest = traced(_with_merged(nest, *pair), program, shapes)
+        nest = traced(_with_merged(nest, *pair), program, shapes, stored)
     return nest
 
 
-def traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
+def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest whose accesses and bounds are those of its text."""
-    writer = _draft(program, shapes)
+    writer = _draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
             here = in_variables(instance, nest)
@@ -179,16 +233,20 @@ def traced(nest: Nest, program: Program, shapes: Shapes) -> Nest:
             with writer.block(""):
                 writer.add(here, accumulator, nest.elements_of(instance, shapes)[1])
             writer.keep(here, accumulator)
+    for name in nest.row_outputs:
+        writer.value(name, nest.place_of(shapes.of[name]))
     with writer.block(""):
         for name in nest.outputs:
             writer.value(name, nest.place)
     stores = [("", flat(nest.place, nest.shape))]
-    return replace(nest, accesses=(*writer.accesses, *stores), bounds=tuple(writer.bounds))
+    accesses, bounds, read = (*writer.accesses, *stores), tuple(writer.bounds), tuple(writer.stored_read)
+    return replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
 
 
 def _indices(nest: Nest) -> Iterator[Index]:
     yield from (index for _, index in nest.accesses)
     yield from (index for index, _ in nest.bounds)
+    yield from (index for _, index in nest.stored_read)
 
 
 def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
@@ -198,7 +256,7 @@ def _splits(nest: Nest) -> Iterator[tuple[Variable, Size]]:
         if atom.kind not in ("div", "mod") or atom.of is None:
             continue
         for term, factor in atom.of.terms:
-            part = atom.by.divided(factor)
+            part = atom.by.divided(factor if factor.is_nonnegative else -factor)
             found = variables.get(term.name) if term.kind == "variable" else None
             if found and part and part != ONE and part != found.extent and found.extent.divided(part):
                 yield found, part

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from onnxfuse.kernels.region.indices import Index
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.shapes import Shapes, reduced_axes
 from onnxfuse.kernels.region.sizes import Size, product
@@ -19,6 +19,7 @@ ACCUMULATORS: Final = {  # of region.cuh, and what is added for an element
     "ReduceL1": ("Sum", "magnitude({})"), "ReduceLogSumExp": ("Online", "{}"), "Softmax": ("Online", "{}"),
     "LogSoftmax": ("Online", "{}"), "ArgMax": ("Extreme", "{}"), "ArgMin": ("Extreme", "{}"),
 }  # fmt: skip
+Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]  # of a reduction at any place
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Instance:
     def axes(self) -> tuple[int, ...]:
         """The reduced axes."""
         return tuple(axis for axis, index in enumerate(self.kept) if index is None)
+
+    @property
+    def key(self) -> Key:
+        """What is reduced, how, and over which axes, at whatever place."""
+        return self.kind, self.terms, self.value, self.axes
 
     @property
     def is_extreme(self) -> bool:
@@ -53,6 +59,13 @@ class Instance:
         number = NUMBER[program.dtypes[self.value]]
         name, _, arguments = self.kind.partition(" ")
         return f"{name}<{', '.join([number, *arguments.split()])}>"
+
+    def accumulator_bytes(self, program: Program) -> int:
+        """Return the size of the accumulator."""
+        number = BYTES[program.dtypes[self.value]] if NUMBER[program.dtypes[self.value]] != "float" else 4
+        if self.is_extreme:
+            return 2 * max(number, 4)  # the number and an int, aligned
+        return 2 * number if self.kind == "Online" else number
 
 
 def instance_of(operation: Operation, place: Place, program: Program, shapes: Shapes) -> Instance:

@@ -212,10 +212,11 @@ __device__ __forceinline__ A exchanged(const A& own, int mask) {
     return to.whole;
 }
 
-template <class A>
+// Merges what LANES neighbouring threads of a warp have, a power of two.
+template <int LANES = 32, class A>
 __device__ __forceinline__ void merge_warp(A& own) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
+    for (int mask = LANES / 2; mask > 0; mask /= 2) own.merge(exchanged(own, mask));
 }
 
 template <class A, int THREADS>
@@ -230,14 +231,55 @@ __device__ __forceinline__ void merge_block(A& own, u64* memory) {
     for (int i = 1; i < THREADS / 32; ++i) own.merge(slots[i]);
 }
 
-// Merges the parts of a column, in their order.
-template <class A, int COLUMNS, int PARTS>
-__device__ __forceinline__ void merge_column(A& own, u64* memory, int column, int part) {
-    A* slots = reinterpret_cast<A*>(memory);
-    __syncthreads();
-    slots[part * COLUMNS + column] = own;
-    __syncthreads();
-    own = slots[column];
+// Merges the parts of columns, in their order; each thread has a part of WIDTH columns.
+template <class A, int WIDTH, int COLUMNS, int PARTS>
+__device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, int part) {
+    A* slots = reinterpret_cast<A*>(memory) + column;
+    __syncthreads();  // the slots may still be read for another reduction
 #pragma unroll
-    for (int i = 1; i < PARTS; ++i) own.merge(slots[i * COLUMNS + column]);
+    for (int j = 0; j < WIDTH; ++j) slots[(part * WIDTH + j) * COLUMNS] = own[j];
+    __syncthreads();
+    for (int j = part; j < WIDTH; j += PARTS) {
+        A total = slots[j * COLUMNS];
+#pragma unroll
+        for (int i = 1; i < PARTS; ++i) total.merge(slots[(i * WIDTH + j) * COLUMNS]);
+        slots[j * COLUMNS] = total;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
+}
+
+// ---- accumulators in scratch memory: those of the blocks that shared a row lie side by side ----------------------
+
+template <class A>
+__device__ __forceinline__ A stored(const u64* memory, long long row, int shares) {
+    const A* from = reinterpret_cast<const A*>(memory) + row * shares;
+    A own = from[0];
+#pragma unroll 8
+    for (int i = 1; i < shares; ++i) own.merge(from[i]);
+    return own;
+}
+
+template <class A, int THREADS>
+__device__ __forceinline__ A stored_by_block(const u64* memory, int shares, u64* slots) {
+    A own;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < shares; i += THREADS) own.merge(reinterpret_cast<const A*>(memory)[i]);
+    merge_block<A, THREADS>(own, slots);
+    return own;
+}
+
+template <class A>
+__device__ __forceinline__ A stored_by_warp(const u64* memory, long long row, int shares, int lane) {
+    A own;
+#pragma unroll 4
+    for (int i = lane; i < shares; i += 32) own.merge(reinterpret_cast<const A*>(memory)[row * shares + i]);
+    merge_warp(own);
+    return own;
+}
+
+template <class A>
+__device__ __forceinline__ void store_accumulator(u64* memory, long long at, const A& own) {
+    reinterpret_cast<A*>(memory)[at] = own;
 }

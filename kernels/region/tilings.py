@@ -2,91 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import gcd
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
+from onnxfuse.kernels.region.indices import Atom, flat
 from onnxfuse.kernels.region.lanes import Lanes
-from onnxfuse.kernels.region.nest_text import Tiling
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, split, traced
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+from onnxfuse.kernels.region.stored import StoredByKey
+from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
-from onnxfuse.runtime.symint import always, estimate, is_symbolic
+from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
 
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
-TILE: Final = 16  # elements of a tile along the axis that is contiguous where it reads
-TILE_VECTORS: Final = 8  # of a tile along the axis that is contiguous where it stores
-MIN_TILE: Final = 4  # elements
+TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
+WARP: Final = 32  # threads
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+MAX_TILED_OUTPUTS: Final = 4  # whose tiles shared memory holds
+THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
+ACCESS_COST: Final = 4  # of a load or store
+DIVISION_COST: Final = 4  # by a number that the compiler knows
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
+MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
+MIN_SHARES: Final = 4  # blocks of a row: fewer do not gain the launch that merges what they find
+MIN_NARROW_SHARES: Final = (
+    2  # the same where rows have no vectors, but what follows the reduction has them if it is flat
+)
+MIN_DIVIDED_ROUNDS: Final = 32  # vectors of each thread of a block that has a whole row: fewer do not, either
+MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp merges
+MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
+MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
+Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a nest runs: who computes a row, and how many neighbouring elements a thread takes at once.
+
+    Where `way` is "elements", threads have vectors of the outputs; a "warp", or `lanes` of it, and a "block" have a row
+    together, along whose elements their vectors lie; in "columns", vectors lie across rows, and threads of a block
+    below each other share theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind
+    merges: to "merge", a warp has a row of them.  In a "tile", a block reads along one variable and stores along the
+    last one.
+    """
+
+    way: Way
+    threads: int  # of a block
+    width: int = 1
+    columns: int = 0  # threads of a block side by side
+    across: str = ""  # the variable along which a tile is read
+    tile: int = 0  # elements of a tile along each of its axes
+    store_width: int = 1  # elements of its vectors that are stored
+    has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
+    inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    lanes: int = 32  # threads of a warp that have a row together
+    shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
 
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
     """Return how a nest runs on a device."""
     sizes = shapes.sizes
+    tile = _tile(nest, program, shapes, aligned, device)
+    if tile:
+        return tile
     if not nest.levels:
         widest = width_along(nest, ELEMENTS, program, shapes, aligned)
         width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, has_tail=has_tail)
-    first = nest.levels[0][0]
-    name = nest.elements_of(first, shapes)[0]
+    name = nest.elements_of(nest.levels[0][0], shapes)[0]
+    if _prefers_columns(nest, name, program):
+        return _columns(nest, name, program, shapes, aligned, device)
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    if _prefers_columns(nest, name):
-        width = width_along(nest, ROWS, program, shapes, aligned)
-        many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
-        if not many and not is_symbolic(rows):
-            while width > 1 and rows // width < SMALL_VECTORS * device.multiprocessors // COLUMNS:
-                width //= 2
-        shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
-        return Tiling("columns", ROW_THREADS, width, COLUMNS if shared else ROW_THREADS)
     few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
-    threads = 32 if warp else ROW_THREADS
-    for each, width in widths.items():
-        count = sizes.value(nest.count(each))
-        while width > 1 and not is_symbolic(count) and count // width < threads:
+    counts = {each: sizes.value(nest.count(each)) for each in widths}
+    threads = _lanes(counts, widths, rows, device) if warp else ROW_THREADS
+    for each, count in counts.items():
+        while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
+            widths[each] //= 2
+    if warp:
+        return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
+    rounds = length // (widths[name] * ROW_THREADS)
+    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if widths[name] > 1 else MIN_NARROW_SHARES)
+    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares)
+
+
+def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, device: Device) -> int:
+    """Return how many lanes of a warp have a row: as many as it has vectors, and more where rows are few."""
+    if is_symbolic(*counts.values()):
+        return WARP
+    vectors, lanes = max(count // widths[name] for name, count in counts.items()), 1
+    fewest = 0 if is_symbolic(rows) else SMALL_VECTORS * device.multiprocessors // rows
+    while lanes < WARP and lanes < max(vectors, fewest):
+        lanes *= 2
+    return lanes
+
+
+def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
+    """Return how a nest runs whose rows lie side by side in memory."""
+    sizes = shapes.sizes
+    length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
+    width = width_along(nest, ROWS, program, shapes, aligned)
+    many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+    if not many and not is_symbolic(rows):
+        while width > SMALL_WIDTH and rows // width < MANY_BLOCKS * device.multiprocessors * COLUMNS:
             width //= 2
-        widths[each] = width
-    return Tiling("warp" if warp else "block", THREADS if warp else ROW_THREADS, inner_widths=widths)
+    if many or estimate(length) < MIN_SHARED_ELEMENTS:
+        return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
+    blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
+    shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
+    return Tiling("columns", ROW_THREADS, width, COLUMNS, shares=shares)
 
 
-def tiled(nest: Nest, tiling: Tiling, program: Program, shapes: Shapes) -> Nest:
-    """Return a nest whose blocks cover tiles, where what it reads and what it stores are contiguous along two axes.
+def _shares(
+    blocks: int, rounds: int, sizes: Sizes, device: Device, most: int = MAX_SHARES, fewest: int = MIN_SHARES
+) -> Size:
+    """Return among how many blocks the elements of rows are divided.
 
-    A block then reads whole sectors of both, so that L1 has what its threads read one by one.
+    Without shares, there would be so many blocks, and each would go round so often.  With them, there are no more
+    blocks than the GPU holds at a time.
+    """
+    resident = RESIDENT_THREADS * device.multiprocessors // ROW_THREADS
+    shares = maximum(1, minimum(resident // blocks, rounds // MIN_ROUNDS, most))
+    if not estimate(rounds) >= MIN_DIVIDED_ROUNDS or not estimate(shares) >= fewest:
+        return ONE
+    return sizes.named(f"at most {most} shares of {rounds!r} rounds by {blocks!r} blocks", shares)
+
+
+def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
+    """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
+    variables = nest.lists[ELEMENTS]
+    if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
+        return None
+    last, loads = variables[-1], [each for each in accesses(nest, program) if each.operand]
+    moved = {each: sum(load.moved for load in loads if is_side_by_side(load.address, each)) for each in variables}
+    across = max(variables[:-1], key=lambda each: moved[each])
+    if moved[across] < moved[last] or 2 * moved[across] < max(1, sum(load.moved for load in loads)):
+        return None
+    if any((each.extent.constant or TILE) < TILE // 2 for each in (across, last)):
+        return None
+    count = shapes.sizes.value(nest.count(ELEMENTS))
+    is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
+    words = max(BYTES[program.dtypes[name]] for name in nest.outputs) // 4 or 1
+    side = 2 * TILE if is_large and len(nest.outputs) * words == 1 else TILE
+    width = width_along(nest, across, program, shapes, aligned)
+    store_width = _store_width(nest, program, shapes) if aligned else 1
+    return Tiling("tile", THREADS, width, across=across.name, tile=side, store_width=store_width)
+
+
+def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
+    """Return the elements of a vector of all outputs along the last variable."""
+    last, address = nest.lists[ELEMENTS][-1], flat(nest.place, nest.shape)
+    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[program.dtypes[name]] for name in nest.outputs))
+    widths = _widths(last.extent, widest, shapes)
+    return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
+
+
+def flat_if_faster(
+    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device, stored: StoredByKey
+) -> Nest:
+    """Return a nest without reductions in one variable if threads then have so much wider vectors that this pays."""
+    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
+        return nest
+    flat = flattened(nest, program, shapes, stored)
+    is_faster = _cost(flat, program, shapes, aligned) < _cost(nest, program, shapes, aligned)
+    return flat if is_faster and not _tile(nest, program, shapes, aligned, device) else nest
+
+
+def _cost(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> float:
+    """Return about how many instructions an element takes.
+
+    A thread that does little takes as long as THREAD_COST instructions, because it waits for memory.
     """
     variables = nest.lists[ELEMENTS]
-    if tiling.way != "elements" or len(variables) < 2:
-        return nest
-    loads = [index for operand, index in nest.accesses if operand]
-    last, along = variables[-1], [sum(index.factor(each.name) == ONE for index in loads) for each in variables]
-    if along[-1] * 2 > len(loads) or max(along[:-1]) <= along[-1]:
-        return nest
-    other = variables[along.index(max(along[:-1]))]
-    part = gcd(*(factor for _, factor in other.extent.terms), TILE)
-    own = gcd(*(factor for _, factor in last.extent.terms), TILE_VECTORS * tiling.width)
-    if part < MIN_TILE or own < MIN_TILE or own % tiling.width:
-        return nest
-    for variable, size in ((other, part), (last, own)):
-        if variable.extent != as_size(size):
-            nest = split(nest, variable, as_size(size))
-    low = f"{other.name}l" if other.extent != as_size(part) else other.name
-    inner = [low, f"{last.name}l" if last.extent != as_size(own) else last.name]
-    ordered = sorted(nest.lists[ELEMENTS], key=lambda each: inner.index(each.name) if each.name in inner else -1)
-    return traced(replace(nest, lists={**nest.lists, ELEMENTS: tuple(ordered)}), program, shapes)
+    lanes = Lanes(variables[-1].name, width_along(nest, ELEMENTS, program, shapes, aligned))
+    cost, divisions = THREAD_COST + DIVISION_COST * (len(variables) - 1), set[Atom]()
+    for _, address in dict.fromkeys((*nest.accesses, *nest.stored_read)):
+        is_gather = lanes.vary(address) and not lanes.are_contiguous(address, shapes.sizes)
+        cost += ACCESS_COST * (lanes.width if is_gather else 1)
+        divisions |= {atom for atom in address.atoms() if atom.kind in ("div", "mod")}
+    return (cost + DIVISION_COST * len(divisions) * lanes.width) / lanes.width
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -108,7 +216,7 @@ def _narrowed(count: int, width: int, device: Device) -> int:
     return width
 
 
-def _prefers_columns(nest: Nest, name: str) -> bool:
+def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     """Return whether threads side by side read neighbouring rows: more is contiguous that way, or rows are short."""
     rows, elements = nest.lists[ROWS], nest.lists[name]
     if not rows:
@@ -116,35 +224,34 @@ def _prefers_columns(nest: Nest, name: str) -> bool:
     length = nest.count(name).constant
     if not elements or (length is not None and length <= MAX_SERIAL):
         return True
-    along = [sum(index.factor(each[-1].name) == ONE for _, index in nest.accesses) for each in (rows, elements)]
-    return along[0] > along[1]
+    return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
 
 
-def width_along(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool) -> int:
-    """Return the elements of a vector along the last variable of a list.
+def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool) -> int:
+    """Return the elements of a vector along a variable, or along the last one of a list.
 
     Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
-    most accesses are of whole vectors, and the widest of these.
+    most bytes are moved by whole vectors, and the widest of these.  Vectors of what most bytes are of have 16 at most;
+    those of other accesses may be several loads.
     """
-    variables = nest.lists[name]
-    if not variables or not aligned:
+    last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
+    if last is None or not aligned:
         return 1
-    last = variables[-1]
-    along = [(operand, index) for operand, index in nest.accesses if index.factor(last.name) == ONE]
-    dtypes = [program.dtypes[each] for operand, _ in along for each in ([operand] if operand else nest.outputs)]
-    if not dtypes:
+    along = [each for each in accesses(nest, program) if each.address.factor(last.name) == ONE]
+    if not along:
         return 1
-    widest = min(MAX_WIDTH, VECTOR_BYTES // max(BYTES[dtype] for dtype in dtypes))
+    widest = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     best, most = 1, 0
-    is_flat = not nest.levels and len(variables) == 1
+    is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
         if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
-        whole = [operand for operand, index in along if lanes.are_contiguous(index, shapes.sizes)]
-        is_stored_so = not any(operand == "" for operand, _ in along) or "" in whole
-        if is_stored_so and len(whole) > most:
-            best, most = width, len(whole)
+        whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
+        is_stored_so = all(each.operand or each in whole for each in along)
+        moved = sum(each.moved for each in whole)
+        if is_stored_so and moved > most:
+            best, most = width, moved
     return best
 
 

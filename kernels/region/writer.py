@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,9 +14,10 @@ from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, STORED, expression, is_discontinuous, keeps_exact, literal
 from onnxfuse.kernels.region.program import Operation, Program
-from onnxfuse.kernels.region.reductions import Instance, finished, instance_of, term
+from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
+from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.region_operators import ELEMENTWISE, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
@@ -45,6 +46,7 @@ class Writer:
     shapes: Shapes
     arguments: Arguments
     aligned: bool  # operands and outputs start at multiples of 16 bytes
+    stored: StoredByKey  # reductions that a launch before has computed
     lanes: Lanes = field(default_factory=Lanes)
     prefix: str = "v"
     lines: list[str] = field(default_factory=list)
@@ -53,13 +55,16 @@ class Writer:
     conditions: int = 0  # how many branches are open
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
+    stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # and where among its places
     accesses: list[tuple[str, Index]] = field(default_factory=list)
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
+    shared_bytes: int = 0  # of a block's memory
 
     def copy(self) -> Writer:
         """Return a writer of the same that has written nothing."""
-        return Writer(self.program, self.shapes, self.arguments, self.aligned, prefix=self.prefix, depth=self.depth)
+        given = (self.program, self.shapes, self.arguments, self.aligned, self.stored)
+        return Writer(*given, prefix=self.prefix, depth=self.depth)
 
     # --- lines ----------------------------------------------------------------------------------------------------
 
@@ -92,6 +97,11 @@ class Writer:
         """Return a name that no variable has."""
         self.count += 1
         return f"{self.prefix}{self.count}"
+
+    def shared(self, size: int) -> str:
+        """Return the memory that a block's threads share, of which so many bytes are used."""
+        self.shared_bytes = max(self.shared_bytes, size)
+        return "shared"
 
     def known(self, key: Any) -> Reference | None:
         """Return what the text has for a key where the next line stands."""
@@ -127,8 +137,7 @@ class Writer:
             inner, kind = self.index(each.of, in_lane), self.arguments.index_type
             if each.kind in FUNCTIONS:
                 return f"{FUNCTIONS[each.kind]}<{kind}>({inner}, {self.arguments.size(each.by)})"
-            inner = inner if inner.isidentifier() else f"({inner})"
-            return f"({inner} {'/' if each.kind == 'div' else '%'} {self.arguments.by(each.by)})"
+            return self.arguments.quotient(inner, each.by, "/" if each.kind == "div" else "%")
 
         return text_of(index, self.arguments.size, atom)
 
@@ -210,19 +219,12 @@ class Writer:
         """Write an assignment to a variable that was declared before."""
         self.line(f"EACH({self.lanes.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
 
-    def _is_below(self, index: Index, bound: Size) -> bool | None:
-        """Return whether an index is less than a bound; None if it depends."""
-        limits = index.range
-        if limits and (bound - 1 - limits[1]).is_nonnegative:
-            return True
-        return False if limits and (limits[0] - bound).is_nonnegative else None
-
     def _joined(self, operation: Operation, name: str, place: Place) -> Reference:
         axis, begin, head, parts = axis_of(operation), ZERO, "", []
         for each in operation.inputs:
             end = begin + self.shapes.of[each][axis]
-            if begin != end and self._is_below(place[axis], begin) is not True:
-                after_this = self._is_below(place[axis], end)
+            if begin != end and place[axis].is_below(begin) is not True:
+                after_this = place[axis].is_below(end)
                 if after_this is not False:
                     parts.append((each, begin, end))
                 if after_this:
@@ -251,7 +253,7 @@ class Writer:
             if not (limits and limits[0].is_nonnegative):
                 self.bounds.append((index, ZERO))
                 conditions.append(f"{self.index(index)} >= 0")
-            if self._is_below(index, dim) is not True:
+            if index.is_below(dim) is not True:
                 self.bounds.append((index, dim))
                 conditions.append(f"{self.index(index)} < {self.arguments.size(dim)}")
         if not conditions:
@@ -282,7 +284,8 @@ class Writer:
 
     def _reduced(self, operation: Operation, place: Place) -> Reference:
         instance = instance_of(operation, place, self.program, self.shapes)
-        accumulator = self.known(instance) or self.in_place(instance)
+        is_stored = instance.key in self.stored
+        accumulator = self.known(instance) or (self._stored(instance) if is_stored else self.in_place(instance))
         own: Callable[[], Reference] = lambda: self.value(operation.inputs[0], place)  # noqa: E731
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
@@ -291,6 +294,20 @@ class Writer:
         varies = accumulator.varies or bool(given and given.varies)
         exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
         return self.declare(NUMBER[target], text, varies, exact)
+
+    def _stored(self, instance: Instance) -> Reference:
+        """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
+        each = self.stored[instance.key]
+        address, kind = flat(place_in(instance), each.shape), instance.accumulator(self.program)
+        self.stored_read.append((instance.key, address))
+        if each.is_whole:
+            found = self.known(instance.key)
+            assert found is not None
+            return found
+        varies = self.lanes.vary(address)
+        at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
+        text = f"stored<{kind}>({each.pointer}, {at}, {shares})"
+        return self.keep(instance, self.declare(kind, text, varies))
 
     def in_place(self, instance: Instance) -> Reference:
         """Write a loop in which each thread reduces all elements by itself."""
@@ -304,19 +321,14 @@ class Writer:
     @contextmanager
     def loops(self, coordinates: Sequence[Index], extents: Sequence[Size]) -> Iterator[None]:
         """Write nested loops over variables, in a block of its own."""
-        with self.block(""):
-            opened = 0
+        with ExitStack() as opened:
+            opened.enter_context(self.block(""))
             for index, extent in zip(coordinates, extents, strict=True):
-                if extent == ONE:
-                    continue
-                name = index.terms[0][0].name
-                head = f"for ({self.arguments.index_type} {name} = 0; {name} < {self.arguments.size(extent)}; ++{name})"
-                self.line(f"{head} {{")
-                self.depth, opened = self.depth + 1, opened + 1
+                if extent != ONE:
+                    kind, name = self.arguments.index_type, index.terms[0][0].name
+                    size = self.arguments.size(extent)
+                    opened.enter_context(self.block(f"for ({kind} {name} = 0; {name} < {size}; ++{name})"))
             yield
-            for _ in range(opened):
-                self.depth -= 1
-                self.line("}")
 
     def accumulator(self, instance: Instance) -> Reference:
         """Declare the accumulator of a reduction, one for each lane whose places differ."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from region_drafts import NUMPY, RegionProgram
+from region_drafts import FLOATS, Made, RegionProgram, made, numbers, one
+from region_speed_cases import (
+    clamp,
+    columns,
+    flat_vectors,
+    layer_norm,
+    row_outputs,
+    short_rows,
+    stored_reductions,
+    transposed_tiles,
+)
 
 from onnxfuse.region_operators import COMPARISONS, SUMS
 
-FLOATS = ("float32", "float16", "bfloat16")
 UNARY = (
     "Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Round", "Sign", "Reciprocal",
     "Relu", "Sigmoid", "LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Gelu", "Mish",
@@ -17,29 +26,6 @@ UNARY = (
 )  # fmt: skip
 OF_DOUBLE = ("Neg", "Abs", "Sqrt", "Exp", "Log", "Tanh", "Sin", "Cos", "Floor", "Ceil", "Sign", "Reciprocal")
 END = 2**63 - 1
-Made = tuple[str, RegionProgram]
-
-
-def numbers(shape: Sequence[int], dtype: str = "float32", seed: int = 0, low: int = -12, high: int = 12) -> np.ndarray:
-    """Return multiples of a quarter, or integers."""
-    found = np.random.default_rng(seed).integers(low, high, shape, endpoint=True)
-    return (found / 4).astype(NUMPY[dtype]) if dtype.startswith(("float", "bfloat")) else found.astype(NUMPY[dtype])
-
-
-def made(name: str, arrays: Sequence[np.ndarray], build: Callable[..., str | Sequence[str]],
-         dynamic: tuple[int, ...] = ()) -> Made:  # fmt: skip
-    """Return a program: `build` takes it and the names of its operands, and returns those of its outputs."""
-    program = RegionProgram(dynamic=dynamic)
-    given = [program.operand(each) for each in arrays]
-    found = build(program, *given)
-    program.outputs = [found] if isinstance(found, str) else list(found)
-    return name, program
-
-
-def one(name: str, op: str, *arrays: np.ndarray, dtype: str = "", dynamic: tuple[int, ...] = (),
-        **attributes: object) -> Made:  # fmt: skip
-    """Return a program of one operator."""
-    return made(name, arrays, lambda p, *names: p.op(op, *names, dtype=dtype, **attributes), dynamic)
 
 
 def operators() -> Iterator[Made]:
@@ -109,6 +95,9 @@ def maps() -> Iterator[Made]:
         yield one(f"Gather{d}", "Gather", x, np.array([[0, -1], [5, 2]]), dynamic=dynamic, axis=1)
         yield one(f"Gather of rows{d}", "Gather", x, np.array([3, 0], np.int32), dynamic=dynamic, axis=0)
         yield one(f"Tile{d}", "Tile", x, dynamic=dynamic, repeats=[1, 2, 3])
+        yield made(f"Tile backwards{d}", [x], lambda p, a: p.op(
+            "Slice", p.op("Tile", a, repeats=[2, 1, 1]), axes=[0], starts=[-1], ends=[-(2**63)], steps=[-1]),
+            dynamic)  # fmt: skip
         yield one(f"Expand{d}", "Expand", x[:, :1], dynamic=dynamic, shape=[1, 5, 1])
     for shape in ((2, 64, 96), (32, 20), (3, 16, 16), (40, 6, 24)):
         perm = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
@@ -151,14 +140,6 @@ def reductions() -> Iterator[Made]:
                   axis=1)  # fmt: skip
 
 
-def layer_norm(program: RegionProgram, x: str, axes: Sequence[int]) -> str:
-    mean = program.op("ReduceMean", x, axes=list(axes), keepdims=1)
-    moved = program.op("Sub", x, mean)
-    variance = program.op("ReduceMean", program.op("Mul", moved, moved), axes=list(axes), keepdims=1)
-    epsilon = program.op("Constant", dtype=program.dtypes[x], value=0.25)
-    return program.op("Div", moved, program.op("Sqrt", program.op("Add", variance, epsilon)))
-
-
 def windows(program: RegionProgram, x: str) -> str:
     """A roll, and windows of 7 x 7, as in Swin."""
     for axis in (1, 2):
@@ -167,17 +148,6 @@ def windows(program: RegionProgram, x: str) -> str:
         x = program.op("Concat", tail, head, axis=axis)
     split = program.op("Reshape", x, shape=[0, 2, 7, 2, 7, 24])
     return program.op("Reshape", program.op("Transpose", split, perm=[0, 1, 3, 2, 4, 5]), shape=[-1, 49, 24])
-
-
-def clamp(program: RegionProgram, x: str) -> str:
-    """The clamp of T5 in float16: the range is narrower where a value is infinite."""
-    some = program.op("ReduceMax", program.op("Cast", program.op("IsInf", x, dtype="bool"), dtype="int32", to="int32"),
-                      axes=[0, 1, 2], keepdims=0)  # fmt: skip
-    low = program.op("Constant", dtype="float16", value=63504)
-    high = program.op("Constant", dtype="float16", value="inf")
-    is_some = program.op("Cast", some, dtype="bool", to="bool")
-    limit = program.op("Where", is_some, low, high, dtype="float16")
-    return program.op("Max", program.op("Min", x, limit), program.op("Neg", limit))
 
 
 def modulated(program: RegionProgram, x: str, scale: str, shift: str) -> str:
@@ -238,4 +208,5 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    return dict([*operators(), *maps(), *reductions(), *models()])
+    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs)
+    return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ LISTS = {"Reshape": ("shape",), "Expand": ("shape",), "Unsqueeze": ("axes",), "S
          "Slice": ("starts", "ends", "axes", "steps"), "Split": ("sizes",), "Tile": ("repeats",),
          "Pad": ("pads",), **dict.fromkeys(SUMS, ("axes",))}  # fmt: skip
 OPSET = 21
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass
@@ -87,6 +88,31 @@ class RegionProgram:
         pairs = zip(results, self.output_dtypes(), strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
             return [np.asarray(each).astype(NUMPY[dtype]) for each, dtype in pairs]
+
+
+Made = tuple[str, RegionProgram]
+
+
+def numbers(shape: Sequence[int], dtype: str = "float32", seed: int = 0, low: int = -12, high: int = 12) -> np.ndarray:
+    """Return multiples of a quarter, or integers."""
+    found = np.random.default_rng(seed).integers(low, high, shape, endpoint=True)
+    return (found / 4).astype(NUMPY[dtype]) if dtype.startswith(("float", "bfloat")) else found.astype(NUMPY[dtype])
+
+
+def made(name: str, arrays: Sequence[np.ndarray], build: Callable[..., str | Sequence[str]],
+         dynamic: tuple[int, ...] = ()) -> Made:  # fmt: skip
+    """Return a program: `build` takes it and the names of its operands, and returns those of its outputs."""
+    program = RegionProgram(dynamic=dynamic)
+    given = [program.operand(each) for each in arrays]
+    found = build(program, *given)
+    program.outputs = [found] if isinstance(found, str) else list(found)
+    return name, program
+
+
+def one(name: str, op: str, *arrays: np.ndarray, dtype: str = "", dynamic: tuple[int, ...] = (),
+        **attributes: object) -> Made:  # fmt: skip
+    """Return a program of one operator."""
+    return made(name, arrays, lambda p, *names: p.op(op, *names, dtype=dtype, **attributes), dynamic)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

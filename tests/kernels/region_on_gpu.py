@@ -20,24 +20,25 @@ GUARD_BYTES = 64  # behind each output, which nothing writes
 
 
 def module_of(plans: Sequence[Plan]) -> Any:
-    """Compile all kernels of plans together; kernel i is `region_i`."""
+    """Compile all kernels of plans together; that of step k of plan i is `region_i_k`."""
     texts, head = [], ""
     for i, plan in enumerate(plans):
-        for step in plan.steps:
+        for k, step in enumerate(plan.steps):
             assert isinstance(step, Launch)
             *heads, own = OWN_LINES.split(kernel_text(step.kernel))
             head = head or "".join(heads)
             own = own.replace("#define EACH", "#undef EACH\n#define EACH")
-            texts.append(re.sub(r"\bregion\(", f"region_{i}(", own, count=1))
+            texts.append(re.sub(r"\bregion\(", f"region_{i}_{k}(", own, count=1))
     return cupy.RawModule(code="\n".join([head, *texts]), options=("-std=c++17", "-DPRECISE=1")) if texts else None
 
 
-def run(plan: Plan, kernel: Any, arrays: Sequence[np.ndarray], aligned: bool) -> list[np.ndarray]:
-    """Launch the kernel of a plan; return the outputs, around which nothing is written."""
+def run(plan: Plan, kernels: Sequence[Any], arrays: Sequence[np.ndarray], aligned: bool) -> list[np.ndarray]:
+    """Launch the kernels of a plan; return the outputs, around which nothing is written."""
     read = [_placed(each, aligned) for each in arrays]
     written = [_placed(np.zeros(spec.shape, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
-    buffers = {"input": read, "output": written}
-    for step in plan.steps:
+    scratch = [_placed(np.full(size, 0xFF, np.uint8), True) for size in plan.scratch]
+    buffers = {"input": read, "output": written, "scratch": scratch}
+    for step, kernel in zip(plan.steps, kernels, strict=True):
         assert isinstance(step, Launch)
         arguments = [
             buffers[each.kind][each.index][1] if isinstance(each, Pointer) else SCALARS[each.type](each.value)
@@ -67,6 +68,6 @@ def results(programs: Sequence[RegionProgram], device: Device, aligned: bool = T
     plans = [plan_of(each, device, aligned) for each in programs]
     module, found = module_of(plans), []
     for i, (program, plan) in enumerate(zip(programs, plans, strict=True)):
-        kernel = module.get_function(f"region_{i}") if plan.steps else None
-        found.append(run(plan, kernel, list(program.operands.values()), aligned))
+        kernels = [module.get_function(f"region_{i}_{k}") for k in range(len(plan.steps))]
+        found.append(run(plan, kernels, list(program.operands.values()), aligned))
     return found

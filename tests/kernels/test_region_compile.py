@@ -13,6 +13,7 @@ from kernel_hosts import host_of
 from region_cases import all_cases
 from region_drafts import RegionProgram
 from region_emulation import plan_of
+from region_speed_cases import mean_pooling, quantized
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -61,6 +62,66 @@ def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> 
     (plan,) = host_of("region").candidates(program.node(), program.specs(), T4)
     (step,) = plan.steps
     assert isinstance(step, Launch) and "load(x0" in step.kernel.text and "put(" in step.kernel.text
+
+
+def test_vectors_are_as_wide_as_what_most_bytes_are_of() -> None:
+    """A mask of int64 that is broadcast does not narrow the vectors of the scores that it masks."""
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, np.int64))
+    program.outputs = [program.op("Where", program.op("Cast", mask, dtype="bool", to="bool"), x, x, dtype="float16")]
+    (step,) = launches_of(program)
+    assert "float v0_3[8];" in step.kernel.text and "long long v0_1[8];" in step.kernel.text
+
+
+def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis() -> None:
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((256, 128, 48), np.float16)), program.operand(np.zeros((256, 128, 1), np.int64))
+    program.outputs = [mean_pooling(program, x, mask)]
+    (step,) = launches_of(program)
+    assert "merge_columns" in step.kernel.text and "load(x1" not in step.kernel.text
+    assert "load(x0 + (48 * r2_0 + 6144 * o0 + o1)" in step.kernel.text
+
+
+@pytest.mark.parametrize("last", [7, 14, 49, 85], ids=str)
+def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
+    program = RegionProgram()
+    shapes = [(240, 196, last), (240, 1, last), (196, 1)]
+    x, row, column = (program.operand(np.zeros(shape, np.float16)) for shape in shapes)
+    program.outputs = [program.op("Add", program.op("Add", x, row), column)]
+    (step,) = launches_of(program)
+    assert "load(x0 + (e), " in step.kernel.text and "put(0, y0 + (e), " in step.kernel.text
+    assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((5000, 4096), np.float16))
+    program.outputs = list(quantized(program, x, 1, keepdims))
+    (step,) = launches_of(program)
+    assert step.grid[0] == 5000 and step.kernel.text.count("load(x0") == 1
+
+
+def test_tiles_are_read_and_stored_by_vectors() -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((64, 512, 520), np.float16))
+    program.outputs = [program.op("Transpose", x, perm=[0, 2, 1])]
+    (step,) = launches_of(program)
+    assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
+    assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
+    assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+
+
+def test_a_warp_has_several_short_rows() -> None:
+    program = RegionProgram()
+    program.outputs = [program.op("Softmax", program.operand(np.zeros((40000, 32), np.float16)), axis=1)]
+    (step,) = launches_of(program)
+    assert "merge_warp<4>" in step.kernel.text and step.grid[0] * step.block[0] == 4 * 40000
+
+
+def launches_of(program: RegionProgram) -> list[Launch]:
+    (plan,) = host_of("region").candidates(program.node(), program.specs(), H200)
+    return [step for step in plan.steps if isinstance(step, Launch)]
 
 
 def test_every_launch_is_one_that_the_device_takes() -> None:

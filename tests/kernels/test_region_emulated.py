@@ -19,7 +19,8 @@ from region_emulation import results
 from region_random import random_program
 from sampling import sampled
 
-from onnxfuse.kernels.region import host
+from onnxfuse.kernels.region import launches, stages, tilings
+from onnxfuse.region_operators import REDUCTIONS
 
 GPU = dataclasses.replace(H200, multiprocessors=2)  # so that few elements are planned for like many
 AT_ONCE = 60  # programs of one compilation
@@ -53,8 +54,24 @@ def test_random_programs(part: int, tmp_path: Path) -> None:
     check_all({f"seed {seed}": random_program(seed) for seed in range(first, first + AT_ONCE)}, tmp_path, part % 5 != 4)
 
 
+@pytest.mark.parametrize("part", sampled(range(8), 8), ids=lambda part: f"part{part}")
+def test_random_programs_whose_reductions_are_stored(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ROW_THREADS": 32, "FEW_ROWS_WARP_ELEMENTS": 4, "MAX_WARP_ELEMENTS": 4, "MIN_ROUNDS": 1,
+                        "MIN_SHARES": 2, "MIN_DIVIDED_ROUNDS": 2, "MIN_SHARED_ELEMENTS": 4}.items():  # fmt: skip
+        monkeypatch.setattr(tilings, name, value)
+    monkeypatch.setattr(stages, "MIN_STORED_ELEMENTS", 2)
+    seeds = [seed for seed in range(5000 + 400 * part, 5400 + 400 * part) if reduces(random_program(seed))]
+    check_all({f"seed {seed}": random_program(seed) for seed in seeds[:AT_ONCE]}, tmp_path)
+
+
+def reduces(program: RegionProgram) -> bool:
+    return any(op in REDUCTIONS for op, *_ in program.ops)
+
+
 def test_indices_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "WORD", 0)
+    monkeypatch.setattr(launches, "WORD", 0)
     check_all(dict([*maps(), *models()][::4]), tmp_path)
 
 

@@ -21,7 +21,11 @@ RANDOM = 400
 CASES = all_cases()
 PARTS = -(-len(CASES) // AT_ONCE)
 THROUGH_PLANS = ["windows of Swin", "modulate of DiT", "a loss", "cosine normalisation", "rotary embedding",
-                 "outputs of several shapes", "layer norm [1]", "ReduceSum [0, 1, 2] float32"]  # fmt: skip
+                 "outputs of several shapes", "layer norm [1]", "ReduceSum [0, 1, 2] float32", "a clamp of many",
+                 "Softmax of two long rows", "mean of gathered rows", "mean of a softmax", "mean pooling",
+                 "bias of windows of 49", "bytes of an image", "cosine normalisation of heads",
+                 "a sum behind a Transpose", "a transposed clamp",
+                 "quantized rows, dynamic", "log-softmax of long odd rows"]  # fmt: skip
 
 
 def gpu(multiprocessors: int = 0) -> Device:

@@ -22,11 +22,23 @@ CASES = all_cases()
 DYNAMIC = {  # cases by name: the dims that are dynamic, and the most kernels of their template
     "windows of Swin, dynamic": ((2,), 3),
     "modulate of DiT, dynamic": ((2, 10), 6),
-    "a loss, dynamic": ((6, 90), 8),
+    "a loss, dynamic": ((6, 90), 14),
     "rotary embedding": ((5,), 4),
-    "Softmax of 1000, dynamic": ((4, 1000), 8),
+    "Softmax of 1000, dynamic": ((4, 1000), 14),
+    "Softmax of two long rows, dynamic": ((2, 20011), 16),
+    "layer norm of all, dynamic": ((33000,), 12),
+    "a clamp of many, dynamic": ((33000,), 12),
+    "bias of windows of 49 (5,)": ((5,), 4),
+    "patches (5,)": ((5,), 4),
+    "mean pooling (3, 40)": ((3, 40), 16),
     "Reshape (4,)": ((4,), 3),
     "Concat (4,)": ((4,), 3),
+}
+
+LONG = {  # more sizes of cases by name, at which reductions are stored
+    "Softmax of two long rows, dynamic": ([2, 70001], [1, 90000]),
+    "layer norm of all, dynamic": ([65536], [90001]),
+    "a clamp of many, dynamic": ([40000],),
 }
 
 
@@ -50,7 +62,7 @@ def of_sizes(name: str, sizes: Sequence[int]) -> RegionProgram:
     program = CASES[name]
     own = dict(zip(dynamic, sizes, strict=True))
     arrays = {
-        key: numbers([own.get(dim, dim) for dim in each.shape], each.dtype.name, i, *((0, 9) if i else (-12, 12)))
+        key: numbers([own.get(dim, dim) for dim in each.shape], each.dtype.name, i, *((0, 8) if i else (-12, 12)))
         for i, (key, each) in enumerate(program.operands.items())
     }
     return RegionProgram(program.ops, program.outputs, program.dtypes, arrays)
@@ -63,7 +75,7 @@ def test_plans_of_templates_at_other_sizes(tmp_path: Path) -> None:
     for name, (dynamic, _) in DYNAMIC.items():
         program = CASES[name]
         template = template_of(program.node(), with_dynamic(program, dynamic), H200)
-        for sizes in ([1, 1], [3, 7], [2, 40], [17, 16]):
+        for sizes in ([1, 1], [3, 7], [2, 40], [17, 16], *LONG.get(name, ())):
             at = sizes[: len(dynamic)]
             variant = template.chosen(at)
             assert variant, f"{name} has no variant for {at}"

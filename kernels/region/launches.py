@@ -1,0 +1,122 @@
+"""The kernels of a region: the text of each launch, whose blocks have the works of one stage."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.nest_text import NestText
+from onnxfuse.kernels.region.nests import ROWS, Nest
+from onnxfuse.kernels.region.operators import BYTES, STORED
+from onnxfuse.kernels.region.reductions import Key
+from onnxfuse.kernels.region.sizes import Sizes, product
+from onnxfuse.kernels.region.stages import Region, Stages, Work
+from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.tile_text import tiles
+from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.writer import Writer
+from onnxfuse.kernels.tensors import PDL_ARCH, STREAMED_FROM_BYTES, is_released
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
+from onnxfuse.runtime.symint import always, maximum
+
+WORD: Final = 2**31  # elements from which on indices have 64 bits
+HEAD: Final = """\
+// {operators}
+#include "types.cuh"
+#include "activations.cuh"
+#include "region.cuh"
+
+#pragma nv_diag_suppress 177  // not every variable of a loop is read
+#define EACH(width) _Pragma("unroll") for (int j = 0; j < width; ++j)
+
+extern "C" __global__ void __launch_bounds__({threads}) region({parameters}) {{
+    wait_for_predecessor();
+"""
+
+
+def plan_of(region: Region, stages: Stages, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Plan:
+    """Return the plan that runs the launches of a region, one after the other."""
+    stored = {work.stored.pointer: work.stored for works in stages.launches for work in works if work.stored}
+    parameters: dict[str, tuple[str, Argument]] = {}
+    for i, spec in enumerate(inputs):
+        parameters[f"x{i}"] = (f"const {STORED[spec.dtype]}* x{i}", Pointer("input", i))
+    for i, spec in enumerate(outputs):
+        parameters[f"y{i}"] = (f"{STORED[spec.dtype]}* y{i}", Pointer("output", i))
+    for i, name in enumerate(stored):
+        parameters[name] = (f"u64* {name}", Pointer("scratch", i))
+    moved = sum(math.prod(spec.shape) * BYTES[spec.dtype] for spec in (*inputs, *outputs))
+    leaving = str(int(always(lambda: moved > STREAMED_FROM_BYTES, moved)))
+    steps = tuple(_launch(region, works, stages.stored, parameters, leaving) for works in stages.launches)
+    sizes = region.shapes.sizes
+    scratch = tuple(
+        sizes.value(each.count) * each.instance.accumulator_bytes(region.program) for each in stored.values()
+    )
+    return Plan(tuple(outputs), steps, scratch)
+
+
+def _launch(
+    region: Region,
+    works: Sequence[Work],
+    stored: Mapping[Key, Stored],
+    parameters: Mapping[str, tuple[str, Argument]],
+    leaving: str,
+) -> Launch:
+    """Return one launch: blocks of its works, one work after the other."""
+    program, sizes = region.program, region.shapes.sizes
+    threads = works[0].tiling.threads
+    blocks = [_blocks(work.nest, work.tiling, sizes) for work in works]
+    total = sum(blocks)
+    largest = maximum(*(sizes.value(product(shape)) for shape in region.shapes.of.values()))
+    arguments = Arguments(sizes, not largest + total * threads < WORD)
+    body = _body(region, works, blocks, arguments, stored, (str(is_released(total, region.device)), leaving))
+    read = {name: each for name, each in parameters.items() if re.search(rf"\b{name}\b", body)}
+    declared = ", ".join([*(text for text, _ in read.values()), *arguments.declared])
+    operators = " ".join(each.name for each in program.operations)
+    head = HEAD.format(operators=operators, threads=threads, parameters=declared)
+    precise = int(any(dtype == "float32" for dtype in program.dtypes.values()))
+    kernel = Kernel("region", "region", {"PRECISE": precise}, text=f"{head}{body}}}\n")
+    given = (*(argument for _, argument in read.values()), *arguments.values)
+    return Launch(kernel, (total, 1, 1), (threads, 1, 1), given, pdl=region.device.arch >= PDL_ARCH)
+
+
+def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
+    """Return the blocks of a nest."""
+    if tiling.has_tail:
+        count = sizes.value(product(nest.shape))
+        return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
+    if tiling.way == "elements":
+        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
+    if tiling.way == "tile":
+        return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
+    rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)
+    if tiling.way in ("warp", "merge"):
+        return -(-rows // (tiling.threads // tiling.lanes))
+    return shares * (rows if tiling.way == "block" else -(-rows // (tiling.width * tiling.columns)))
+
+
+def _body(
+    region: Region,
+    works: Sequence[Work],
+    blocks: Sequence[int],
+    arguments: Arguments,
+    stored: Mapping[Key, Stored],
+    given: tuple[str, str],
+) -> str:
+    """Return the text of all works; each block runs one of them."""
+    lines, before, begin, shared = list[str](), 0, "", 0
+    for i, work in enumerate(works):
+        end = before + blocks[i]
+        bound = arguments.size(region.shapes.sizes.named(f"blocks before {end!r}", end))
+        head = "{" if i == len(works) - 1 else f"if (blockIdx.x < {bound}) {{"
+        lines.append(f"    {'} else ' if i else ''}{head}")
+        lines.append(f"        const u32 block = blockIdx.x{f' - {begin}' if begin else ''};")
+        prefix = f"v{i}_"
+        writer = Writer(region.program, region.shapes, arguments, region.aligned, stored, prefix=prefix, depth=2)
+        NestText(work.nest, work.tiling, writer, *given, work.stored).write()
+        lines += writer.lines
+        before, begin, shared = end, bound, max(shared, writer.shared_bytes)
+    declared = [f"    __shared__ u64 shared[{-(-shared // 8)}];"] if shared else []
+    return "\n".join([*declared, *lines, "    }", ""])

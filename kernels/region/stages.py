@@ -1,0 +1,133 @@
+"""The launches of a region: which reductions are stored by launches of their own, and which nests each launch has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.reductions import Instance, Key
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ONE, ZERO
+from onnxfuse.kernels.region.stored import Stored, stored
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
+from onnxfuse.kernels.region.traffic import with_contiguous_last
+from onnxfuse.runtime.plan import Device
+from onnxfuse.runtime.symint import estimate
+
+MIN_STORED_ELEMENTS: Final = 32  # of a reduction that no row shares: fewer are a loop of each thread that reads it
+
+
+@dataclass(frozen=True)
+class Region:
+    """What decides how a region runs: what it computes, and on which GPU."""
+
+    program: Program
+    shapes: Shapes
+    aligned: bool  # operands and outputs start at multiples of 16 bytes
+    device: Device
+
+
+@dataclass(frozen=True)
+class Work:
+    """A nest, how it runs, and the reduction that it stores, if it does."""
+
+    nest: Nest
+    tiling: Tiling
+    stored: Stored | None = None
+
+
+@dataclass
+class Stages:
+    """The works of each launch, in their order, and the reductions that works of earlier launches store."""
+
+    launches: list[list[Work]] = field(default_factory=list)
+    stored: dict[Key, Stored] = field(default_factory=dict)
+
+    def add(self, launch: int, work: Work) -> None:
+        """Add a work to a launch."""
+        while len(self.launches) <= launch:
+            self.launches.append([])
+        self.launches[launch].append(work)
+
+
+def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
+    """Return the launches that compute outputs, which are grouped by their shapes."""
+    program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
+    while True:
+        made = [make_nest(program, shapes, names, found) for names in groups]
+        nests = [_arranged(region, nest, found) for nest in made]
+        own = {
+            key: _arranged(region, make_stored_nest(program, shapes, each, found), found) for key, each in found.items()
+        }
+        slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
+        if all(each.key in found for each in slow):
+            return _in_order(region, with_row_outputs(nests, program, shapes, found), own, found)
+        for each in slow:
+            found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
+
+
+def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
+    """Return a nest in the variables that make it fast."""
+    nest = with_contiguous_last(nest, region.program)
+    return flat_if_faster(nest, region.program, region.shapes, region.aligned, region.device, found)
+
+
+def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
+    """Yield the reductions of a nest that launches of their own should compute."""
+    shapes = region.shapes
+    if nest.levels and _tiling(region, nest).shares != ONE:
+        yield from (each for level in nest.levels for each in level if each != nest.stores)
+    for each in nest.inner:
+        count = shapes.sizes.value(each.count(shapes))
+        if ZERO not in shapes.of[each.value] and estimate(count) >= MIN_STORED_ELEMENTS:
+            yield each
+
+
+def _tiling(region: Region, nest: Nest) -> Tiling:
+    return tiling_of(nest, region.program, region.shapes, region.aligned, region.device)
+
+
+def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Key, Nest], found: Mapping[Key, Stored]) -> Stages:
+    """Return nests in launches, each behind those that it reads."""
+    stages, tilings = Stages(), {key: _tiling(region, nest) for key, nest in own.items()}
+    merged = {key for key, tiling in tilings.items() if tiling.shares != ONE and _is_merged(key, own, nests)}
+
+    def first_launch(nest: Nest) -> int:
+        return max((ready(key) for key in nest.reads), default=0)
+
+    @functools.cache
+    def ready(key: Key) -> int:
+        return first_launch(own[key]) + (2 if key in merged else 1)
+
+    for key, each in found.items():
+        nest, tiling, launch = own[key], tilings[key], first_launch(own[key])
+        if key in merged:
+            whole, each = each, replace(each, pointer=f"{each.pointer}_shares")
+            stages.add(launch + 1, Work(nest, Tiling("merge", THREADS, shares=tiling.shares), whole))
+        stages.add(launch, Work(nest, tiling, replace(each, shares=tiling.shares)))
+        stages.stored[key] = whole if key in merged else replace(each, shares=tiling.shares)
+    for nest in nests:
+        stages.add(first_launch(nest), Work(nest, _tiling(region, nest)))
+    stages.launches = [_of_one_launch(works) for works in stages.launches]
+    return stages
+
+
+def _is_merged(key: Key, own: Mapping[Key, Nest], nests: Sequence[Nest]) -> bool:
+    """Return whether a launch merges the shares of a reduction before others read it.
+
+    Blocks merge those of a reduction that has one place.  Where no more elements are computed from it than it has
+    places, each thread merges the shares of its own.
+    """
+    places = own[key].count(ROWS)
+    readers = [nest for nest in (*nests, *own.values()) if key in nest.reads]
+    return places != ONE and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
+
+
+def _of_one_launch(works: Sequence[Work]) -> list[Work]:
+    """Return works in blocks of equal size."""
+    tilings = of_one_block([work.tiling for work in works])
+    return [replace(work, tiling=tiling) for work, tiling in zip(works, tilings, strict=True)]

@@ -1,0 +1,57 @@
+"""Reductions whose accumulators are in scratch memory: a launch computes them, and launches behind it read them.
+
+A reduction is stored where the threads that read it would compute it too slowly: where rows are so few that their
+blocks leave most of the GPU idle, or where it is read at places that no row shares, so that each thread would reduce
+all elements by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from onnxfuse.kernels.region.indices import variable_index
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.reductions import Instance, Key
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A reduction at all places along the axes that it keeps.
+
+    Each place is a row of elements, which `shares` blocks reduced; the accumulators of a row lie side by side.
+    """
+
+    pointer: str
+    instance: Instance  # at the places o0, o1, ...
+    shape: Shape  # of the places
+    shares: Size = ONE
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one place only, so that a block can merge the shares for all its threads."""
+        return product(self.shape) == ONE and self.shares != ONE
+
+    @property
+    def count(self) -> Size:
+        """The number of accumulators."""
+        return product(self.shape) * self.shares
+
+
+StoredByKey: TypeAlias = Mapping[Key, Stored]
+
+
+def stored(instance: Instance, pointer: str, shapes: Shapes) -> Stored:
+    """Return the reduction of which an instance is at one place, at all places."""
+    dims = [dim for dim, index in zip(shapes.of[instance.value], instance.kept, strict=True) if index is not None]
+    places = iter(variable_index(f"o{axis}", dim) for axis, dim in enumerate(dims))
+    kept = tuple(None if index is None else next(places) for index in instance.kept)
+    return Stored(pointer, Instance(instance.kind, instance.terms, instance.value, kept), tuple(dims))
+
+
+def place_in(instance: Instance) -> Place:
+    """Return the place among those of the stored reduction at which an instance is."""
+    return tuple(index for index in instance.kept if index is not None)
