@@ -13,6 +13,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.spell_out import Stays
 
 
 def explain(miss: Miss) -> str:
@@ -22,6 +23,11 @@ def explain(miss: Miss) -> str:
     if miss.hint:
         lines.append(f"  help: {miss.hint}")
     return "\n".join(lines)
+
+
+def explain_stay(one: Stays) -> str:
+    """Return why an operator that other tools write for several stays as it is, in lines."""
+    return f"{one.op}: '{one.node}' stays as it is\n  {one.reason}\n"
 
 
 def _source(span: Span) -> list[str]:

@@ -19,7 +19,7 @@ _CONSTANT_DTYPES = {
 
 _ONNXRUNTIME_SOURCES = {  # by operator: the inputs that have the dtype of the first output, where input 0 has another
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
-    "com.microsoft::MatMulIntegerToFloat": (2,),
+    "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
 }  # fmt: skip
 
 

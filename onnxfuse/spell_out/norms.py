@@ -1,0 +1,76 @@
+"""Norms with a sum in front, of channels-last images, or over several axes."""
+
+from __future__ import annotations
+
+from onnxfuse.analysis.rules import RuleTable
+from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.words import full, op, rearrange
+from onnxfuse.ir.node import op_of
+from onnxfuse.patterns._activations import silu
+from onnxfuse.patterns._norms import layer_normalized, rms_normalized
+from onnxfuse.spell_out.call import Call, Rule
+
+RULES = RuleTable[Rule]()
+
+
+@RULES.rule("com.microsoft::SkipLayerNormalization", "SkipLayerNormalization")
+def _skip_layer_normalization(call: Call) -> dict[int, Term]:
+    total = call.sum_of(0, 4, 1)
+    epsilon = call.scalar("epsilon", call.number("epsilon", 1e-12))
+    return {0: layer_normalized(total, call.input(2), call.optional(3), epsilon), 3: total}
+
+
+@RULES.rule("com.microsoft::SkipSimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+def _skip_simplified_layer_normalization(call: Call) -> dict[int, Term]:
+    total = call.sum_of(0, 3, 1)
+    epsilon = call.scalar("epsilon", call.number("epsilon", 1e-12))
+    return {0: rms_normalized(total, call.input(2), epsilon), 3: total}
+
+
+@RULES.rule("com.microsoft::SimplifiedLayerNormalization", "SimplifiedLayerNormalization")
+def _simplified_layer_normalization(call: Call) -> dict[int, Term] | str:
+    if not _is_over_last_axis(call):
+        return f"it normalizes several axes, from axis {call.integer('axis', -1)} on"
+    epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
+    return {0: rms_normalized(call.input(0), call.input(1), epsilon)}
+
+
+def _is_over_last_axis(call: Call) -> bool:
+    rank = call.rank(0)
+    return rank is not None and call.integer("axis", -1) in (-1, rank - 1)
+
+
+# --- GroupNorm -----------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("com.microsoft::GroupNorm", "com.microsoft::SkipGroupNorm")
+def _group_norm(call: Call) -> dict[int, Term] | str:
+    shape, groups = call.shape(0), call.integer("groups")
+    if shape is None or len(shape) != 4:
+        return "its image has not four axes"
+    channels_last = call.integer("channels_last", 1) == 1
+    batch, *others = shape
+    channels = others.pop(2 if channels_last else 0)
+    if not isinstance(channels, int) or not groups or channels % groups:
+        return f"{channels} channels are no {groups} groups"
+    call.dims |= {"n": batch, "h": others[0], "w": others[1], "groups": groups, "size": channels // groups}
+    total = call.input(0)
+    if op_of(call.node) == "com.microsoft::SkipGroupNorm":
+        if call.rank(3) != 4:
+            return "what is added to its image has not four axes"
+        total = call.sum_of(0, 4, 3)
+    image = rearrange(total, "n h w (groups size) -> n (groups size) h w") if channels_last else total
+    normalized = _normalized_groups(call, image, rearrange(image, "n (groups size) h w -> n groups (size h w)"))
+    activated = silu(normalized) if call.integer("activation") else normalized
+    result = rearrange(activated, "n (groups size) h w -> n h w (groups size)") if channels_last else activated
+    return {0: result, 1: total}
+
+
+def _normalized_groups(call: Call, image: Term, rows: Term) -> Term:
+    """Return the image normalized by groups, times a scale and plus a shift for each channel."""
+    epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
+    ones, zeros = full(1, "groups"), full(0, "groups")
+    normalized = op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon)
+    spatial = rearrange(normalized, "n groups (size h w) -> n (groups size) h w")
+    scale, shift = (rearrange(call.input(i), "(groups size) -> (groups size) 1 1") for i in (1, 2))
+    return spatial * scale + shift

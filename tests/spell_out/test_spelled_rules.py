@@ -1,0 +1,164 @@
+"""Each rule against the operator that it spells out in plain onnxruntime, or in NumPy where that has no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from onnx import numpy_helper
+from spelled_models import drawn, parsed, run, spelled
+
+from onnxfuse.activations import ACTIVATIONS
+
+TOLERANCES = {"float32": 2e-5, "float16": 5e-3}
+X = "float[2,5,8] x"
+NORM = "<float[8] g, float[8] b, float[8] c>"
+
+IN_ONNXRUNTIME = {
+    # --- norms
+    "skip_layer_norm": f"({X}, {X[:-1]}k) => (float[2,5,8] y) {NORM} "
+    "{ y = com.microsoft.SkipLayerNormalization(x, k, g, b) }",
+    "skip_layer_norm_sum": f"({X}, {X[:-1]}k) => (float[2,5,8] y, float[2,5,8] s) {NORM} "
+    "{ y, , , s = com.microsoft.SkipLayerNormalization <epsilon = 0.001> (x, k, g, b, c) }",
+    "skip_layer_norm_no_shift": f"({X}, {X[:-1]}k) => (float[2,5,8] y) {NORM} "
+    "{ y = com.microsoft.SkipLayerNormalization(x, k, g) }",
+    "skip_layer_norm_broadcast": f"({X}, float[5,8] k) => (float[2,5,8] y) {NORM} "
+    "{ y = com.microsoft.SkipLayerNormalization(x, k, g, b) }",
+    "skip_rms_norm": f"({X}, {X[:-1]}k) => (float[2,5,8] y, float[2,5,8] s) {NORM} "
+    "{ y, , , s = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 0.001> (x, k, g, c) }",
+    "rms_norm": f"({X}) => (float[2,5,8] y) {NORM} "
+    "{ y = SimplifiedLayerNormalization <axis = 2, epsilon = 0.01> (x, g) }",
+    "skip_rms_norm_half": "(float16[2,5,8] x, float16[2,5,8] k) => (float16[2,5,8] y, float16[2,5,8] s) <float16[8] g> "
+    "{ y, , , s = com.microsoft.SkipSimplifiedLayerNormalization(x, k, g) }",
+    "skip_layer_norm_half": "(float16[2,5,8] x, float16[2,5,8] k) => (float16[2,5,8] y) <float16[8] g, float16[8] b> "
+    "{ y = com.microsoft.SkipLayerNormalization(x, k, g, b) }",
+    # --- activations
+    "gelu": f"({X}) => (float[2,5,8] y) {{ y = com.microsoft.Gelu(x) }}",
+    "bias_gelu": f"({X}) => (float[2,5,8] y) {NORM} {{ y = com.microsoft.BiasGelu(x, b) }}",
+    "fast_gelu": f"({X}) => (float[2,5,8] y) {{ y = com.microsoft.FastGelu(x) }}",
+    "fast_gelu_bias": f"({X}) => (float[2,5,8] y) {NORM} {{ y = com.microsoft.FastGelu(x, b) }}",
+    "quick_gelu": f"({X}) => (float[2,5,8] y) {{ y = com.microsoft.QuickGelu(x) }}",
+    "quick_gelu_silu": f"({X}) => (float[2,5,8] y) {{ y = com.microsoft.QuickGelu <alpha = 1.0> (x) }}",
+    "quick_gelu_alpha": f"({X}) => (float[2,5,8] y) {{ y = com.microsoft.QuickGelu <alpha = 2.5> (x) }}",
+    # --- products
+    "fused_matmul": f"({X}, float[2,6,8] z) => (float[2,5,6] y) "
+    "{ y = com.microsoft.FusedMatMul <alpha = 0.25, transB = 1> (x, z) }",
+    "fused_matmul_trans_a": "(float[3,8,5] x, float[3,8,4] z) => (float[3,5,4] y) "
+    "{ y = com.microsoft.FusedMatMul <transA = 1> (x, z) }",
+    "fused_matmul_trans_batch": "(float[2,3,5,8] x, float[3,5,2,4] z) => (float[3,5,8,4] y) "
+    "{ y = com.microsoft.FusedMatMul <transBatchA = 1, transA = 1> (x, z) }",
+    "fused_matmul_trans_batches": "(float[2,3,5,8] x, float[4,3,5,8] z) => (float[3,5,2,4] y) "
+    "{ y = com.microsoft.FusedMatMul <transBatchA = 1, transBatchB = 1, transB = 1> (x, z) }",
+    "fused_gemm_relu": "(float[5,8] x) => (float[5,6] y) <float[6,8] w, float[6] b> "
+    '{ y = com.microsoft.FusedGemm <activation = "Relu", transB = 1, alpha = -0.5> (x, w, b) }',
+    "fused_gemm_leaky_relu": "(float[5,8] x) => (float[5,6] y) <float[8,6] w, float[6] b> "
+    '{ y = com.microsoft.FusedGemm <activation = "LeakyRelu", activation_alpha = 0.3, alpha = -1.0> (x, w, b) }',
+    # --- convolutions
+    "fused_conv_relu": "(float[2,4,6,7] x) => (float[2,5,6,7] y) <float[5,4,3,3] w, float[5] b> "
+    '{ y = com.microsoft.FusedConv <activation = "Relu", pads = [1,1,1,1]> (x, w, b) }',
+    "fused_conv_residual": "(float[2,4,6,7] x, float[2,5,3,4] z) => (float[2,5,3,4] y) <float[5,4,3,3] w, float[5] b> "
+    '{ y = com.microsoft.FusedConv <activation = "Relu", pads = [1,1,1,1], strides = [2,2]> (x, w, b, z) }',
+    "fused_conv_clip": "(float[2,4,6,7] x) => (float[2,5,6,7] y) <float[5,4,3,3] w> "
+    '{ y = com.microsoft.FusedConv <activation = "Clip", activation_params = [-0.5, 2.0], pads = [1,1,1,1]> (x, w) }',
+    "fused_conv_hard_sigmoid": "(float[2,4,6,7] x) => (float[2,5,4,5] y) <float[5,4,3,3] w> "
+    '{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]> (x, w) }',
+    "fused_conv_leaky_relu": "(float[2,4,6,7] x) => (float[2,4,4,5] y) <float[4,1,3,3] w> "
+    '{ y = com.microsoft.FusedConv <activation = "LeakyRelu", activation_params = [0.2], group = 4> (x, w) }',
+}
+
+
+@pytest.mark.parametrize("name", IN_ONNXRUNTIME)
+def test_a_rule_computes_what_onnxruntime_does(name: str) -> None:
+    model = parsed(IN_ONNXRUNTIME[name])
+    result, found = spelled(model)
+    assert [one.op for one in found.spelled] and not any(node.domain for node in result.graph.node), found.stays
+    for seed in range(2):
+        feeds = drawn(model, seed)
+        for expected, value in zip(run(model, feeds), run(result, feeds), strict=True):
+            close(value, expected)
+
+
+def close(value: np.ndarray, expected: np.ndarray) -> None:
+    assert value.dtype == expected.dtype and value.shape == expected.shape
+    tolerance = TOLERANCES[expected.dtype.name]
+    scale = np.abs(expected.astype(np.float64)).max() or 1.0
+    np.testing.assert_allclose(value.astype(np.float64), expected.astype(np.float64), rtol=0, atol=tolerance * scale)
+
+
+# --- operators of which the CPU provider has no kernel ---------------------------------------------------------------
+
+
+def conv(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return the convolution of a channels-last image, padded by one, with (filters, height, width, channels)."""
+    height, width = x.shape[1:3]
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    taps = ((i, j) for i in range(3) for j in range(3))
+    return sum(np.einsum("nhwc,mc->nhwm", padded[:, i : i + height, j : j + width], w[:, i, j]) for i, j in taps)
+
+
+def group_norm(x: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
+    """Return a channels-last image whose groups of channels have mean 0 and variance 1."""
+    rows = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
+    mean, variance = rows.mean((1, 3), keepdims=True), rows.var((1, 3), keepdims=True)
+    return ((rows - mean) / np.sqrt(variance + epsilon)).reshape(x.shape)
+
+
+def formula(name: str) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda x: ACTIVATIONS[name].formula(x, 0.0, 0.0)
+
+
+IMAGE = "float[2,6,7,4] x"
+IN_NUMPY: dict[str, tuple[str, Callable[..., object]]] = {
+    "nhwc_conv": (
+        f"({IMAGE}) => (float[2,6,7,5] y) <float[5,3,3,4] w, float[5] b> "
+        "{ y = com.microsoft.NhwcConv <pads = [1,1,1,1]> (x, w, b) }",
+        lambda x, w, b: conv(x, w) + b,
+    ),
+    "nhwc_fused_conv": (
+        f"({IMAGE}, float[2,6,7,5] z) => (float[2,6,7,5] y) <float[5,4,3,3] w, float[5] b> "
+        '{ y = com.microsoft.NhwcFusedConv <pads = [1,1,1,1], activation = "Relu"> (x, w, b, z) }',
+        lambda x, z, w, b: np.maximum(conv(x, w.transpose(0, 2, 3, 1)) + b + z, 0),
+    ),
+    "group_norm": (
+        f"({IMAGE}) => (float[2,6,7,4] y) <float[4] g, float[4] b> "
+        "{ y = com.microsoft.GroupNorm <groups = 2, activation = 0, epsilon = 0.01> (x, g, b) }",
+        lambda x, g, b: group_norm(x, 2, 0.01) * g + b,
+    ),
+    "group_norm_silu_channels_first": (
+        f"({IMAGE}) => (float[2,6,7,4] y) <float[6] g, float[6] b> "
+        "{ y = com.microsoft.GroupNorm <groups = 3, activation = 1, channels_last = 0> (x, g, b) }",
+        lambda x, g, b: formula("silu")(group_norm(x.transpose(0, 2, 3, 1), 3, 1e-5) * g + b).transpose(0, 3, 1, 2),
+    ),
+    "skip_group_norm": (
+        f"({IMAGE}, float[2,1,1,4] z) => (float[2,6,7,4] y, float[2,6,7,4] s) <float[4] g, float[4] b, float[4] c> "
+        "{ y, s = com.microsoft.SkipGroupNorm <groups = 2, activation = 1> (x, g, b, z, c) }",
+        lambda x, z, g, b, c: (formula("silu")(group_norm(x + z + c, 2, 1e-5) * g + b), x + z + c),
+    ),
+    "bias_split_gelu": (
+        "(float[2,6,8] x) => (float[2,6,4] y) <float[8] b> { y = com.microsoft.BiasSplitGelu(x, b) }",
+        lambda x, b: (x + b)[..., :4] * formula("gelu")((x + b)[..., 4:]),
+    ),
+    "bias_add": (
+        "(float[2,6,8] x, float[2,6,8] z) => (float[2,6,8] y) <float[8] b> { y = com.microsoft.BiasAdd(x, b, z) }",
+        lambda x, z, b: x + b + z,
+    ),
+    "gemm_fast_gelu": (
+        "(float[2,6,8] x) => (float[2,6,5] y) <float[8,5] w, float[5] b> { y = com.microsoft.GemmFastGelu(x, w, b) }",
+        lambda x, w, b: formula("gelu_tanh")(x @ w + b),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_NUMPY)
+def test_a_rule_computes_what_the_operator_does(name: str) -> None:
+    text, reference = IN_NUMPY[name]
+    model = parsed(text)
+    result, found = spelled(model)
+    assert found.spelled and not any(node.domain for node in result.graph.node), found.stays
+    feeds = drawn(model)
+    weights = [numpy_helper.to_array(each).astype(np.float64) for each in model.graph.initializer]
+    expected = reference(*(value.astype(np.float64) for value in feeds.values()), *weights)
+    several = expected if isinstance(expected, tuple) else (expected,)
+    for wanted, value in zip(several, run(result, feeds), strict=True):
+        close(value, wanted.astype(np.float32))
