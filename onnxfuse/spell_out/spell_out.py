@@ -23,12 +23,12 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder, Variant
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.spell_out import activations, convolutions, norms, products
+from onnxfuse.spell_out import activations, attention, convolutions, norms, products
 from onnxfuse.spell_out.call import Call, Rule, input_name
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
-for _family in (activations, convolutions, norms, products):
+for _family in (activations, attention, convolutions, norms, products):
     RULES.update(_family.RULES)
 
 # Nodes of a spelling that may be left over: they compute little, as views and the arithmetic of masks do.

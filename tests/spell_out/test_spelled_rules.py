@@ -65,6 +65,50 @@ IN_ONNXRUNTIME = {
     '{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]> (x, w) }',
     "fused_conv_leaky_relu": "(float[2,4,6,7] x) => (float[2,4,4,5] y) <float[4,1,3,3] w> "
     '{ y = com.microsoft.FusedConv <activation = "LeakyRelu", activation_params = [0.2], group = 4> (x, w) }',
+    # --- attention
+    "attention": "(float[2,5,8] x) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b) }",
+    "attention_sizes": "(float[2,5,8] x) => (float[2,5,12] y) <float[8,28] w, float[28] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2, qkv_hidden_sizes = [8, 8, 12], scale = 0.3> (x, w, b) }",
+    "attention_mask": "(float[2,5,8] x, int32[2,5] m) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b, m) }",
+    "attention_mask_filter": "(float[2,5,8] x, int32[2,5] m) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2, mask_filter_value = -3.0> (x, w, b, m) }",
+    "attention_mask_rows": "(float[2,5,8] x, int32[2,5,5] m) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b, m) }",
+    "attention_lengths": "(float[2,5,8] x) => (float[2,5,8] y) <float[8,24] w, float[24] b, int32[2] m = {3, 5}> "
+    "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b, m) }",
+    "attention_causal": "(float[2,5,8] x) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2, unidirectional = 1> (x, w, b) }",
+    "attention_causal_mask": "(float[2,5,8] x, int32[2,5] m) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2, unidirectional = 1> (x, w, b, m) }",
+    "attention_bias": "(float[2,5,8] x, float[1,2,5,5] a) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
+    "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b, , , a) }",
+    "multi_head": "(float[2,5,8] q, float[2,6,8] k, float[2,6,12] v) => (float[2,5,12] y) "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v) }",
+    "multi_head_bias": "(float[2,5,8] q, float[2,6,8] k, float[2,6,12] v) => (float[2,5,12] y) <float[28] b> "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v, b) }",
+    "multi_head_mask": "(float[2,5,8] q, float[2,6,8] k, float[2,6,8] v, int32[2,6] m) => (float[2,5,8] y) "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v, , m) }",
+    "multi_head_lengths": "(float[2,5,8] q, float[2,6,8] k, float[2,6,8] v) => (float[2,5,8] y) <int32[2] m = {2, 6}> "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v, , m) }",
+    "multi_head_added": "(float[2,5,8] q, float[2,6,8] k, float[2,6,8] v, int32[2,6] m, float[1,2,5,6] a) => "
+    "(float[2,5,8] y) { y = com.microsoft.MultiHeadAttention <num_heads = 2, scale = 0.7> (q, k, v, , m, a) }",
+    "multi_head_causal": "(float[2,5,8] q, float[2,5,8] k, float[2,5,8] v, int32[2,5] m) => (float[2,5,8] y) "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2, unidirectional = 1> (q, k, v, , m) }",
+    "multi_head_cross": "(float[2,5,8] q, float[2,2,6,4] k, float[2,2,6,4] v) => (float[2,5,8] y) "
+    "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v) }",
+    "multi_head_present": "(float[2,5,8] q, float[2,5,8] k, float[2,5,8] v) => "
+    "(float[2,5,8] y, float[2,2,5,4] u, float[2,2,5,4] t) <float[24] b> "
+    "{ y, u, t = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v, b) }",
+    "multi_head_past": "(float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[2,2,4,4] c, float[2,2,4,4] d) => "
+    "(float[2,3,8] y, float[2,2,7,4] u, float[2,2,7,4] t) <float[24] b> "
+    "{ y, u, t = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, v, b, , , c, d) }",
+    "multi_head_past_causal": "(float[2,3,8] q, float[2,3,8] k, float[2,3,8] v, float[2,2,4,4] c, float[2,2,4,4] d, "
+    "int32[2,7] m) => (float[2,3,8] y, float[2,2,7,4] u, float[2,2,7,4] t) "
+    "{ y, u, t = com.microsoft.MultiHeadAttention <num_heads = 2, unidirectional = 1> (q, k, v, , m, , c, d) }",
+    "decoder_masked_cross": "(float[2,1,8] q, float[2,2,6,4] k, float[2,2,6,4] v, int32[2,6] m) => "
+    "(float[2,1,8] y) { y = com.microsoft.DecoderMaskedMultiHeadAttention <num_heads = 2> (q, k, v, m) }",
 }
 
 
@@ -108,6 +152,14 @@ def formula(name: str) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: ACTIVATIONS[name].formula(x, 0.0, 0.0)
 
 
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return attention of (batch, rows, heads, size), with the heads side by side."""
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    context = np.einsum("bhqk,bkhd->bqhd", powers / powers.sum(-1, keepdims=True), v)
+    return context.reshape(*context.shape[:2], -1)
+
+
 IMAGE = "float[2,6,7,4] x"
 IN_NUMPY: dict[str, tuple[str, Callable[..., object]]] = {
     "nhwc_conv": (
@@ -146,6 +198,15 @@ IN_NUMPY: dict[str, tuple[str, Callable[..., object]]] = {
     "gemm_fast_gelu": (
         "(float[2,6,8] x) => (float[2,6,5] y) <float[8,5] w, float[5] b> { y = com.microsoft.GemmFastGelu(x, w, b) }",
         lambda x, w, b: formula("gelu_tanh")(x @ w + b),
+    ),
+    "multi_head_packed": (
+        "(float[2,5,2,3,4] x) => (float[2,5,8] y) { y = com.microsoft.MultiHeadAttention <num_heads = 2> (x) }",
+        lambda x: attention(*x.transpose(3, 0, 1, 2, 4)),
+    ),
+    "multi_head_packed_keys": (
+        "(float[2,5,8] q, float[2,6,2,2,4] k) => (float[2,5,8] y) "
+        "{ y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k) }",
+        lambda q, k: attention(q.reshape(2, 5, 2, 4), *k.transpose(3, 0, 1, 2, 4)),
     ),
 }
 
