@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ from onnxfuse.spell_out.call import Call, Rule
 RULES = RuleTable[Rule]()
 
 MASK_FILTER: Final = -10000.0  # what is added to scores of keys that padding hides
-LOWEST: Final = {  # what is added to scores of keys behind their query
+LOWEST: Final[Mapping[int, float]] = {  # what is added to scores of keys behind their query
     TensorProto.FLOAT: -3.4028234663852886e38, TensorProto.FLOAT16: -65504.0, TensorProto.BFLOAT16: -3.3895313892515355e38,
 }  # fmt: skip
 HEADS: Final = "batch heads {rows} {size}"

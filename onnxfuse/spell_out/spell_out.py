@@ -23,18 +23,18 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder, Variant
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.spell_out import activations, attention, convolutions, norms, products
+from onnxfuse.spell_out import activations, attention, convolutions, embeddings, norms, products, rotary
 from onnxfuse.spell_out.call import Call, Rule, input_name
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
-for _family in (activations, attention, convolutions, norms, products):
+for _family in (activations, attention, convolutions, embeddings, norms, products, rotary):
     RULES.update(_family.RULES)
 
 # Nodes of a spelling that may be left over: they compute little, as views and the arithmetic of masks do.
 MAY_REMAIN: Final = VIEW_OPS | SLICING | {
     "And", "Cast", "Concat", "Equal", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Not",
-    "Range", "Shape", "Where",
+    "Range", "ReduceSum", "Shape", "Where",
 }  # fmt: skip
 
 
@@ -136,22 +136,22 @@ def _written(call: Call, rule: Rule) -> _Written | str | None:
     lacking = [t.name for i, t in enumerate(node.outputs) if call.is_read(i) and i not in found]
     if lacking:
         return f"its output '{lacking[0]}' is read, which has no spelling"
-    dtypes = {i: shapes.dtype(node.outputs[i]) or shapes.dtype(node.inputs[0]) for i in outputs}
-    if not set(dtypes.values()) <= FUSIBLE_FLOATS:
+    dtype = shapes.dtype(node.outputs[0])
+    if dtype not in FUSIBLE_FLOATS:
         return "its dtype is none that is fused"
-    builder = BodyBuilder(_variant(call, tuple(dtypes.values())))
+    builder = BodyBuilder(_variant(call, dtype))
     try:
-        names = {i: builder.cast(builder.value(term), dtypes[i]).name for i, term in outputs.items()}
+        names = {i: builder.cast(builder.value(term), dtype).name for i, term in outputs.items()}
     except PatternError as error:
         return str(error)
     return _Written(builder.nodes, names)
 
 
-def _variant(call: Call, out: tuple[int, ...]) -> Variant:
+def _variant(call: Call, dtype: int) -> Variant:
     tensors = enumerate(call.node.inputs)
     dtypes = {input_name(i): call.shapes.dtype(tensor) for i, tensor in tensors if tensor.name}
     rank = call.rank(0) or 0
-    return Variant(call.graph.opset, dtypes, out, rank, call.values, call.dims, call.choices)
+    return Variant(call.graph.opset, dtypes, (dtype,), rank, call.values, call.dims, call.choices)
 
 
 def _replace(call: Call, written: _Written) -> frozenset[str]:

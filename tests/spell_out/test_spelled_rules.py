@@ -11,7 +11,7 @@ from spelled_models import drawn, parsed, run, spelled
 
 from onnxfuse.activations import ACTIVATIONS
 
-TOLERANCES = {"float32": 2e-5, "float16": 5e-3}
+TOLERANCES = {"float32": 2e-5, "float16": 5e-3, "int32": 0.0}
 X = "float[2,5,8] x"
 NORM = "<float[8] g, float[8] b, float[8] c>"
 
@@ -109,6 +109,24 @@ IN_ONNXRUNTIME = {
     "{ y, u, t = com.microsoft.MultiHeadAttention <num_heads = 2, unidirectional = 1> (q, k, v, , m, , c, d) }",
     "decoder_masked_cross": "(float[2,1,8] q, float[2,2,6,4] k, float[2,2,6,4] v, int32[2,6] m) => "
     "(float[2,1,8] y) { y = com.microsoft.DecoderMaskedMultiHeadAttention <num_heads = 2> (q, k, v, m) }",
+    # --- rotary embedding
+    "rotary": "(float[2,3,5,8] x, int64[2,5] i) => (float[2,3,5,8] y) <float[16,4] c, float[16,4] s> "
+    "{ y = com.microsoft.RotaryEmbedding(x, i, c, s) }",
+    "rotary_part": "(float[2,3,5,8] x, int64[2,5] i) => (float[2,3,5,8] y) <float[16,2] c, float[16,2] s> "
+    "{ y = com.microsoft.RotaryEmbedding <num_heads = 3, rotary_embedding_dim = 4> (x, i, c, s) }",
+    "rotary_packed": "(float[2,5,8] x, int64[2,5] i, float[2,5,8] k) => (float[2,5,8] y) "
+    "<float[16,2] c, float[16,2] s> { q = com.microsoft.RotaryEmbedding(x, i, c, s) "
+    "y = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, k) }",
+    # --- embeddings
+    "embedding": "(int32[2,5] i, int32[2,5] j) => (float[2,5,8] y, int32[2] m, float[2,5,8] e) "
+    "<float[11,8] t, float[16,8] p, float[2,8] u, float[8] g, float[8] b> "
+    "{ y, m, e = com.microsoft.EmbedLayerNormalization(i, j, t, p, u, g, b) }",
+    "embedding_mask": "(int32[2,5] i, int32[2,5] j, int32[2,5] k) => (float[2,5,8] y, int32[2] m) "
+    "<float[11,8] t, float[16,8] p, float[2,8] u, float[8] g, float[8] b> "
+    "{ y, m = com.microsoft.EmbedLayerNormalization(i, j, t, p, u, g, b, k) }",
+    "embedding_positions": "(int32[2,5] i, int32[1,5] q) => (float[2,5,8] y) "
+    "<float[11,8] t, float[16,8] p, float[8] g, float[8] b> "
+    "{ y, m = com.microsoft.EmbedLayerNormalization <epsilon = 0.01> (i, , t, p, , g, b, , q) }",
 }
 
 
