@@ -140,7 +140,7 @@ def _fuse_once(
             graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=progress
         )  # fmt: skip
         layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-        left = {one.output: why_left(one, fusing.missed) for one in left_over(graph, spelled)}
+        left = {one.output: why_left(one, fusing.missed) for one in left_over(graph, shapes, spelled)}
         without_regions = after = estimate_traffic(graph, shapes)
         made = assign_regions(graph, shapes, exclude) if regions and not left else RegionResult()
         if made.fused:

@@ -19,8 +19,10 @@ RULES = RuleTable[Rule]()
 
 MASK_FILTER: Final = -10000.0  # what is added to scores of keys that padding hides
 LOWEST: Final[Mapping[int, float]] = {  # what is added to scores of keys behind their query
-    TensorProto.FLOAT: -3.4028234663852886e38, TensorProto.FLOAT16: -65504.0, TensorProto.BFLOAT16: -3.3895313892515355e38,
-}  # fmt: skip
+    TensorProto.FLOAT: -3.4028234663852886e38,
+    TensorProto.FLOAT16: -65504.0,
+    TensorProto.BFLOAT16: -3.3895313892515355e38,
+}
 HEADS: Final = "batch heads {rows} {size}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.analysis.rules import RuleTable
-from onnxfuse.dsl.terms import Term
+from onnxfuse.dsl.terms import Term, as_term
 from onnxfuse.dsl.words import full, op, rearrange
 from onnxfuse.ir.node import op_of
 from onnxfuse.patterns._activations import silu
@@ -40,6 +40,28 @@ def _is_over_last_axis(call: Call) -> bool:
     return rank is not None and call.integer("axis", -1) in (-1, rank - 1)
 
 
+@RULES.rule("LayerNormalization", "RMSNormalization")
+def _normalization_of_several_axes(call: Call) -> dict[int, Term] | str | None:
+    shape, axis = call.shape(0), call.integer("axis", -1)
+    if _is_over_last_axis(call) or call.integer("stash_type", 1) != 1:
+        return None
+    if shape is None or not -len(shape) <= axis < len(shape):
+        return "the rank of its input is not known"
+    sizes = shape[axis:]
+    vectors = [call.shape(index) for index in (1, 2) if call.has(index)]
+    if not all(isinstance(size, int) for size in sizes) or any(vector != sizes for vector in vectors):
+        return "its scale has not the known sizes of the axes that it normalizes"
+    names = [f"axis_{i}" for i in range(len(shape))]
+    call.dims |= dict(zip(names, shape, strict=True))
+    front, back = " ".join(names[:axis]), " ".join(names[axis:])
+    rows = rearrange(call.input(0), f"{front} {back} -> {front} ({back})")
+    scale, shift = (rearrange(call.input(i), f"{back} -> ({back})") if call.has(i) else as_term(None) for i in (1, 2))
+    epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
+    is_rms = op_of(call.node) == "RMSNormalization"
+    normalized = rms_normalized(rows, scale, epsilon) if is_rms else layer_normalized(rows, scale, shift, epsilon)
+    return {0: rearrange(normalized, f"{front} ({back}) -> {front} {back}")}
+
+
 # --- GroupNorm -----------------------------------------------------------------------------------------------------
 
 
@@ -60,17 +82,30 @@ def _group_norm(call: Call) -> dict[int, Term] | str:
             return "what is added to its image has not four axes"
         total = call.sum_of(0, 4, 3)
     image = rearrange(total, "n h w (groups size) -> n (groups size) h w") if channels_last else total
-    normalized = _normalized_groups(call, image, rearrange(image, "n (groups size) h w -> n groups (size h w)"))
+    normalized = _normalized_groups(call, rearrange(image, "n (groups size) h w -> n groups (size h w)"))
     activated = silu(normalized) if call.integer("activation") else normalized
     result = rearrange(activated, "n (groups size) h w -> n h w (groups size)") if channels_last else activated
     return {0: result, 1: total}
 
 
-def _normalized_groups(call: Call, image: Term, rows: Term) -> Term:
-    """Return the image normalized by groups, times a scale and plus a shift for each channel."""
+@RULES.rule("GroupNormalization")
+def _group_normalization(call: Call) -> dict[int, Term] | str | None:
+    """Spell out the operator of opsets 18 to 20, which has a scale and a shift for each group."""
+    if call.graph.opset >= 21:
+        return None
+    shape, groups = call.shape(0), call.integer("num_groups")
+    if shape is None or len(shape) != 4 or not isinstance(shape[1], int) or not groups or shape[1] % groups:
+        return "its image has not four axes, or an unknown number of channels"
+    call.dims |= {"n": shape[0], "h": shape[2], "w": shape[3], "groups": groups, "size": shape[1] // groups}
+    rows = rearrange(call.input(0), "n (groups size) h w -> n groups (size h w)")
+    return {0: _normalized_groups(call, rows, "groups -> (groups size) 1 1")}
+
+
+def _normalized_groups(call: Call, rows: Term, channels: str = "(groups size) -> (groups size) 1 1") -> Term:
+    """Return the rows of groups normalized, as an image, times a scale and plus a shift for each channel."""
     epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
     ones, zeros = full(1, "groups"), full(0, "groups")
     normalized = op.InstanceNormalization(rows, ones, zeros, epsilon=epsilon)
     spatial = rearrange(normalized, "n groups (size h w) -> n (groups size) h w")
-    scale, shift = (rearrange(call.input(i), "(groups size) -> (groups size) 1 1") for i in (1, 2))
+    scale, shift = (rearrange(call.input(i), channels) for i in (1, 2))
     return spatial * scale + shift

@@ -15,7 +15,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.slice_ranges import SLICING
 from onnxfuse.dsl.terms import VIEW_OPS
 from onnxfuse.errors import PatternError
-from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
+from onnxfuse.ir.dtypes import FLOATS, FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.graphsurgeon import new_variable
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of
@@ -23,19 +23,25 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder, Variant
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.spell_out import activations, attention, convolutions, embeddings, norms, products, rotary
+from onnxfuse.spell_out import (
+    activations,
+    attention,
+    convolutions,
+    embeddings,
+    norms,
+    onnx_attention,
+    products,
+    rotary,
+)
 from onnxfuse.spell_out.call import Call, Rule, input_name
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
-for _family in (activations, attention, convolutions, embeddings, norms, products, rotary):
+for _family in (activations, attention, convolutions, embeddings, norms, onnx_attention, products, rotary):
     RULES.update(_family.RULES)
 
-# Nodes of a spelling that may be left over: they compute little, as views and the arithmetic of masks do.
-MAY_REMAIN: Final = VIEW_OPS | SLICING | {
-    "And", "Cast", "Concat", "Equal", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Not",
-    "Range", "ReduceSum", "Shape", "Where",
-}  # fmt: skip
+# Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
+MAY_REMAIN: Final = VIEW_OPS | SLICING | {"Cast", "Concat", "Where"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     stays: list[Stays] = []
     for node in list(graph.nodes):
         rule = RULES.get(op_of(node))
+        if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
+            infer_node(shapes, node)  # of whose inputs a spelling may tell more
         if rule is None or not node.outputs or node.outputs[0].name in keep:
             continue
         call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
@@ -90,9 +98,10 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     return SpelledOut(tuple(spelled), tuple(stays))
 
 
-def left_over(graph: Graph, spelled_out: SpelledOut) -> list[Spelled]:
+def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut) -> list[Spelled]:
     """Return the operators of whose spelling something that computes was not fused."""
-    remaining = {node.name for node in graph.nodes if op_of(node) not in MAY_REMAIN}
+    computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
+    remaining = {node.name for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)}
     return [one for one in spelled_out.spelled if not remaining.isdisjoint(one.made)]
 
 
