@@ -28,7 +28,7 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse
-from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out, why_left
+from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
@@ -140,7 +140,7 @@ def _fuse_once(
             graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=progress
         )  # fmt: skip
         layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-        left = {one.output: why_left(one, fusing.missed) for one in left_over(graph, shapes, spelled)}
+        left = left_over(graph, shapes, spelled, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
         made = assign_regions(graph, shapes, exclude) if regions and not left else RegionResult()
         if made.fused:

@@ -7,6 +7,6 @@ it, or parts together with the neighbours, can be fused.  What is not fused keep
 
 from __future__ import annotations
 
-from onnxfuse.spell_out.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out, why_left
+from onnxfuse.spell_out.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 
-__all__ = ["Spelled", "SpelledOut", "Stays", "in_terms_of_model", "left_over", "spell_out", "why_left"]
+__all__ = ["Spelled", "SpelledOut", "Stays", "in_terms_of_model", "left_over", "spell_out"]

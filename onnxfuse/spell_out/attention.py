@@ -36,6 +36,7 @@ class Heads:
     length: Term  # the number of keys
     added: tuple[Term, ...] = ()
     is_causal: bool = False
+    softcap: float = 0.0
 
 
 def attended(call: Call, heads: Heads) -> Term:
@@ -45,6 +46,8 @@ def attended(call: Call, heads: Heads) -> Term:
     scale = call.scalar("scale", call.number("scale", 0.0) or size**-0.5)
     columns = op.Transpose(heads.keys, perm=[0, 1, 3, 2])
     scores: Term = scaled(op.MatMul(heads.queries, columns), scale)
+    if heads.softcap:
+        scores = op.Tanh(scores / heads.softcap) * heads.softcap
     for term in heads.added:
         scores = scores + term
     if heads.is_causal:

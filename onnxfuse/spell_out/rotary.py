@@ -95,22 +95,27 @@ def _name_sizes(call: Call, table: int) -> str | None:
 
 def _rotated(call: Call, cos: Table, sin: Table) -> dict[int, Term] | str:
     """Return the input rotated by tables of (batch, seq, half), by heads, and in its own layout again."""
-    packed = call.rank(0) == 3
+    packed, interleaved = call.rank(0) == 3, call.integer("interleaved") == 1
     x = rearrange(call.input(0), f"{PACKED} -> {BY_HEADS}") if packed else call.input(0)
     half, size = call.dims["half"], call.dims["size"]
     assert isinstance(half, int) and isinstance(size, int)
-    interleaved = call.integer("interleaved")
-    if 2 * half < size and interleaved:
+    if interleaved and 2 * half < size:
         return "it rotates neighbours of a part of each head"
     if interleaved and call.graph.opset < 23:
         return "it rotates neighbours, which has a spelling from opset 23 on"
     if 2 * half == size:
-        written_out = rotated_halves(x, cos, sin, half)
-        result = either(op.RotaryEmbedding(x, cos.rows, sin.rows, interleaved=interleaved), written_out)
+        operator = op.RotaryEmbedding(x, cos.rows, sin.rows, interleaved=int(interleaved))
+        result = either(operator, rotated(x, cos, sin, half, size))
     else:
-        first, rest = part_of(x, 0, 2 * half), part_of(x, 2 * half, size)
-        result = op.Concat(rotated_halves(first, cos, sin, half), rest, axis=-1)
+        result = rotated(x, cos, sin, half, size)
     return {0: rearrange(result, f"{BY_HEADS} -> {PACKED}") if packed else result}
+
+
+def rotated(x: Term, cos: Table, sin: Table, half: int, size: int) -> Term:
+    """Return (batch, heads, rows, size) with the first 2 half elements of each head rotated, in several operators."""
+    if 2 * half == size:
+        return rotated_halves(x, cos, sin, half)
+    return op.Concat(rotated_halves(part_of(x, 0, 2 * half), cos, sin, half), part_of(x, 2 * half, size), axis=-1)
 
 
 def rotated_halves(x: Term, cos: Table, sin: Table, half: int) -> Term:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,11 +24,13 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.function_body import BodyBuilder, Variant
 from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.select import FusionResult
 from onnxfuse.spell_out import (
     activations,
     attention,
     convolutions,
     embeddings,
+    group_query_attention,
     norms,
     onnx_attention,
     products,
@@ -37,11 +40,16 @@ from onnxfuse.spell_out.call import Call, Rule, input_name
 
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
-for _family in (activations, attention, convolutions, embeddings, norms, onnx_attention, products, rotary):
+for _family in (
+    activations, attention, convolutions, embeddings, group_query_attention, norms, onnx_attention, products, rotary,
+):  # fmt: skip
     RULES.update(_family.RULES)
 
 # Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
 MAY_REMAIN: Final = VIEW_OPS | SLICING | {"Cast", "Concat", "Where"}
+
+
+SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so many fusions that a miss tells nothing
 
 
 @dataclass(frozen=True)
@@ -98,19 +106,30 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
     return SpelledOut(tuple(spelled), tuple(stays))
 
 
-def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut) -> list[Spelled]:
-    """Return the operators of whose spelling something that computes was not fused."""
+def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
+    """Return the operators of whose spelling something that computes was not fused, by their first outputs, and why."""
     computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
-    remaining = {node.name for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)}
-    return [one for one in spelled_out.spelled if not remaining.isdisjoint(one.made)]
+    remaining = {
+        node.name: op_of(node) for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)
+    }
+    replaced = {name for one in fusing.fused for name in one.replaces}
+    left = {}
+    for one in spelled_out.spelled:
+        ops = {name: op for name, op in remaining.items() if name in one.made}
+        if ops:
+            nearest = _nearest_miss({name for name, op in ops.items() if op not in SUMS_AND_FACTORS}, fusing.missed)
+            counted = ", ".join(f"{count} {op}" for op, count in Counter(ops.values()).items())
+            in_part = f"{counted} would be left of it beside what is fused" if replaced & one.made else ""
+            reason = ": ".join(filter(None, (in_part, nearest))) or "no fusion takes it"
+            left[one.output] = Stays(one.op, one.node, reason)
+    return left
 
 
-def why_left(one: Spelled, missed: Iterable[Miss]) -> Stays:
-    """Return the operator with the reason of the miss that came nearest to fusing its spelling."""
-    near = [m for m in missed if m.node in one.made or not one.made.isdisjoint(m.around)]
+def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
+    """Return the reason of the miss that came nearest to fusing the nodes of these names; "" where none came near."""
+    near = [m for m in missed if m.matched and not names.isdisjoint((m.node, *m.around))]
     best = max(near, key=lambda m: (m.matched, m.matched / m.of), default=None)
-    reason = f"{best.fusion.name}: {best.reason}" if best and best.matched else "no fusion takes it"
-    return Stays(one.op, one.node, reason)
+    return f"{best.fusion.name}: {best.reason}" if best else ""
 
 
 def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:

@@ -14,6 +14,9 @@ from onnxfuse.activations import ACTIVATIONS
 
 TOLERANCES = {"float32": 2e-5, "float16": 5e-3, "int32": 0.0}
 X = "float[2,5,8] x"
+GROUPS = "float[2,5,16] q, float[2,5,8] k, float[2,5,8] v"
+NEW = "float[2,5,16] y, float[2,1,5,8] t, float[2,1,5,8] u"
+LENGTHS = "<int32[2] n = {4, 4}, int32 l = {5}>"
 NORM = "<float[8] g, float[8] b, float[8] c>"
 
 IN_ONNXRUNTIME = {
@@ -110,6 +113,22 @@ IN_ONNXRUNTIME = {
     "{ y, u, t = com.microsoft.MultiHeadAttention <num_heads = 2, unidirectional = 1> (q, k, v, , m, , c, d) }",
     "decoder_masked_cross": "(float[2,1,8] q, float[2,2,6,4] k, float[2,2,6,4] v, int32[2,6] m) => "
     "(float[2,1,8] y) { y = com.microsoft.DecoderMaskedMultiHeadAttention <num_heads = 2> (q, k, v, m) }",
+    "group_query": f"({GROUPS}) => ({NEW}) {LENGTHS} "
+    "{ y, t, u = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (q, k, v, , , n, l) }",
+    "group_query_bias": f"({GROUPS}, float[1,2,5,5] a) => ({NEW}) {LENGTHS} {{ y, t, u = "
+    "com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (q, k, v, , , n, l, , , , a) }",
+    "group_query_softcap": f"({GROUPS}) => ({NEW}) {LENGTHS} {{ y, t, u = com.microsoft.GroupQueryAttention "
+    "<num_heads = 2, kv_num_heads = 1, softcap = 2.0, scale = 0.5> (q, k, v, , , n, l) }",
+    "group_query_packed": "(float[2,5,64] q) => (float[2,5,32] y, float[2,1,5,16] t, float[2,1,5,16] u) "
+    "<int32[2] n = {4, 4}, int32 l = {5}, float[16,8] c, float[16,8] s> { y, t, u = "
+    "com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1> (q, , , , , n, l, c, s) }",
+    "group_query_past": "(float[2,1,32] q, float[2,1,16] k, float[2,1,16] v, float[2,1,4,16] c, float[2,1,4,16] d) => "
+    "(float[2,1,32] y, float[2,1,5,16] t, float[2,1,5,16] u) <int32[2] n = {4, 4}, int32 l = {5}, float[16,8] o, "
+    "float[16,8] s> { y, t, u = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1> "
+    "(q, k, v, c, d, n, l, o, s) }",
+    "group_query_past_of_several": "(float[1,3,16] q, float[1,3,8] k, float[1,3,8] v, float[1,1,4,8] c, "
+    "float[1,1,4,8] d) => (float[1,3,16] y, float[1,1,7,8] t, float[1,1,7,8] u) <int32[1] n = {6}, int32 l = {7}> "
+    "{ y, t, u = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1> (q, k, v, c, d, n, l) }",
     # --- rotary embedding
     "rotary": "(float[2,3,5,8] x, int64[2,5] i) => (float[2,3,5,8] y) <float[16,4] c, float[16,4] s> "
     "{ y = com.microsoft.RotaryEmbedding(x, i, c, s) }",
