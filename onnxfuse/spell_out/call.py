@@ -19,6 +19,7 @@ class Call:
     dims     the sizes that terms name
     values   the scalars that terms name
     choices  the variant of each `choose` in the terms
+    may_remain  operators of the spelling that need not be fused, beside those of `spell_out.MAY_REMAIN`
     """
 
     def __init__(self, graph: Graph, shapes: ShapeInfo, node: Node) -> None:
@@ -26,6 +27,7 @@ class Call:
         self.dims: dict[str, Size] = {}
         self.values: dict[str, object] = {}
         self.choices: dict[str, str] = {}
+        self.may_remain: set[str] = set()
         self._inputs: dict[int, Capture] = {}
 
     def has(self, index: int) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from onnxfuse.analysis.rules import RuleTable
 from onnxfuse.dsl.terms import Term, as_term
-from onnxfuse.dsl.words import full, op, rearrange
+from onnxfuse.dsl.words import cast_like, full, op, rearrange
 from onnxfuse.ir.node import op_of
 from onnxfuse.patterns._activations import silu
 from onnxfuse.patterns._norms import layer_normalized, rms_normalized
 from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
+
+TO_CHANNELS_FIRST: Final = [0, 3, 1, 2]
+TO_CHANNELS_LAST: Final = [0, 2, 3, 1]
+CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # of a vector that meets an image
 
 
 @RULES.rule("com.microsoft::SkipLayerNormalization", "SkipLayerNormalization")
@@ -76,16 +82,27 @@ def _group_norm(call: Call) -> dict[int, Term] | str:
     if not isinstance(channels, int) or not groups or channels % groups:
         return f"{channels} channels are no {groups} groups"
     call.dims |= {"n": batch, "h": others[0], "w": others[1], "groups": groups, "size": channels // groups}
-    total = call.input(0)
+    image = op.Transpose(call.input(0), perm=TO_CHANNELS_FIRST) if channels_last else call.input(0)
     if op_of(call.node) == "com.microsoft::SkipGroupNorm":
-        if call.rank(3) != 4:
-            return "what is added to its image has not four axes"
-        total = call.sum_of(0, 4, 3)
-    image = rearrange(total, "n h w (groups size) -> n (groups size) h w") if channels_last else total
+        skip = _skipped(call, channels_last)
+        if skip is None:
+            return "what is added to its image has not two or four axes"
+        image = image + rearrange(call.input(4), CHANNELS) + skip if call.has(4) else image + skip
+        call.may_remain.add("Add")  # of the embedding of a time, which stands alone in an export as well
     normalized = _normalized_groups(call, rearrange(image, "n (groups size) h w -> n groups (size h w)"))
-    activated = silu(normalized) if call.integer("activation") else normalized
-    result = rearrange(activated, "n (groups size) h w -> n h w (groups size)") if channels_last else activated
-    return {0: result, 1: total}
+    result = cast_like(silu(normalized) if call.integer("activation") else normalized, like=image)
+    outputs = {0: result, 1: image}
+    return {i: op.Transpose(x, perm=TO_CHANNELS_LAST) for i, x in outputs.items()} if channels_last else outputs
+
+
+def _skipped(call: Call, channels_last: bool) -> Term | None:
+    """Return what a SkipGroupNorm adds to its image, channels first; None if it has no axes that are known."""
+    rank, skip = call.rank(3), call.input(3)
+    if rank == 2:
+        return op.Unsqueeze(skip, axes=[2, 3])
+    if rank == 4:
+        return op.Transpose(skip, perm=TO_CHANNELS_FIRST) if channels_last else skip
+    return None
 
 
 @RULES.rule("GroupNormalization")
@@ -101,7 +118,7 @@ def _group_normalization(call: Call) -> dict[int, Term] | str | None:
     return {0: _normalized_groups(call, rows, "groups -> (groups size) 1 1")}
 
 
-def _normalized_groups(call: Call, rows: Term, channels: str = "(groups size) -> (groups size) 1 1") -> Term:
+def _normalized_groups(call: Call, rows: Term, channels: str = CHANNELS) -> Term:
     """Return the rows of groups normalized, as an image, times a scale and plus a shift for each channel."""
     epsilon = call.scalar("epsilon", call.number("epsilon", 1e-5))
     ones, zeros = full(1, "groups"), full(0, "groups")

@@ -54,12 +54,13 @@ SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so
 
 @dataclass(frozen=True)
 class Spelled:
-    """An operator that was spelled out: its first output, and the names of the nodes that stand for it."""
+    """An operator that was spelled out: its first output, and the nodes that stand for it."""
 
     op: str
     node: str
     output: str
-    made: frozenset[str]
+    made: frozenset[str]  # their names
+    may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset
         if isinstance(found, str):
             stays.append(Stays(op_of(node), label, found))
         elif found is not None:
-            spelled.append(Spelled(op_of(node), label, output, _replace(call, found)))
+            spelled.append(Spelled(op_of(node), label, output, _replace(call, found), frozenset(call.may_remain)))
     if spelled:
         graph.remove_dead()
         graph.sort()
@@ -115,7 +116,7 @@ def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: 
     replaced = {name for one in fusing.fused for name in one.replaces}
     left = {}
     for one in spelled_out.spelled:
-        ops = {name: op for name, op in remaining.items() if name in one.made}
+        ops = {name: op for name, op in remaining.items() if name in one.made and op not in one.may_remain}
         if ops:
             nearest = _nearest_miss({name for name, op in ops.items() if op not in SUMS_AND_FACTORS}, fusing.missed)
             counted = ", ".join(f"{count} {op}" for op, count in Counter(ops.values()).items())
