@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from case_documents import with_weights
 
 from onnxfuse.analysis.shape_inference import infer_shapes
@@ -26,8 +30,23 @@ def spelled(model: onnx.ModelProto) -> tuple[onnx.ModelProto, SpelledOut]:
     return write_model(graph), found
 
 
+def by_onnxruntime(export: Path, kind: str) -> Path:
+    """Return the path of the model that onnxruntime's transformers optimizer writes for an exported one.
+
+    `kind` is what the optimizer calls the architecture.  Skips the test where a package is missing that it imports.
+    """
+    pytest.importorskip("sympy", reason="onnxruntime's transformers optimizer needs it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnxruntime.transformers.optimizer import optimize_model
+
+        made = export.with_suffix(".made.onnx")
+        optimize_model(str(export), kind, num_heads=0, hidden_size=0, opt_level=0).save_model_to_file(str(made))
+    return made
+
+
 def drawn(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return inputs of a model whose sizes are numbers: floats, lengths and places up to 3, or booleans."""
+    """Return inputs of a model whose sizes are numbers: floats, 0 or 1, or booleans."""
     random = np.random.default_rng(seed)
     feeds = {}
     for value in model.graph.input:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from pathlib import Path
 
 import onnx
 import pytest
+from click.testing import CliRunner
 from exported_models import unpack
-from spelled_models import parsed
+from spelled_models import by_onnxruntime, parsed
 
 from onnxfuse import optimize
+from onnxfuse.cli import main
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -89,6 +90,23 @@ def test_operators_on_quantized_numbers_are_counted() -> None:
     assert report.quantized == {"MatMulNBits": 1}
 
 
+def test_explain_says_why_an_operator_stays(tmp_path: Path) -> None:
+    text = """(float[2,5,8] x, float[2,5,8] k) => (float[2,5,8] y, float[2,5,1] mean) <float[8] g, float[8] b>
+    { [skip] y, mean = com.microsoft.SkipLayerNormalization(x, k, g, b) }"""
+    onnx.save(parsed(text), tmp_path / "m.onnx")
+    said = CliRunner().invoke(main, ["explain", str(tmp_path / "m.onnx"), "--node", "skip"]).output
+    assert "com.microsoft::SkipLayerNormalization: 'skip' stays as it is" in said
+    assert "its output 'mean' is read, which has no spelling" in said
+
+
+def test_explain_finds_an_operator_that_was_fused(tmp_path: Path) -> None:
+    text = """(float[2,5,8] x, float[2,5,8] k) => (float[2,5,8] y) <float[8] g, float[8] b>
+    { [skip] y = com.microsoft.SkipLayerNormalization(x, k, g, b) }"""
+    onnx.save(parsed(text), tmp_path / "m.onnx")
+    said = CliRunner().invoke(main, ["explain", str(tmp_path / "m.onnx"), "--node", "skip"]).output
+    assert "'skip' is part of the add_layer_norm node" in said.replace("\n", " ")
+
+
 # --- what onnxruntime's own optimizer writes -----------------------------------------------------------------------
 
 
@@ -107,14 +125,8 @@ def test_operators_on_quantized_numbers_are_counted() -> None:
     ],
 )
 def test_a_model_of_onnxruntimes_optimizer_is_fused_as_the_export_is(name: str, kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("sympy", reason="onnxruntime's transformers optimizer needs it")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from onnxruntime.transformers.optimizer import optimize_model
-
-        export = unpack(f"{name}.onnx", tmp_path)
-        made = tmp_path / "made.onnx"
-        optimize_model(str(export), kind, num_heads=0, hidden_size=0, opt_level=0).save_model_to_file(str(made))
+    export = unpack(f"{name}.onnx", tmp_path)
+    made = by_onnxruntime(export, kind)
     assert any(node.domain == "com.microsoft" for node in onnx.load(made).graph.node)
     plain, from_export = optimize(export, verify=False)
     model, report = optimize(made, verify=kind != "unet")  # whose NhwcConv the CPU provider has not
