@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.analysis.rules import RuleTable
-from onnxfuse.dsl.terms import Term, as_term
+from onnxfuse.dsl.terms import VIEW_OPS, Term, as_term
 from onnxfuse.dsl.words import cast_like, full, op, rearrange
-from onnxfuse.ir.node import op_of
+from onnxfuse.ir.node import Tensor, op_of, producer
 from onnxfuse.patterns._activations import silu
 from onnxfuse.patterns._norms import layer_normalized, rms_normalized
 from onnxfuse.spell_out.call import Call, Rule
 
 RULES = RuleTable[Rule]()
 
+PRODUCTS: Final = frozenset({"Gemm", "MatMul"})
 TO_CHANNELS_FIRST: Final = [0, 3, 1, 2]
 TO_CHANNELS_LAST: Final = [0, 2, 3, 1]
 CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # of a vector that meets an image
@@ -21,16 +22,30 @@ CHANNELS: Final = "(groups size) -> (groups size) 1 1"  # of a vector that meets
 
 @RULES.rule("com.microsoft::SkipLayerNormalization", "SkipLayerNormalization")
 def _skip_layer_normalization(call: Call) -> dict[int, Term]:
-    total = call.sum_of(0, 4, 1)
+    total = _sum(call, bias=4)
     epsilon = call.scalar("epsilon", call.number("epsilon", 1e-12))
     return {0: layer_normalized(total, call.input(2), call.optional(3), epsilon), 3: total}
 
 
 @RULES.rule("com.microsoft::SkipSimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 def _skip_simplified_layer_normalization(call: Call) -> dict[int, Term]:
-    total = call.sum_of(0, 3, 1)
+    total = _sum(call, bias=3)
     epsilon = call.scalar("epsilon", call.number("epsilon", 1e-12))
     return {0: rms_normalized(total, call.input(2), epsilon), 3: total}
+
+
+def _sum(call: Call, bias: int) -> Term:
+    """Return the sum of the first two inputs and the bias, which is added first to the one that a product computes."""
+    products = [_is_product(call.tensor(index)) for index in (0, 1)]
+    return call.sum_of(1, bias, 0) if products == [False, True] else call.sum_of(0, bias, 1)
+
+
+def _is_product(tensor: Tensor) -> bool:
+    """Return whether a matrix product computes the tensor, perhaps behind views."""
+    node = producer(tensor)
+    while node is not None and op_of(node) in VIEW_OPS:
+        node = producer(node.inputs[0])
+    return node is not None and op_of(node) in PRODUCTS
 
 
 @RULES.rule("com.microsoft::SimplifiedLayerNormalization", "SimplifiedLayerNormalization")

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import onnx
+import onnxruntime
 import pytest
 from click.testing import CliRunner
 from exported_models import unpack
@@ -133,3 +134,28 @@ def test_a_model_of_onnxruntimes_optimizer_is_fused_as_the_export_is(name: str, 
     assert Counter(operators(model)) == Counter(operators(plain))
     assert report.counts == from_export.counts
     assert report.verified.passed is (None if kind == "unet" else True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert_eager_dynamo_fp32",
+        "clip_text_sdpa_dynamo_fp32",
+        "llama_kvcache_sdpa_dynamo_fp32",
+        "efficientnet_b0_dynamo_fp32",
+        "resnet50_dynamo_fp32",
+    ],
+)
+def test_a_model_that_a_session_wrote_is_fused_as_the_export_is(name: str, tmp_path: Path) -> None:
+    """Sessions write the model that they have optimized, with FusedMatMul, FusedGemm, FusedConv and others."""
+    export, written = unpack(f"{name}.onnx", tmp_path), tmp_path / "written.onnx"
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(written)
+    onnxruntime.InferenceSession(str(export), options, providers=["CPUExecutionProvider"])
+    assert any(node.domain == "com.microsoft" for node in onnx.load(written).graph.node)
+    plain, from_export = optimize(export, verify=False)
+    model, report = optimize(written)
+    assert (report.counts, len(model.graph.node)) == (from_export.counts, len(plain.graph.node))
+    assert report.verified.passed and not report.dropped
