@@ -25,9 +25,16 @@ def explain(miss: Miss) -> str:
     return "\n".join(lines)
 
 
-def explain_stay(one: Stays) -> str:
-    """Return why an operator that other tools write for several stays as it is, in lines."""
-    return f"{one.op}: '{one.node}' stays as it is\n  {one.reason}\n"
+def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
+    """Return why operators that other tools write for several stay as they are, in lines for each reason."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    for one in stays:
+        if node in (None, one.node):
+            nodes.setdefault((one.op, one.reason), []).append(one.node)
+    return [
+        f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written\n  {reason}\n"
+        for (op, reason), (first, *more) in nodes.items()
+    ]
 
 
 def _source(span: Span) -> list[str]:

@@ -32,6 +32,7 @@ from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
+MAX_SPELLING_ROUNDS = 4  # in which operators are left out of whose spelling something was not fused
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 
 
@@ -99,11 +100,15 @@ def fuse_model(
     )  # fmt: skip
     with _no_garbage_collection():
         stays: dict[str, Stays] = {}
-        while True:
+        for _ in range(MAX_SPELLING_ROUNDS):
             result, left = once(keep_operators=stays.keys())
             if not left:
                 return replace(result, stays=(*stays.values(), *result.stays))
             stays |= left
+        reason = "each round of fusing left something of other operators"
+        stays = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | stays
+        result, _ = once(keep_operators=stays.keys())
+        return replace(result, stays=(*stays.values(), *result.stays))
 
 
 def _fuse_once(
@@ -135,10 +140,8 @@ def _fuse_once(
         folded = simplify(graph, shapes, change_weights)
     with timer.stage("fuse"):
         unfused = unfused_graph(graph, shapes) if keep_unfused else None
-        progress = functools.partial(timer.progress, "fuse")
-        fusing = fuse(
-            graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=progress
-        )  # fmt: skip
+        done = functools.partial(timer.progress, "fuse")
+        fusing = fuse(graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=done)
         layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelled, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
@@ -149,11 +152,9 @@ def _fuse_once(
         fusing = replace(fusing, fused=tuple(records.values()))
     with timer.stage("write"):
         written = model if left else write_model(graph)
-    fused = FusedModel(
-        graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused, spelled.spelled,
-        spelled.stays,
-    )  # fmt: skip
-    return fused, left
+    traffic = before, after
+    fused = FusedModel(graph, written, *traffic, tuple(folded), fusing, layouts, without_regions, made, unfused)
+    return replace(fused, spelled=spelled.spelled, stays=spelled.stays), left
 
 
 def _assign_layouts(

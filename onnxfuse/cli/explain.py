@@ -27,7 +27,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from onnxfuse.dsl import catalogue
     from onnxfuse.explain import (
         explain,
-        explain_stay,
+        explain_stays,
         nearest,
         require_node,
         where_fused,
@@ -58,7 +58,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if fusion == REGION or (node and not fusion):
         shown += why_in_no_region(fusing.fused, result.regions.reasons, node)
     if fusion is None:
-        shown += [explain_stay(one) for one in result.stays if node in (None, one.node)]
+        shown += explain_stays(result.stays, node)
     if fusion != REGION:
         misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
         shown += [explain(miss) + "\n" for miss in misses]

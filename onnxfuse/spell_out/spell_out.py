@@ -47,8 +47,6 @@ for _family in (
 
 # Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
 MAY_REMAIN: Final = VIEW_OPS | SLICING | {"Cast", "Concat", "Where"}
-
-
 SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so many fusions that a miss tells nothing
 
 
@@ -154,10 +152,15 @@ class _Written:
 
 def _written(call: Call, rule: Rule) -> _Written | str | None:
     """Return the nodes that stand for an operator; a sentence, or None, where it stays as it is."""
-    found = rule(call)
+    node, shapes = call.node, call.shapes
+    try:
+        found = rule(call)
+    except Exception:  # models may break the rules of an operator in any way
+        if shapes.strict:
+            raise
+        return "its inputs are not such as the operator takes"
     if not isinstance(found, dict):
         return found
-    node, shapes = call.node, call.shapes
     unknown = [t.name for t in node.inputs if t.name and not shapes.dtype(t)]
     if unknown:
         return f"the dtype of '{unknown[0]}' is not known"
@@ -169,6 +172,8 @@ def _written(call: Call, rule: Rule) -> _Written | str | None:
     if dtype not in FUSIBLE_FLOATS:
         return "its dtype is none that is fused"
     builder = BodyBuilder(_variant(call, dtype))
+    if not all(map(builder.can_write, outputs.values())):
+        return f"opset {call.graph.opset} has no operators that compute it"
     try:
         names = {i: builder.cast(builder.value(term), dtype).name for i, term in outputs.items()}
     except PatternError as error:

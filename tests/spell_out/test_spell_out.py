@@ -96,7 +96,7 @@ def test_explain_says_why_an_operator_stays(tmp_path: Path) -> None:
     { [skip] y, mean = com.microsoft.SkipLayerNormalization(x, k, g, b) }"""
     onnx.save(parsed(text), tmp_path / "m.onnx")
     said = CliRunner().invoke(main, ["explain", str(tmp_path / "m.onnx"), "--node", "skip"]).output
-    assert "com.microsoft::SkipLayerNormalization: 'skip' stays as it is" in said
+    assert "com.microsoft::SkipLayerNormalization: 'skip' stays as written" in said
     assert "its output 'mean' is read, which has no spelling" in said
 
 
