@@ -13,6 +13,7 @@ from onnxfuse.errors import UsageError
 from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.spell_out import Stays
 
 
 def explain(miss: Miss) -> str:
@@ -22,6 +23,18 @@ def explain(miss: Miss) -> str:
     if miss.hint:
         lines.append(f"  help: {miss.hint}")
     return "\n".join(lines)
+
+
+def explain_stays(stays: Iterable[Stays], node: str | None = None) -> list[str]:
+    """Return why operators that other tools write for several stay as they are, in lines for each reason."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    for one in stays:
+        if node in (None, one.node):
+            nodes.setdefault((one.op, one.reason), []).append(one.node)
+    return [
+        f"{op}: '{first}'{f' and {len(more)} more stay' if more else ' stays'} as written\n  {reason}\n"
+        for (op, reason), (first, *more) in nodes.items()
+    ]
 
 
 def _source(span: Span) -> list[str]:

@@ -28,9 +28,11 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse
+from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
+MAX_SPELLING_ROUNDS = 4  # in which operators are left out of whose spelling something was not fused
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 
 
@@ -66,6 +68,8 @@ class FusedModel:
     without_regions: Traffic  # what it would be if the nodes of regions stayed apart
     regions: RegionResult
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
+    spelled: tuple[Spelled, ...] = ()  # the operators that were spelled out to be fused
+    stays: tuple[Stays, ...] = ()  # the operators that could be spelled out, and stay as they are
 
 
 def fuse_model(
@@ -90,29 +94,67 @@ def fuse_model(
     nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
     fused over.  `keep_unfused` remembers the graph as it was before fusing.
     """
-    timer = timer or StageTimer()
+    once = functools.partial(
+        _fuse_once, model, folder, fusions, ort=ort, layout=layout, regions=regions, change_weights=change_weights,
+        exclude=exclude, keep_names=keep_names, keep_unfused=keep_unfused, timer=timer or StageTimer(),
+    )  # fmt: skip
     with _no_garbage_collection():
-        with timer.stage("normalize"):
-            graph = read_graph(model, folder)
-            graph.fixed_names |= frozenset(keep_names)
-            graph.sort()
-            shapes = infer_shapes(graph)
-            before = estimate_traffic(graph, shapes)
-            folded = simplify(graph, shapes, change_weights)
-        with timer.stage("fuse"):
-            unfused = unfused_graph(graph, shapes) if keep_unfused else None
-            progress = functools.partial(timer.progress, "fuse")
-            fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
-            layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-            without_regions = after = estimate_traffic(graph, shapes)
-            made = assign_regions(graph, shapes, exclude) if regions else RegionResult()
-            if made.fused:
-                after = estimate_traffic(graph, shapes)
-            records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
-            fusing = replace(fusing, fused=tuple(records.values()))
-        with timer.stage("write"):
-            written = write_model(graph)
-    return FusedModel(graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused)
+        stays: dict[str, Stays] = {}
+        for _ in range(MAX_SPELLING_ROUNDS):
+            result, left = once(keep_operators=stays.keys())
+            if not left:
+                return replace(result, stays=(*stays.values(), *result.stays))
+            stays |= left
+        reason = "each round of fusing left something of other operators"
+        stays = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | stays
+        result, _ = once(keep_operators=stays.keys())
+        return replace(result, stays=(*stays.values(), *result.stays))
+
+
+def _fuse_once(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    fusions: Sequence[Fusion],
+    *,
+    ort: bool,
+    layout: Layout,
+    regions: bool,
+    change_weights: bool,
+    exclude: Collection[tuple[str, str]],
+    keep_names: Collection[str],
+    keep_unfused: bool,
+    keep_operators: Collection[str],
+    timer: StageTimer,
+) -> tuple[FusedModel, dict[str, Stays]]:
+    """Fuse a model, whose operators with the first outputs `keep_operators` are not spelled out.
+
+    Returns also the operators that were spelled out and not fused as a whole, by their first outputs, and why.
+    """
+    with timer.stage("normalize"):
+        graph = read_graph(model, folder)
+        graph.fixed_names |= frozenset(keep_names)
+        graph.sort()
+        shapes = infer_shapes(graph)
+        before = estimate_traffic(graph, shapes)
+        spelled = spell_out(graph, shapes, keep_operators) if fusions else SpelledOut()
+        folded = simplify(graph, shapes, change_weights)
+    with timer.stage("fuse"):
+        unfused = unfused_graph(graph, shapes) if keep_unfused else None
+        done = functools.partial(timer.progress, "fuse")
+        fusing = fuse(graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=done)
+        layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
+        left = left_over(graph, shapes, spelled, fusing)
+        without_regions = after = estimate_traffic(graph, shapes)
+        made = assign_regions(graph, shapes, exclude) if regions and not left else RegionResult()
+        if made.fused:
+            after = estimate_traffic(graph, shapes)
+        records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
+        fusing = replace(fusing, fused=tuple(records.values()))
+    with timer.stage("write"):
+        written = model if left else write_model(graph)
+    traffic = before, after
+    fused = FusedModel(graph, written, *traffic, tuple(folded), fusing, layouts, without_regions, made, unfused)
+    return replace(fused, spelled=spelled.spelled, stays=spelled.stays), left
 
 
 def _assign_layouts(

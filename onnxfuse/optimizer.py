@@ -19,8 +19,9 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
-from onnxfuse.report.report import Dropped, Report
+from onnxfuse.report.report import Dropped, Report, quantized_operators
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.spell_out import in_terms_of_model
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare, first_difference, nothing_compared
 from onnxfuse.verify.compare_constants import wrong_constants
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
@@ -113,8 +114,9 @@ def _optimize(
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
-        result.fusing.fused, result.folded, tuple(result.fusing.near()), tuple(taken_back.dropped), result.before,
-        result.after, verified, timer.seconds, result.layout, result.without_regions,
+        in_terms_of_model(result.fusing.fused, result.spelled), result.folded, tuple(result.fusing.near()),
+        tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
+        result.without_regions, result.stays, quantized_operators(result.model),
     )  # fmt: skip
     return result.model, report
 

@@ -7,6 +7,7 @@ that `<...>` declares without a number are weights, drawn at random.  Each line 
     fused layer_norm(x, w, b) -> y {epsilon=1e-05}     a fused node; all are listed, attributes only where they matter
     folded batch_norm scale -> conv                    a folded record; all but those of constants and shapes are listed
     missed layer_norm at y: ... is computed ...        a near miss as `onnxfuse explain` tells it; `...` is any text
+    stays com.microsoft::Attention: its cache ...      an operator that is not spelled out, and why
     left Conv, Mul                                     the operators that are not fused, in order, if that matters
     unverified                                         onnxruntime gets no inputs, because a rank or dtype is unknown
     xfail why                                          the lines say what should be; the code does not do that yet
@@ -29,7 +30,7 @@ from onnxfuse import Report
 from onnxfuse.match import Miss
 
 BOOKKEEPING = {"attributes", "fusion", "operands", "output_ranks", "output_types"}  # attributes of every fused node
-KINDS = ("fused", "folded", "missed", "left", "unverified", "xfail")
+KINDS = ("fused", "folded", "missed", "stays", "left", "unverified", "xfail")
 CALL = re.compile(r"(?P<call>\w+\([^()]*\) -> [^{}]+?)(?: \{(?P<attributes>[^{}]*)\})?")
 HEAD = re.compile(r"(?P<name>\w+): (?P<title>\S.*)")
 MISS = re.compile(r"(?P<fusion>\w+) at (?P<node>.+?): (?P<reason>.+)")
@@ -141,7 +142,8 @@ def with_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 def differences(case: Case, model: onnx.ModelProto, report: Report, misses: Iterable[Miss]) -> str:
     """Return in what a document and the report differ, and the lines that the report stands for; "" if in nothing."""
     near = list(misses)
-    problems = [*_fused(case, model), *_folded(case, report), *_missed(case, near), *_left(case, model)]
+    problems = [*_fused(case, model), *_folded(case, report), *_missed(case, near)]
+    problems += [*_stays(case, report), *_left(case, model)]
     if not problems:
         return ""
     where = f"{case.path.name}: {case.name}"
@@ -155,6 +157,7 @@ def _said(model: onnx.ModelProto, report: Report, misses: Iterable[Miss]) -> Ite
         yield f"  fused {call}" + (f" {{{shown}}}" if shown else "")
     yield from (f"  folded {line}" for line in _folds(report))
     yield from (f"  missed {miss.fusion.name} at {miss.node}: {miss.reason}" for miss in misses)
+    yield from (f"  stays {one.op}: {one.reason}" for one in report.stays)
     yield f"  left {_operators(model)}".rstrip()
 
 
@@ -213,8 +216,21 @@ def _missed(case: Case, misses: Iterable[Miss]) -> Iterator[str]:
         reason = reasons.get((parts["fusion"], parts["node"]))
         if reason is None:
             yield f"  line {line.number}: {parts['fusion']} is not nearly matched at '{parts['node']}'"
-        elif not re.fullmatch(".*".join(map(re.escape, parts["reason"].split("..."))), reason):
+        elif not _agrees(parts["reason"], reason):
             yield f"  line {line.number}: the reason is another one: {reason}"
+
+
+def _agrees(text: str, reason: str) -> bool:
+    return bool(re.fullmatch(".*".join(map(re.escape, text.split("..."))), reason))
+
+
+def _stays(case: Case, report: Report) -> Iterator[str]:
+    """Yield the operators of the document that are spelled out, or stay for another reason."""
+    for line in case.of("stays"):
+        op, _, text = line.text.partition(": ")
+        reasons = [one.reason for one in report.stays if one.op == op]
+        if not any(_agrees(text, reason) for reason in reasons):
+            yield f"  line {line.number}: no {op} stays for that reason, but for these: {'; '.join(reasons) or 'none'}"
 
 
 def _left(case: Case, model: onnx.ModelProto) -> Iterator[str]:

@@ -24,6 +24,8 @@ SCHEMA: dict[str, Any] = {
     "fused": [{"fusion": str, "node": str, "replaces": [str], "dims": {...: (int, str)}}],
     "folded": [{"what": str, "node": str, "into": str}],
     "missed": [{"fusion": str, "node": str, "matched": int, "of": int, "reason": str, "source": str}],
+    "stays": [{"op": str, "node": str, "reason": str}],
+    "quantized": {...: int},
     "dropped": [{"fusion": str, "node": str, "reason": str}],
     "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
     "regions": {"nodes": int, "replaced": int, "bytes_saved": int, "launches_saved": int},

@@ -19,7 +19,14 @@ _CONSTANT_DTYPES = {
 
 _ONNXRUNTIME_SOURCES = {  # by operator: the inputs that have the dtype of the first output, where input 0 has another
     "com.microsoft::QuantizeLinear": (2,), "com.microsoft::DequantizeLinear": (1,),
-    "com.microsoft::MatMulIntegerToFloat": (2,),
+    "com.microsoft::MatMulIntegerToFloat": (2,), "com.microsoft::EmbedLayerNormalization": (2,),
+}  # fmt: skip
+
+_OUTPUTS_OF_ONE_DTYPE = {  # by operator: the outputs behind the first that have its dtype
+    "com.microsoft::SkipLayerNormalization": (3,), "com.microsoft::SkipSimplifiedLayerNormalization": (3,),
+    "com.microsoft::EmbedLayerNormalization": (2,), "com.microsoft::SkipGroupNorm": (1,),
+    "com.microsoft::Attention": (1,), "com.microsoft::MultiHeadAttention": (1, 2),
+    "com.microsoft::GroupQueryAttention": (1, 2), "com.microsoft::DecoderMaskedMultiHeadAttention": (1, 2),
 }  # fmt: skip
 
 
@@ -60,7 +67,8 @@ def _dtype_source(op: str, opset: int, index: int) -> _Source:
     found = schema(op, opset)
     if found is None:  # an operator of onnxruntime, in its own domain or in that of ONNX
         inputs = _ONNXRUNTIME_SOURCES.get(op, (0,))
-        return _Source(inputs) if index == 0 and op in SHAPE_RULES else _Source()
+        known = index == 0 or index in _OUTPUTS_OF_ONE_DTYPE.get(op, ())
+        return _Source(inputs) if known and op in SHAPE_RULES else _Source()
     if not found.outputs:
         return _Source()
     formal_output = found.outputs[min(index, len(found.outputs) - 1)]

@@ -25,10 +25,19 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from rich.markup import escape
 
     from onnxfuse.dsl import catalogue
-    from onnxfuse.explain import explain, nearest, require_node, where_fused, where_inside, why_in_no_region
+    from onnxfuse.explain import (
+        explain,
+        explain_stays,
+        nearest,
+        require_node,
+        where_fused,
+        where_inside,
+        why_in_no_region,
+    )
     from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.load import load
     from onnxfuse.rewrite.replace import REGION
+    from onnxfuse.spell_out import in_terms_of_model
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
@@ -42,12 +51,14 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     with shown_progress() as progress:
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
     fusing = result.fusing
-    if node and (sentence := where_fused(fusing.fused, node)):
+    if node and (sentence := where_fused(in_terms_of_model(fusing.fused, result.spelled), node)):
         console().print(escape(sentence))
         return
     shown: list[str] = []
     if fusion == REGION or (node and not fusion):
         shown += why_in_no_region(fusing.fused, result.regions.reasons, node)
+    if fusion is None:
+        shown += explain_stays(result.stays, node)
     if fusion != REGION:
         misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
         shown += [explain(miss) + "\n" for miss in misses]

@@ -23,9 +23,9 @@ SUPPORTED_TEXT = f"{SUPPORTED_OPSETS[0]} to {SUPPORTED_OPSETS[-1]}"
 PROTOBUF_LIMIT = 2**31 - 1
 EXTERNAL_THRESHOLD = 1024  # bytes; smaller tensors stay inside the model file, where they cost less than a page
 ONNXRUNTIME_OPERATORS = frozenset({  # which onnxruntime knows in the ONNX domain where the opset does not
-    "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "ImageScaler", "LayerNormalization",
-    "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh", "SimplifiedLayerNormalization",
-    "ThresholdedRelu",
+    "Affine", "Crop", "DynamicSlice", "GRUUnit", "GivenTensorFill", "GroupNormalization", "ImageScaler",
+    "LayerNormalization", "MeanVarianceNormalization", "ParametricSoftplus", "Scale", "ScaledTanh",
+    "SimplifiedLayerNormalization", "ThresholdedRelu",
 })  # fmt: skip
 UNCHECKED_DOMAIN = "unchecked"  # of nodes that the checker is not to look at
 SIGNATURES = (  # offset, bytes, and what a file that has them there is

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import onnx
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -20,8 +21,13 @@ from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
+QUANTIZED: Final = (  # what the names of operators on quantized numbers begin with
+    "Quantize", "Dequantize", "DynamicQuantize", "MatMulInteger", "ConvInteger", "QLinear", "MatMulNBits", "MatMulBnb4",
+    "QAttention", "QGemm", "QEmbed", "QOrdered", "QMoE", "GatherBlockQuantized",
+)  # fmt: skip
 MAX_MISSES_SHOWN = 10  # in the terminal
 MAX_NOT_COMPARED_SHOWN = 10
 MAX_REGION_ENDS_SHOWN = 5
@@ -62,6 +68,8 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
     without_regions: Traffic | None = None  # the traffic if the nodes of regions stayed apart; None for none
+    stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
+    quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
 
     @property
     def counts(self) -> dict[str, int]:
@@ -81,8 +89,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return plain data.
 
-        Its keys are input, output, counts, fused, folded, missed, dropped, layout, regions, estimate, verified and
-        seconds.
+        Its keys are input, output, counts, fused, folded, missed, stays, quantized, dropped, layout, regions, estimate,
+        verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -94,6 +102,8 @@ class Report:
             ],
             "folded": [{"what": f.kind, "node": f.node, "into": f.into} for f in self.folded],
             "missed": [miss_json(m) for m in self.missed],
+            "stays": [asdict(one) for one in self.stays],
+            "quantized": dict(self.quantized),
             "dropped": [asdict(d) for d in self.dropped],
             "layout": {
                 "nodes": self.layout.nodes,
@@ -139,6 +149,12 @@ class Report:
         return Group(_fused_table(self), *_lines(self), *_missed_table(self))
 
 
+def quantized_operators(model: onnx.ModelProto) -> dict[str, int]:
+    """Return how many nodes of the main graph work on quantized numbers, by operator, the most frequent first."""
+    names = (node.op_type for node in model.graph.node if node.op_type.startswith(QUANTIZED))
+    return dict(Counter(names).most_common())
+
+
 def check_name(path: Path) -> None:
     """Raise UsageError unless the name ends as that of a report must, ModelError unless its folder exists."""
     if path.suffix.lower() not in (".json", ".html"):
@@ -179,6 +195,7 @@ def _lines(report: Report) -> list[str]:
         f"{report.before.launches} -> {report.after.launches} launches"
     )
     lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
+    lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized)]
     return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
 
 
@@ -200,6 +217,18 @@ def _layout_lines(layout: LayoutResult) -> list[str]:
     more = [f"  {_counted(rest, 'more Transpose')}"] if rest else []
     total = f"{_counted(layout.nodes, 'node')} channels-last, {_counted(len(layout.ends), 'Transpose')} at borders"
     return [f"Layout: {total}", *shown, *more]
+
+
+def _stays_lines(stays: Sequence[Stays]) -> list[str]:
+    """Return one line for each operator and reason, which says how many nodes stay as they are."""
+    counts = Counter((one.op, one.reason) for one in stays).most_common()
+    return [f"Not fused: {count} {escape(op)}, because {escape(reason)}" for (op, reason), count in counts]
+
+
+def _quantized_lines(quantized: Mapping[str, int]) -> list[str]:
+    """Return one line with the operators on quantized numbers; nothing where there are none."""
+    listed = ", ".join(f"{count} {escape(op)}" for op, count in quantized.items())
+    return [f"Quantized, which is not fused: {listed}"] if listed else []
 
 
 def _dropped_lines(dropped: Sequence[Dropped]) -> list[str]:

@@ -38,11 +38,13 @@ class Fused:
 class LocalFunctions:
     """The bodies that the model's fused nodes call; equal bodies are one function.
 
-    `ort` allows operators of com.microsoft in them.
+    `ort` allows operators of com.microsoft in all of them, `contrib` in those that replace one of the nodes that it
+    names: a model that had such operators needs onnxruntime already.
     """
 
     graph: Graph
     ort: bool = False
+    contrib: Set[str] = frozenset()
     names_by_body: dict[bytes, str] = field(default_factory=dict)
     names_by_variant: dict[Hashable, str] = field(default_factory=dict)
 
@@ -75,7 +77,8 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
     Returns a Miss, and changes nothing, where the opset has no spelling of the body.
     """
     outputs = needed_outputs(graph, match.nodes, match.outputs, match.operands)
-    variant = _variant(graph, shapes, match, outputs, functions.ort)
+    ort = functions.ort or any(node.name in functions.contrib for node in match.nodes)
+    variant = _variant(graph, shapes, match, outputs, ort)
     ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]
     attributes = _attributes(match, variant, ranks)
     try:

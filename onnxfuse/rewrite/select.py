@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -41,16 +41,18 @@ def fuse(
     fusions: Sequence[Fusion],
     *,
     ort: bool = False,
+    contrib: Set[str] = frozenset(),
     exclude: Collection[tuple[str, str]] = frozenset(),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
     """Replace in the graph what the fusions match.
 
     Nodes are tried from outputs to inputs, until nothing changes.  `ort` lets the stored bodies use operators of
-    com.microsoft.  `exclude` holds matches that are not replaced, each by the name of its fusion and of its first
-    output.  `progress` is called with the number of nodes tried, and of all nodes.
+    com.microsoft; `contrib` names nodes in whose place they may stand anyway.  `exclude` holds matches that are not
+    replaced, each by the name of its fusion and of its first output.  `progress` is called with the number of nodes
+    tried, and of all nodes.
     """
-    functions = LocalFunctions(graph, ort)
+    functions = LocalFunctions(graph, ort, contrib)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
     for turn in ([f for f in fusions if not f.last], [f for f in fusions if f.last]):

@@ -59,6 +59,7 @@ def _broadcasting(shapes: ShapeInfo, node: Node) -> Shape:
     "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tan",
     "Tanh", "TensorScatter", "ThresholdedRelu", "Trilu", "com.microsoft::FastGelu", "com.microsoft::Gelu",
     "com.microsoft::QuickGelu", "com.microsoft::RotaryEmbedding", "com.microsoft::GroupNorm",
+    "com.microsoft::SkipGroupNorm",
     "SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization", "com.microsoft::BiasSoftmax",
     "com.microsoft::QuantizeLinear", "com.microsoft::DequantizeLinear",
     # Operators that onnxruntime has in the ONNX domain, from before opset 9 or for its own fusions.
@@ -86,6 +87,19 @@ def _layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | N
 def _skip_layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
     shape = input_shape(shapes, node)
     return [shape, (*shape[:-1], 1), (*shape[:-1], 1), shape]
+
+
+@RULES.rule("com.microsoft::BiasSplitGelu")
+def _half_of_last_axis(shapes: ShapeInfo, node: Node) -> Shape:
+    shape = input_shape(shapes, node)
+    return (*shape[:-1], shape[-1] // 2)
+
+
+@RULES.rule("com.microsoft::EmbedLayerNormalization")
+def _embed_layer_normalization(shapes: ShapeInfo, node: Node) -> list[PartialShape | None]:
+    ids, table = input_shape(shapes, node), input_shape(shapes, node, 2)
+    rows = (*ids, table[-1])
+    return [rows, ids[:1], rows]
 
 
 @RULES.rule("DynamicQuantizeLinear")

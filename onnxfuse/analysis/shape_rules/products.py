@@ -14,10 +14,14 @@ RULES = RuleTable[ShapeRule]()
 
 @RULES.rule(
     "MatMul", "MatMulInteger", "QLinearMatMul", "com.microsoft::FusedMatMul", "com.microsoft::DynamicQuantizeMatMul",
-    "com.microsoft::MatMulIntegerToFloat", "com.microsoft::TransposeMatMul",
+    "com.microsoft::MatMulIntegerToFloat", "com.microsoft::TransposeMatMul", "com.microsoft::GemmFastGelu",
 )  # fmt: skip
 def _matmul(shapes: ShapeInfo, node: Node) -> Shape:
     a, b = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearMatMul" else 1)
+    if int_attribute(node, "transBatchA", 0):  # the first axis stands in front of the last one
+        a = (*a[1:-1], a[0], a[-1])
+    if int_attribute(node, "transBatchB", 0):
+        b = (*b[1:-1], b[0], b[-1])
     a = (*a[:-2], a[-1], a[-2]) if int_attribute(node, "transA", 0) else a
     b = (*b[:-2], b[-1], b[-2]) if int_attribute(node, "transB", 0) else b
     return (*broadcast(shapes, a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))

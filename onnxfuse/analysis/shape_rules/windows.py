@@ -24,13 +24,20 @@ from onnxfuse.ir.node import Node, is_tensor, op_of, producer
 RULES = RuleTable[ShapeRule]()
 
 
-@RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv", "com.microsoft::NhwcFusedConv")
+@RULES.rule("Conv", "ConvInteger", "QLinearConv", "com.microsoft::FusedConv")
 def _conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
-    if op_of(node) == "com.microsoft::NhwcFusedConv":
-        raise CannotInfer
     image, weight = input_shape(shapes, node), input_shape(shapes, node, 3 if op_of(node) == "QLinearConv" else 1)
     kernel = ints_attribute(node, "kernel_shape") or weight[2:]
     return (image[0], weight[0], *_window_counts(node, image[2:], kernel))
+
+
+@RULES.rule("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
+def _nhwc_conv(shapes: ShapeInfo, node: Node) -> tuple[Size | None, ...]:
+    """NhwcConv has its weights as (filters, height, width, channels), NhwcFusedConv as ONNX has them."""
+    image, weight = input_shape(shapes, node), input_shape(shapes, node, 1)
+    kernel = weight[1:-1] if op_of(node) == "com.microsoft::NhwcConv" else weight[2:]
+    windows = _window_counts(node, image[1:-1], ints_attribute(node, "kernel_shape") or kernel)
+    return (image[0], *windows, weight[0])
 
 
 @RULES.rule("MaxPool", "AveragePool", "LpPool")

@@ -1,0 +1,236 @@
+"""Replace operators by what they compute, and find those of which something was not fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Final
+
+import onnx
+from onnx.numpy_helper import to_array
+
+from onnxfuse.analysis.rules import RuleTable
+from onnxfuse.analysis.shape_inference import infer_node
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.slice_ranges import SLICING
+from onnxfuse.dsl.terms import VIEW_OPS
+from onnxfuse.errors import PatternError
+from onnxfuse.ir.dtypes import FLOATS, FUSIBLE_FLOATS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.graphsurgeon import new_variable
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of
+from onnxfuse.match import Miss
+from onnxfuse.passes.folded import node_label
+from onnxfuse.rewrite.function_body import BodyBuilder, Variant
+from onnxfuse.rewrite.replace import Fused
+from onnxfuse.rewrite.select import FusionResult
+from onnxfuse.spell_out import (
+    activations,
+    attention,
+    convolutions,
+    embeddings,
+    group_query_attention,
+    norms,
+    onnx_attention,
+    products,
+    rotary,
+)
+from onnxfuse.spell_out.call import Call, Rule, input_name
+
+CONTRIB: Final = "com.microsoft::"
+RULES: Final = RuleTable[Rule]()
+for _family in (
+    activations, attention, convolutions, embeddings, group_query_attention, norms, onnx_attention, products, rotary,
+):  # fmt: skip
+    RULES.update(_family.RULES)
+
+# Operators of a spelling that may be left over, beside those on integers and booleans: they move or mask elements.
+MAY_REMAIN: Final = VIEW_OPS | SLICING | {"Cast", "Concat", "Where"}
+SUMS_AND_FACTORS: Final = frozenset({"Add", "Div", "Mul", "Sub"})  # parts of so many fusions that a miss tells nothing
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """An operator that was spelled out: its first output, and the nodes that stand for it."""
+
+    op: str
+    node: str
+    output: str
+    made: frozenset[str]  # their names
+    may_remain: frozenset[str] = frozenset()  # operators of these nodes that need not be fused
+
+
+@dataclass(frozen=True)
+class Stays:
+    """An operator that has a rule and is not spelled out, and why."""
+
+    op: str
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SpelledOut:
+    """What was spelled out, and what has a rule and was not."""
+
+    spelled: tuple[Spelled, ...] = ()
+    stays: tuple[Stays, ...] = ()
+
+    @property
+    def contrib(self) -> frozenset[str]:
+        """The names of nodes that stand for operators of com.microsoft."""
+        return frozenset(name for one in self.spelled if one.op.startswith(CONTRIB) for name in one.made)
+
+
+def spell_out(graph: Graph, shapes: ShapeInfo, keep: Collection[str] = frozenset()) -> SpelledOut:
+    """Replace every operator that has a rule by what it computes, but not those whose first outputs `keep` names."""
+    spelled: list[Spelled] = []
+    stays: list[Stays] = []
+    for node in list(graph.nodes):
+        rule = RULES.get(op_of(node))
+        if spelled and node.outputs and not shapes.dtype(node.outputs[0]):
+            infer_node(shapes, node)  # of whose inputs a spelling may tell more
+        if rule is None or not node.outputs or node.outputs[0].name in keep:
+            continue
+        call, label, output = Call(graph, shapes, node), node_label(node), node.outputs[0].name
+        found = _written(call, rule)
+        if isinstance(found, str):
+            stays.append(Stays(op_of(node), label, found))
+        elif found is not None:
+            spelled.append(Spelled(op_of(node), label, output, _replace(call, found), frozenset(call.may_remain)))
+    if spelled:
+        graph.remove_dead()
+        graph.sort()
+    return SpelledOut(tuple(spelled), tuple(stays))
+
+
+def left_over(graph: Graph, shapes: ShapeInfo, spelled_out: SpelledOut, fusing: FusionResult) -> dict[str, Stays]:
+    """Return the operators of whose spelling something that computes was not fused, by their first outputs, and why."""
+    computing = (node for node in graph.nodes if op_of(node) not in MAY_REMAIN)
+    remaining = {
+        node.name: op_of(node) for node in computing if any(shapes.dtype(tensor) in FLOATS for tensor in node.outputs)
+    }
+    replaced = {name for one in fusing.fused for name in one.replaces}
+    left = {}
+    for one in spelled_out.spelled:
+        ops = {name: op for name, op in remaining.items() if name in one.made and op not in one.may_remain}
+        if ops:
+            nearest = _nearest_miss({name for name, op in ops.items() if op not in SUMS_AND_FACTORS}, fusing.missed)
+            counted = ", ".join(f"{count} {op}" for op, count in Counter(ops.values()).items())
+            in_part = f"{counted} would be left of it beside what is fused" if replaced & one.made else ""
+            reason = ": ".join(filter(None, (in_part, nearest))) or "no fusion takes it"
+            left[one.output] = Stays(one.op, one.node, reason)
+    return left
+
+
+def _nearest_miss(names: Set[str], missed: Iterable[Miss]) -> str:
+    """Return the reason of the miss that came nearest to fusing the nodes of these names; "" where none came near."""
+    near = [m for m in missed if m.matched and not names.isdisjoint((m.node, *m.around))]
+    best = max(near, key=lambda m: (m.matched, m.matched / m.of), default=None)
+    return f"{best.fusion.name}: {best.reason}" if best else ""
+
+
+def in_terms_of_model(fused: Iterable[Fused], spelled: Iterable[Spelled]) -> tuple[Fused, ...]:
+    """Return the fused nodes with the names of operators in place of the nodes that stand for them."""
+    operators = {name: one.node for one in spelled for name in one.made}
+    return tuple(
+        replace(one, replaces=tuple(dict.fromkeys(operators.get(name, name) for name in one.replaces))) for one in fused
+    )
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The nodes of a spelling, and the names of the values that are the operator's outputs, by index."""
+
+    nodes: Sequence[onnx.NodeProto]
+    outputs: Mapping[int, str]
+
+
+def _written(call: Call, rule: Rule) -> _Written | str | None:
+    """Return the nodes that stand for an operator; a sentence, or None, where it stays as it is."""
+    node, shapes = call.node, call.shapes
+    try:
+        found = rule(call)
+    except Exception:  # models may break the rules of an operator in any way
+        if shapes.strict:
+            raise
+        return "its inputs are not such as the operator takes"
+    if not isinstance(found, dict):
+        return found
+    unknown = [t.name for t in node.inputs if t.name and not shapes.dtype(t)]
+    if unknown:
+        return f"the dtype of '{unknown[0]}' is not known"
+    outputs = {i: term for i, term in found.items() if call.is_read(i)}
+    lacking = [t.name for i, t in enumerate(node.outputs) if call.is_read(i) and i not in found]
+    if lacking:
+        return f"its output '{lacking[0]}' is read, which has no spelling"
+    dtype = shapes.dtype(node.outputs[0])
+    if dtype not in FUSIBLE_FLOATS:
+        return "its dtype is none that is fused"
+    builder = BodyBuilder(_variant(call, dtype))
+    if not all(map(builder.can_write, outputs.values())):
+        return f"opset {call.graph.opset} has no operators that compute it"
+    try:
+        names = {i: builder.cast(builder.value(term), dtype).name for i, term in outputs.items()}
+    except PatternError as error:
+        return str(error)
+    return _Written(builder.nodes, names)
+
+
+def _variant(call: Call, dtype: int) -> Variant:
+    tensors = enumerate(call.node.inputs)
+    dtypes = {input_name(i): call.shapes.dtype(tensor) for i, tensor in tensors if tensor.name}
+    rank = call.rank(0) or 0
+    return Variant(call.graph.opset, dtypes, (dtype,), rank, call.values, call.dims, call.choices)
+
+
+def _replace(call: Call, written: _Written) -> frozenset[str]:
+    """Put the nodes of a spelling in the place of its operator; return their names."""
+    graph, shapes, node = call.graph, call.shapes, call.node
+    label, outputs = node_label(node), list(node.outputs)
+    tensors: dict[str, Tensor] = {input_name(i): tensor for i, tensor in enumerate(node.inputs)}
+    node.inputs.clear()
+    node.outputs.clear()
+    computed = {name for proto in written.nodes for name in proto.output}
+    ends: dict[str, Tensor] = {}
+    copies: list[tuple[str, Tensor]] = []
+    for index, name in written.outputs.items():
+        if name in computed and name not in ends:
+            ends[name] = outputs[index]
+        else:
+            copies.append((name, outputs[index]))
+    made = []
+    for proto in written.nodes:
+        if proto.op_type == "Constant":
+            tensors[proto.output[0]] = graph.constant(f"{label}/constant", to_array(proto.attribute[0].t))
+            continue
+        made.append(_add_node(call, proto, label, tensors, ends))
+    for name, tensor in copies:
+        made.append(graph.add_node("Identity", [tensors[name]], [tensor], name=graph.unique_name(f"{label}/Identity")))
+    for each in made:
+        infer_node(shapes, each)
+    graph.linked.nodes.remove(node)
+    return frozenset(each.name for each in made)
+
+
+def _add_node(
+    call: Call, proto: onnx.NodeProto, label: str, tensors: dict[str, Tensor], ends: Mapping[str, Tensor]
+) -> Node:
+    graph = call.graph
+    for name in proto.output:
+        tensors[name] = ends[name] if name in ends else graph.variable(f"{label}/{proto.op_type}_output")
+    inputs = [tensors[name] if name else new_variable("") for name in proto.input]
+    attributes = {each.name: _attribute(each) for each in proto.attribute}
+    name = graph.unique_name(f"{label}/{proto.op_type}")
+    return graph.add_node(proto.op_type, inputs, [tensors[each] for each in proto.output], attributes, name=name)
+
+
+def _attribute(attribute: onnx.AttributeProto) -> AttributeValue:
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode()
+    return list(value) if not isinstance(value, int | float | str) else value
