@@ -1,5 +1,8 @@
 """Fuse a model once: simplify its graph, fuse what the patterns match, and choose the layout of images.
 
+The bodies of If, Loop and Scan go the same way, before the graph around them is fused: it reads constants and shapes of
+that graph, and what a body no longer reads may be fused outside.
+
 This verifies nothing; `optimizer.py` does, and fuses again without what is wrong.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,16 +21,22 @@ import onnx
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.bodies.body import Body, read_bodies, write_body
+from onnxfuse.bodies.invariants import read_invariants_outside
+from onnxfuse.bodies.known_branches import with_known_branches
+from onnxfuse.bodies.results import infer_results
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
+from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.rewrite.select import FusionResult, fuse
+from onnxfuse.rewrite.select import FusionResult, fuse, nearness
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
@@ -53,8 +62,31 @@ class StageTimer:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What `fuse_model` is to do, as its arguments say."""
+
+    fusions: Sequence[Fusion]
+    ort: bool
+    layout: Layout
+    regions: bool
+    bodies: bool
+    change_weights: bool
+    exclude: Collection[tuple[str, str]]
+    keep_names: frozenset[str]
+    keep_unfused: bool
+
+
+@dataclass(frozen=True)
+class FusedBody:
+    """A body of an If, Loop or Scan after fusing, as a model of its own."""
+
+    body: Body
+    fused: FusedModel
+
+
+@dataclass(frozen=True)
 class FusedModel:
-    """A model after fusing, and what was done to it."""
+    """A model after fusing, and what was done to it; or a body of it, as a model."""
 
     graph: Graph
     model: onnx.ModelProto
@@ -66,6 +98,37 @@ class FusedModel:
     without_regions: Traffic  # what it would be if the nodes of regions stayed apart
     regions: RegionResult
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
+    bodies: tuple[FusedBody, ...] = ()
+    inlined: Inlined | None = None  # the model's own functions
+
+    def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
+        """Yield this graph and all bodies in it, each with what reports call it; the main graph is ""."""
+        yield where, self
+        for one in self.bodies:
+            yield from one.fused.everywhere(f"{one.body.where} in {where}" if where else one.body.where)
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """All fused nodes, those in bodies included."""
+        return tuple(
+            replace(one, where=where) if where else one
+            for where, each in self.everywhere()
+            for one in each.fusing.fused
+        )
+
+    @property
+    def all_folded(self) -> tuple[Folded, ...]:
+        """All nodes that vanished, those in bodies included."""
+        return tuple(one for _, each in self.everywhere() for one in each.folded)
+
+    @property
+    def missed(self) -> tuple[Miss, ...]:
+        """Every miss, those in bodies included."""
+        return tuple(miss for _, each in self.everywhere() for miss in each.fusing.missed)
+
+    def near(self) -> list[Miss]:
+        """Return the misses worth reading, those in bodies included, nearest first."""
+        return sorted((miss for _, each in self.everywhere() for miss in each.fusing.near()), key=nearness)
 
 
 def fuse_model(
@@ -76,6 +139,7 @@ def fuse_model(
     ort: bool = False,
     layout: Layout = "auto",
     regions: bool = False,
+    bodies: bool = True,
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
@@ -85,34 +149,79 @@ def fuse_model(
     """Simplify and fuse a model that was loaded, without verifying it.
 
     `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `layout` and `regions` are as in `optimize`.  `change_weights` folds BatchNormalization and scales into
+    too.  `layout` and `regions` are as in `optimize`.  `bodies` says whether those of If, Loop and Scan are fused, in
+    which images stay channels-first.  `change_weights` folds BatchNormalization and scales into
     weights.  `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output, and
     nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
     fused over.  `keep_unfused` remembers the graph as it was before fusing.
     """
     timer = timer or StageTimer()
+    settings = Settings(
+        fusions, ort, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused
+    )
     with _no_garbage_collection():
         with timer.stage("normalize"):
-            graph = read_graph(model, folder)
-            graph.fixed_names |= frozenset(keep_names)
-            graph.sort()
-            shapes = infer_shapes(graph)
-            before = estimate_traffic(graph, shapes)
-            folded = simplify(graph, shapes, change_weights)
-        with timer.stage("fuse"):
-            unfused = unfused_graph(graph, shapes) if keep_unfused else None
-            progress = functools.partial(timer.progress, "fuse")
-            fusing = fuse(graph, shapes, fusions, ort=ort, exclude=exclude, progress=progress)
-            layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-            without_regions = after = estimate_traffic(graph, shapes)
-            made = assign_regions(graph, shapes, exclude) if regions else RegionResult()
-            if made.fused:
-                after = estimate_traffic(graph, shapes)
-            records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
-            fusing = replace(fusing, fused=tuple(records.values()))
-        with timer.stage("write"):
-            written = write_model(graph)
-    return FusedModel(graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused)
+            inlined = inline_functions(model)
+            graph, shapes, taken = _read(inlined.model, folder, bodies)
+        return replace(_fuse_graph(graph, shapes, taken, settings, timer), inlined=inlined)
+
+
+def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Graph, ShapeInfo, list[onnx.NodeProto]]:
+    """Return the main graph with the branches that are always taken, its shapes, and the Ifs that vanished."""
+    taken: list[onnx.NodeProto] = []
+    while True:
+        graph = read_graph(model, folder)
+        graph.sort()
+        shapes = infer_shapes(graph)
+        model, known = with_known_branches(model, shapes) if bodies else (model, [])
+        taken += known
+        if not known:
+            return graph, shapes, taken
+
+
+def _fuse_graph(
+    graph: Graph, shapes: ShapeInfo, taken: Iterable[onnx.NodeProto], settings: Settings, timer: StageTimer
+) -> FusedModel:
+    """Simplify and fuse a sorted graph: the main graph, or a body.  `taken` are the Ifs that vanished."""
+    with timer.stage("normalize"):
+        graph.fixed_names |= settings.keep_names
+        before = estimate_traffic(graph, shapes)
+        folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
+        if settings.bodies:
+            folded += read_invariants_outside(graph)
+            infer_results(graph, shapes)
+        folded += simplify(graph, shapes, settings.change_weights)
+        unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
+    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
+    if bodies:  # which may read less of this graph than before
+        graph.update_captured()
+        graph.remove_dead()
+        graph.sort()
+    with timer.stage("fuse"):
+        progress = functools.partial(timer.progress, "fuse")
+        exclude = settings.exclude
+        fusing = fuse(graph, shapes, settings.fusions, ort=settings.ort, exclude=exclude, progress=progress)
+        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
+        without_regions = after = estimate_traffic(graph, shapes)
+        made = assign_regions(graph, shapes, exclude) if settings.regions else RegionResult()
+        if made.fused:
+            after = estimate_traffic(graph, shapes)
+        records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
+        fusing = replace(fusing, fused=tuple(records.values()))
+    with timer.stage("write"):
+        written = write_model(graph)
+    return FusedModel(
+        graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused, bodies
+    )
+
+
+def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
+    """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
+    inside = replace(settings, layout="nchw")
+    for body in read_bodies(graph, shapes):
+        fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)
+        write_body(graph, body, fused.model)
+        yield FusedBody(body, fused)
 
 
 def _assign_layouts(
