@@ -10,7 +10,8 @@ import onnx
 
 from onnxfuse.dsl.spans import Span
 from onnxfuse.errors import UsageError
-from onnxfuse.ir.protos import nodes, subgraphs
+from onnxfuse.ir.inline_functions import Inlined
+from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
@@ -61,7 +62,7 @@ def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None 
 
 def require_node(name: str, model: onnx.ModelProto) -> None:
     """Raise UsageError, with the most similar name, unless a node or one of its outputs has this name."""
-    names = [known for node in model.graph.node for known in (node.name, *node.output) if known]
+    names = [known for node in nodes(model.graph) for known in (node.name, *node.output) if known]
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
         raise UsageError(f"there is no node '{name}'" + (f". Did you mean '{near[0]}'?" if near else " in the model"))
@@ -70,7 +71,9 @@ def require_node(name: str, model: onnx.ModelProto) -> None:
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:
     """Return the fused node that replaced a node, in words; None where none did, or a region."""
     found = next((one for one in fused if node in one.replaces and one.fusion != REGION), None)
-    return f"'{node}' is part of the {found.fusion} node '{found.node}'" if found else None
+    if found is None:
+        return None
+    return f"'{node}' is part of the {found.fusion} node '{found.node}'" + (f" in {found.where}" if found.where else "")
 
 
 def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
@@ -81,18 +84,28 @@ def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: s
     return [f"region: not at '{name}': {why}" for name, why in reasons.items() if node in (None, name)]
 
 
-def where_inside(model: onnx.ModelProto, name: str) -> str | None:
-    """Return in words what the node of this name, or output, is inside of; None in the main graph, and for no node."""
-    if any(name in (node.name, *node.output) for node in model.graph.node):
+def where_inside(model: onnx.ModelProto, inlined: Inlined, name: str) -> str | None:
+    """Return in words what a node of this name, or output, is inside of, where nothing is fused; None elsewhere."""
+    for outer, node in _nodes_outside_bodies(inlined.model.graph):
+        if name in (node.name, *node.output):
+            where = f"a subgraph of {outer.op_type} '{outer.name or outer.output[0]}'" if outer else ""
+            return f"'{name}' is inside {where}; fused are subgraphs of If, Loop and Scan alone" if outer else None
+    function = next((f for f in model.functions if any(name in (node.name, *node.output) for node in nodes(f))), None)
+    if function is None:
         return None
-    for part, where in _inner_graphs(model):
-        if any(name in (node.name, *node.output) for node in nodes(part)):
-            return f"'{name}' is inside {where}; only nodes of the main graph are fused"
-    return None
+    where = f"'{name}' is inside the function '{function.domain}.{function.name}'"
+    if function in inlined.model.functions:
+        return f"{where}, which is not inlined, so that its nodes are not fused"
+    known = (each for node in nodes(inlined.model.graph) for each in (node.name, *node.output))
+    copies = [f"'{each}'" for each in known if each.startswith(f"{name}__")]  # as onnx's inliner names them
+    return f"{where}, which is inlined where it is called: {', '.join(copies[:3])}{' ...' if len(copies) > 3 else ''}"
 
 
-def _inner_graphs(model: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto | onnx.FunctionProto, str]]:
-    """Yield the subgraphs and functions, in which nothing is fused, and what they are called in messages."""
-    for node in model.graph.node:
-        yield from ((part, f"a subgraph of {node.op_type} '{node.name or node.output[0]}'") for part in subgraphs(node))
-    yield from ((function, f"the function '{function.domain}.{function.name}'") for function in model.functions)
+def _nodes_outside_bodies(
+    graph: onnx.GraphProto, outer: onnx.NodeProto | None = None
+) -> Iterator[tuple[onnx.NodeProto | None, onnx.NodeProto]]:
+    """Yield every node with the outermost node around it whose subgraphs are not fused."""
+    for node in graph.node:
+        yield outer, node
+        for inner in subgraphs(node):
+            yield from _nodes_outside_bodies(inner, outer or (None if is_control_flow(node) else node))

@@ -1,5 +1,8 @@
 """Fuse a model once: simplify its graph, fuse what the patterns match, and choose the layout of images.
 
+The bodies of If, Loop and Scan go the same way, before the graph around them is fused: it reads constants and shapes of
+that graph, and what a body no longer reads may be fused outside.
+
 This verifies nothing; `optimizer.py` does, and fuses again without what is wrong.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,21 +21,27 @@ import onnx
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.bodies.body import Body, read_bodies, write_body
+from onnxfuse.bodies.invariants import read_invariants_outside
+from onnxfuse.bodies.known_branches import with_known_branches
+from onnxfuse.bodies.results import infer_results
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.assign import Layout, LayoutResult, assign_layouts
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
+from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.rewrite.select import FusionResult, fuse
+from onnxfuse.rewrite.select import FusionResult, fuse, nearness
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
-MAX_SPELLING_ROUNDS = 4  # in which operators are left out of whose spelling something was not fused
+MAX_SPELLING_ROUNDS = 4  # in which operators of which something was left over keep their form
 Progress: TypeAlias = Callable[[str, int, int], None]  # called with the stage, how much of it is done, and of how much
 
 
@@ -55,8 +64,32 @@ class StageTimer:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What `fuse_model` is to do, as its arguments say."""
+
+    fusions: Sequence[Fusion]
+    ort: bool
+    layout: Layout
+    regions: bool
+    bodies: bool
+    change_weights: bool
+    exclude: Collection[tuple[str, str]]
+    keep_names: frozenset[str]
+    keep_unfused: bool
+    keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
+
+
+@dataclass(frozen=True)
+class FusedBody:
+    """A body of an If, Loop or Scan after fusing, as a model of its own."""
+
+    body: Body
+    fused: FusedModel
+
+
+@dataclass(frozen=True)
 class FusedModel:
-    """A model after fusing, and what was done to it."""
+    """A model after fusing, and what was done to it; or a body of it, as a model."""
 
     graph: Graph
     model: onnx.ModelProto
@@ -68,8 +101,54 @@ class FusedModel:
     without_regions: Traffic  # what it would be if the nodes of regions stayed apart
     regions: RegionResult
     unfused: UnfusedGraph | None  # what was fused, for the comparison by parts
-    spelled: tuple[Spelled, ...] = ()  # the operators that were spelled out to be fused
-    stays: tuple[Stays, ...] = ()  # the operators that could be spelled out, and stay as they are
+    spelling: SpelledOut = field(default_factory=SpelledOut)  # of operators that other tools write for several
+    left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
+    bodies: tuple[FusedBody, ...] = ()
+    inlined: Inlined | None = None  # the model's own functions
+
+    def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
+        """Yield this graph and all bodies in it, each with what reports call it; the main graph is ""."""
+        yield where, self
+        for one in self.bodies:
+            yield from one.fused.everywhere(f"{one.body.where} in {where}" if where else one.body.where)
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """All fused nodes, those in bodies included."""
+        return tuple(
+            replace(one, where=where) if where else one
+            for where, each in self.everywhere()
+            for one in each.fusing.fused
+        )
+
+    @property
+    def all_folded(self) -> tuple[Folded, ...]:
+        """All nodes that vanished, those in bodies included."""
+        return tuple(one for _, each in self.everywhere() for one in each.folded)
+
+    @property
+    def spelled(self) -> tuple[Spelled, ...]:
+        """All operators that were spelled out to be fused, those in bodies included."""
+        return tuple(one for _, each in self.everywhere() for one in each.spelling.spelled)
+
+    @property
+    def stays(self) -> tuple[Stays, ...]:
+        """All operators that could be spelled out, and stay as they are."""
+        return tuple(one for _, each in self.everywhere() for one in each.spelling.stays)
+
+    @property
+    def all_left(self) -> dict[str, Stays]:
+        """All operators that were spelled out and not fused as a whole, by their first outputs, and why."""
+        return {name: one for _, each in self.everywhere() for name, one in each.left.items()}
+
+    @property
+    def missed(self) -> tuple[Miss, ...]:
+        """Every miss, those in bodies included."""
+        return tuple(miss for _, each in self.everywhere() for miss in each.fusing.missed)
+
+    def near(self) -> list[Miss]:
+        """Return the misses worth reading, those in bodies included, nearest first."""
+        return sorted((miss for _, each in self.everywhere() for miss in each.fusing.near()), key=nearness)
 
 
 def fuse_model(
@@ -80,6 +159,7 @@ def fuse_model(
     ort: bool = False,
     layout: Layout = "auto",
     regions: bool = False,
+    bodies: bool = True,
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
@@ -89,72 +169,107 @@ def fuse_model(
     """Simplify and fuse a model that was loaded, without verifying it.
 
     `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `layout` and `regions` are as in `optimize`.  `change_weights` folds BatchNormalization and scales into
+    too.  `layout` and `regions` are as in `optimize`.  `bodies` says whether those of If, Loop and Scan are fused, in
+    which images stay channels-first.  `change_weights` folds BatchNormalization and scales into
     weights.  `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output, and
     nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
     fused over.  `keep_unfused` remembers the graph as it was before fusing.
     """
-    once = functools.partial(
-        _fuse_once, model, folder, fusions, ort=ort, layout=layout, regions=regions, change_weights=change_weights,
-        exclude=exclude, keep_names=keep_names, keep_unfused=keep_unfused, timer=timer or StageTimer(),
-    )  # fmt: skip
+    timer = timer or StageTimer()
+    settings = Settings(
+        fusions, ort, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused
+    )
     with _no_garbage_collection():
-        stays: dict[str, Stays] = {}
-        for _ in range(MAX_SPELLING_ROUNDS):
-            result, left = once(keep_operators=stays.keys())
-            if not left:
-                return replace(result, stays=(*stays.values(), *result.stays))
-            stays |= left
-        reason = "each round of fusing left something of other operators"
-        stays = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | stays
-        result, _ = once(keep_operators=stays.keys())
-        return replace(result, stays=(*stays.values(), *result.stays))
+        return _fuse_spelled(model, folder, settings, timer)
+
+
+def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
+    """Fuse a model, and again while operators were spelled out and not fused as a whole, which then are not spelled out."""
+    kept: dict[str, Stays] = {}
+    for _ in range(MAX_SPELLING_ROUNDS):
+        result = _fuse_once(model, folder, settings, timer, kept)
+        if not result.all_left:
+            return result
+        kept |= result.all_left
+    reason = "each round of fusing left something of other operators"
+    kept = {one.output: Stays(one.op, one.node, reason) for one in result.spelled} | kept
+    return _fuse_once(model, folder, settings, timer, kept)
 
 
 def _fuse_once(
-    model: onnx.ModelProto,
-    folder: Path | None,
-    fusions: Sequence[Fusion],
-    *,
-    ort: bool,
-    layout: Layout,
-    regions: bool,
-    change_weights: bool,
-    exclude: Collection[tuple[str, str]],
-    keep_names: Collection[str],
-    keep_unfused: bool,
-    keep_operators: Collection[str],
-    timer: StageTimer,
-) -> tuple[FusedModel, dict[str, Stays]]:
-    """Fuse a model, whose operators with the first outputs `keep_operators` are not spelled out.
-
-    Returns also the operators that were spelled out and not fused as a whole, by their first outputs, and why.
-    """
+    model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer, kept: Mapping[str, Stays]
+) -> FusedModel:
+    """Fuse a model, whose operators with the first outputs `kept` are not spelled out."""
     with timer.stage("normalize"):
+        inlined = inline_functions(model)
+        graph, shapes, taken = _read(inlined.model, folder, settings.bodies)
+    found = _fuse_graph(graph, shapes, taken, replace(settings, keep_operators=frozenset(kept)), timer)
+    spelling = replace(found.spelling, stays=(*kept.values(), *found.spelling.stays))
+    return replace(found, spelling=spelling, inlined=inlined)
+
+
+def _read(model: onnx.ModelProto, folder: Path | None, bodies: bool) -> tuple[Graph, ShapeInfo, list[onnx.NodeProto]]:
+    """Return the main graph with the branches that are always taken, its shapes, and the Ifs that vanished."""
+    taken: list[onnx.NodeProto] = []
+    while True:
         graph = read_graph(model, folder)
-        graph.fixed_names |= frozenset(keep_names)
         graph.sort()
         shapes = infer_shapes(graph)
+        model, known = with_known_branches(model, shapes) if bodies else (model, [])
+        taken += known
+        if not known:
+            return graph, shapes, taken
+
+
+def _fuse_graph(
+    graph: Graph, shapes: ShapeInfo, taken: Iterable[onnx.NodeProto], settings: Settings, timer: StageTimer
+) -> FusedModel:
+    """Simplify and fuse a sorted graph: the main graph, or a body.  `taken` are the Ifs that vanished."""
+    with timer.stage("normalize"):
+        graph.fixed_names |= settings.keep_names
         before = estimate_traffic(graph, shapes)
-        spelled = spell_out(graph, shapes, keep_operators) if fusions else SpelledOut()
-        folded = simplify(graph, shapes, change_weights)
+        folded = [Folded("branch", node.name or node.output[0], node.output[0]) for node in taken]
+        if settings.bodies:
+            folded += read_invariants_outside(graph)
+            infer_results(graph, shapes)
+        spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
+        folded += simplify(graph, shapes, settings.change_weights)
+        unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
+    bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
+    if bodies:  # which may read less of this graph than before
+        graph.update_captured()
+        graph.remove_dead()
+        graph.sort()
     with timer.stage("fuse"):
-        unfused = unfused_graph(graph, shapes) if keep_unfused else None
-        done = functools.partial(timer.progress, "fuse")
-        fusing = fuse(graph, shapes, fusions, ort=ort, contrib=spelled.contrib, exclude=exclude, progress=done)
-        layouts = _assign_layouts(graph, shapes, fusions, layout, fusing.fused, exclude)
-        left = left_over(graph, shapes, spelled, fusing)
+        progress = functools.partial(timer.progress, "fuse")
+        exclude = settings.exclude
+        fusing = fuse(
+            graph, shapes, settings.fusions, ort=settings.ort, contrib=spelling.contrib, exclude=exclude,
+            progress=progress,
+        )  # fmt: skip
+        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
+        left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        made = assign_regions(graph, shapes, exclude) if regions and not left else RegionResult()
+        made = assign_regions(graph, shapes, exclude) if settings.regions and not left else RegionResult()
         if made.fused:
             after = estimate_traffic(graph, shapes)
         records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
         fusing = replace(fusing, fused=tuple(records.values()))
     with timer.stage("write"):
-        written = model if left else write_model(graph)
-    traffic = before, after
-    fused = FusedModel(graph, written, *traffic, tuple(folded), fusing, layouts, without_regions, made, unfused)
-    return replace(fused, spelled=spelled.spelled, stays=spelled.stays), left
+        written = write_model(graph)
+    return FusedModel(
+        graph, written, before, after, tuple(folded), fusing, layouts, without_regions, made, unfused,
+        spelling, left, bodies,
+    )  # fmt: skip
+
+
+def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
+    """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
+    inside = replace(settings, layout="nchw")
+    for body in read_bodies(graph, shapes):
+        fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)
+        write_body(graph, body, fused.model)
+        yield FusedBody(body, fused)
 
 
 def _assign_layouts(

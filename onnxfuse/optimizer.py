@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, get_args
 
 import onnx
 
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.errors import NothingRunsError, UsageError, VerificationError
+from onnxfuse.errors import UsageError
 from onnxfuse.fuse_model import FusedModel, Progress, StageTimer, fuse_model
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
-from onnxfuse.report.report import Dropped, Report, quantized_operators
+from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import in_terms_of_model
-from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare, first_difference, nothing_compared
-from onnxfuse.verify.compare_constants import wrong_constants
-from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts
+from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
+from onnxfuse.verify.compare import NOT_VERIFIED, Verification
+from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 from onnxfuse.verify.observed import NotCompared
-from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, TimeLimitExceeded, own_process
-from onnxfuse.verify.parts import distinct_parts
-from onnxfuse.verify.reference import Reference, run_original
+from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
-WEIGHT_FOLDING = "batch_norm"  # the name in the report when the folding into weights is taken back
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
+BODIES = "subgraphs"  # the name in the report when all that was done inside If, Loop and Scan is taken back
 
 
 def optimize(
@@ -114,11 +112,21 @@ def _optimize(
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
-        in_terms_of_model(result.fusing.fused, result.spelled), result.folded, tuple(result.fusing.near()),
+        in_terms_of_model(result.fused, result.spelled), result.all_folded, tuple(result.near()),
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
-        result.without_regions, result.stays, quantized_operators(result.model),
+        result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
+        quantized_operators(result.model),
     )  # fmt: skip
     return result.model, report
+
+
+def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
+    """Yield what was done to each body of an If, Loop or Scan."""
+    for where, each in result.everywhere():
+        if where:
+            counts = Counter(one.fusion for one in each.fusing.fused)
+            nodes = len(each.graph.model.graph.node), len(each.model.graph.node)
+            yield Subgraph(where, *nodes, dict(sorted(counts.items())))
 
 
 @dataclass
@@ -173,13 +181,18 @@ def _fuse_until_equal(
     fuse_again  `fuse_model`, of the model
     """
     while True:
-        without = {"change_weights": taken_back.change_weights, "keep_names": taken_back.constants}
+        without = {
+            "change_weights": taken_back.change_weights,
+            "keep_names": taken_back.constants,
+            "bodies": BODIES not in taken_back.names,
+        }
         kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
         regions = regions and REGION not in taken_back.names
         fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
-        result = fuse_kept(layout="nchw" if LAYOUT in taken_back.names else layout, keep_unfused=True)
+        layout = "nchw" if LAYOUT in taken_back.names else layout
+        result = fuse_kept(layout=layout, keep_unfused=True)
         if constants := verifier.wrong_constants(result):
-            taken_back.take_constants(result.folded, constants)
+            taken_back.take_constants(result.all_folded, constants)
             continue
         parts = verifier.verify_parts(result)
         if parts.wrong:
@@ -191,13 +204,16 @@ def _fuse_until_equal(
         if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").model).passed is not False:
             taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
             continue
+        if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).model).passed is not False:
+            taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
+            continue
         unfused = fuse_again([], **without)
         taken_back.take(verifier.find_fault(result, verified, unfused, taken_back.change_weights))
 
 
 def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[tuple[PartFinding, Fused]]:
     """Yield every fused node that a finding is about, those that equal the one that was compared included."""
-    by_name = {fused.node: fused for fused in result.fusing.fused}
+    by_name = {fused.node: fused for fused in result.fused}
     for finding in wrong:
         for node in (finding.part.fused, *finding.part.equal):
             yield finding, by_name[node.name]
@@ -206,113 +222,5 @@ def _fused_nodes(result: FusedModel, wrong: Iterable[PartFinding]) -> Iterator[t
 def _with_parts(verified: Verification, result: FusedModel, parts: PartsVerification) -> Verification:
     """Return the verification of the outputs together with that of the fused nodes."""
     missing = [NotCompared(fused.node, one.reason) for one, fused in _fused_nodes(result, parts.not_compared)]
-    equal = len(result.fusing.fused) - len(missing)
+    equal = len(result.fused) - len(missing)
     return verified if verified.passed is None and not equal else verified.with_parts(equal, missing)
-
-
-@dataclass
-class Verifier:
-    """The original model, which every optimized one is compared with, and what has been compared so far."""
-
-    original: onnx.ModelProto
-    folder: Path | None
-    inputs: Mapping[str, Array] | None
-    timer: StageTimer
-    shapes: Sequence[str] = ()
-    tolerance: float | None = None
-    equal_parts: set[str] = field(default_factory=set)  # their keys
-    _reference: Reference | VerificationError | None = None
-
-    def reference(self) -> Reference:
-        """Return runs of the original.  Raises VerificationError if it does not run."""
-        if self._reference is None:
-            try:
-                self._reference = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
-            except VerificationError as error:
-                self._reference = error
-        if isinstance(self._reference, VerificationError):
-            raise self._reference
-        return self._reference
-
-    def wrong_constants(self, result: FusedModel) -> dict[str, str]:
-        """Return the folded constants that differ from what onnxruntime computes, each with a sentence.
-
-        Where the original does not run, none is compared, and the verification of the outputs says why.
-        """
-        assert result.unfused is not None
-        with self.timer.stage("verify"):
-            try:
-                return wrong_constants(self.original, self.folder, result.unfused, self.reference().runs[0].feeds)
-            except VerificationError:
-                return {}
-
-    def verify_parts(self, result: FusedModel) -> PartsVerification:
-        """Compare each fused node with the nodes that it replaced; not again what was equal before.
-
-        Where the original does not run, as a whole, they are compared on drawn values.
-        """
-        assert result.unfused is not None
-        with self.timer.stage("verify"):
-            replaced = {one.node: one.replaces for one in result.fusing.fused}
-            parts = distinct_parts(result.unfused, result.model, replaced, result.layout.originals)
-            parts = [part for part in parts if part.key not in self.equal_parts]
-            feeds: Mapping[str, Array] | None = None
-            try:
-                feeds = self.reference().runs[0].feeds
-            except (NothingRunsError, TimeLimitExceeded) as error:
-                return PartsVerification((), tuple(PartFinding(part, str(error)) for part in parts), frozenset())
-            except VerificationError:  # the parts may run all the same
-                pass
-            progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
-            found = compare_parts(result.unfused, result.model, parts, self.folder, feeds, progress)
-            self.equal_parts |= found.equal
-            return found
-
-    def verify(self, optimized: onnx.ModelProto) -> Verification:
-        """Compare the outputs of the original and `optimized`."""
-        with self.timer.stage("verify"):
-            try:
-                reference = self.reference()
-            except VerificationError as error:
-                return nothing_compared(self.original, error)
-            return compare(
-                self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
-                tolerance=self.tolerance,
-            )  # fmt: skip
-
-    def _tell(self, step: str) -> None:
-        self.timer.progress(f"verify: {step}", 0, 0)
-
-    def find_fault(
-        self, result: FusedModel, verified: Verification, unfused: FusedModel, change_weights: bool
-    ) -> Dropped:
-        """Return what to take back of a model that differs from the original.
-
-        That is the folding into weights if `unfused`, the same model without fusions, differs too, else one fusion.
-        Raises VerificationError if `unfused` differs although its weights were not changed.
-        """
-        without_fusions = self.verify(unfused.model)
-        if without_fusions.passed is not False:
-            return self._wrong_fusion(result, verified)
-        if not change_weights:
-            reason = without_fusions.reason
-            raise VerificationError(f"normalizing changed the model: {reason}; please report this model")
-        node = next((f.node for f in result.folded if f.kind in ("batch_norm", "scale")), "")
-        return Dropped(WEIGHT_FOLDING, node, without_fusions.reason)
-
-    def _wrong_fusion(self, result: FusedModel, verified: Verification) -> Dropped:
-        """Return the fusion of the first fused node, in execution order, whose output differs.
-
-        If no such output differs, or one of the models does not run, it is the fusion of the last fused node.
-        """
-        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
-        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1))
-        names = [one.output for one in fused]
-        try:
-            name = first_difference(
-                self.original, result.model, names, inputs=self.inputs, shapes=self.shapes, folder=self.folder
-            )
-        except VerificationError:
-            name = None
-        wrong = next((one for one in fused if one.output == name), fused[-1])
-        return Dropped(wrong.fusion, wrong.node, verified.reason)

@@ -5,10 +5,13 @@ a document is `name: title`.  From the second line to the line `---` stands the 
 that `<...>` declares without a number are weights, drawn at random.  Each line below is one of these:
 
     fused layer_norm(x, w, b) -> y {epsilon=1e-05}     a fused node; all are listed, attributes only where they matter
+    within the body of Loop 'y': 5 -> 2 nodes          a subgraph; all are listed, their fused nodes as those outside
     folded batch_norm scale -> conv                    a folded record; all but those of constants and shapes are listed
     missed layer_norm at y: ... is computed ...        a near miss as `onnxfuse explain` tells it; `...` is any text
     stays com.microsoft::Attention: its cache ...      an operator that is not spelled out, and why
-    left Conv, Mul                                     the operators that are not fused, in order, if that matters
+    left Conv, Mul                                     the operators that are not fused, in order, if that matters;
+                                                       those of a subgraph stand behind the node that it belongs to
+    kept my.f: its operators ...                       a function that is not inlined, and why
     unverified                                         onnxruntime gets no inputs, because a rank or dtype is unknown
     xfail why                                          the lines say what should be; the code does not do that yet
 """
@@ -27,10 +30,11 @@ import onnx
 from onnx import helper, numpy_helper
 
 from onnxfuse import Report
+from onnxfuse.ir.protos import nodes
 from onnxfuse.match import Miss
 
 BOOKKEEPING = {"attributes", "fusion", "operands", "output_ranks", "output_types"}  # attributes of every fused node
-KINDS = ("fused", "folded", "missed", "stays", "left", "unverified", "xfail")
+KINDS = ("fused", "folded", "within", "kept", "missed", "stays", "left", "unverified", "xfail")
 CALL = re.compile(r"(?P<call>\w+\([^()]*\) -> [^{}]+?)(?: \{(?P<attributes>[^{}]*)\})?")
 HEAD = re.compile(r"(?P<name>\w+): (?P<title>\S.*)")
 MISS = re.compile(r"(?P<fusion>\w+) at (?P<node>.+?): (?P<reason>.+)")
@@ -142,8 +146,10 @@ def with_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 def differences(case: Case, model: onnx.ModelProto, report: Report, misses: Iterable[Miss]) -> str:
     """Return in what a document and the report differ, and the lines that the report stands for; "" if in nothing."""
     near = list(misses)
+    listed = ("within", _subgraphs(report)), ("kept", list(report.inlined.kept) if report.inlined else [])
     problems = [*_fused(case, model), *_folded(case, report), *_missed(case, near)]
     problems += [*_stays(case, report), *_left(case, model)]
+    problems += [problem for kind, found in listed for problem in _listed(case, kind, found)]
     if not problems:
         return ""
     where = f"{case.path.name}: {case.name}"
@@ -155,6 +161,8 @@ def _said(model: onnx.ModelProto, report: Report, misses: Iterable[Miss]) -> Ite
     for call, values in _calls(model).items():
         shown = ", ".join(f"{name}={value}" for name, value in sorted(values.items()) if name not in BOOKKEEPING)
         yield f"  fused {call}" + (f" {{{shown}}}" if shown else "")
+    yield from (f"  within {line}" for line in _subgraphs(report))
+    yield from (f"  kept {line}" for line in (report.inlined.kept if report.inlined else ()))
     yield from (f"  folded {line}" for line in _folds(report))
     yield from (f"  missed {miss.fusion.name} at {miss.node}: {miss.reason}" for miss in misses)
     yield from (f"  stays {one.op}: {one.reason}" for one in report.stays)
@@ -182,7 +190,7 @@ def _fused(case: Case, model: onnx.ModelProto) -> Iterator[str]:
 def _calls(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
     """Return the attributes of each fused node, by the node as `fusion(operands) -> outputs`."""
     calls = {}
-    for node in model.graph.node:
+    for node in nodes(model.graph):
         if node.domain == "onnxfuse":
             name = re.sub(r"_\d+$", "", node.op_type)  # a second variant of a fusion is a second function
             call = f"{name}({', '.join(node.input)}) -> {', '.join(node.output)}"
@@ -241,4 +249,15 @@ def _left(case: Case, model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _operators(model: onnx.ModelProto) -> str:
-    return ", ".join(node.op_type for node in model.graph.node if node.domain != "onnxfuse")
+    return ", ".join(node.op_type for node in nodes(model.graph) if node.domain != "onnxfuse")
+
+
+def _listed(case: Case, kind: str, found: list[str]) -> Iterator[str]:
+    """Yield the lines of a kind that the document alone has, and those that the report alone has."""
+    listed = [line.text for line in case.of(kind)]
+    yield from (f"  the report does not say: {kind} {text}" for text in listed if text not in found)
+    yield from (f"  no line says: {kind} {text}" for text in found if text not in listed)
+
+
+def _subgraphs(report: Report) -> list[str]:
+    return [f"{each.where}: {each.nodes_before} -> {each.nodes_after} nodes" for each in report.subgraphs]

@@ -294,23 +294,29 @@ def test_explain_says_where_a_node_went(block: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    ("text", "sentence"),
     [
         ("""g (float[2] x, bool c) => (float[2] y)
-            { [choice] y = If <then_branch = yes () => (float[2] t) { [deep] t = Relu (x) },
+            { [choice] y = If <then_branch = yes () => (float[2] t) { [deep] t = Softmax (x) },
                                else_branch = no () => (float[2] e) { e = Neg (x) }> (c) }""",
-         "a subgraph of If 'choice'"),
+         "'deep' is part of the softmax node 'deep/softmax' in the then branch of If 'choice'"),
         ("""g (float[2] x) => (float[2] y) { y = mine.twice (x) }
             <domain: "mine", opset_import: ["" : 20]> twice (v) => (u) { [deep] u = Add (v, v) }""",
-         "the function 'mine.twice'"),
+         "'deep' is inside the function 'mine.twice', which is inlined where it is called: 'deep__1'"),
+        ("""g (float[2] x) => (float[2] y) { y = com.microsoft.twice (x) }
+            <domain: "com.microsoft", opset_import: ["" : 20]> twice (v) => (u) { [deep] u = Add (v, v) }""",
+         "'deep' is inside the function 'com.microsoft.twice', which is not inlined, so that its nodes are not fused"),
+        ("""g (seq(float[2]) x) => (seq(float[2]) y)
+            { [each] y = SequenceMap <body = one (float[2] v) => (float[2] u) { [deep] u = Relu (v) }> (x) }""",
+         "'deep' is inside a subgraph of SequenceMap 'each'; fused are subgraphs of If, Loop and Scan alone"),
     ],
 )  # fmt: skip
-def test_explain_of_a_node_outside_the_main_graph(tmp_path: Path, text: str, where: str) -> None:
+def test_explain_of_a_node_outside_the_main_graph(tmp_path: Path, text: str, sentence: str) -> None:
     model = parse(text)
     model.opset_import.add(domain="mine", version=1)
+    model.opset_import.add(domain="com.microsoft", version=1)
     onnx.save(model, tmp_path / "m.onnx")
     result = run("explain", tmp_path / "m.onnx", "--node", "deep")
-    sentence = f"'deep' is inside {where}; only nodes of the main graph are fused"
     assert (result.exit_code, " ".join(result.stdout.split())) == (DONE, sentence)
 
 

@@ -175,6 +175,26 @@ def test_calls_of_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_calls_of_functions_in_a_branch(name: str) -> None:
+    """What costs most is to read the graph once more: 1.17, 1.13 and 1.09 times the calls were found."""
+    model = MODELS[name](COUNTED)
+    assert calls(in_branch(model).SerializeToString()) <= 1.25 * calls(model.SerializeToString())
+
+
+def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model whose nodes are a branch of an If, and whose weights stay outside."""
+    graph, flag = model.graph, helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
+    then = helper.make_graph(list(graph.node), "then", [], list(graph.output))
+    same = helper.make_node("Identity", ["x"], ["same"])
+    other = helper.make_graph([same], "else", [], [onnx.ValueInfoProto(name="same")])
+    choice = helper.make_node("If", ["flag"], ["y"], "choice", then_branch=then, else_branch=other)
+    outer = helper.make_graph(
+        [choice], "branch", [*graph.input, flag], [onnx.ValueInfoProto(name="y")], list(graph.initializer)
+    )
+    return helper.make_model(outer, ir_version=model.ir_version, opset_imports=model.opset_import)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The best of two runs each of a small model and a large one, in turns, so that other work slows both."""
     small, large = (MODELS[name](nodes) for nodes in (COUNTED, NODES))

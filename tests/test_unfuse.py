@@ -16,6 +16,7 @@ from test_optimize import BLOCK, parse
 
 import onnxfuse
 from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import nodes
 
 BY_ONNXRUNTIME = ["bert_sdpa_ts_fp32.onnx", "vit_sdpa_dynamo_fp16.onnx"]
 
@@ -75,6 +76,18 @@ def test_functions_of_the_model_stay() -> None:
     plain.functions.extend(model.functions)
     fused, _ = onnxfuse.optimize(plain, verify=False)
     assert [f.name for f in onnxfuse.unfuse(fused, verify=False)[0].functions] == ["twice"]
+
+
+def test_what_was_fused_in_a_loop_fuses_again() -> None:
+    text = """g (float[b,8] x, int64 m) => (float[b,8] y) <float[8,8] w, float[8] c, bool go = {1}> {
+        y = Loop <body = step (int64 i, bool p, float[b,8] s) => (bool q, float[b,8] t) {
+          q = Identity (p)  h = MatMul (s, w)  a = Add (h, c)  r = Relu (a)
+          t = LayerNormalization (r, c) }> (m, go, x) }"""
+    plain, report = unfused(parse(text))
+    assert Counter(node.op_type for node in nodes(plain.graph)) == {
+        "Loop": 1, "Identity": 1, "Gemm": 1, "Relu": 1, "LayerNormalization": 1,
+    }  # fmt: skip
+    assert fusions(onnxfuse.optimize(plain)[1]) == fusions(report) == {"gemm_bias_activation": 1, "layer_norm": 1}
 
 
 def test_the_command(tmp_path: Path) -> None:

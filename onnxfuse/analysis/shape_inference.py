@@ -16,7 +16,7 @@ from onnxfuse.analysis.dims import Dim
 from onnxfuse.analysis.onnx_inference import infer_by_onnx
 from onnxfuse.analysis.output_dtypes import output_dtype
 from onnxfuse.analysis.rules import apply_rule
-from onnxfuse.analysis.shape_info import PartialShape, ShapeInfo
+from onnxfuse.analysis.shape_info import PartialShape, Scope, ShapeInfo
 from onnxfuse.analysis.shape_rules import SHAPE_RULES
 from onnxfuse.analysis.value_rules import VALUE_RULES
 from onnxfuse.ir.attributes import schema
@@ -25,19 +25,22 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, op_of
 
 
-def infer_shapes(graph: Graph, strict: bool = False) -> ShapeInfo:
+def infer_shapes(graph: Graph, strict: bool = False, scope: Scope | None = None) -> ShapeInfo:
     """Infer the tensors of a sorted graph, and correct the shapes that the model records where they are wrong.
 
-    `strict` lets an error of a rule out, where otherwise nothing is known.
+    `strict` lets an error of a rule out, where otherwise nothing is known.  `scope` is what is known of a subgraph's
+    inputs.
     """
-    shapes = ShapeInfo(graph, strict)
+    shapes = ShapeInfo(graph, strict, scope=scope)
     for node in graph.nodes:
         infer_node(shapes, node)
     _correct_records(shapes, graph.nodes)
+    if scope is not None and scope.is_repeated:
+        return shapes
     is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
     if is_stale or shapes.infos.has_ambiguous_slices or not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
-    shapes = ShapeInfo(graph, strict, shapes.infos)
+    shapes = ShapeInfo(graph, strict, shapes.infos, scope)
     for node in graph.nodes:
         infer_node(shapes, node)
     return shapes

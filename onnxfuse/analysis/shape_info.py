@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -27,25 +29,45 @@ class CannotInfer(Exception):
     """What a question about a graph depends on is not known; this is not an error of the model."""
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What is known of the inputs of a subgraph, and of what it reads of the graphs around it, by name.
+
+    `numbers` makes the names of unknown sizes, which are different ones in all graphs of a model.  `is_repeated` says
+    that the subgraph runs several times, so that what the model records of it may hold the first time only.
+    """
+
+    shapes: Mapping[str, Shape | None] = field(default_factory=dict)
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[str, Array | None] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    is_repeated: bool = False
+
+
 class ShapeInfo:
     """Shapes, dtypes and values of a graph's tensors, by name.
 
     `infer_shapes` makes it.  `record` and `infer_node` keep it up to date while passes rewrite the graph.
     """
 
-    def __init__(self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None) -> None:
+    def __init__(
+        self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None, scope: Scope | None = None
+    ) -> None:
         """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
 
-        With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.
+        With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
+        is what is known of a subgraph's inputs.
         """
+        scope = scope or Scope()
         self.graph = graph
         self.strict = strict
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
         self._unknown: dict[Hashable, Dim] = {}
-        self._shapes: dict[str, Shape | None] = {}
-        self._dtypes: dict[str, int] = {}
-        self._values: dict[str, Array | None] = {}
+        self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
+        self._shapes: dict[str, Shape | None] = dict(scope.shapes)
+        self._dtypes: dict[str, int] = dict(scope.dtypes)
+        self._values: dict[str, Array | None] = dict(scope.values)
 
     def shape(self, tensor: Tensor) -> Shape | None:
         """Return the dimensions; None if the rank is unknown.
@@ -113,7 +135,7 @@ class ShapeInfo:
     def unknown(self, *key: Hashable) -> Dim:
         """Return a size of which nothing is known; the same one for the same key."""
         if key not in self._unknown:
-            self._unknown[key] = symbol(f"{UNKNOWN}{len(self._unknown)}")
+            self._unknown[key] = symbol(f"{UNKNOWN}{next(self.numbers)}")
         return self._unknown[key]
 
     def completed(self, name: str, inferred: PartialShape | None, foreign: bool = False) -> Shape | None:

@@ -188,11 +188,11 @@ def _fused(
     path: Path, model: onnx.ModelProto, patterns: Iterable[str | os.PathLike[str]], progress: Progress
 ) -> tuple[onnx.ModelProto, dict[str, int]]:
     """Return the fused model, which is the same if it has fused nodes, and the number of its nodes by fusion."""
-    if not any(node.domain == DOMAIN for node in model.graph.node):
+    if not any(node.domain == DOMAIN for node in nodes(model.graph)):
         fused, report = optimize(path, patterns=patterns, verify=False, progress=progress)
         return fused, report.counts
     names = [next((a.s.decode() for a in node.attribute if a.name == "fusion"), node.op_type)
-             for node in model.graph.node if node.domain == DOMAIN]  # fmt: skip
+             for node in nodes(model.graph) if node.domain == DOMAIN]  # fmt: skip
     return model, {name: names.count(name) for name in sorted(set(names))}
 
 

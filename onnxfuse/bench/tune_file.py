@@ -19,6 +19,7 @@ from onnxfuse.fuse_model import Progress
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
+from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
@@ -58,7 +59,7 @@ def tune_file(
     first, *others = _spread(original, shapes)
     feeds = feeds_of_known_sizes(original, first, inputs or {}, GIVE_SIZES)
     fused: onnx.ModelProto | None = None
-    if not any(node.domain == DOMAIN for node in original.graph.node):
+    if not any(node.domain == DOMAIN for node in nodes(original.graph)):
         fused, _ = optimize(path, patterns=patterns, verify=False, progress=progress)
     model, before = (fused, original) if fused else (original, None)
     given = {**(options or {}), **({"device_id": device_id} if device_id else {})}

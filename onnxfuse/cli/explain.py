@@ -35,6 +35,7 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         why_in_no_region,
     )
     from onnxfuse.fuse_model import StageTimer, fuse_model
+    from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.rewrite.replace import REGION
     from onnxfuse.spell_out import in_terms_of_model
@@ -43,29 +44,30 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     if fusion:
         catalogue.require_known(fusion, [*(f.name for f in fusions), REGION])
     model, folder = load(source)
-    if node and (sentence := where_inside(model, node)):
+    inlined = inline_functions(model)
+    if node and (sentence := where_inside(model, inlined, node)):
         console().print(escape(sentence))
         return
     if node:
-        require_node(node, model)
+        require_node(node, inlined.model)
     with shown_progress() as progress:
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
-    fusing = result.fusing
-    if node and (sentence := where_fused(in_terms_of_model(fusing.fused, result.spelled), node)):
+    if node and (sentence := where_fused(in_terms_of_model(result.fused, result.spelled), node)):
         console().print(escape(sentence))
         return
     shown: list[str] = []
     if fusion == REGION or (node and not fusion):
-        shown += why_in_no_region(fusing.fused, result.regions.reasons, node)
+        reasons = {name: why for _, each in result.everywhere() for name, why in each.regions.reasons.items()}
+        shown += why_in_no_region(result.fused, reasons, node)
     if fusion is None:
         shown += explain_stays(result.stays, node)
     if fusion != REGION:
-        misses = nearest(fusing.missed if fusion or node else fusing.near(), fusion, node)
+        misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
         shown += [explain(miss) + "\n" for miss in misses]
     for text in shown[:limit]:
         click.echo(text)
     if not shown:
-        done = sum(fusion in (None, one.fusion) for one in fusing.fused)
+        done = sum(fusion in (None, one.fusion) for one in result.fused)
         click.echo(f"Nothing {'else ' if done else ''}comes near; {done} subgraphs were fused.")
     elif len(shown) > limit:
         click.echo(f"{len(shown) - limit} more; --limit {len(shown)} shows all.")

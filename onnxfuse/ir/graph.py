@@ -1,4 +1,4 @@
-"""A model's main graph, linked to be rewritten: nodes in execution order, and the tensors between them."""
+"""A graph of a model, linked to be rewritten: nodes in execution order, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,29 @@ from onnxfuse.ir.protos import subgraphs
 
 @dataclass
 class Graph:
-    """A model's main graph, whose nodes are rewritten in place; subgraphs stay inside the message of their node."""
+    """A model's main graph, or a subgraph as one, whose nodes are rewritten in place.
+
+    Its own subgraphs stay inside the message of their node.  What belongs to the whole model, `functions`, `bodies` and
+    `names`, is shared by all of its graphs.
+    """
 
     linked: graphsurgeon.LinkedGraph
     model: onnx.ModelProto
     folder: Path | None
     opset: int
-    fixed_names: frozenset[str]  # of tensors that subgraphs read, or whose default value a caller may override
+    fixed_names: frozenset[str]  # of tensors that must be what they are, such as those a caller may override
     outputs: frozenset[str]  # of the graph
     functions: list[onnx.FunctionProto]
     names: set[str]
+    bodies: dict[bytes, str] = field(default_factory=dict)  # the names of functions that fused nodes call, by content
+    captured: frozenset[str] = frozenset()  # of tensors that subgraphs read
+    outer_constants: dict[str, Constant] = field(default_factory=dict)  # of the graphs around this one
+    folded_for_subgraphs: dict[str, Constant] = field(default_factory=dict)  # constants that no node here need read
     protos: dict[int, tuple[Node, onnx.NodeProto]] = field(default_factory=dict)  # of nodes that were read, by the id
     recorded_types: dict[str, onnx.ValueInfoProto] = field(default_factory=dict)
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
+    _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
 
     @property
     def nodes(self) -> list[Node]:
@@ -42,7 +51,15 @@ class Graph:
         return self.linked.nodes
 
     def is_kept(self, tensor: Tensor) -> bool:
-        """Return whether the tensor must keep its name: as a graph output, or because `fixed_names` has it."""
+        """Return whether the tensor must keep its name: as a graph output, for subgraphs, or for `fixed_names`."""
+        return tensor.name in self.outputs or self.is_fixed(tensor.name)
+
+    def is_fixed(self, name: str) -> bool:
+        """Return whether a tensor must keep its name although it is no output of the graph."""
+        return name in self.captured or name in self.fixed_names
+
+    def must_be_computed(self, tensor: Tensor) -> bool:
+        """Return whether a tensor may not become an initializer: what subgraphs alone read may."""
         return tensor.name in self.outputs or tensor.name in self.fixed_names
 
     def sole_consumer(self, tensor: Tensor) -> Node | None:
@@ -141,8 +158,21 @@ class Graph:
         names = {t.name for t in node.inputs}
         names.discard("")
         if has_subgraph(node):
-            names.update(name for inner in subgraphs(self.protos[id(node)][1]) for name in outer_reads(inner))
+            names |= self.captured_by(node)
         return names
+
+    def captured_by(self, node: Node) -> frozenset[str]:
+        """Return the names of the tensors of this graph, and of those around it, that a node's subgraphs read."""
+        proto = self.protos[id(node)][1]
+        known = self._captured.get(id(node))
+        if known is None or known[0] is not proto:
+            known = proto, frozenset(name for inner in subgraphs(proto) for name in outer_reads(inner))
+            self._captured[id(node)] = known
+        return known[1]
+
+    def update_captured(self) -> None:
+        """Find out what the subgraphs of the nodes read now."""
+        self.captured = frozenset(n for node in self.nodes if has_subgraph(node) for n in self.captured_by(node))
 
     def sort(self) -> None:
         """Put the nodes in execution order, staying close to the present order."""

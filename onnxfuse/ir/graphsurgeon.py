@@ -42,7 +42,7 @@ def link(model: onnx.ModelProto, overridable: Iterable[str]) -> LinkedGraph:
     """Link a model's main graph.  The initializers named in `overridable` become graph inputs without a value.
 
     Nodes of subgraphs read nothing here: they stay in the message of their node, and what they read must keep its name
-    (`Graph.fixed_names`), so that nothing is fused with them.
+    (`Graph.captured`), so that nothing is fused with them.
     """
     graph = gs.import_onnx(model)
     names = set(overridable)
@@ -81,6 +81,16 @@ def make_constant(tensor: Tensor, value: Array) -> None:
     """Turn a tensor that a node computed into an initializer of its name; its readers then read that."""
     tensor.inputs.clear()
     tensor.to_constant(np.array(value, order="C", copy=None))  # type: ignore[attr-defined]
+
+
+def share_constant(tensor: Tensor, constant: Constant) -> None:
+    """Turn an input into a constant that holds what another one holds, without a copy."""
+    tensor.to_constant(constant._values)  # type: ignore[attr-defined]
+
+
+def constant_of(proto: onnx.TensorProto) -> Constant:
+    """Return an initializer that no node reads, whose value stays in the message."""
+    return gs.Constant(proto.name, LazyValues(proto))  # type: ignore[no-any-return]
 
 
 def stored_value(constant: Constant) -> Array | onnx.TensorProto | onnx.SparseTensorProto:

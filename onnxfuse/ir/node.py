@@ -88,6 +88,15 @@ def is_constant(value: AttributeValue | Tensor | None) -> TypeIs[Constant]:
     return isinstance(value, gs.Constant)
 
 
+class OuterVariable(gs.Variable):  # type: ignore[misc]
+    """A tensor of a graph around a subgraph, which the subgraph reads."""
+
+
+def is_outer(tensor: Tensor) -> bool:
+    """Return whether a tensor belongs to a graph around the subgraph that reads it."""
+    return isinstance(tensor, OuterVariable)
+
+
 def has_subgraph(node: Node) -> bool:
     """Return whether an attribute of the node is a graph."""
     return bool(node.attrs) and any(isinstance(value, gs.Graph) for value in node.attrs.values())

@@ -14,6 +14,9 @@ RANDOM_OPERATORS: Final = frozenset(
 )
 
 
+CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
+
+
 class NodeContainer(Protocol):
     """A graph or a function."""
 
@@ -42,6 +45,11 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """Yield the graphs in a node's attributes."""
     for attribute in node.attribute:
         yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
+
+
+def is_control_flow(node: onnx.NodeProto) -> bool:
+    """Return whether a node is an If, Loop or Scan, the meaning of whose subgraphs ONNX defines."""
+    return node.op_type in CONTROL_FLOW and node.domain in ("", "ai.onnx")
 
 
 def nodes(*parts: NodeContainer) -> Iterator[onnx.NodeProto]:

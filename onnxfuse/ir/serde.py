@@ -7,18 +7,17 @@ the model that was read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import onnx
 import onnx.numpy_helper
 
 from onnxfuse.ir.domain import DOMAIN, DOMAIN_VERSION, check_version
-from onnxfuse.ir.execution_order import outer_reads
 from onnxfuse.ir.graph import Graph, constant_value
-from onnxfuse.ir.graphsurgeon import export_node, link, share_value
-from onnxfuse.ir.node import Node, is_constant
-from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers, subgraphs
+from onnxfuse.ir.graphsurgeon import export_node, link, share_constant, share_value
+from onnxfuse.ir.node import Constant, Node, OuterVariable, is_constant
+from onnxfuse.ir.protos import copy_without, graphs, overridable_initializers
 
 MIN_SHARED_BYTES = 2**20  # of a constant whose value is freed when it has been written
 
@@ -33,24 +32,46 @@ def read_graph(model: onnx.ModelProto, folder: Path | None = None) -> Graph:
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     defaults = overridable_initializers(model)
     linked = link(model, defaults)
-    fixed = defaults | {name for n in graph.node for inner in subgraphs(n) for name in outer_reads(inner)}
-    names = {n.name for n in graph.node} | fixed | {t.name for t in (*graph.input, *graph.initializer)}
+    names = {n.name for n in graph.node} | defaults
     for part in graphs(graph):  # a new name must not be one of a subgraph either
-        names |= {t.name for t in (*part.input, *part.initializer)}
-        names |= {name for n in part.node for name in (*n.input, *n.output)}
+        names |= {t.name for t in (*part.input, *part.output, *part.initializer)}
+        names |= {name for n in part.node for name in (n.name, *n.input, *n.output)}
     result = Graph(
-        linked,
-        model,
-        folder,
-        opset,
-        frozenset(fixed),
-        frozenset(o.name for o in graph.output),
-        list(model.functions),
-        names,
-    )
-    for node, proto in zip(linked.nodes, graph.node, strict=True):
-        result.protos[id(node)] = (node, proto)
+        linked, model, folder, opset, frozenset(defaults), frozenset(o.name for o in graph.output),
+        list(model.functions), names,
+    )  # fmt: skip
+    _remember_messages(result)
     return result
+
+
+def read_subgraph(
+    outer: Graph, model: onnx.ModelProto, captured: Collection[str], constants: Mapping[str, Constant]
+) -> Graph:
+    """Link a subgraph that was written as a model, whose further inputs are what it reads of the graphs around it.
+
+    `captured` are the names of these inputs, and `constants` those of them whose values the graphs around it hold.
+    """
+    linked = link(model, ())
+    if not model.functions:
+        model.functions.extend(outer.model.functions)  # which need not be linked again
+    for tensor in linked.inputs:
+        if tensor.name in constants:
+            share_constant(tensor, constants[tensor.name])
+        elif tensor.name in captured:
+            tensor.__class__ = OuterVariable
+    outputs = frozenset(o.name for o in model.graph.output)
+    result = Graph(
+        linked, model, outer.folder, outer.opset, frozenset(), outputs, outer.functions, outer.names, outer.bodies,
+        outer_constants=dict(constants),
+    )  # fmt: skip
+    _remember_messages(result)
+    return result
+
+
+def _remember_messages(graph: Graph) -> None:
+    for node, proto in zip(graph.linked.nodes, graph.model.graph.node, strict=True):
+        graph.protos[id(node)] = (node, proto)
+    graph.update_captured()
 
 
 def write_model(graph: Graph) -> onnx.ModelProto:
@@ -87,12 +108,13 @@ def _write_initializers(graph: Graph, result: onnx.GraphProto, alive: Collection
     source = graph.model.graph
     known = {t.name: t for t in source.initializer}
     known_sparse = {t.values.name: t for t in source.sparse_initializer}
-    constants = {t.name: t for n in graph.nodes for t in n.inputs if is_constant(t)}
+    constants = {n: t for n, t in graph.folded_for_subgraphs.items() if n in graph.captured}
+    constants |= {t.name: t for n in graph.nodes for t in n.inputs if is_constant(t)}
     wanted = dict.fromkeys((*(t.name for t in source.initializer), *known_sparse, *constants))
-    kept = graph.fixed_names.intersection(alive) | graph.outputs
+    kept = (graph.fixed_names | graph.captured).intersection(alive) | graph.outputs
     written = set()
     for name in wanted:
-        if name not in constants and name not in kept:
+        if name in graph.outer_constants or (name not in constants and name not in kept):
             continue
         if name in known_sparse:
             result.sparse_initializer.append(known_sparse[name])

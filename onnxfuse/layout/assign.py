@@ -163,7 +163,7 @@ def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> Re
         return RegionEnd(tensor.name, _sentence(node, reasons) if node else f"'{tensor.name}' is an input of the graph")
     if tensor.name in graph.outputs:
         return RegionEnd(tensor.name, f"'{tensor.name}' is an output of the graph")
-    if tensor.name in graph.fixed_names:
+    if graph.is_fixed(tensor.name):
         return RegionEnd(tensor.name, f"a subgraph reads '{tensor.name}'")
     return RegionEnd(tensor.name, _sentence(consumers(tensor)[0], reasons))
 

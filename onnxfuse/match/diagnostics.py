@@ -8,7 +8,7 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Term
-from onnxfuse.ir.node import Tensor, is_constant, op_of, producer
+from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
 from onnxfuse.match.state import Dims, Miss, State
 
 MAX_VALUE_CHARACTERS = 60  # of an attribute's value in a message
@@ -76,7 +76,8 @@ def origin(tensor: Tensor) -> str:
     """Return what computes a tensor, in words."""
     node = producer(tensor)
     if node is None:
-        return "a constant" if is_constant(tensor) else "a graph input"
+        outer = "a tensor of the graph around" if is_outer(tensor) else "a graph input"
+        return "a constant" if is_constant(tensor) else outer
     return f"the output of {op_of(node)} '{node.name}'" if node.name else f"the output of {op_of(node)}"
 
 

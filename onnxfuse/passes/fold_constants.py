@@ -48,21 +48,24 @@ def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     weights from an external file.
     """
     graph.sort()
-    folded = [*_fold_constant_nodes(graph), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
+    folded = [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
     graph.remove_dead()
     return folded
 
 
-def _fold_constant_nodes(graph: Graph) -> Iterator[Folded]:
+def _fold_constant_nodes(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
     for node in list(graph.nodes):
         op = op_of(node)
         if op == "Identity" and is_constant(node.inputs[0]):
-            if graph.replace(node.outputs[0], node.inputs[0]):
-                yield Folded("constant", node_label(node), node.inputs[0].name)
-        elif op == "Constant" and id(node) in graph.protos and not graph.is_kept(node.outputs[0]):
+            source, output = node.inputs[0], node.outputs[0]
+            if graph.replace(output, source):
+                yield Folded("constant", node_label(node), source.name)
+            elif not graph.must_be_computed(output) and (_byte_count(shapes, source) or 0) <= MAX_GROWTH_BYTES:
+                yield _make_constant(graph, node, output, constant_value(graph, source))
+        elif op == "Constant" and id(node) in graph.protos and not graph.must_be_computed(node.outputs[0]):
             value = value_of_constant_node(graph, graph.protos[id(node)][1])
             if value is not None:
-                yield _make_constant(node, node.outputs[0], value)
+                yield _make_constant(graph, node, node.outputs[0], value)
 
 
 def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | None:
@@ -82,10 +85,12 @@ def value_of_constant_node(graph: Graph, constant: onnx.NodeProto) -> Array | No
     return None
 
 
-def _make_constant(node: Node, tensor: Tensor, value: Array) -> Folded:
+def _make_constant(graph: Graph, node: Node, tensor: Tensor, value: Array) -> Folded:
     """Turn an output of the node into an initializer of the same name."""
     folded = Folded("constant", node_label(node), tensor.name)
     make_constant(tensor, value)
+    if tensor.name in graph.captured and is_constant(tensor):
+        graph.folded_for_subgraphs[tensor.name] = tensor
     return folded
 
 
@@ -93,12 +98,12 @@ def _fold_known_values(graph: Graph, shapes: ShapeInfo) -> Iterator[Folded]:
     """Fold shape arithmetic whose result is known although its inputs are not."""
     for node in list(graph.nodes):
         for tensor in list(node.outputs):
-            if not tensor.outputs or graph.is_kept(tensor):
+            if not (tensor.outputs or tensor.name in graph.captured) or graph.must_be_computed(tensor):
                 continue
             value, dtype = shapes.value(tensor), shapes.dtype(tensor)
             if value is not None and dtype and all(isinstance(v, (int, np.integer)) for v in value.flat):
                 numbers = np.array(value.tolist(), onnx.helper.tensor_dtype_to_np_dtype(dtype))
-                yield _make_constant(node, tensor, numbers.reshape(value.shape))
+                yield _make_constant(graph, node, tensor, numbers.reshape(value.shape))
 
 
 def _fold_evaluated(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
@@ -108,9 +113,9 @@ def _fold_evaluated(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     folded = []
     for node in nodes:
         for tensor in list(node.outputs):
-            is_read = any(id(consumer) not in computed for consumer in tensor.outputs)
+            is_read = tensor.name in graph.captured or any(id(reader) not in computed for reader in tensor.outputs)
             if is_read and tensor.name in values:
-                folded.append(_make_constant(node, tensor, values[tensor.name]))
+                folded.append(_make_constant(graph, node, tensor, values[tensor.name]))
     return folded
 
 
@@ -119,7 +124,7 @@ def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     folded_bytes: dict[int, int | None] = {}  # of the tensors that folding will compute, by id; None: not known
     nodes = []
     for node in graph.nodes:
-        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.is_kept, node.outputs)):
+        if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
         if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
             sizes = [_byte_count(shapes, t) for t in node.outputs]

@@ -11,7 +11,9 @@ from onnxfuse.ir.node import Node
 class Folded:
     """A node that vanished, and what its effect was folded into."""
 
-    kind: str  # constant, shape, batch_norm, scale, bias, cast or half
+    # constant, shape, batch_norm, scale, bias, cast, half, branch (an If whose condition is known), or carried (what no
+    # iteration of a Loop changes)
+    kind: str
     node: str  # the label of the node
     into: str  # the name of a tensor, or the label of a node
 

@@ -69,7 +69,7 @@ class Merging:
     def latest(self, cluster: Cluster) -> int:
         """Return the latest level at which a cluster can be computed; its own where that is not known."""
         readers = [node for tensor in cluster.outputs.values() for node in consumers(tensor)]
-        if not readers or any(name in self.graph.fixed_names for name in cluster.outputs):
+        if not readers or any(self.graph.is_fixed(name) for name in cluster.outputs):
             return self.level[cluster.nodes[0]]
         return min(self.level[node] - (node not in self.clusters.of) for node in readers)
 

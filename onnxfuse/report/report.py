@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
@@ -31,6 +32,7 @@ QUANTIZED: Final = (  # what the names of operators on quantized numbers begin w
 MAX_MISSES_SHOWN = 10  # in the terminal
 MAX_NOT_COMPARED_SHOWN = 10
 MAX_REGION_ENDS_SHOWN = 5
+MAX_SUBGRAPHS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class RegionGain:
 
 
 @dataclass(frozen=True)
+class Subgraph:
+    """A body of an If, Loop or Scan: its nodes before and after, and how many fused ones of each fusion."""
+
+    where: str
+    nodes_before: int
+    nodes_after: int
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Report:
     """What `optimize` did to a model.  `to_json()` names the fields."""
 
@@ -68,6 +80,8 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)
     layout: LayoutResult = field(default_factory=LayoutResult)
     without_regions: Traffic | None = None  # the traffic if the nodes of regions stayed apart; None for none
+    subgraphs: tuple[Subgraph, ...] = ()
+    inlined: Inlined | None = None  # the model's own functions
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
 
@@ -89,15 +103,23 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return plain data.
 
-        Its keys are input, output, counts, fused, folded, missed, stays, quantized, dropped, layout, regions, estimate,
-        verified and seconds.
+        Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
+        layout, regions, estimate, verified and seconds.
         """
         return {
             "input": dict(self.input),
             "output": dict(self.output),
             "counts": self.counts,
+            "subgraphs": [asdict(each) for each in self.subgraphs],
+            "functions": {"inlined": self.inlined.calls, "kept": list(self.inlined.kept)} if self.inlined else {},
             "fused": [
-                {"fusion": f.fusion, "node": f.node, "replaces": list(f.replaces), "dims": dict(f.dims)}
+                {
+                    "fusion": f.fusion,
+                    "node": f.node,
+                    "where": f.where,
+                    "replaces": list(f.replaces),
+                    "dims": dict(f.dims),
+                }
                 for f in self.fused
             ],
             "folded": [{"what": f.kind, "node": f.node, "into": f.into} for f in self.folded],
@@ -194,9 +216,31 @@ def _lines(report: Report) -> list[str]:
         f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
         f"{report.before.launches} -> {report.after.launches} launches"
     )
+    lines += [*_subgraph_lines(report.subgraphs), *_function_lines(report.inlined)]
     lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
     lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized)]
     return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
+
+
+def _subgraph_lines(subgraphs: Sequence[Subgraph]) -> list[str]:
+    """Return the nodes of each subgraph, those with fused nodes first, and its fused ones."""
+    ordered = sorted(subgraphs, key=lambda each: -sum(each.counts.values()))
+    lines = [
+        f"In {escape(each.where)}: {each.nodes_before} -> {each.nodes_after} nodes"
+        + "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
+        for each in ordered[:MAX_SUBGRAPHS_SHOWN]
+    ]
+    rest = ordered[MAX_SUBGRAPHS_SHOWN:]
+    fused = sum(sum(each.counts.values()) for each in rest)
+    return [*lines, *([f"In {_counted(len(rest), 'more subgraph')}: {_counted(fused, 'fused node')}"] if rest else [])]
+
+
+def _function_lines(inlined: Inlined | None) -> list[str]:
+    """Return how many calls of the model's own functions were inlined, and which functions stay."""
+    if inlined is None:
+        return []
+    calls = [f"Inlined: {_counted(inlined.calls, 'call')} of the model's own functions"] if inlined.calls else []
+    return [*calls, *(f"Not inlined: {escape(why)}" for why in inlined.kept)]
 
 
 def _region_lines(regions: RegionGain) -> list[str]:

@@ -32,6 +32,7 @@ class Fused:
     replaces: tuple[str, ...]
     dims: Mapping[str, int | str]  # sizes, or formulas of symbolic ones
     output: str  # the tensor that it computes, which has the same name in the original
+    where: str = ""  # "the body of Loop 'x'", or "" for the main graph
 
 
 @dataclass
@@ -45,7 +46,6 @@ class LocalFunctions:
     graph: Graph
     ort: bool = False
     contrib: Set[str] = frozenset()
-    names_by_body: dict[bytes, str] = field(default_factory=dict)
     names_by_variant: dict[Hashable, str] = field(default_factory=dict)
 
     def name_of(self, fusion: Fusion, variant: Variant, attributes: list[str]) -> str:
@@ -58,7 +58,7 @@ class LocalFunctions:
     def add(self, body: onnx.FunctionProto) -> str:
         """Add a body that is named like its fusion, unless an equal one was added; return its name in the model."""
         key = body.SerializeToString(deterministic=True)
-        if key not in self.names_by_body:
+        if key not in self.graph.bodies:
             taken = {f.name for f in self.graph.functions if f.domain == DOMAIN}
             stem = body.name
             count, name = 1, stem
@@ -66,9 +66,9 @@ class LocalFunctions:
                 count += 1
                 name = f"{stem}_{count}"
             body.name = name
-            self.names_by_body[key] = name
+            self.graph.bodies[key] = name
             self.graph.functions.append(body)
-        return self.names_by_body[key]
+        return self.graph.bodies[key]
 
 
 def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:

@@ -32,7 +32,12 @@ class FusionResult:
         taken = {name for one in self.fused if one.fusion != REGION for name in one.replaces}
         unfused = [m for m in self.missed if m.node in self.remaining and m.node not in taken]
         near = [m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of]
-        return sorted(near, key=lambda m: (-m.matched / m.of, m.fusion.name, m.node))
+        return sorted(near, key=nearness)
+
+
+def nearness(miss: Miss) -> tuple[float, str, str]:
+    """Return a key by which misses are sorted, the nearest first."""
+    return -miss.matched / miss.of, miss.fusion.name, miss.node
 
 
 def fuse(

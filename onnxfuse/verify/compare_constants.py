@@ -41,7 +41,10 @@ def wrong_constants(
     if not values:
         return {}
     try:
-        expected = run(open_session(extract(original, list(values)), folder, optimize=False), feeds)
+        model = extract(original, list(values))
+        outer = [value.name for value in model.graph.input if value.name in unfused.graph.outer_constants]
+        model.graph.initializer.extend(unfused.initializer(name) for name in outer)
+        expected = run(open_session(model, folder, optimize=False), feeds)
     except VerificationError:
         raise
     except Exception as error:

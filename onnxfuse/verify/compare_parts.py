@@ -73,7 +73,8 @@ def compare_parts(
     """
     wrong, unseen, equal = list[PartFinding](), list[PartFinding](), set[str]()
     try:
-        values = {} if feeds is None else _values_of_run(unfused, parts, folder, feeds)
+        needed = (name for part in parts for name in _needed(unfused, part))
+        values = {} if feeds is None else values_of_run(unfused, needed, folder, feeds)
     except Exception as error:  # whatever onnxruntime raises is the reason
         reason = f"the original does not run ({first_line(error)})"
         return PartsVerification((), tuple(PartFinding(part, reason) for part in parts), frozenset())
@@ -102,11 +103,11 @@ def _needed(unfused: UnfusedGraph, part: Part) -> list[str]:
     return list(dict.fromkeys(name for name in (*part.operands, *part.leaves) if name not in unfused.constants))
 
 
-def _values_of_run(
-    unfused: UnfusedGraph, parts: Sequence[Part], folder: Path | None, feeds: Mapping[str, Array]
+def values_of_run(
+    unfused: UnfusedGraph, names: Iterable[str], folder: Path | None, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return the values in a run of what the parts read, constants aside."""
-    needed = list(dict.fromkeys(name for part in parts for name in _needed(unfused, part)))
+    """Return the values in a run of tensors that are no constants.  Raises whatever onnxruntime raises."""
+    needed = list(dict.fromkeys(names))
     values = {name: feeds[name] for name in needed if name in feeds}
     wanted = [name for name in needed if name not in values]
     if wanted:  # the model is freed before it runs: its weights are in the session

@@ -19,7 +19,7 @@ from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.execution_order import reads
 from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.graphsurgeon import stored_value
-from onnxfuse.ir.node import Constant, is_constant
+from onnxfuse.ir.node import Constant, Tensor, is_constant
 from onnxfuse.ir.protos import copy_without
 from onnxfuse.ir.serde import node_proto
 
@@ -92,7 +92,8 @@ class UnfusedGraph:
 
 def unfused_graph(graph: Graph, shapes: ShapeInfo) -> UnfusedGraph:
     """Remember a sorted graph before nodes of it are replaced."""
-    tensors = {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
+    tensors: dict[str, Tensor] = {**graph.outer_constants, **graph.folded_for_subgraphs}
+    tensors |= {t.name: t for node in graph.nodes for t in (*node.inputs, *node.outputs) if t.name}
     constants = {name: tensor for name, tensor in tensors.items() if is_constant(tensor)}
     types = {name: (shapes.dtype(t), shapes.shape(t)) for name, t in tensors.items()}
     return UnfusedGraph(graph, tuple(node_proto(graph, node) for node in graph.nodes), constants, types)

@@ -24,6 +24,7 @@ DTYPES = {
 WORD = re.compile(r"[A-Za-z_]\w*")
 TARGETS = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1}  # the input that holds sizes
 MAX_SIZE = 2**20  # that inference is asked about
+FIRST_IR_WITH_FUNCTIONS = 8
 Dim = int | str | None
 
 
@@ -46,6 +47,7 @@ class Draft:
     weights: list[TensorProto] = field(default_factory=list)
     inputs: dict[str, tuple[int, tuple[Dim, ...]]] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
+    functions: list[onnx.FunctionProto] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=lambda: dict(SYMBOLS))
     made: int = 0
 
@@ -86,7 +88,10 @@ class Draft:
         outputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self.outputs)]
         graph = helper.make_graph(self.nodes, "fuzz", inputs, outputs, self.weights)
         opsets = [helper.make_opsetid("", self.opset)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=helper.find_min_ir_version_for(opsets))
+        version = helper.find_min_ir_version_for(opsets)
+        if self.functions:
+            opsets, version = [*opsets, helper.make_opsetid("local", 1)], max(version, FIRST_IR_WITH_FUNCTIONS)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=version, functions=self.functions)
         type_outputs(model)
         return model
 

@@ -1,0 +1,145 @@
+"""Replace calls of a model's own functions by the nodes of these functions, so that the nodes can be fused."""
+
+from __future__ import annotations
+
+import graphlib
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import onnx
+import onnx.inliner
+
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import copy_without, nodes, without_initializers
+from onnxfuse.ir.validate import ONNX_DOMAINS
+
+Key: TypeAlias = tuple[str, str, str]  # domain, name and overload
+
+MAX_NODES_INLINED: Final = 100_000  # to optimize so many takes about a minute; functions beyond them stay
+KERNEL_DOMAINS: Final = frozenset({DOMAIN, "com.microsoft"})  # onnxruntime may have a kernel for these functions
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """A model without calls of its own functions, and how many there were; `kept` says which are left, and why."""
+
+    model: onnx.ModelProto
+    calls: int = 0
+    kept: tuple[str, ...] = ()
+
+
+def inline_functions(model: onnx.ModelProto) -> Inlined:
+    """Return the model with the calls of its functions inlined, but not of fused operators; the model stays as it is.
+
+    Functions stay as well that would bring the model more than MAX_NODES_INLINED nodes.
+    """
+    functions = {_key(f): f for f in model.functions}
+    kept = {key: "" for key in functions if key[0] in KERNEL_DOMAINS}
+    kept |= _too_many(model, functions, kept)
+    calls = sum(count for key, count in _calls(model.graph, functions).items() if key not in kept)
+    if not calls:
+        return Inlined(model, 0, tuple(filter(None, kept.values())))
+    return Inlined(_inlined(model, functions, kept), calls, tuple(filter(None, kept.values())))
+
+
+def _inlined(
+    model: onnx.ModelProto, functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]
+) -> onnx.ModelProto:
+    """Return the model with all functions but `kept` inlined; weights are not looked at.
+
+    onnx and onnxruntime refuse a function with an operator that another opset than the model's defines, so that the
+    number of the opset alone may differ, for which onnx's inliner would leave the function out.
+    """
+    light = copy_without(without_initializers(model), "functions")
+    needed = _reached(functions, kept)
+    for key, function in functions.items():
+        if key not in kept:
+            light.functions.add().CopyFrom(function)
+            _import_opset(light.functions[-1], _opset(model))
+    for part in (light.graph, *light.functions):
+        _state_defaults(part, functions)
+    result = onnx.inliner.inline_local_functions(light)
+    result.graph.initializer.extend(model.graph.initializer)
+    del result.functions[:]
+    result.functions.extend(function for key, function in functions.items() if key in needed)
+    present = {o.domain for o in result.opset_import}
+    for function in functions.values():
+        missing = [o for o in function.opset_import if o.domain not in present]
+        result.opset_import.extend(missing)
+        present |= {o.domain for o in missing}
+    return result
+
+
+def _key(function: onnx.FunctionProto) -> Key:
+    return function.domain, function.name, function.overload
+
+
+def _calls(part: onnx.GraphProto | onnx.FunctionProto, functions: Collection[Key]) -> Counter[Key]:
+    """Return how often a graph or a function calls each function."""
+    found = ((n.domain, n.op_type, n.overload) for n in nodes(part))
+    return Counter(key for key in found if key in functions)
+
+
+def _reached(functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]) -> set[Key]:
+    """Return the functions that stay: `kept`, and those that these call."""
+    reached, work = set[Key](), list(kept)
+    while work:
+        key = work.pop()
+        if key not in reached:
+            reached.add(key)
+            work += _calls(functions[key], functions)
+    return reached
+
+
+def _too_many(
+    model: onnx.ModelProto, functions: Mapping[Key, onnx.FunctionProto], kept: Collection[Key]
+) -> dict[Key, str]:
+    """Return the functions that would bring the most nodes, as far as the model would have too many of them.
+
+    All of them where they call each other in a circle, which no runtime takes.
+    """
+    inner = {key: _calls(function, functions) for key, function in functions.items()}
+    try:
+        called_first = list(
+            graphlib.TopologicalSorter({key: set(calls) for key, calls in inner.items()}).static_order()
+        )
+    except graphlib.CycleError as error:
+        domain, name, _ = error.args[1][0]
+        return dict.fromkeys(functions, "") | {error.args[1][0]: f"the function {domain}.{name} stays: it calls itself"}
+    own = {key: sum(1 for _ in nodes(function)) for key, function in functions.items()}
+    main = _calls(model.graph, functions)
+    left: dict[Key, str] = {}
+    while True:
+        stay, sizes, calls = {*kept, *left}, dict[Key, int](), Counter[Key]()
+        for key in called_first:
+            sizes[key] = own[key] + sum(count * (sizes[k] - 1) for k, count in inner[key].items() if k not in stay)
+        for key in reversed(called_first):
+            calls[key] += 0 if key in stay else main[key]
+            for k, count in inner[key].items():
+                calls[k] += 0 if k in stay else count * calls[key]
+        if sum(count * sizes[key] for key, count in main.items() if key not in stay) <= MAX_NODES_INLINED:
+            return left
+        worst = max(calls, key=lambda key: (calls[key] * sizes[key], key))
+        brought = calls[worst] * sizes[worst]
+        left[worst] = f"the function {worst[0]}.{worst[1]} stays: its calls would become {brought:,} nodes"
+
+
+def _opset(part: onnx.ModelProto | onnx.FunctionProto) -> int:
+    return next((o.version for o in part.opset_import if o.domain in ONNX_DOMAINS), 0)
+
+
+def _import_opset(function: onnx.FunctionProto, opset: int) -> None:
+    for each in function.opset_import:
+        if each.domain in ONNX_DOMAINS:
+            each.version = opset
+
+
+def _state_defaults(part: onnx.GraphProto | onnx.FunctionProto, functions: Mapping[Key, onnx.FunctionProto]) -> None:
+    """Give calls the attributes that they leave to the function's defaults, which onnx's inliner takes for absent."""
+    for node in nodes(part):
+        function = functions.get((node.domain, node.op_type, node.overload))
+        if function is not None and function.attribute_proto:
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(a for a in function.attribute_proto if a.name not in given)

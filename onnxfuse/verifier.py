@@ -1,0 +1,192 @@
+"""Compare what was optimized with the original: folded constants, fused nodes, and the models as a whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import onnx
+
+from onnxfuse.errors import NothingRunsError, VerificationError
+from onnxfuse.fuse_model import FusedModel, StageTimer
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.report.report import Dropped
+from onnxfuse.verify.compare import Verification, compare, first_difference, nothing_compared
+from onnxfuse.verify.compare_constants import wrong_constants
+from onnxfuse.verify.compare_parts import PartFinding, PartsVerification, compare_parts, values_of_run
+from onnxfuse.verify.own_process import TimeLimitExceeded
+from onnxfuse.verify.parts import Part, distinct_parts
+from onnxfuse.verify.reference import Reference, run_original
+from onnxfuse.verify.values_in_bodies import first_feeds, values_needed
+
+Feeds: TypeAlias = Mapping[str, Array]
+
+WEIGHT_FOLDING: Final = "batch_norm"  # the name in the report when the folding into weights is taken back
+
+
+@dataclass
+class Verifier:
+    """The original model, which every optimized one is compared with, and what has been compared so far."""
+
+    original: onnx.ModelProto
+    folder: Path | None
+    inputs: Mapping[str, Array] | None
+    timer: StageTimer
+    shapes: Sequence[str] = ()
+    tolerance: float | None = None
+    equal_parts: set[str] = field(default_factory=set)  # their keys
+    _reference: Reference | VerificationError | None = None
+    _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
+
+    def reference(self) -> Reference:
+        """Return runs of the original.  Raises VerificationError if it does not run."""
+        if self._reference is None:
+            try:
+                self._reference = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+            except VerificationError as error:
+                self._reference = error
+        if isinstance(self._reference, VerificationError):
+            raise self._reference
+        return self._reference
+
+    def wrong_constants(self, result: FusedModel) -> dict[str, str]:
+        """Return the folded constants that differ from what onnxruntime computes, each with a sentence.
+
+        Where the original, or a body, does not run, none is compared, and the verification of the outputs says why.
+        """
+        wrong: dict[str, str] = {}
+        with self.timer.stage("verify"):
+            for graph, feeds in self._graphs_with_feeds(result):
+                assert graph.unfused is not None
+                if feeds is not None:
+                    with suppress(VerificationError):
+                        wrong |= wrong_constants(graph.graph.model, self.folder, graph.unfused, feeds)
+        return wrong
+
+    def _graphs_with_feeds(self, result: FusedModel) -> Sequence[tuple[FusedModel, Feeds | None]]:
+        """Return the main graph and all bodies, each with inputs on which it runs; None where none are known."""
+        if self._inside is None or self._inside[0] is not result:
+            try:
+                feeds: Feeds | None = self.reference().runs[0].feeds
+            except VerificationError:  # a part may run all the same
+                feeds = None
+            self._inside = result, list(self._graphs(result, feeds))
+        return self._inside[1]
+
+    def _graphs(self, result: FusedModel, feeds: Feeds | None) -> Iterator[tuple[FusedModel, Feeds | None]]:
+        """Yield a graph and its bodies, each with inputs on which it may run."""
+        yield result, feeds
+        assert result.unfused is not None
+        bodies = [one for one in result.bodies if one.fused.fused or any(e.folded for _, e in one.fused.everywhere())]
+        constants = result.unfused.constants
+        needed = {name for one in bodies for name in values_needed(one.body) if name not in constants}
+        values = None if feeds is None else self._values(result, needed, feeds)
+        begun = {name for one in bodies for name, _ in one.body.begins.values() if name in constants}
+        stored = {name: result.unfused.constant(name) for name in begun} if values is not None else {}
+        for one in bodies:
+            inside = None if values is None else first_feeds(one.body, {**stored, **values})
+            yield from self._graphs(one.fused, inside)
+
+    def _values(self, result: FusedModel, names: set[str], feeds: Feeds) -> Feeds | None:
+        """Return values of tensors in a run of a graph; None where it does not run on these inputs."""
+        assert result.unfused is not None
+        try:
+            return values_of_run(result.unfused, names, self.folder, feeds)
+        except Exception:  # whatever onnxruntime raises: a branch that is not taken need not fit the inputs
+            return None
+
+    def verify_parts(self, result: FusedModel) -> PartsVerification:
+        """Compare each fused node with the nodes that it replaced; not again what was equal before.
+
+        Where the original does not run, as a whole, they are compared on drawn values.  So are those of bodies where
+        neither a branch nor the first iteration of a Loop runs on the values of the graph around it.
+        """
+        with self.timer.stage("verify"):
+            try:
+                self.reference()
+            except (NothingRunsError, TimeLimitExceeded) as error:
+                parts = [part for _, graph in result.everywhere() for part in self._new_parts(graph)]
+                return PartsVerification((), tuple(PartFinding(part, str(error)) for part in parts), frozenset())
+            except VerificationError:
+                pass
+            graphs = self._graphs_with_feeds(result)
+            found = [self._compare_parts(graph, feeds, graph is result) for graph, feeds in graphs]
+            return PartsVerification(
+                tuple(one for each in found for one in each.wrong),
+                tuple(one for each in found for one in each.not_compared),
+                frozenset().union(*(each.equal for each in found)),
+            )
+
+    def _new_parts(self, graph: FusedModel) -> list[Part]:
+        assert graph.unfused is not None
+        replaced = {one.node: one.replaces for one in graph.fusing.fused}
+        parts = distinct_parts(graph.unfused, graph.model, replaced, graph.layout.originals)
+        return [part for part in parts if part.key not in self.equal_parts]
+
+    def _compare_parts(self, graph: FusedModel, feeds: Feeds | None, is_main: bool) -> PartsVerification:
+        assert graph.unfused is not None
+        progress = functools.partial(self.timer.progress, "verify: run the fused nodes")
+        compare = functools.partial(compare_parts, graph.unfused, graph.model, folder=self.folder, progress=progress)
+        found = compare(self._new_parts(graph), feeds=feeds)
+        self.equal_parts |= found.equal
+        if is_main or feeds is None or not found.not_compared:
+            return found
+        # A branch that is not taken need not run, and a cache may be empty in the first iteration.
+        drawn = compare([one.part for one in found.not_compared], feeds=None)
+        self.equal_parts |= drawn.equal
+        left = {one.part.key for one in drawn.not_compared}
+        missing = tuple(one for one in found.not_compared if one.part.key in left)
+        return PartsVerification((*found.wrong, *drawn.wrong), missing, found.equal | drawn.equal)
+
+    def verify(self, optimized: onnx.ModelProto) -> Verification:
+        """Compare the outputs of the original and `optimized`."""
+        with self.timer.stage("verify"):
+            try:
+                reference = self.reference()
+            except VerificationError as error:
+                return nothing_compared(self.original, error)
+            return compare(
+                self.original, optimized, folder=self.folder, progress=self._tell, reference=reference,
+                tolerance=self.tolerance,
+            )  # fmt: skip
+
+    def _tell(self, step: str) -> None:
+        self.timer.progress(f"verify: {step}", 0, 0)
+
+    def find_fault(
+        self, result: FusedModel, verified: Verification, unfused: FusedModel, change_weights: bool
+    ) -> Dropped:
+        """Return what to take back of a model that differs from the original.
+
+        That is the folding into weights if `unfused`, the same model without fusions, differs too, else one fusion.
+        Raises VerificationError if `unfused` differs although its weights were not changed.
+        """
+        without_fusions = self.verify(unfused.model)
+        if without_fusions.passed is not False:
+            return self._wrong_fusion(result, verified)
+        if not change_weights:
+            reason = without_fusions.reason
+            raise VerificationError(f"normalizing changed the model: {reason}; please report this model")
+        node = next((f.node for f in result.folded if f.kind in ("batch_norm", "scale")), "")
+        return Dropped(WEIGHT_FOLDING, node, without_fusions.reason)
+
+    def _wrong_fusion(self, result: FusedModel, verified: Verification) -> Dropped:
+        """Return the fusion of the first fused node, in execution order, whose output differs.
+
+        If no such output differs, or one of the models does not run, it is the fusion of the last fused node.
+        """
+        order = {t.name: i for i, node in enumerate(result.graph.nodes) for t in node.outputs}
+        fused = sorted(result.fusing.fused, key=lambda one: order.get(one.output, -1)) or list(result.fused)
+        names = [one.output for one in fused]
+        try:
+            name = first_difference(
+                self.original, result.model, names, inputs=self.inputs, shapes=self.shapes, folder=self.folder
+            )
+        except VerificationError:
+            name = None
+        wrong = next((one for one in fused if one.output == name), fused[-1])
+        return Dropped(wrong.fusion, wrong.node, verified.reason)
