@@ -37,10 +37,12 @@ class Scores(NamedTuple):
 
 
 def require_grouped_heads() -> None:
-    """Require that every key head serves as many query heads."""
+    """Require that every key head serves as many query heads; a single one may be broadcast by the products."""
     require(
-        "{heads} query heads are {kv_heads} key heads times {repeats}",
-        lambda heads, kv_heads, repeats: heads == kv_heads * repeats,
+        "{heads} query heads are {kv_heads} key heads times {repeats}, or one key head is broadcast",
+        lambda heads, kv_heads, repeats: (
+            heads == kv_heads * repeats or (isinstance(heads, int) and kv_heads == 1 == repeats)
+        ),
     )
 
 

@@ -134,8 +134,13 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
         ),
     )
     without_cap = when(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
-    sized = when(
+    repeated = when(
         without_cap,
+        "as many heads of keys, with their repeats, as of queries",
+        lambda heads, kv_heads, repeats: heads == 1 or not kv_heads == 1 == repeats,
+    )
+    sized = when(
+        repeated,
         "known numbers and sizes of heads: a Reshape of nothing cannot find them out",
         lambda heads, size, value_size: all(isinstance(each, int) for each in (heads, size, value_size)),
     )
