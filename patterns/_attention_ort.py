@@ -60,7 +60,8 @@ def group_query_attention(
 
 
 def _where_grouped_is_exact(value: Term) -> Term:
-    causal = when(value, IS_CAUSAL, _is_causal)
+    uncapped = when(value, "no softcap in several operators", lambda capped: capped != "tanh")
+    causal = when(uncapped, IS_CAUSAL, _is_causal)
     sized = when(causal, "sizes are known and ones that GroupQueryAttention takes", _has_grouped_sizes)
     return when(
         sized,
@@ -133,7 +134,8 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
             _adding_is_exact,
         ),
     )
-    without_cap = when(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
+    packed = in_layout(context, PACKED)
+    without_cap = when(packed, "no softcap", lambda softcap, capped: not softcap and capped != "tanh")
     repeated = when(
         without_cap,
         "as many heads of keys, with their repeats, as of queries",

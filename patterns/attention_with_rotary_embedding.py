@@ -82,6 +82,7 @@ def attention_with_rotary_embedding(
     bias: Term = tensor(SCORES, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
+    cap: Term = scalar(optional=True),
     epsilon: Term = scalar(if_absent=1e-5),
     is_causal: Term = attribute(),
     softcap: Term = attribute(),
@@ -99,7 +100,7 @@ def attention_with_rotary_embedding(
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
     require_cos_batch()
     require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
+    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)
     q_rotated = by_rotary(q_heads, cos, sin, "queries", interleaved, num_heads)
