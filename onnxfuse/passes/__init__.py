@@ -16,6 +16,7 @@ from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 from onnxfuse.passes.spell_activations import spell_activations
+from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
 from onnxfuse.passes.spread_affine import spread_affine
@@ -33,6 +34,7 @@ PIPELINE: tuple[Pass, ...] = (
     settle_backward_slices,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     split_merged_heads,  # its views compose where they meet others
+    spell_scores,  # of four axes
     spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
