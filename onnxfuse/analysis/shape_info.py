@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import onnx
 
+from onnxfuse.analysis.bounds import without_min_constants
 from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError
@@ -33,15 +34,20 @@ class ShapeInfo:
     `infer_shapes` makes it.  `record` and `infer_node` keep it up to date while passes rewrite the graph.
     """
 
-    def __init__(self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None) -> None:
+    def __init__(
+        self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None, not_limited: Collection[str] = ()
+    ) -> None:
         """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
 
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.
+        `not_limited` are names of symbols such as `Min(512, seq)` whose limit the model cannot exceed.
         """
         self.graph = graph
         self.strict = strict
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
+        self.known_not_limited = frozenset(not_limited)
+        self.not_limited = set(not_limited)  # and those that were found since
         self._unknown: dict[Hashable, Dim] = {}
         self._shapes: dict[str, Shape | None] = {}
         self._dtypes: dict[str, int] = {}
@@ -96,6 +102,8 @@ class ShapeInfo:
 
     def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
         """Record the type of a tensor that a pass made."""
+        if shape is not None and self.known_not_limited:
+            shape = [each if isinstance(each, int) else self._not_limited(each) for each in shape]
         self._shapes[tensor.name] = None if shape is None else tuple(shape)
         self._dtypes[tensor.name] = dtype
         self._values.pop(tensor.name, None)
@@ -109,6 +117,10 @@ class ShapeInfo:
         self._values[tensor.name] = value if fits else None
         if value is not None:
             self._shapes[tensor.name] = value.shape
+
+    def _not_limited(self, size: Dim) -> Size:
+        """Return a size without limits that the model cannot exceed, because an operator would not run then."""
+        return without_min_constants(size, self.known_not_limited)
 
     def unknown(self, *key: Hashable) -> Dim:
         """Return a size of which nothing is known; the same one for the same key."""
