@@ -75,8 +75,8 @@ def without_min_constants(size: Size, names: Collection[str] | None = None) -> S
 def limited_sizes(size: Size, least: int) -> Iterator[str]:
     """Yield the names of the symbols in a size that `Min` limits to a number of at least `least`."""
     for name in () if isinstance(size, int) else (name for monomial, _ in size.terms for name in monomial):
-        is_limited = isinstance(name, NonPolynomial) and name.op == "Min"
-        if is_limited and all(arg >= least for arg in name.args if isinstance(arg, int)):
+        numbers = name.args if isinstance(name, NonPolynomial) and name.op == "Min" else ()
+        if numbers and all(arg >= least for arg in numbers if isinstance(arg, int)):
             yield name
 
 

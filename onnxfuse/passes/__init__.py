@@ -14,6 +14,7 @@ from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
+from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_scores import spell_scores
@@ -33,6 +34,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_shapes,  # views can be composed when their targets are constant
     settle_backward_slices,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     spell_scores,  # of four axes
     spell_activations,  # before a scale of theirs is folded into the operator in front

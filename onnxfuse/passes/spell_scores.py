@@ -3,7 +3,9 @@
 Patterns know scores that are scaled at the product, then at most one bias, and one mask at the end.  Some models scale
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors.  Factors are
 distributed over sums, a mask that replaces scores by a number which no score changes becomes one that is added, and
-what is added is summed up first, apart from tensors with an axis for heads.
+what is added is summed up first, apart from tensors with an axis for heads.  A factor of each head, as that of cosine
+attention, moves to the queries.  A Max with the lowest number behind a mask of finite numbers, which changes nothing
+else than infinite scores, is left out.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite scores in front of Softmax whose order patterns do not know.  Returns the number of rewritten scores."""
     if graph.opset < FIRST_OPSET:
         return 0
-    count = sum(_rewrite(graph, shapes, node) for node in list(graph.nodes) if op_of(node) == "Softmax")
+    softmaxes = [node for node in graph.nodes if op_of(node) == "Softmax"]
+    count = sum(_rewrite(graph, shapes, node) for node in softmaxes)
+    count += sum(_scale_queries(graph, shapes, node.inputs[0], MAX_STEPS) for node in softmaxes)
     if count:
         graph.remove_dead()
         graph.sort()
@@ -66,6 +70,9 @@ def spell_scores(graph: Graph, shapes: ShapeInfo) -> int:
 
 def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
     """Rewrite the scores that a Softmax reads; return whether they were."""
+    if (unlimited := _without_lowest(graph, shapes, softmax.inputs[0])) is not None:
+        softmax.inputs[0] = unlimited
+        return True
     tensor = softmax.inputs[0]
     if shapes.dtype(tensor) not in FUSIBLE_FLOATS or shapes.shape(tensor) is None:
         return False
@@ -85,6 +92,57 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, softmax: Node) -> bool:
         total = _add(graph, shapes, total, addend, f"{end.name}_masked", shapes.shape(end))
     softmax.inputs[0] = total
     return True
+
+
+def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor | None:
+    """Return what a Max with the lowest finite number reads, if a mask of finite numbers was added to it before."""
+    node = producer(scores)
+    if node is None or op_of(node) != "Max" or len(node.inputs) != 2 or shapes.dtype(scores) != TensorProto.FLOAT:
+        return None
+    for tensor, number in (node.inputs, node.inputs[::-1]):
+        total = producer(tensor)
+        if total is None or op_of(total) != "Add" or _number(graph, number) != float(np.finfo(np.float32).min):
+            continue
+        masks = [made for each in total.inputs if (made := producer(each)) is not None and op_of(made) == "Where"]
+        numbers = [_number(graph, each) for mask in masks for each in mask.inputs[1:]]
+        if numbers and all(each is not None and math.isfinite(each) for each in numbers):
+            return tensor
+    return None
+
+
+def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor, steps: int) -> bool:
+    """Move a factor of each head, or of each query, from scores to the queries; return whether there was one."""
+    node = producer(scores)
+    if node is None or not steps:
+        return False
+    if op_of(node) in ("Add", "Where"):
+        return any(_scale_queries(graph, shapes, each, steps - 1) for each in node.inputs)
+    if op_of(node) != "Mul":
+        return False
+    for tensor, factor in (node.inputs, node.inputs[::-1]):
+        product, sizes = producer(tensor), shapes.shape(factor)
+        if product is None or op_of(product) != "MatMul" or graph.sole_consumer(tensor) is None:
+            continue
+        queries, dtype = shapes.shape(product.inputs[0]), shapes.dtype(factor)
+        if queries is None or not sizes or sizes[-1] != 1 or dtype != shapes.dtype(product.inputs[0]):
+            continue
+        if len(sizes) <= len(queries) and broadcast(shapes, queries, sizes) == queries and not _is_number(factor):
+            stem = f"{node.outputs[0].name}_queries"
+            scaled = emit(graph, shapes, "Mul", [product.inputs[0], factor], stem, queries, dtype)
+            return _multiply(graph, shapes, node, scaled, product.inputs[1])
+    return False
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return is_constant(tensor) and math.prod(tensor.shape) == 1
+
+
+def _multiply(graph: Graph, shapes: ShapeInfo, scaled: Node, queries: Tensor, columns: Tensor) -> bool:
+    end = scaled.outputs[0]
+    product = emit(
+        graph, shapes, "MatMul", [queries, columns], f"{end.name}_scores", shapes.shape(end), shapes.dtype(end)
+    )
+    return graph.replace(end, product)
 
 
 def _scores(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int) -> Scores | None:

@@ -149,6 +149,8 @@ class SplitHeads:
         if node is None or op_of(node) not in THROUGH or not self._is_of_last_axis(node):
             return None
         product = op_of(node) == "MatMul"
+        if product and not all(map(self._has_first_axis, node.inputs)):
+            return None  # of a weight: rows need no axis for heads
         operands = [
             self.writer(each, exact=product) if each.name else partial(_unchanged, each) for each in node.inputs
         ]
