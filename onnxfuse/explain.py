@@ -55,7 +55,8 @@ def nearest(misses: Iterable[Miss], fusion: str | None = None, node: str | None 
     found = [
         m
         for m in misses
-        if (fusion is None or m.fusion.name == fusion) and (m.matched if node is None else node in (m.node, *m.around))
+        if (fusion is None or m.fusion.name == fusion)
+        and (m.matched or fusion is None if node is None else node in (m.node, *m.around))
     ]
     return sorted(found, key=lambda m: (-m.matched, m.of, m.fusion.name, m.node))
 

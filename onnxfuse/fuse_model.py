@@ -184,7 +184,7 @@ def fuse_model(
 
 
 def _fuse_spelled(model: onnx.ModelProto, folder: Path | None, settings: Settings, timer: StageTimer) -> FusedModel:
-    """Fuse a model, and again while operators were spelled out and not fused as a whole, which then are not spelled out."""
+    """Fuse a model, and again while operators that were spelled out are not fused as a whole."""
     kept: dict[str, Stays] = {}
     for _ in range(MAX_SPELLING_ROUNDS):
         result = _fuse_once(model, folder, settings, timer, kept)

@@ -34,13 +34,16 @@ class Scores(NamedTuple):
     masked_score: Term
     is_causal: Term
     softcap: Term
+    cap: Term
 
 
 def require_grouped_heads() -> None:
-    """Require that every key head serves as many query heads."""
+    """Require that every key head serves as many query heads; a single one may be broadcast by the products."""
     require(
-        "{heads} query heads are {kv_heads} key heads times {repeats}",
-        lambda heads, kv_heads, repeats: heads == kv_heads * repeats,
+        "{heads} query heads are {kv_heads} key heads times {repeats}, or one key head is broadcast",
+        lambda heads, kv_heads, repeats: (
+            heads == kv_heads * repeats or (isinstance(heads, int) and kv_heads == 1 == repeats)
+        ),
     )
 
 
@@ -163,9 +166,14 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
 def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Scores) -> Term:
     """Return softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention.
 
+    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.
+
     All are (batch, heads, rows, size); `columns` are the keys transposed.
     """
-    products = scaled(op.MatMul(queries, columns), scores.scale)
+    uncapped = scaled(op.MatMul(queries, columns), scores.scale)
+    capped = scores.cap * op.Tanh(uncapped)
+    capped = when(capped, "scores are capped by a positive number, not {cap}", lambda cap: cap > 0)
+    products = choose("capped", none=uncapped, tanh=capped)
     biased = choose("bias_kind", position=products + scores.bias, none=products)
     probabilities = op.Softmax(masked(biased, queries, columns, scores), axis=-1)
     weights = choose(

@@ -60,7 +60,8 @@ def group_query_attention(
 
 
 def _where_grouped_is_exact(value: Term) -> Term:
-    causal = when(value, IS_CAUSAL, _is_causal)
+    uncapped = when(value, "no softcap in several operators", lambda capped: capped != "tanh")
+    causal = when(uncapped, IS_CAUSAL, _is_causal)
     sized = when(causal, "sizes are known and ones that GroupQueryAttention takes", _has_grouped_sizes)
     return when(
         sized,
@@ -133,9 +134,15 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
             _adding_is_exact,
         ),
     )
-    without_cap = when(in_layout(context, PACKED), "no softcap", lambda softcap: not softcap)
-    sized = when(
+    packed = in_layout(context, PACKED)
+    without_cap = when(packed, "no softcap", lambda softcap, capped: not softcap and capped != "tanh")
+    repeated = when(
         without_cap,
+        "as many heads of keys, with their repeats, as of queries",
+        lambda heads, kv_heads, repeats: heads == 1 or not kv_heads == 1 == repeats,
+    )
+    sized = when(
+        repeated,
         "known numbers and sizes of heads: a Reshape of nothing cannot find them out",
         lambda heads, size, value_size: all(isinstance(each, int) for each in (heads, size, value_size)),
     )

@@ -15,35 +15,69 @@ def require_cos_batch() -> None:
     )
 
 
-def rotated(heads: Term, cos: Term, sin: Term, rows: str = "seq") -> dict[str, Term]:
-    """Return x * cos + rotate_half(x) * sin of (batch heads rows size), by its label.
+def rotated(x: Term, cos: Term, sin: Term, axes: str) -> dict[str, Term]:
+    """Return x * cos + turned(x) * sin by its label, for x of these axes: three, in any order, and the size of a head.
 
-    rotate_half rotates all elements of a head; rotate_part rotates the first `rotated` ones.
+    rotate_half turns all elements of a head, whose halves are pairs; rotate_part turns the first `rotated` ones.
+    rotate_pairs and rotate_part_of_pairs do the same where neighbours are pairs.
     """
-    require(
-        "{rotated} of {size} elements are rotated: a part", lambda rotated, size: rotated is None or rotated != size
-    )
-    first = op.Slice(heads, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
-    rest = op.Slice(heads, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
+    require("{rotated} of {size} elements are rotated: a part", _is_part)
+    require("{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)
+    require("{rotated} elements are {part} pairs", lambda rotated, part: part is None or 2 * part == rotated)
+    require("pairs have {two} elements: two", lambda two: two in (None, 2))
+    first = op.Slice(x, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
+    rest = op.Slice(x, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
+    (leading, whole), part = axes.rsplit(" ", 1), "rotated"
     return {
-        "rotate_half": _by_table(heads, cos, sin, rows, "size"),
-        "rotate_part": op.Concat(_by_table(first, cos, sin, rows, "rotated"), rest, axis=-1),
+        "rotate_half": _by_table(x, _turned_halves(x, whole), cos, sin, axes, whole),
+        "rotate_part": op.Concat(_by_table(first, _turned_halves(first, part), cos, sin, axes, part), rest, axis=-1),
+        "rotate_pairs": _by_table(x, _turned_pairs(x, leading, "pairs"), cos, sin, axes, whole),
+        "rotate_part_of_pairs": op.Concat(
+            _by_table(first, _turned_pairs(first, leading, "part"), cos, sin, axes, part), rest, axis=-1
+        ),
     }
 
 
-def _by_table(x: Term, cos: Term, sin: Term, rows: str, count: str) -> Term:
-    """Return x rotated, whose last axis has `count` elements, as has that of the tables."""
+def _is_part(rotated: object, size: object) -> bool:
+    """Return whether fewer elements are rotated than a head has, as far as these are numbers."""
+    if isinstance(rotated, int) and isinstance(size, int):
+        return rotated < size
+    return rotated is None or rotated != size
+
+
+def _turned_halves(x: Term, count: str) -> Term:
+    """Return -second, first for the halves of the last axis, which has `count` elements."""
     half = size(count) // 2
     first = op.Slice(x, starts=[0], ends=[half], axes=[-1], steps=[1])
     second = op.Slice(x, starts=[half], ends=[END], axes=[-1], steps=[1])
-    return x * _per_head(cos, rows, count) + op.Concat(-second, first, axis=-1) * _per_head(sin, rows, count)
+    return op.Concat(-second, first, axis=-1)
 
 
-def _per_head(table: Term, rows: str, count: str) -> Term:
-    """Return a table with an axis for heads, which it may have already."""
-    result = f"cos_batch 1 {rows} {count}"
-    return choose(
-        "table",
-        bsd=rearrange(table, f"cos_batch {rows} {count} -> {result}"),
-        b1sd=rearrange(table, f"cos_batch 1 {rows} {count} -> {result}"),
-    )
+def _turned_pairs(x: Term, leading: str, count: str) -> Term:
+    """Return -second, first for every pair of neighbours on the last axis, which has `count` of them.
+
+    `leading` names the axes in front of it.
+    """
+    first, second = (op.Slice(x, starts=[i], ends=[END], axes=[-1], steps=[2]) for i in (0, 1))
+    columns = (rearrange(each, f"{leading} {count} -> {leading} {count} 1") for each in (-second, first))
+    return rearrange(op.Concat(*columns, axis=-1), f"{leading} {count} two -> {leading} ({count} two)")
+
+
+def _by_table(x: Term, turned: Term, cos: Term, sin: Term, axes: str, count: str) -> Term:
+    """Return x * cos + turned * sin, where the last axis of x and of the tables has `count` elements."""
+    return x * _per_head(cos, axes, count) + turned * _per_head(sin, axes, count)
+
+
+def _per_head(table: Term, axes: str, count: str) -> Term:
+    """Return a table that broadcasts over the heads of a tensor with these axes; its own one for heads has size 1."""
+    names = ["cos_batch" if name == "batch" else "1" if name.endswith("heads") else name for name in axes.split()]
+    result, rows = " ".join((*names[:-1], count)), next(name for name in names[1:] if name != "1")
+    without_batch = result.removeprefix("cos_batch ").removeprefix("1 ")
+    layouts = {
+        "bsd": rearrange(table, f"cos_batch {rows} {count} -> {result}"),
+        "sd": rearrange(table, f"{rows} {count} -> {without_batch}"),
+        "b1sd": rearrange(table, f"cos_batch 1 {rows} {count} -> {result}"),
+        "bs1d": rearrange(table, f"cos_batch {rows} 1 {count} -> {result}"),
+    }
+    last = "b1sd" if names[1] == "1" else "bs1d"  # any view of another table fits it
+    return choose("table", **{label: layouts[label] for label in sorted(layouts, key=lambda label: label == last)})

@@ -31,6 +31,7 @@ def attention(
     bias: Term = tensor(SCORES, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
+    cap: Term = scalar(optional=True),
     is_causal: Term = attribute(),
     softcap: Term = attribute(),
 ) -> Term:
@@ -50,7 +51,7 @@ def attention(
     are, and NaN for rows of which a score is NaN.
     """
     require_grouped_heads()
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
+    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
     queries = query_rows(q, "batch heads queries size")
     columns = key_rows(k, "batch (kv_heads repeats) size keys")
     keys = key_rows(k, "batch (kv_heads repeats) keys size")

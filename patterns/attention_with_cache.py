@@ -63,6 +63,7 @@ def attention_with_cache(
     bias: Term = tensor(SCORES, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
+    cap: Term = scalar(optional=True),
     is_causal: Term = attribute(),
     softcap: Term = attribute(),
 ) -> tuple[Term, Term, Term]:
@@ -78,7 +79,7 @@ def attention_with_cache(
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
+    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
     queries = query_rows(q, "batch heads queries size")
     present_key, present_value = appended(past_key, k, "k", "size"), appended(past_value, v, "v", "value_size")
     columns = cache_rows(present_key, "size", "batch (kv_heads repeats) size keys")

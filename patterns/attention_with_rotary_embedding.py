@@ -58,11 +58,12 @@ def normalized_heads(name: str, x: Term, rows: str, heads: str, scale: Term, eps
     )
 
 
-def by_rotary(heads: Term, cos: Term, sin: Term, rows: str, interleaved: Term, num_heads: Term) -> Term:
-    """Return (batch heads rows size) rotated, in several operators or by ONNX's RotaryEmbedding with half the table."""
+def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_heads: Term) -> Term:
+    """Return x, of these axes, rotated in several operators or by ONNX's RotaryEmbedding with half the tables."""
+    rows = axes.split()[2]
     tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
-    operator = op.RotaryEmbedding(heads, *tables, interleaved=interleaved, num_heads=num_heads)
-    return choose("rotary", **rotated(heads, cos, sin, rows), operator=operator)
+    operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=num_heads)
+    return choose("rotary", **rotated(x, cos, sin, axes), operator=operator)
 
 
 @fusion(
@@ -82,6 +83,7 @@ def attention_with_rotary_embedding(
     bias: Term = tensor(SCORES, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
+    cap: Term = scalar(optional=True),
     epsilon: Term = scalar(if_absent=1e-5),
     is_causal: Term = attribute(),
     softcap: Term = attribute(),
@@ -99,11 +101,11 @@ def attention_with_rotary_embedding(
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
     require_cos_batch()
     require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap)
+    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)
-    q_rotated = by_rotary(q_heads, cos, sin, "queries", interleaved, num_heads)
-    k_rotated = by_rotary(k_heads, cos, sin, "keys", interleaved, kv_num_heads)
+    q_rotated = by_rotary(q_heads, cos, sin, Q_AXES, interleaved, num_heads)
+    k_rotated = by_rotary(k_heads, cos, sin, K_AXES, interleaved, kv_num_heads)
     queries = rearrange(q_rotated, f"{Q_AXES} -> {Q_AXES}")
     columns = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) size keys")
     keys = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) keys size")

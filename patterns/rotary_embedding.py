@@ -5,7 +5,7 @@ from onnxfuse.patterns._rotary import require_cos_batch, rotated
 
 
 @fusion(
-    out="batch heads seq size",
+    out="batch (heads seq) size",
     example={"x": (2, 3, 5, 4), "cos": (2, 5, 2), "sin": (2, 5, 2), "interleaved": 1},
 )
 def rotary_embedding(
@@ -16,20 +16,32 @@ def rotary_embedding(
     num_heads: Term = attribute(),
     rotary_embedding_dim: Term = attribute(),
 ) -> Term:
-    """y = x * cos + rotate_half(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
+    """y = x * cos + turned(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
 
-    x may be a slice of a packed product of queries, keys and values.
+    Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  y is (batch, heads, seq, size), or
+    (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries, keys and
+    values.
     """
     require_cos_batch()
-    heads = choose(
-        "layout",
-        packed=rearrange(packed_slice(x, "x"), "batch seq (heads size) -> batch heads seq size"),
-        bshd=rearrange(x, "batch seq heads size -> batch heads seq size"),
-        bhsd=rearrange(x, "batch heads seq size -> batch heads seq size"),
-    )
+
+    def heads(axes: str) -> Term:
+        return choose(
+            "layout",
+            packed=rearrange(packed_slice(x, "x"), f"batch seq (heads size) -> {axes}"),
+            bshd=rearrange(x, f"batch seq heads size -> {axes}"),
+            bhsd=rearrange(x, f"batch heads seq size -> {axes}"),
+        )
+
+    def by_table(axes: str) -> dict[str, Term]:
+        return rotated(heads(axes), cos, sin, axes)
+
+    heads_first, rows_first = by_table("batch heads seq size"), by_table("batch seq heads size")
+    written = {
+        form: choose("order", heads_first=heads_first[form], rows_first=rows_first[form]) for form in heads_first
+    }
     return choose(
         "form",
-        **rotated(heads, cos, sin),
+        **written,
         operator=op.RotaryEmbedding(
             x, cos, sin, interleaved=interleaved, num_heads=num_heads, rotary_embedding_dim=rotary_embedding_dim
         ),

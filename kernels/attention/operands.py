@@ -99,19 +99,20 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
     masked_score = -math.inf if operator else node.number("masked_score", -math.inf)
+    cap = node.number("cap", 0.0) if node.attributes.get("capped") == "tanh" else 0.0
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.head_dim, v.head_dim, tensors["q"].dtype,
         all(tensor.aligned for tensor in tensors.values()),
         q.at(_pointer(node, "q"), item), k.at(_pointer(node, "k"), item), v.at(_pointer(node, "v"), item),
         Operand(q.batch, q.length, heads, v.head_dim, strides).at(Pointer("output", 0), out_item),
-        scale=node.number("scale", 1 / math.sqrt(max(1, q.head_dim)) if operator else 1.0),
+        scale=node.number("scale", 1 / math.sqrt(max(1, q.head_dim)) if operator else 1.0) * (cap or 1.0),
         mask_kind=kind if kind != "causal" else "boolean" if mask else "none",
         mask=_score_tensor(node, "mask", mask, full),
         masked_score=masked_score,
         bias=_score_tensor(node, "bias", operand_spec(node, inputs, "bias"), full),
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
-        softcap=node.number("softcap", 0.0) if operator else 0.0,
+        softcap=node.number("softcap", 0.0) if operator else cap,
         # The operator gives 0 for rows without a key, and so does a product over no keys at all.
         zero_masked_rows=operator or node.attributes.get("fully_masked") == "zero" or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",

@@ -16,7 +16,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.rotary.rotary_embedding import check_tables
+from onnxfuse.kernels.rotary.rotary_embedding import are_neighbours, check_tables, table_spec
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
 
@@ -64,7 +64,7 @@ def _rotated_tensors(problem: Attention) -> tuple[HeadTensor, HeadTensor]:
 def _rotary(
     node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, results: tuple[HeadTensor, HeadTensor]
 ) -> Rotary:
-    cos, sin = required_spec(node, inputs, "cos"), required_spec(node, inputs, "sin")
+    cos, sin = table_spec(node, inputs, "cos"), table_spec(node, inputs, "sin")
     operator = node.text("rotary", "rotate_half") == "operator"
     rotated = cos.shape[-1] * (2 if operator else 1)
     table_row = rotated // 2 if operator else rotated
@@ -80,7 +80,7 @@ def _rotary(
         tuple(RotatedHeads(count, x, y, _scale(node, name)) for name, count, x, y in tensors),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, problem.dtype, problem.dtype,
         all(tensor.aligned for tensor in read), whole_table=not operator,
-        interleaved=operator and bool(node.integer("interleaved", 0)),
+        interleaved=are_neighbours(node, "rotary"),
         scale_dtype=scales[0].dtype if scales[0] else "", epsilon=node.number("epsilon", 0.0),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@
 //   WIDTH            elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   LANES            threads of a head; with NORM a power of two up to 32
 //   INTERLEAVED      1: the elements of a pair are neighbours; 0: they are ROTATED / 2 apart
-//   WHOLE_TABLE      1: a row of the tables has ROTATED elements, and both halves are read; 0: it has ROTATED / 2
+//   WHOLE_TABLE      1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 #include "types.cuh"
 
@@ -21,6 +21,8 @@ constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int GROUPS = (HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
 constexpr int ALL_GROUPS = GROUPS + (MORE_HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
 constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
+constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED;
+constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // of a piece of the tables
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
 static_assert(ALL_GROUPS % ADJACENT_GROUPS == 0, "groups adjacent by adjacent are as many everywhere");
@@ -51,8 +53,9 @@ struct Rotation {
     __device__ __forceinline__ void load(const COS_T* cos, const SIN_T* sin, INDEX at) {
         unpack(load_cached<WIDTH>(cos + at), cos_first);
         unpack(load_cached<WIDTH>(sin + at), sin_first);
-        unpack(load_cached<WIDTH>(cos + at + (WHOLE_TABLE ? HALF : 0)), cos_second);
-        unpack(load_cached<WIDTH>(sin + at + (WHOLE_TABLE ? HALF : 0)), sin_second);
+        unpack(load_cached<WIDTH>(cos + at + TO_SECOND), cos_second);
+        unpack(load_cached<WIDTH>(sin + at + TO_SECOND), sin_second);
+        if (TABLE_OF_PAIRS) deinterleave(cos_first, cos_second), deinterleave(sin_first, sin_second);
     }
 
     __device__ __forceinline__ void apply(float (&first)[WIDTH], float (&second)[WIDTH]) const {
@@ -195,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Piece piece(lane + s * LANES);
         if (!present || !piece.exists) continue;
         Rotation rotation;
-        if (piece.rotated) rotation.load(cos, sin, table + (lane + s * LANES) * WIDTH);
+        if (piece.rotated) rotation.load(cos, sin, table + (lane + s * LANES) * WIDTH * (TABLE_OF_PAIRS ? 2 : 1));
 #pragma unroll
         for (int k = 0; k < THREAD_HEADS; ++k)
             if (k < heads.count) finish(heads, piece, k, raw[k][s], factors[k], rotation, STREAMED);

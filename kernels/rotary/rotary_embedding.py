@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from onnxfuse.kernels.head_tensor import HeadTensor
@@ -25,28 +26,46 @@ def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -
 
 def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     """Return the plan for these shapes.  Raises ValueError if shapes do not fit together."""
-    x, cos, sin = (required_spec(node, inputs, name) for name in ("x", "cos", "sin"))
+    x, cos, sin = required_spec(node, inputs, "x"), table_spec(node, inputs, "cos"), table_spec(node, inputs, "sin")
     operator = node.text("form", "rotate_half") == "operator"
     rotated = cos.shape[-1] * (2 if operator else 1)
     layout = ("bhsd" if len(x.shape) == 4 else "packed") if operator else node.text("layout", "bhsd")
+    rows_first = node.text("order", "heads_first") == "rows_first"
     size = node.integer("size", 0) or (x.shape[-1] if len(x.shape) == 4 else rotated)
     if operator and len(x.shape) == 3:
         size = x.shape[-1] // node.integer("num_heads")
     axes, x_heads = _axes(node, x, layout, size)
     batch, length, heads = axes
     check_tables(cos, sin, batch, length, size, rotated, rotated // 2 if operator else rotated)
-    shape = x.shape if operator else (batch, heads, length, size)
+    shape = x.shape if operator else (batch, length, heads, size) if rows_first else (batch, heads, length, size)
     y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
         return Plan((y,), ())
-    y_heads = _contiguous_heads("packed" if operator and layout == "packed" else "bhsd", axes, size)
+    y_heads = _contiguous_heads("packed" if rows_first or (operator and layout == "packed") else "bhsd", axes, size)
     problem = Rotary(
         batch, length, size, rotated, (RotatedHeads(heads, x_heads, y_heads),),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, x.dtype, y.dtype,
         all(tensor.aligned for tensor in (x, cos, sin)), whole_table=not operator,
-        interleaved=operator and bool(node.integer("interleaved", 0)),
+        interleaved=are_neighbours(node, "form"),
     )  # fmt: skip
     return Plan((y,), (launch(problem, device),))
+
+
+def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> TensorSpec:
+    """Return a table as (batch or 1, length, row), whatever axes of size 1 it has."""
+    spec = required_spec(node, inputs, name)
+    if node.text("table", "bsd") == "sd" and len(spec.shape) == 2:
+        return replace(spec, shape=(1, *spec.shape))
+    axis = {"b1sd": 1, "bs1d": 2}.get(node.text("table", "bsd"))
+    if axis is None or len(spec.shape) != 4 or spec.shape[axis] != 1:
+        return spec
+    return replace(spec, shape=(*spec.shape[:axis], *spec.shape[axis + 1 :]))
+
+
+def are_neighbours(node: FusedNode, form: str) -> bool:
+    """Return whether pairs of elements are neighbours; the attribute `form` says what the model has in the graph."""
+    found = node.text(form, "rotate_half")
+    return found.endswith("pairs") or (found == "operator" and bool(node.integer("interleaved", 0)))
 
 
 def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], HeadTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeAlias
 
 from onnxfuse.analysis.dims import Dim, Monomial, NonPolynomial, Size, non_polynomial, product, symbol
@@ -14,7 +14,12 @@ Bounds: TypeAlias = tuple[int | None, int | None]  # the lower and the upper one
 
 
 def maximum(*sizes: Size) -> Size:
-    """Return the largest of the sizes."""
+    """Return the largest of the sizes; of a number and a number less a size it is written with `Min`."""
+    for number, other in (sizes, sizes[::-1]) if len(sizes) == 2 else ():
+        if isinstance(number, int) and isinstance(other, Dim):
+            constant = next((factor for monomial, factor in other.terms if not monomial), 0)
+            if all(factor < 0 for monomial, factor in other.terms if monomial):
+                return minimum(constant - number, constant - other) * -1 + constant
     return _extreme("Max", sizes, lambda a, b: _is_at_most_zero(b - a))
 
 
@@ -52,16 +57,27 @@ def upper_bound(size: Size) -> int | None:
     return None if low is None else -low
 
 
-def without_min_constants(size: Size) -> Size:
-    """Return the size without the numbers that `Min` limits it to: `Min(512, seq)` becomes `seq`."""
+def without_min_constants(size: Size, names: Collection[str] | None = None) -> Size:
+    """Return the size without the numbers that `Min` limits it to: `Min(512, seq)` becomes `seq`.
+
+    With `names`, only those symbols change that these are the names of.
+    """
     if isinstance(size, int):
         return size
     if not any(isinstance(name, NonPolynomial) for monomial, _ in size.terms for name in monomial):
         return size
     total: Size = 0
     for monomial, coefficient in size.terms:
-        total = total + product(map(_symbol_without_min_constants, monomial)) * coefficient
+        total = total + product(_symbol_without_min_constants(name, names) for name in monomial) * coefficient
     return total
+
+
+def limited_sizes(size: Size, least: int) -> Iterator[str]:
+    """Yield the names of the symbols in a size that `Min` limits to a number of at least `least`."""
+    for name in () if isinstance(size, int) else (name for monomial, _ in size.terms for name in monomial):
+        numbers = name.args if isinstance(name, NonPolynomial) and name.op == "Min" else ()
+        if numbers and all(arg >= least for arg in numbers if isinstance(arg, int)):
+            yield name
 
 
 def _is_at_most_zero(size: Size) -> bool:
@@ -124,10 +140,11 @@ def _quotient_bounds(low: int | None, high: int | None, divisor: Size) -> Bounds
     return None if low is None else min(low, 0), None if high is None else max(high, 0)
 
 
-def _symbol_without_min_constants(name: str) -> Size:
+def _symbol_without_min_constants(name: str, names: Collection[str] | None) -> Size:
     if not isinstance(name, NonPolynomial) or name.op not in ("Max", "Min"):
         return symbol(name)
+    inner = [without_min_constants(arg, names) for arg in name.args]
     if name.op == "Max":
-        return maximum(*map(without_min_constants, name.args))
-    symbolic = [arg for arg in name.args if not isinstance(arg, int)]
-    return minimum(*map(without_min_constants, symbolic))
+        return maximum(*inner)
+    changes = names is None or name in names
+    return minimum(*(arg for arg in inner if not (changes and isinstance(arg, int))))

@@ -4,6 +4,9 @@ The rules of `shape_rules` and `value_rules` come first, then onnx's inference o
 of the whole model.  The shapes that the exporter recorded may belong to other inputs than the model has now.  They
 count only behind operators of other domains, where no rule tells the shape, and only if no record of the model
 contradicts what is inferred, and the model has no Slice whose size runtimes disagree about.
+
+A table of 512 positions, of which [:seq] are added to an input of seq tokens, has Min(512, seq) rows.  The Add runs
+only where these are seq, so that the tensors are inferred once more, without that limit.
 """
 
 from __future__ import annotations
@@ -31,17 +34,20 @@ def infer_shapes(graph: Graph, strict: bool = False, scope: Scope | None = None)
     `strict` lets an error of a rule out, where otherwise nothing is known.  `scope` is what is known of a subgraph's
     inputs.
     """
-    shapes = ShapeInfo(graph, strict, scope=scope)
-    for node in graph.nodes:
-        infer_node(shapes, node)
+    shapes = _inferred(ShapeInfo(graph, strict, scope=scope))
+    if shapes.not_limited:
+        shapes = _inferred(ShapeInfo(graph, strict, scope=scope, not_limited=shapes.not_limited))
     _correct_records(shapes, graph.nodes)
     if scope is not None and scope.is_repeated:
         return shapes
     is_stale = any(shapes.contradicts_record(tensor.name) for node in graph.nodes for tensor in node.outputs)
     if is_stale or shapes.infos.has_ambiguous_slices or not any(_needs_records(shapes, node) for node in graph.nodes):
         return shapes
-    shapes = ShapeInfo(graph, strict, shapes.infos, scope)
-    for node in graph.nodes:
+    return _inferred(ShapeInfo(graph, strict, shapes.infos, scope, shapes.not_limited))
+
+
+def _inferred(shapes: ShapeInfo) -> ShapeInfo:
+    for node in shapes.graph.nodes:
         infer_node(shapes, node)
     return shapes
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import onnx
 
+from onnxfuse.analysis.bounds import without_min_constants
 from onnxfuse.analysis.dims import UNKNOWN, Dim, Size, is_known, symbol
 from onnxfuse.analysis.value_infos import RecordedSize, ValueInfos
 from onnxfuse.errors import ModelError
@@ -51,18 +52,26 @@ class ShapeInfo:
     """
 
     def __init__(
-        self, graph: Graph, strict: bool = False, infos: ValueInfos | None = None, scope: Scope | None = None
+        self,
+        graph: Graph,
+        strict: bool = False,
+        infos: ValueInfos | None = None,
+        scope: Scope | None = None,
+        not_limited: Collection[str] = (),
     ) -> None:
         """Start with what onnx infers; `strict` lets errors of rules out, which else are ignored.
 
         With `infos`, the shapes count that the model records behind operators of other domains than ONNX's.  `scope`
-        is what is known of a subgraph's inputs.
+        is what is known of a subgraph's inputs.  `not_limited` are names of symbols such as `Min(512, seq)` whose limit
+        the model cannot exceed.
         """
         scope = scope or Scope()
         self.graph = graph
         self.strict = strict
         self.infos = infos or ValueInfos(graph.model)
         self.uses_records = infos is not None
+        self.known_not_limited = frozenset(not_limited)
+        self.not_limited = set(not_limited)  # and those that were found since
         self._unknown: dict[Hashable, Dim] = {}
         self.numbers, self.is_repeated = scope.numbers, scope.is_repeated
         self._shapes: dict[str, Shape | None] = dict(scope.shapes)
@@ -118,6 +127,8 @@ class ShapeInfo:
 
     def record(self, tensor: Tensor, shape: Sequence[Size] | None, dtype: int) -> None:
         """Record the type of a tensor that a pass made."""
+        if shape is not None and self.known_not_limited:
+            shape = [each if isinstance(each, int) else self._not_limited(each) for each in shape]
         self._shapes[tensor.name] = None if shape is None else tuple(shape)
         self._dtypes[tensor.name] = dtype
         self._values.pop(tensor.name, None)
@@ -131,6 +142,10 @@ class ShapeInfo:
         self._values[tensor.name] = value if fits else None
         if value is not None:
             self._shapes[tensor.name] = value.shape
+
+    def _not_limited(self, size: Dim) -> Size:
+        """Return a size without limits that the model cannot exceed, because an operator would not run then."""
+        return without_min_constants(size, self.known_not_limited)
 
     def unknown(self, *key: Hashable) -> Dim:
         """Return a size of which nothing is known; the same one for the same key."""

@@ -281,6 +281,11 @@ class Term:
         seen.add(id(self))
         return self._count_nodes(choices, seen)
 
+    @functools.cached_property
+    def unshared_count(self) -> int:
+        """How many nodes the longest spelling has if terms that stand in several positions count in each of them."""
+        return self.own_nodes + sum(part.unshared_count for part in self.parts)
+
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         return self.own_nodes + sum(part.count_nodes(choices, seen) for part in self.parts)
 
@@ -415,7 +420,11 @@ class Alternatives(Term):
     def _count_nodes(self, choices: Mapping[str, str], seen: set[int]) -> int:
         if self.name is not None and self.name in choices:
             return self.labelled(choices[self.name]).count_nodes(choices, seen)
-        return max(option.count_nodes(choices, set(seen)) for option in self.options)
+        return max(self.options, key=lambda option: option.unshared_count).count_nodes(choices, seen)
+
+    @functools.cached_property
+    def unshared_count(self) -> int:
+        return max(option.unshared_count for option in self.options)
 
     def labelled(self, label: str) -> Term:
         """Return the option of a label."""

@@ -15,7 +15,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir import graphsurgeon
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
-from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, op_of
 from onnxfuse.ir.protos import subgraphs
 
 
@@ -44,6 +44,7 @@ class Graph:
     misdeclared: set[str] = field(default_factory=set)  # tensors whose recorded shape was wrong and is corrected
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
 
     @property
     def nodes(self) -> list[Node]:
@@ -152,6 +153,10 @@ class Graph:
                 if id(node) in dead:
                     node.outputs.clear()
             self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
+
+    def remember_origins(self) -> None:
+        """Record the operator and the name of the node that computes each tensor, for messages after it is replaced."""
+        self.origins = {t.name: (op_of(node), node.name or "") for node in self.nodes for t in node.outputs}
 
     def reads(self, node: Node) -> set[str]:
         """Return the names of the tensors that a node reads, those that its subgraphs read included."""

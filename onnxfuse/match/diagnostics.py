@@ -8,6 +8,7 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Term
+from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
 from onnxfuse.match.state import Dims, Miss, State
 
@@ -72,13 +73,15 @@ class NearestMiss:
         return size
 
 
-def origin(tensor: Tensor) -> str:
-    """Return what computes a tensor, in words."""
+def origin(graph: Graph, tensor: Tensor) -> str:
+    """Return what computes a tensor, in words, or did before nodes were fused."""
     node = producer(tensor)
-    if node is None:
+    now = ("", "") if node is None else (op_of(node), node.name)
+    op, name = graph.origins.get(tensor.name, now)
+    if not op:
         outer = "a tensor of the graph around" if is_outer(tensor) else "a graph input"
         return "a constant" if is_constant(tensor) else outer
-    return f"the output of {op_of(node)} '{node.name}'" if node.name else f"the output of {op_of(node)}"
+    return f"the output of {op} '{name}'" if name else f"the output of {op}"
 
 
 def node_name(tensor: Tensor) -> str:

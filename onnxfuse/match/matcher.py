@@ -90,7 +90,11 @@ class Matcher(MatchContext):
             if self.casts:
                 tensor, state = self.through_casts(tensor, state)
             if not self.fits(term, tensor):
-                self.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {self.wanted(term)}")
+                self.fail(
+                    term,
+                    state,
+                    lambda: f"'{tensor.name}' is {origin(self.graph, tensor)}; required {self.wanted(term)}",
+                )
                 return iter(())
         return self._match_once(term, tensor, state)
 

@@ -18,6 +18,8 @@ from onnxfuse.match.named_dims import unify
 from onnxfuse.match.scaling import unscaled
 from onnxfuse.match.state import Dims, State
 
+MAX_NODES_OF_A_WEIGHT = 16  # that compute it from constants, where folding is advised
+
 
 def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) -> Iterator[State]:
     """Yield the state with the tensor as a parameter of the fused operator."""
@@ -37,8 +39,9 @@ def match_capture(m: MatchContext, term: Capture, tensor: Tensor, state: State) 
         casts.append(node)
         tensor = node.inputs[0]
     if term.kind == "weight" and not is_constant(tensor):
-        hint = "export with constant folding, so that weights are initializers"
-        sentence = f"'{tensor.name}' is {origin(tensor)}; required a constant for {term.name}"
+        foldable = "export with constant folding, so that weights are initializers"
+        hint = foldable if _is_of_constants(tensor) else ""
+        sentence = f"'{tensor.name}' is {origin(m.graph, tensor)}; required a constant for {term.name}"
         m.fail(term, state, lambda: sentence, hint=hint)
         return
     state = state.with_nodes(casts, keep=True)
@@ -130,3 +133,15 @@ def _two_numbers(m: MatchContext, tensor: Tensor) -> tuple[Value | None, float |
     values = constant_value(m.graph, tensor)
     first, last = values.reshape(-1, values.shape[-1])[[-1, 0], [0, -1]].tolist()
     return triangular_mask_value(values == first) if np.all((values == first) | (values == last)) else None, first, last
+
+
+def _is_of_constants(tensor: Tensor) -> bool:
+    """Return whether a few nodes compute a tensor, from constants alone."""
+    work, nodes = [tensor], 0
+    while work:
+        node = producer(each := work.pop())
+        nodes += node is not None
+        if nodes > MAX_NODES_OF_A_WEIGHT or (node is None and not is_constant(each)):
+            return False
+        work.extend(t for t in (node.inputs if node is not None else ()) if t.name)
+    return True

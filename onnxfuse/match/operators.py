@@ -29,7 +29,7 @@ def match_operator(m: MatchContext, term: Apply, tensor: Tensor, state: State) -
         yield from _match_split(m, term, tensor, node, state)
         return
     if node is None or op_of(node) != term.op:
-        m.fail(term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {term.op}")
+        m.fail(term, state, lambda: f"'{tensor.name}' is {origin(m.graph, tensor)}; required {term.op}")
         return
     if node.outputs[0] is not tensor:
         m.fail(term, state, lambda: f"'{tensor.name}' is not the first output of its {term.op}")

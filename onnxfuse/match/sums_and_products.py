@@ -90,7 +90,7 @@ class AssociativeMatcher:
         found = self.decompositions.of(tensor, self.product)
         if not found:
             kind = "a product (Mul or Div)" if self.product else "a sum (Add)"
-            self.m.fail(self.term, state, lambda: f"'{tensor.name}' is {origin(tensor)}; required {kind}")
+            self.m.fail(self.term, state, lambda: f"'{tensor.name}' is {origin(self.m.graph, tensor)}; required {kind}")
             return iter(())
         found = self._usable(found)
         # Most attempts end here, without the search below.
@@ -133,7 +133,7 @@ class AssociativeMatcher:
         return [o for o in itertools.permutations(values) if all(map(fits, self.values, o))]
 
     def _misfit(self, values: Sequence[Tensor]) -> str:
-        found = " and ".join(f"'{t.name}' ({origin(t)})" for t in values)
+        found = " and ".join(f"'{t.name}' ({origin(self.m.graph, t)})" for t in values)
         wanted = " and ".join(self.m.wanted(term) for term in self.values)
         return f"{found} are {'multiplied' if self.product else 'added'}; required {wanted}"
 

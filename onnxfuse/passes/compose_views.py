@@ -47,7 +47,7 @@ def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
 
 def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     """Shorten the longest possible chain that ends in the node."""
-    chain = _chain_to(last)
+    chain = chain_to(last)
     result = shapes.shape(last.outputs[0])
     views = [view_of(shapes, node) for node in chain]
     for start in range(len(chain)):
@@ -73,8 +73,7 @@ def shorter_chain(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[Vi
     if any(size == 0 for size in (*source, *chain[-1].shape)):
         return None
     for candidate in _shorter_chains(source, chain, len(chain)):
-        before = (source, *(view.shape for view in candidate))
-        if all(_operator(shape, view) is not None for shape, view in zip(before, candidate, strict=False)):
+        if can_write_views(source, candidate):
             return candidate
     return None
 
@@ -84,7 +83,7 @@ def _shorter_chains(source: tuple[Size, ...], chain: tuple[View, ...], removed: 
     max_rank = max((len(view.perm) for view in chain if view.perm is not None), default=0)
     return [
         candidate
-        for candidate in _equivalent_chains(source, chain)
+        for candidate in equivalent_chains(source, chain)
         # A Transpose of more axes than before may be slower.
         if len(candidate) < removed and all(len(view.perm or ()) <= max_rank for view in candidate)
     ]
@@ -99,7 +98,8 @@ def view_of(shapes: ShapeInfo, node: Node) -> View | None:
     return View(tuple(perm) if op_of(node) == "Transpose" else None, shape)
 
 
-def _chain_to(last: Node) -> list[Node]:
+def chain_to(last: Node) -> list[Node]:
+    """Return the views that end in this one, from the source on."""
     chain: list[Node] = []
     node: Node | None = last
     while node is not None and op_of(node) in VIEWS and node.inputs and len(chain) < MAX_CHAIN_NODES:
@@ -126,7 +126,7 @@ def _removable_count(graph: Graph, chain: list[Node]) -> int:
     return count
 
 
-def _layout(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
+def layout_of(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
     """Return the layout of the chain's result in its source; None if the sizes do not tell it."""
     layout: Layout | None = identity(source)
     for view in chain:
@@ -137,9 +137,9 @@ def _layout(source: Sequence[Size], chain: Sequence[View]) -> Layout | None:
 
 
 @functools.lru_cache(maxsize=4096)  # the blocks of a model repeat their chains
-def _equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[tuple[View, ...], ...]:
+def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tuple[tuple[View, ...], ...]:
     """Return chains of the same effect, shortest first."""
-    layout, result = _layout(source, chain), chain[-1].shape
+    layout, result = layout_of(source, chain), chain[-1].shape
     if layout is None:
         return ()
     reshaped = reshape(identity(source), result)
@@ -206,22 +206,38 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
         if done:
             last.inputs.clear()
         return done
-    before = [shapes.shape(source), *(view.shape for view in views)]
-    forms = [_operator(shape, view) for shape, view in zip(before, views, strict=False)]
+    tensor = write_views(graph, shapes, source, views, f"{end.name}_moved")
+    if tensor is None:
+        return False
+    last.inputs.clear()
+    return graph.replace(end, tensor)
+
+
+def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> bool:
+    """Return whether constants suffice as the targets of views of a tensor of shape `source`."""
+    return None not in _operators(source, views)
+
+
+def write_views(graph: Graph, shapes: ShapeInfo, source: Tensor, views: Sequence[View], stem: str) -> Tensor | None:
+    """Return the tensor that the views make of the source; None, and nothing is written, if a target is computed."""
+    forms = _operators(shapes.shape(source), views)
     tensor, dtype = source, shapes.dtype(source)
     if None in forms:
-        return False
+        return None
     for view, (op, numbers) in zip(views, filter(None, forms), strict=True):
-        stem = f"{end.name}_moved"
         if op == "Transpose":
             tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"perm": numbers})
         elif op != "Reshape" and input_index(op, "axes", graph.opset) is None:
             tensor = emit(graph, shapes, op, [tensor], stem, view.shape, dtype, {"axes": numbers})
         else:
-            stored = graph.constant(f"{end.name}_shape", np.array(numbers, np.int64))
+            stored = graph.constant(f"{stem}_shape", np.array(numbers, np.int64))
             tensor = emit(graph, shapes, op, [tensor, stored], stem, view.shape, dtype)
-    last.inputs.clear()
-    return graph.replace(end, tensor)
+    return tensor
+
+
+def _operators(source: Sequence[Size] | None, views: Sequence[View]) -> list[tuple[str, list[int]] | None]:
+    before = (source, *(view.shape for view in views))
+    return [_operator(shape, view) for shape, view in zip(before, views, strict=False)]
 
 
 def _operator(shape: Sequence[Size] | None, view: View) -> tuple[str, list[int]] | None:

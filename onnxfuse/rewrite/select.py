@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import walk
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, op_of
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.match.accept import refusal
 from onnxfuse.match.prefilter import may_occur
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
+MAX_NODES_BETWEEN = 24  # of two products of an attention and its Softmax
 NEAR_MISS_SHARE = 0.3  # a miss is reported when this share of the nodes of the pattern agreed
 
 
@@ -26,18 +28,60 @@ class FusionResult:
     fused: tuple[Fused, ...]
     missed: tuple[Miss, ...]
     remaining: frozenset[str]  # names of the nodes that were not replaced; not of Casts that all readers absorbed
+    attentions: frozenset[str] = frozenset()  # names of the last products of attentions among them
 
     def near(self) -> list[Miss]:
-        """Return the misses worth reading, nearest first: those where much agreed, at nodes that nothing else fused."""
+        """Return the misses worth reading, nearest first: those where much agreed, at nodes that nothing else fused.
+
+        An attention that is not fused has one in any case: the one where most agreed.
+        """
         taken = {name for one in self.fused if one.fusion != REGION for name in one.replaces}
         unfused = [m for m in self.missed if m.node in self.remaining and m.node not in taken]
-        near = [m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of]
-        return sorted(near, key=nearness)
+        near = {id(m): m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of}
+        nearest: dict[str, Miss] = {}
+        for miss in unfused:
+            if miss.node in self.attentions and _has_softmax(miss.fusion):
+                nearest[miss.node] = max(nearest.get(miss.node, miss), miss, key=lambda m: m.matched)
+        near |= {id(miss): miss for miss in nearest.values()}
+        return sorted(near.values(), key=nearness)
 
 
 def nearness(miss: Miss) -> tuple[float, str, str]:
     """Return a key by which misses are sorted, the nearest first."""
     return -miss.matched / miss.of, miss.fusion.name, miss.node
+
+
+@functools.cache
+def _has_softmax(fusion: Fusion) -> bool:
+    """Return whether a fusion ends with a product of the result of a Softmax."""
+    ops = {op for term in walk(*fusion.outputs) for op in term.own_ops}
+    return not fusion.last and {"MatMul", "Softmax"} <= ops
+
+
+def _ends_of_attention(graph: Graph) -> frozenset[str]:
+    """Return the names of the products whose first factor is made of a Softmax, which is made of another product."""
+    scores = {id(node) for node in graph.nodes if op_of(node) == "Softmax" and _is_behind(node, _is_product)}
+    ends = (node for node in graph.nodes if _is_product(node))
+    found = (node for node in ends if _is_behind(node, lambda made: id(made) in scores, first=True))
+    return frozenset(node.name or node.outputs[0].name for node in found)
+
+
+def _is_product(node: Node) -> bool:
+    return op_of(node) in ("MatMul", "Einsum")
+
+
+def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = False) -> bool:
+    """Return whether a wanted node is in front of a node, with no product and at most so many nodes between them."""
+    work, seen = list(node.inputs[:1] if first else node.inputs), set[int]()
+    while work and len(seen) < MAX_NODES_BETWEEN:
+        made = producer(work.pop(0))
+        if made is None or id(made) in seen:
+            continue
+        seen.add(id(made))
+        if wanted(made):
+            return True
+        work.extend(() if _is_product(made) else made.inputs)
+    return False
 
 
 def fuse(
@@ -57,6 +101,8 @@ def fuse(
     replaced, each by the name of its fusion and of its first output.  `progress` is called with the number of nodes
     tried, and of all nodes.
     """
+    graph.remember_origins()
+    attentions = _ends_of_attention(graph)
     functions = LocalFunctions(graph, ort, contrib)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
@@ -70,7 +116,7 @@ def fuse(
             refused = {miss.node for miss in misses.values() if miss.complete} if new else set()
             nodes = [n for n in graph.nodes[::-1] if (n.name or n.outputs[0].name) in refused]
     remaining = frozenset(n.name or n.outputs[0].name for n in graph.nodes)
-    return FusionResult(tuple(fused), tuple(misses.values()), remaining)
+    return FusionResult(tuple(fused), tuple(misses.values()), remaining, attentions)
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,11 @@ class Case:
         else:
             given |= {"mask_kind": self.mask, "bias_kind": "position" if self.bias_axes else "none"}
             given |= {"form": "softmax", "fully_masked": "zero" if self.zero else "softmax"}
+            given |= {"capped": "tanh", "cap": self.softcap} if self.softcap else {"capped": "none"}
         if self.mask in ("boolean", "inverted", "causal"):
             given["masked_score"] = self.masked
-        if self.scale is not None:
-            given["scale"] = self.scale
+        if self.scale is not None:  # in several operators that of what Tanh reads
+            given["scale"] = self.scale / (self.softcap if self.softcap and not self.operator else 1.0)
         if self.product:
             given |= {"size": self.size, "value_size": self.value_size, **self._slice_attributes()}
         return FusedNode("attention", "n", tuple(described(self)), given, (self.out_dtype or self.dtype,))
@@ -260,7 +261,7 @@ def generated(seed: int) -> Case:
         mask_dtype=choose.choice(("float32", dtype)), masked=INFINITE if operator else choose.choice(masked),
         bias_axes=None if operator or choose.random() < 0.6 else axes(), zero=choose.random() < 0.5,
         operator=operator, causal=operator and choose.random() < 0.6,
-        softcap=choose.choice((0.0, 5.0)) if operator else 0.0,
+        softcap=choose.choice((0.0, 5.0)),
         scale=None if operator else choose.choice((1.0, 0.125, -0.2)), tf32=choose.random() < 0.5,
         aligned=choose.random() < 0.8,
     )  # fmt: skip

@@ -46,6 +46,12 @@ def rotate_half(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
 
 
+def rotate_pairs(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Return x rotated by tables of its own width, where neighbours are pairs."""
+    turned = np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)
+    return x * cos + turned * sin
+
+
 def group_norm_nhwc(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
     rows = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
     centred = rows - rows.mean((1, 3), keepdims=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from kernel_references import group_norm_nhwc, layer_norm, rms_norm, rotate_half, softmax
+from kernel_references import group_norm_nhwc, layer_norm, rms_norm, rotate_half, rotate_pairs, softmax
 from template_checks import check_template, template_of
 
 from onnxfuse.activations import ACTIVATIONS
@@ -164,6 +164,16 @@ def _rotary(a: Arrays, layout: str) -> list[np.ndarray]:
     return [rotate_half(x, a["cos"][:, None], a["sin"][:, None])]
 
 
+def _rotary_of_neighbours(a: Arrays, layout: str) -> list[np.ndarray]:
+    """Return rows first, by tables that have an axis of size 1 for heads behind their rows."""
+    x = a["x"]
+    if layout == "packed":
+        x = x.reshape(*x.shape[:2], -1, a["cos"].shape[-1])
+    if layout == "bhsd":
+        x = np.swapaxes(x, 1, 2)
+    return [rotate_pairs(x, a["cos"], a["sin"])]
+
+
 def _table(a: Arrays) -> list[np.ndarray]:
     rounded = (a["positions"][..., None] * a["frequencies"]).astype(np.float32)  # as the operators round it
     angles = np.tile(rounded.astype(np.float64), 2)
@@ -260,6 +270,10 @@ def rotary_cases() -> Iterator[TemplateCase]:
             table = (tables, SEQUENCE, 64)
             yield TemplateCase("rotary_embedding", {"x": x, "cos": table, "sin": table},
                                lambda a, of=layout: _rotary(a, of), {"layout": layout})  # fmt: skip
+            table = (tables, SEQUENCE, 1, 64)
+            form = {"layout": layout, "form": "rotate_pairs", "order": "rows_first", "table": "bs1d"}
+            yield TemplateCase("rotary_embedding", {"x": x, "cos": table, "sin": table},
+                               lambda a, of=layout: _rotary_of_neighbours(a, of), form)  # fmt: skip
     yield TemplateCase("rotary_table", {"positions": (BATCH, SEQUENCE), "frequencies": (32,)}, _table,
                        {"angles": "twice"}, 2)  # fmt: skip
 

@@ -177,6 +177,12 @@ def test_output_layouts(layout: str, shape: tuple[int, ...], strides: tuple[int,
     assert (problem.out.batch_stride, problem.out.head_stride, problem.out.row_stride) == strides
 
 
+def test_softcap_in_several_operators_has_the_scale_in_front_of_the_cap() -> None:
+    node, inputs = case(1, (2, 2), 4, 6, (16, 16), capped="tanh", cap=5.0, scale=0.05)
+    problem, _ = attention_of(node, inputs, H200)
+    assert (problem.scale, problem.softcap) == (0.25, 5.0)
+
+
 def test_operator_has_its_own_scale_causality_and_masks() -> None:
     node, inputs = case(1, (2, 2), 4, 6, (16, 16), form="operator", is_causal=1, softcap=5.0)
     problem, _ = attention_of(node, inputs, H200)
@@ -274,6 +280,8 @@ def body(chosen: attention_cases.Case, inputs: Mapping[str, np.ndarray]) -> onnx
         given |= {"is_causal": int(chosen.causal), "softcap": chosen.softcap}
     elif given["scale"] is None:
         given["scale"] = 1.0
+    if "cap" in node.attributes:
+        given["cap"] = node.attributes["cap"]
     choices = {name: value for name, value in node.attributes.items() if isinstance(value, str)}
     dtypes = {name: TensorProto.BOOL if value.dtype == bool else TensorProto.FLOAT for name, value in inputs.items()}
     rank = {"rows": 2, "seq_first_rows": 2, "bshd": 4, "bhsd": 4}.get(chosen.out_layout, 3)

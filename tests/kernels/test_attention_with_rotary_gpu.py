@@ -81,9 +81,11 @@ def prepared(
         x = x / np.sqrt(mean + EPSILON) * more[f"{name}_scale"].astype(FLOATS)
     cos, sin = (more[table].astype(FLOATS)[:, None] for table in ("cos", "sin"))
     half = rotated // 2
-    first = np.s_[..., 0:rotated:2] if rotation.interleaved else np.s_[..., :half]
-    second = np.s_[..., 1:rotated:2] if rotation.interleaved else np.s_[..., half:rotated]
+    neighbours = rotation.interleaved or rotation.form.endswith("pairs")
+    first = np.s_[..., 0:rotated:2] if neighbours else np.s_[..., :half]
+    second = np.s_[..., 1:rotated:2] if neighbours else np.s_[..., half:rotated]
     ends = (slice(0, half), slice(half, rotated)) if rotation.form != "operator" else (slice(None), slice(None))
+    ends = (slice(0, None, 2), slice(1, None, 2)) if rotation.form.endswith("pairs") else ends
     one, other, turned = x[first], x[second], x.copy()
     turned[first] = one * cos[..., ends[0]] - other * sin[..., ends[0]]
     turned[second] = other * cos[..., ends[1]] + one * sin[..., ends[1]]
@@ -110,6 +112,8 @@ FORMS = {
     "half": Rotation(),
     "half, tables of a batch": Rotation(tables=2),
     "part": Rotation("rotate_part", rotated=16),
+    "pairs": Rotation("rotate_pairs"),
+    "part of pairs, norm": Rotation("rotate_part_of_pairs", rotated=16, norm=True),
     "norm": Rotation(norm=True),
     "operator": Rotation("operator", tables=2),
     "operator, interleaved": Rotation("operator", interleaved=1, tables=2),

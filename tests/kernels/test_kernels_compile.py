@@ -82,6 +82,8 @@ def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
     table = (1, 512, 128)
     for layout, x in ("packed", (2, 512, 1024)), ("bshd", (2, 512, 8, 128)), ("bhsd", (2, 8, 512, 128)):
         yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)
+        pairs = {"layout": layout, "form": "rotate_pairs", "order": "rows_first"}
+        yield node("rotary_embedding", "x cos sin", [dtype], **pairs), tensors(dtype, x, table, table)
     for kind, count in ("int64", 64), ("int32", 5):
         inputs = [TensorSpec((2, 512), kind), TensorSpec((count,), "float32")]
         yield node("rotary_table", "positions frequencies", [dtype] * 2, angles="twice"), inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_references import PARAMETERS, rotate_half, with_parameters
+from kernel_references import PARAMETERS, rotate_half, rotate_pairs, with_parameters
 from kernel_runs import DTYPES, check, normal, rounded, run, small_gpu
 
 from onnxfuse.activations import ACTIVATIONS
@@ -151,6 +151,28 @@ def test_rotary_embedding_of_a_slice(
     angles = (angle.astype(np.float64)[:, None] for angle in (cos, sin))
     expected[..., :rotated] = rotate_half(expected[..., :rotated], *angles)
     check(y, expected)
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("table", ["bsd", "b1sd", "bs1d", "sd"])
+@pytest.mark.parametrize("order", ["heads_first", "rows_first"])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 32), (10, 6), (96, 48)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_of_neighbours(
+    device: Device, dtype: str, size: int, rotated: int, order: str, table: str, aligned: bool
+) -> None:
+    batch, heads, seq = 2, 6, 19
+    x = normal((batch, seq, heads, size), dtype, 1)
+    cos, sin = (normal((1, seq, rotated), dtype, seed) for seed in (2, 3))
+    shape = {"b1sd": (1, 1, seq, rotated), "bs1d": (1, seq, 1, rotated), "sd": (seq, rotated)}.get(table, cos.shape)
+    form = "rotate_pairs" if size == rotated else "rotate_part_of_pairs"
+    options = {"form": form, "layout": "bshd", "table": table, "order": order, "size": size, "rotated": rotated}
+    inputs = {"x": x, "cos": cos.reshape(shape), "sin": sin.reshape(shape)}
+    (y,) = run("rotary_embedding", inputs, [dtype], device, aligned, **options)
+    expected = x.astype(np.float64)
+    angles = (angle.astype(np.float64)[:, :, None] for angle in (cos, sin))
+    expected[..., :rotated] = rotate_pairs(expected[..., :rotated], *angles)
+    check(y, expected if order == "rows_first" else expected.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.analysis.bounds import lower_bound, without_min_constants
+from onnxfuse.analysis.bounds import limited_sizes, lower_bound, without_min_constants
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.rules import RuleTable, ShapeRule, input_shape, normalize_axis
 from onnxfuse.analysis.shape_info import PartialShape, Shape, ShapeInfo
@@ -33,8 +33,10 @@ def broadcast_sizes(shapes: ShapeInfo, a: Size, b: Size) -> Size:
         if low is not None and low > 1:
             return size
     # A size that a slice limits to the length of a table broadcasts with the unlimited one only where it is equal or 1.
-    if without_min_constants(b) == a or without_min_constants(a) == b:
-        return a if without_min_constants(b) == a else b
+    for limited, size in ((b, a), (a, b)):
+        if without_min_constants(limited) == size:
+            shapes.not_limited.update(limited_sizes(limited, least=2))
+            return size
     return shapes.unknown("broadcast", *sorted((str(a), str(b))))
 
 

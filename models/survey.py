@@ -1,0 +1,197 @@
+"""Survey how much of public architectures is fused: export them with random weights, optimize, count, write the page.
+
+Needs torch, transformers, timm, torchvision, diffusers, onnxscript and onnxfuse:
+
+    python models/survey.py --cache /data/survey                    # everything; writes docs/coverage.md
+    python models/survey.py --cache /data/survey 'transformers/gpt*'  # some of it; prints, and writes nothing
+
+Exports and the counts of torch are made once and kept in the cache; delete a file there to make it again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import platform
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+import onnx
+import onnxscript
+import torch
+import transformers
+from architecture import Architecture, Variant
+from exporters import SEED, Job, build_model, export_graph, strip_traces
+from survey_counts import STRUCTURES, count_structures
+from survey_page import page
+from survey_subjects import SUBJECTS, declare_torchvision_operators
+
+import onnxfuse
+from onnxfuse.ir.domain import DOMAIN
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+from result_text import result_text  # noqa: E402 - which benchmarks share
+
+PAGE, RESULTS = ROOT / "docs" / "coverage.md", ROOT / "benchmarks" / "results"
+VERIFIED_EVERY = 8  # of the exports, one in so many is also verified
+BIASES = {"gemm_bias_activation": ("bias",), "gated_gemm": ("bias", "up_bias"),
+          "parallel_gemm": ("bias", "bias_2", "bias_3")}  # fmt: skip
+FAMILIES = {
+    "attention": re.compile("attention"), "rotary": re.compile("rotary_embedding"), "norms": re.compile("norm"),
+    "activations": re.compile("activation"), "biased products": re.compile("gemm"),
+}  # fmt: skip
+NAME = re.compile("'[^']*'")
+MAX_REASONS = 3  # of each structure of an export
+
+
+def export(architecture: Architecture, variant: Variant, cache: Path) -> dict:
+    """Return the record of an export, which is made at the first call: its file and torch's counts, or the error."""
+    name = f"{architecture.name.replace('/', '_')}_{variant.attention or 'default'}_{variant.tag}"
+    record, path = cache / f"{name}.json", cache / f"{name}.onnx"
+    if not record.exists():
+        start = time.perf_counter()
+        try:
+            content = {"counts": export_to(path, architecture, variant), "file": path.name}
+        except Exception as error:  # every failure of an exporter is a result here
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            lines = str(cause).strip().splitlines() or [""]
+            content = {"error": f"{type(cause).__name__}: {lines[0]}"[:160], "trace": traceback.format_exc()[-4000:]}
+        record.write_text(json.dumps(content | {"seconds": round(time.perf_counter() - start, 1)}))
+    return json.loads(record.read_text())
+
+
+def export_to(path: Path, architecture: Architecture, variant: Variant) -> dict[str, int]:
+    """Write an export to a path.  Returns how many of each structure a run of the module computes."""
+    job = Job(architecture, variant, architecture.config)
+    model = build_model(job)
+    torch.manual_seed(SEED)
+    arguments = job.arguments(architecture.sizes[0], variant.dtype)
+    counts = count_structures(model, lambda: model(**arguments))
+    proto = export_graph(job, model, variant.dtype)
+    strip_traces(proto)
+    onnx.save(proto, path)
+    return counts
+
+
+def measure(path: Path, expected: Mapping[str, int], verify: bool) -> dict:
+    """Return what optimizing an export fuses of each structure, and why not the rest."""
+    model, report = onnxfuse.optimize(path, verify=verify)
+    found = fused_structures(model)
+    rows = {}
+    for structure in STRUCTURES:
+        row: dict = {"count": expected[structure], "fused": min(found[structure], expected[structure])}
+        if row["fused"] < row["count"]:
+            row["why"] = reasons(report, structure)
+        rows[structure] = row
+    status = {True: "verified", False: "differs", None: "not verified"}[report.verified.passed] if verify else None
+    dropped = sorted({f"{each.fusion}: {each.reason}" for each in report.dropped})
+    return {"structures": rows, "verified": status, "dropped": dropped, "nodes": report.input["nodes"],
+            "optimized": report.output["nodes"]}  # fmt: skip
+
+
+def fused_structures(model: onnx.ModelProto) -> Counter[str]:
+    """Return how many of each structure are in the fused nodes of a model."""
+    counts: Counter[str] = Counter()
+    for node in (each for each in model.graph.node if each.domain == DOMAIN):
+        attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        fusion = attributes["fusion"].decode()
+        with_rotary = fusion == "attention_with_rotary_embedding"
+        counts["attention"] += fusion.startswith("attention")
+        counts["rotary"] += (fusion == "rotary_embedding") + 2 * with_rotary
+        counts["norms"] += fusion.endswith("_norm") + 2 * (with_rotary and attributes.get("norm") == b"rms")
+        counts["activations"] += attributes.get("activation", b"none") != b"none"
+        operands = set(attributes["operands"].decode().split())
+        counts["biased products"] += len(operands.intersection(BIASES.get(fusion, ())))
+    return counts
+
+
+def reasons(report: onnxfuse.Report, structure: str) -> list[str]:
+    """Return the most frequent reasons of near misses of a structure, without the names of tensors."""
+    found: Counter[str] = Counter()
+    for miss in report.missed:
+        if FAMILIES[structure].search(miss.fusion.name):
+            found[f"{miss.fusion.name}: {NAME.sub('…', miss.reason)}"] += 1
+    return [reason for reason, _ in found.most_common(MAX_REASONS)]
+
+
+def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bool) -> dict:
+    """Return the entry of one export in the results."""
+    made = export(architecture, variant, cache)
+    attention = variant.attention or "default"
+    entry = {"architecture": architecture.name, "exporter": variant.exporter, "attention": attention}
+    if "error" in made:
+        return entry | {"error": made["error"]}
+    try:
+        return entry | measure(cache / made["file"], made["counts"], verify)
+    except onnxfuse.OnnxfuseError as error:
+        return entry | {"error": f"onnxfuse: {type(error).__name__}: {error}"[:300]}
+
+
+def stored(entry: dict) -> dict:
+    """Return an entry as the file of results has it: fused of counted of each structure, and a reason of each."""
+    kept = {"architecture": entry["architecture"], "exporter": entry["exporter"]}
+    kept |= {"eager": 1} if entry["attention"] == "eager" else {}
+    kept |= {name: entry[name] for name in ("error", "verified") if entry.get(name)}
+    rows = entry.get("structures", {})
+    kept |= {name: f"{row['fused']}/{row['count']}" for name, row in rows.items() if row["count"]}
+    why = "; ".join(row["why"][0] for row in rows.values() if row.get("why"))
+    return kept | ({"why": why} if why else {})
+
+
+def write(result: dict, device: str) -> None:
+    """Write the page, and the results in a line for each export."""
+    path = RESULTS / f"coverage-{device}-{time.strftime('%Y-%m-%d')}.json"
+    exports = [stored(entry) for entry in result["exports"]]
+    path.write_text(result_text({**result, "exports": exports}), encoding="utf-8")
+    PAGE.write_text(page(result, path.name), encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the exports depend on."""
+    names = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    return names | {"onnxscript": onnxscript.__version__, "onnx": onnx.__version__, "onnxfuse": onnxfuse.__version__}
+
+
+def told(entry: dict) -> str:
+    """Return an entry in one line."""
+    head = f"{entry['architecture']} {entry['exporter']} {entry['attention']}"
+    if "error" in entry:
+        return f"{head}: {entry['error']}"
+    cells = [f"{name} {row['fused']}/{row['count']}" for name, row in entry["structures"].items() if row["count"]]
+    lines = [f"    {why}" for row in entry["structures"].values() for why in row.get("why", ())]
+    return "\n".join([f"{head}: {', '.join(cells)} {entry['verified'] or ''}", *lines, *entry["dropped"]])
+
+
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1, metavar="[NAME ...]")
+@click.option("--cache", type=click.Path(path_type=Path), required=True, help="The folder of exports.")
+@click.option("--device", default="cpu", help="What the machine is called in the name of the results.")
+def main(names: tuple[str, ...], cache: Path, device: str) -> None:
+    """Survey the selected architectures."""
+    warnings.filterwarnings("ignore")  # tracing warns about each constant shape
+    for logger in ("torch.onnx", "onnxscript", "onnx_ir", "transformers", "diffusers", "timm"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    declare_torchvision_operators()
+    cache.mkdir(parents=True, exist_ok=True)
+    chosen = [each for each in SUBJECTS if not names or any(fnmatch.fnmatch(each.name, name) for name in names)]
+    jobs = [(architecture, variant) for architecture in chosen for variant in architecture.variants]
+    entries = []
+    for number, (architecture, variant) in enumerate(jobs):
+        entries.append(survey(architecture, variant, cache, verify=number % VERIFIED_EVERY == 0))
+        click.echo(told(entries[-1]))
+    if not names:
+        write({"made_with": versions(), "exports": entries}, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Count what a torch module computes when it runs: attentions, rotated tensors, norms, activations, biased products.
+
+The counts come from the calls that the module makes, not from what any matcher finds in a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+STRUCTURES = ("attention", "rotary", "norms", "activations", "biased products")
+NORM = re.compile(r"(Layer|RMS|Group)_?Norm")
+ROTARY_FUNCTION = re.compile(r"apply_\w*rot\w*emb|apply_rotary|apply_rope")
+LIBRARIES = ("transformers.", "timm.", "diffusers.", "torchvision.")
+ACTIVATION_FUNCTIONS = frozenset(
+    {F.relu, F.gelu, F.silu, F.hardswish, F.mish, F.leaky_relu, F.elu, F.relu6, torch.relu, torch.Tensor.relu}
+)
+ACTIVATION_MODULES = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Mish, nn.LeakyReLU,
+    nn.ELU, nn.PReLU,
+)  # fmt: skip
+SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
+PRODUCTS = frozenset(
+    {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.einsum}
+)
+# What a graph may do to probabilities in front of the product with the values.
+KEEPS_PROBABILITIES = frozenset(
+    ("dropout", "to", "type", "type_as", "float", "half", "contiguous", "view", "reshape", "nan_to_num", "masked_fill",
+     "where", "__getitem__", "permute", "transpose", "unsqueeze", "squeeze", "expand", "mul", "__mul__", "clone",
+     "flatten")
+)  # fmt: skip
+
+
+class CallCounter(TorchFunctionMode):
+    """Counts calls of torch functions while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.inside = 0  # modules running whose calls are counted as one
+        self._softmaxes = 0
+        self._probabilities: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its softmax
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Count one call, and run it."""
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        if func is F.scaled_dot_product_attention:
+            self.counts["attention"] += 1
+        elif func is F.multi_head_attention_forward:
+            self._count_multi_head(args, given)
+        elif func is F.linear:
+            self.counts["biased products"] += any(x is not None for x in (*args[2:3], given.get("bias")))
+        elif func is torch.addmm:
+            self.counts["biased products"] += 1  # Conv1D of transformers
+        elif func in ACTIVATION_FUNCTIONS and not self.inside:
+            self.counts["activations"] += 1
+        self._follow_probabilities(func, args, given, result)
+        return result
+
+    def _count_multi_head(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+        """Count the attention of nn.MultiheadAttention, which packs the products of equal inputs."""
+        query, key, value = args[:3]
+        packed = 1 if query is key is value else 2 if key is value else 3
+        self.counts["attention"] += 1
+        self.counts["biased products"] += packed * (args[6] is not None) + (args[11] is not None)
+
+    def _follow_probabilities(
+        self, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], result: Any
+    ) -> None:
+        """Count a softmax as an attention when its result, or what is made of it, is multiplied as a matrix."""
+        read = [x for x in tree_leaves((args, given)) if isinstance(x, torch.Tensor)]
+        known = [self._probabilities[id(x)][1] for x in read if id(x) in self._probabilities]
+        if func in PRODUCTS:
+            for number in set(known):
+                self.counts["attention"] += 1
+                self._probabilities = {key: each for key, each in self._probabilities.items() if each[1] != number}
+        elif func in SOFTMAX and read and read[0].dim() > 2 and _is_last_axis(args, given, read[0].dim()):
+            self._softmaxes += 1
+            self._probabilities[id(result)] = result, self._softmaxes
+        elif known and getattr(func, "__name__", "") in KEEPS_PROBABILITIES:
+            for made in (x for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+                self._probabilities[id(made)] = made, known[0]
+
+
+def _is_last_axis(args: tuple[Any, ...], given: Mapping[str, Any], rank: int) -> bool:
+    """Return whether a softmax, of these arguments, is over the last axis."""
+    axis = given.get("dim", args[1] if len(args) > 1 else -1)
+    return axis in (-1, rank - 1)
+
+
+def count_structures(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
+    """Return how many of each structure a run of the module computes."""
+    counter = CallCounter()
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(_counted(module, counter))
+        stack.enter_context(_counted_rotary(counter))
+        stack.enter_context(counter)
+        stack.enter_context(torch.no_grad())
+        run()
+    return {structure: counter.counts[structure] for structure in STRUCTURES}
+
+
+@contextmanager
+def _counted(module: nn.Module, counter: CallCounter) -> Iterator[None]:
+    """Count the calls of a module that is a norm or an activation."""
+    leaf, name = not any(module.children()), type(module).__name__
+    of_transformers = type(module).__module__ == "transformers.activations"
+    if leaf and NORM.search(name):
+        structure = "norms"
+    elif leaf and (isinstance(module, ACTIVATION_MODULES) or of_transformers or "GELU" in name):
+        structure = "activations"
+    else:
+        yield
+        return
+
+    def begin(*_: object) -> None:
+        counter.counts[structure] += 1
+        counter.inside += 1
+
+    def end(*_: object) -> None:
+        counter.inside -= 1
+
+    handles = module.register_forward_pre_hook(begin), module.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _counted_rotary(counter: CallCounter) -> Iterator[None]:
+    """Count the tensors that functions of the libraries return which apply a rotary embedding."""
+    depth = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                result = function(*args, **given)
+            finally:
+                depth -= 1
+            if not depth:
+                counter.counts["rotary"] += len(result) if isinstance(result, tuple | list) else 1
+            return result
+
+        return call
+
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(LIBRARIES):
+            for attribute, value in list(vars(module).items()):
+                if callable(value) and ROTARY_FUNCTION.search(attribute) and not isinstance(value, type):
+                    replaced.append((module, attribute, value))
+    for module, attribute, value in replaced:
+        setattr(module, attribute, counted(value))
+    try:
+        yield
+    finally:
+        for module, attribute, value in replaced:
+            setattr(module, attribute, value)

@@ -1,0 +1,118 @@
+"""Write the survey's results as docs/coverage.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from survey_counts import STRUCTURES
+
+Entry = Mapping
+MAX_ERROR = 120  # characters shown
+HEAD = """# Coverage
+
+How much of {count} public architectures is fused. `models/survey.py` exports each of them with random weights in a tiny
+size, by both exporters of torch, with attention as the library computes it by default (mostly
+`scaled_dot_product_attention`) and written out ("eager"), and optimizes the {exports} exports. What there is to fuse is
+counted while the torch module runs, by the functions and modules that it calls; what fuses is counted in the fused
+nodes. A norm, an activation or a biased product that onnxfuse or an exporter computes from constants alone counts as
+not fused. Of {verified} exports, one in eight, outputs and fused nodes were also compared in onnxruntime: {statuses}.
+
+Made with {versions}.
+All numbers: [results](../benchmarks/results/{name}).
+
+## By structure
+
+| structure | exporter | counted | fused | |
+|---|---|---:|---:|---:|
+{totals}
+
+## By architecture
+
+Fused of counted, by dynamo, TorchScript, and TorchScript with attention written out; one number where these are equal.
+
+| architecture | {structures} |
+|---|{columns}|
+{rows}
+
+## Why not
+
+The nearest miss of each structure that is not fused everywhere, by architecture; an export that failed is listed with
+the exporter's error.
+
+| architecture | exporter | structure | fused | nearest miss |
+|---|---|---|---:|---|
+{reasons}
+
+## Not exported
+
+| architecture | exporter | error |
+|---|---|---|
+{errors}
+"""
+
+
+def page(result: Mapping, name: str) -> str:
+    """Return the page of results that are stored as the file `name`."""
+    entries = result["exports"]
+    measured = [each for each in entries if "structures" in each]
+    statuses = Counter(each["verified"] for each in measured if each["verified"])
+    architectures = list(dict.fromkeys(each["architecture"] for each in measured))
+    return HEAD.format(
+        count=len(architectures),
+        exports=len(measured),
+        verified=sum(statuses.values()),
+        statuses=", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
+        versions=", ".join(f"{name} {version}" for name, version in result["made_with"].items()),
+        name=name,
+        totals="\n".join(totals(measured)),
+        structures=" | ".join(STRUCTURES),
+        columns="|".join("---:" for _ in STRUCTURES),
+        rows="\n".join(architecture_row(each, measured) for each in architectures),
+        reasons="\n".join(reason_rows(measured)),
+        errors="\n".join(error_rows(entries)),
+    )
+
+
+def way(entry: Entry) -> str:
+    """Return how an export was made."""
+    eager = " eager" if entry["attention"] == "eager" else ""
+    return f"{entry['exporter']}{eager}"
+
+
+def totals(measured: Sequence[Entry]) -> Iterator[str]:
+    """Yield a row for each structure and exporter."""
+    for structure in STRUCTURES:
+        for exporter in dict.fromkeys(way(each) for each in measured):
+            rows = [each["structures"][structure] for each in measured if way(each) == exporter]
+            count, fused = sum(row["count"] for row in rows), sum(row["fused"] for row in rows)
+            share = f"{fused / count:.1%}" if count else ""
+            yield f"| {structure} | {exporter} | {count} | {fused} | {share} |"
+
+
+def architecture_row(architecture: str, measured: Sequence[Entry]) -> str:
+    """Return the row of one architecture."""
+    exports = [each["structures"] for each in measured if each["architecture"] == architecture]
+    cells = []
+    for structure in STRUCTURES:
+        found = [f"{row['fused']}/{row['count']}" if row["count"] else "" for row in (e[structure] for e in exports)]
+        cells.append(found[0] if len(set(found)) == 1 else ", ".join(each or "0" for each in found))
+    return f"| {architecture} | {' | '.join(cells)} |"
+
+
+def reason_rows(measured: Sequence[Entry]) -> Iterator[str]:
+    """Yield a row for each structure of an export that is not fused everywhere."""
+    for each in measured:
+        for structure, row in each["structures"].items():
+            if row["fused"] < row["count"]:
+                why = (row["why"] or ["nothing comes near"])[0].replace("|", "\\|")
+                fused = f"{row['fused']}/{row['count']}"
+                yield f"| {each['architecture']} | {way(each)} | {structure} | {fused} | {why} |"
+
+
+def error_rows(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield a row for each export that failed."""
+    for each in entries:
+        if "error" in each:
+            error = each["error"].replace("|", "\\|").replace("\n", " ").replace("](", "] (")[:MAX_ERROR]
+            yield f"| {each['architecture']} | {way(each)} | {error} |"

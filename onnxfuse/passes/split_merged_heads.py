@@ -1,0 +1,216 @@
+"""Give batched matrix products of (batch * heads, rows, columns) an axis for each of batch and heads.
+
+Many models compute attention with `torch.bmm`: queries, keys and values are reshaped to three axes, and what is added
+to the scores, the scores or the result is reshaped back to four.  Where such a Reshape splits the first axis of a
+product, or of what is computed from it element by element, the whole computation runs on four axes, and the Reshapes in
+front of the products and behind them cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeAlias
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.attributes import int_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.compose_views import (
+    VIEWS,
+    View,
+    can_write_views,
+    chain_to,
+    equivalent_chains,
+    layout_of,
+    view_of,
+    write_views,
+)
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+
+RANK: Final = 3  # of what is split
+FIRST_OPSET: Final = 7  # with broadcasting from the last axis on
+ELEMENTWISE: Final = frozenset(
+    ("Add", "Cast", "Clip", "Div", "IsNaN", "Max", "Min", "Mul", "Neg", "Sub", "Tanh", "Where")
+)
+THROUGH: Final = ELEMENTWISE | {"MatMul", "Softmax"}
+Writer: TypeAlias = Callable[[], Tensor]
+
+
+def split_merged_heads(graph: Graph, shapes: ShapeInfo) -> int:
+    """Compute on four axes what is reshaped to four axes afterwards.  Returns the number of results."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    count = sum(_split_at(graph, shapes, node) for node in list(graph.nodes) if op_of(node) in VIEWS)
+    if count:
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
+    """Split what a chain of views reads, if it splits the first axis of that in two; return whether it did."""
+    chain = chain_to(last)
+    source = chain[0].inputs[0] if chain else None
+    node = None if source is None else producer(source)
+    if source is None or node is None or op_of(node) not in THROUGH:
+        return False
+    shape, views = shapes.shape(source), [view_of(shapes, each) for each in chain]
+    known = [view for view in views if view is not None]
+    if shape is None or len(shape) != RANK or len(known) < len(views):
+        return False
+    parts = _parts_of_first_axis(shape, known)
+    if parts is None or _parts_of_first_axis(shape, known[:-1]) is not None:
+        return False
+    after = _written_from((*parts, *shape[1:]), (View(None, shape), *known))
+    heads = SplitHeads(graph, shapes, parts)
+    write = None if after is None else heads.writer(source)
+    if after is None or write is None or not heads.products or not heads.are_read_inside(chain):
+        return False
+    result = write_views(graph, shapes, write(), after, f"{last.outputs[0].name}_heads")
+    return result is not None and graph.replace(last.outputs[0], result)
+
+
+def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[Size, Size] | None:
+    """Return the two sizes that views split the first axis into; None where they do not."""
+    layout = layout_of(shape, views)
+    found = [sub_axis for axis in layout or () for sub_axis in axis if sub_axis.axis == 0]
+    if len(found) != 2:
+        return None
+    outer, inner = sorted(found, key=lambda sub_axis: sub_axis.stride == 1)
+    return (outer.size, inner.size) if (outer.stride, inner.stride) == (inner.size, 1) else None
+
+
+def _written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
+    """Return views of the same effect whose targets are constants, the fewest; None if there are none."""
+    return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass
+class SplitHeads:
+    """The nodes of (batch * heads, rows, columns) that are written anew with four axes."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    parts: tuple[Size, Size]
+    nodes: dict[int, Node] = field(default_factory=dict)  # by id: those that are written anew
+    products: int = 0  # of them
+    _writers: dict[int, Writer | None] = field(default_factory=dict)
+    _written: dict[int, Tensor] = field(default_factory=dict)
+
+    def are_read_inside(self, chain: Sequence[Node]) -> bool:
+        """Return whether only these nodes, the chain of views, and Shapes read what is written anew."""
+        inside = {*self.nodes, *map(id, chain)}
+        made = [t for node in (*self.nodes.values(), *chain[:-1]) for t in node.outputs]
+        readers = [reader for tensor in made for reader in consumers(tensor)]
+        return not any(map(self.graph.is_kept, made)) and all(
+            id(reader) in inside or op_of(reader) == "Shape" for reader in readers
+        )
+
+    def writer(self, tensor: Tensor, *, exact: bool = False) -> Writer | None:
+        """Return what writes a tensor with its first axis split; None where that is not possible.
+
+        `exact` asks for a tensor that needs no Reshape with a computed target.
+        """
+        if id(tensor) not in self._writers:
+            self._writers[id(tensor)] = self._find_writer(tensor)
+        found = self._writers[id(tensor)]
+        if found is None and not exact and self._has_first_axis(tensor) and isinstance(self.parts[1], int):
+            return partial(self._once, tensor, partial(self._reshaped, tensor))
+        return found
+
+    def _once(self, tensor: Tensor, write: Writer) -> Tensor:
+        if id(tensor) not in self._written:
+            self._written[id(tensor)] = write()
+        return self._written[id(tensor)]
+
+    def _has_first_axis(self, tensor: Tensor) -> bool:
+        shape = self.shapes.shape(tensor)
+        return shape is not None and len(shape) == RANK and shape[0] == self.parts[0] * self.parts[1]
+
+    def _find_writer(self, tensor: Tensor) -> Writer | None:
+        shape, node = self.shapes.shape(tensor), producer(tensor)
+        if shape is not None and (len(shape) < RANK or (len(shape) == RANK and shape[0] == 1)):
+            return partial(_unchanged, tensor)  # it broadcasts over heads as it is
+        if shape is None or not self._has_first_axis(tensor):
+            return None
+        if node is not None and op_of(node) in VIEWS:
+            return self._view_writer(tensor, node, shape)
+        if node is None or op_of(node) not in THROUGH or not self._is_of_last_axis(node):
+            return None
+        product = op_of(node) == "MatMul"
+        if product and not all(map(self._has_first_axis, node.inputs)):
+            return None  # of a weight: rows need no axis for heads
+        operands = [
+            self.writer(each, exact=product) if each.name else partial(_unchanged, each) for each in node.inputs
+        ]
+        if None in operands:
+            return None
+        self.nodes[id(node)] = node
+        self.products += product
+        writers = [each for each in operands if each is not None]
+        return partial(self._once, tensor, partial(self._rewritten, node, writers))
+
+    def _view_writer(self, tensor: Tensor, node: Node, shape: tuple[Size, ...]) -> Writer | None:
+        """Return what writes a view with one more axis, of the farthest source from which constants suffice."""
+        chain, split = chain_to(node), View(None, (*self.parts, *shape[1:]))
+        for start, first in enumerate(chain):
+            source, views = self.shapes.shape(first.inputs[0]), [view_of(self.shapes, each) for each in chain[start:]]
+            known = tuple(view for view in views if view is not None)
+            if source is None or len(known) < len(views):
+                continue
+            views_of_source = _written_from(source, (*known, split))
+            if views_of_source is not None:
+                return partial(self._once, tensor, partial(self._viewed, first.inputs[0], views_of_source))
+        return None
+
+    def _viewed(self, source: Tensor, views: tuple[View, ...]) -> Tensor:
+        made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
+        assert made is not None  # the views were chosen so that constants suffice
+        return made
+
+    def _is_of_last_axis(self, node: Node) -> bool:
+        default = -1 if self.graph.opset >= 13 else 1
+        axis = int_attribute(node, "axis", default) if op_of(node) == "Softmax" else -1
+        return axis in (-1, RANK - 1)
+
+    def _rewritten(self, node: Node, operands: Sequence[Writer]) -> Tensor:
+        """Write a node with four axes."""
+        end = node.outputs[0]
+        shape = self.shapes.shape(end)
+        assert shape is not None
+        attributes = {**node.attrs, "axis": RANK} if op_of(node) == "Softmax" else node.attrs
+        inputs = [write() for write in operands]
+        split, dtype = (*self.parts, *shape[1:]), self.shapes.dtype(end)
+        return emit(self.graph, self.shapes, op_of(node), inputs, f"{end.name}_heads", split, dtype, attributes)
+
+    def _reshaped(self, tensor: Tensor) -> Tensor:
+        """Write a Reshape of a tensor whose target may be computed: (-1, heads, rows, columns)."""
+        shape = self.shapes.shape(tensor)
+        assert shape is not None
+        split, stem = (*self.parts, *shape[1:]), f"{tensor.name}_heads"
+        constant = reshape_target(shape, split)
+        if constant is None:
+            target = self._computed_target(tensor, stem)
+        else:
+            target = self.graph.constant(f"{stem}_shape", np.array(constant, np.int64))
+        return emit(self.graph, self.shapes, "Reshape", [tensor, target], stem, split, self.shapes.dtype(tensor))
+
+    def _computed_target(self, tensor: Tensor, stem: str) -> Tensor:
+        leading = [part if isinstance(part, int) else -1 for part in self.parts]
+        first = self.graph.constant(f"{stem}_leading", np.array(leading, np.int64))
+        last = self.graph.constant(f"{stem}_axes", np.array([1, 2], np.int64))
+        write = (self.graph, self.shapes)
+        sizes = emit(*write, "Shape", [tensor], f"{stem}_sizes", (RANK,), TensorProto.INT64)
+        rest = emit(*write, "Gather", [sizes, last], f"{stem}_rest", (2,), TensorProto.INT64, {"axis": 0})
+        return emit(*write, "Concat", [first, rest], f"{stem}_target", (4,), TensorProto.INT64, {"axis": 0})
