@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from architecture import DTYPES, Architecture, Config, Input, Variant
 from torch import nn
 
 SEED = 0
-DROPPED_BITS = 15  # of the 23 that a float32 has behind its leading one; float16 has 10, and so loses none
+STEPS = 16  # in the power of two below the standard deviation of a tensor
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def calibrate(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:
     """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer.
 
-    Values are rounded, so that the archive of models is small and those of float16 are in it once.
+    Values are rounded to steps that float16 has too, so that the archive of models is small: a value takes 7 bits, and
+    a model in float16 none.
     """
     if name == "running_mean":
         value.normal_(0, 0.2)
@@ -97,9 +99,9 @@ def randomise(name: str, value: torch.Tensor, gain: float) -> None:
         value.normal_(0, 0.1)
     else:
         value.uniform_(0.5, 1.5)
-    if value.dtype == torch.float32:
-        bits = value.view(torch.int32)  # as an integer, a float is rounded like one, its magnitude away from zero
-        bits.add_(1 << (DROPPED_BITS - 1)).bitwise_and_(-1 << DROPPED_BITS)
+    if value.dtype == torch.float32 and value.numel() > 1:
+        step = 2.0 ** math.floor(math.log2(value.std().item())) / STEPS
+        value.div_(step).round_().mul_(step)
 
 
 def export_graph(job: Job, model: nn.Module, dtype: str) -> onnx.ModelProto:
