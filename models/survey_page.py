@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,7 +30,12 @@ All numbers: [results](../benchmarks/results/{name}).
 
 ## By architecture
 
-Fused of counted, by dynamo, TorchScript, and TorchScript with attention written out; one number where these are equal.
+All of it is fused of {complete_count} architectures:
+
+{complete}
+
+Of the others, fused of counted by dynamo, TorchScript, and TorchScript with attention written out; one number where
+these are equal.
 
 | architecture | {structures} |
 |---|{columns}|
@@ -58,6 +64,7 @@ def page(result: Mapping, name: str) -> str:
     measured = [each for each in entries if "structures" in each]
     statuses = Counter(each["verified"] for each in measured if each["verified"])
     architectures = list(dict.fromkeys(each["architecture"] for each in measured))
+    complete = set(architectures) - {each["architecture"] for each in measured if not is_complete(each)}
     return HEAD.format(
         count=len(architectures),
         exports=len(measured),
@@ -68,10 +75,17 @@ def page(result: Mapping, name: str) -> str:
         totals="\n".join(totals(measured)),
         structures=" | ".join(STRUCTURES),
         columns="|".join("---:" for _ in STRUCTURES),
-        rows="\n".join(architecture_row(each, measured) for each in architectures),
+        complete_count=sum(each in complete for each in architectures),
+        complete=textwrap.fill(", ".join(each for each in architectures if each in complete), 119),
+        rows="\n".join(architecture_row(each, measured) for each in architectures if each not in complete),
         reasons="\n".join(reason_rows(measured)),
         errors="\n".join(error_rows(entries)),
     )
+
+
+def is_complete(entry: Entry) -> bool:
+    """Return whether everything that was counted in an export is fused."""
+    return all(row["fused"] == row["count"] for row in entry["structures"].values())
 
 
 def way(entry: Entry) -> str:
