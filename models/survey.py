@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import click
@@ -31,7 +31,7 @@ import transformers
 from architecture import Architecture, Variant
 from exporters import SEED, Job, build_model, export_graph, strip_traces
 from survey_counts import STRUCTURES, count_structures
-from survey_page import page
+from survey_page import page, way
 from survey_subjects import SUBJECTS, declare_torchvision_operators
 
 import onnxfuse
@@ -139,19 +139,32 @@ def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bo
 
 def stored(entry: dict) -> dict:
     """Return an entry as the file of results has it: fused of counted of each structure, and a reason of each."""
-    kept = {"architecture": entry["architecture"], "exporter": entry["exporter"]}
-    kept |= {"eager": 1} if entry["attention"] == "eager" else {}
-    kept |= {name: entry[name] for name in ("error", "verified") if entry.get(name)}
+    kept = {"architecture": entry["architecture"], "exporter": way(entry)}
+    kept |= {"verified": f"{way(entry)} {entry['verified']}"} if entry.get("verified") else {}
+    kept |= {"error": entry["error"]} if "error" in entry else {}
     rows = entry.get("structures", {})
     kept |= {name: f"{row['fused']}/{row['count']}" for name, row in rows.items() if row["count"]}
     why = "; ".join(row["why"][0] for row in rows.values() if row.get("why"))
     return kept | ({"why": why} if why else {})
 
 
+def merged(entries: Iterable[dict]) -> list[dict]:
+    """Return stored entries with those of an architecture that are equal in one, which names all exporters."""
+    found: dict[tuple, dict] = {}
+    for entry in entries:
+        key = tuple((name, value) for name, value in sorted(entry.items()) if name not in ("exporter", "verified"))
+        known = found.setdefault(key, entry)
+        if known is not entry:
+            verified = [each["verified"] for each in (known, entry) if "verified" in each]
+            found[key] = {**known, "exporter": f"{known['exporter']}, {entry['exporter']}"}
+            found[key] |= {"verified": ", ".join(verified)} if verified else {}
+    return list(found.values())
+
+
 def write(result: dict, device: str) -> None:
-    """Write the page, and the results in a line for each export."""
+    """Write the page, and the results in a line for all exports of an architecture that are equal."""
     path = RESULTS / f"coverage-{device}-{time.strftime('%Y-%m-%d')}.json"
-    exports = [stored(entry) for entry in result["exports"]]
+    exports = merged(stored(entry) for entry in result["exports"])
     path.write_text(result_text({**result, "exports": exports}), encoding="utf-8")
     PAGE.write_text(page(result, path.name), encoding="utf-8")
 

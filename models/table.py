@@ -233,7 +233,7 @@ CONVOLUTIONAL = (
         plain_image,
         CLASSES,
         {"width_percent": 4, "classes": 10, "image": 64},
-        (HALF, Variant("dynamo23", "dynamo", 23)),
+        (HALF, Variant("dynamo23_bn", "dynamo", 23, keep_batch_norm=True)),
         IMAGE,
         full={"width_percent": 100, "classes": 1000, "image": 224},
         calibrated=True,
@@ -363,23 +363,6 @@ ARCHITECTURES = [
     convnext,
     dataclasses.replace(  # LayerNormalization over so few channels as above is too sensitive for float16
         convnext, config={"depths": [1, 1, 2, 1], "widths": [8, 8, 16, 16], "image": 32}, variants=(HALF,), full=None
-    ),
-    Architecture(
-        "efficientnet_b0",
-        from_transformers(
-            "EfficientNetModel",
-            "EfficientNetConfig",
-            width_coefficient=0.03,
-            depth_coefficient=1.0,
-            depth_divisor=2,
-            hidden_dim=38,
-        ),
-        image,
-        IMAGE_POOLED,
-        {"image": 64},
-        (DYNAMO_PLAIN,),
-        IMAGE,
-        gain=2.2,
     ),
     *CONVOLUTIONAL,
     Architecture(

@@ -134,17 +134,14 @@ FUSED: Mapping[str, Formulas] = {
         "layer_norm": lambda c: 1 + sum(c["depths"]) + (len(c["depths"]) - 1) + 1,  # stem, blocks, downsampling, end
         "gemm_bias_activation": lambda c: 2 * sum(c["depths"]),
     },
-    "efficientnet_b0": {
-        # first and last; 15 expansions, 16 depthwise, 16 squeeze-excitations of two, 9 projections with a residual
-        "conv_bias_activation": lambda c: 2 + 15 + 16 + 2 * 16 + 9,
-    },
     "mobilenetv3_large": {
         # first and last; 14 expansions, 15 depthwise, 8 squeeze-excitations of two, 10 projections with a residual
         "conv_bias_activation": lambda c: 2 + 14 + 15 + 2 * 8 + 10,
         "gemm_bias_activation": lambda c: 2,
     },
     "efficientnet": {
-        # as above; the first projection has a residual too, because tiny widths are rounded up to the same
+        # first and last; 15 expansions, 16 depthwise, 16 squeeze-excitations of two, 9 projections with a residual, and
+        # the first projection, because tiny widths are rounded up to the same
         "conv_bias_activation": lambda c: 2 + 15 + 16 + 2 * 16 + 10,
         "gemm_bias_activation": lambda c: 1,
     },
@@ -197,7 +194,6 @@ PLAIN: Mapping[str, Formulas] = {
     "transformer_encoder": {},
     "swin": {"MatMul": lambda c: len(c["depths"]) - 1},  # merging patches
     "convnext": {"Conv": lambda c: 1 + sum(c["depths"]) + len(c["depths"]) - 1},  # stem, depthwise, downsampling
-    "efficientnet_b0": {"Conv": lambda c: 16 - 9},
     "mobilenetv3_large": {"Conv": lambda c: 15 - 10},
     "efficientnet": {"Conv": lambda c: 16 - 10},
     "densenet": {"Conv": lambda c: sum(c["depths"]) + len(c["depths"]) - 1},  # second of layers, transitions
@@ -226,11 +222,6 @@ CHANNELS_LAST: Mapping[str, Formulas] = {
     },
     "convnext": {},
     "mobilenetv3_large": {"global_average_pool": lambda c: 8 + 1, "channel_scale": lambda c: 8},
-    "efficientnet_b0": {
-        "global_average_pool": lambda c: 16,
-        "channel_scale": lambda c: 16,
-        "average_pool": lambda c: 1,
-    },
     "efficientnet": {"global_average_pool": lambda c: 16 + 1, "channel_scale": lambda c: 16},
     "densenet": {
         "max_pool": lambda c: 1,

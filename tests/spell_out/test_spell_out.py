@@ -142,7 +142,7 @@ def test_a_model_of_onnxruntimes_optimizer_is_fused_as_the_export_is(name: str, 
         "bert_eager_dynamo_fp32",
         "clip_text_sdpa_dynamo_fp32",
         "llama_kvcache_sdpa_dynamo_fp32",
-        "efficientnet_b0_dynamo_fp32",
+        "mobilenetv3_dynamo_fp32",
         "resnet50_dynamo_fp32",
     ],
 )
