@@ -104,6 +104,9 @@ def _runs(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> bool:
     return _typed(model) is not None and run(model, inputs)[0] is not None
 
 
+CONDITION = "condition"  # an input: an If whose condition is a constant gives way to its branch
+
+
 # --- an outside reader -------------------------------------------------------------------------------------------
 
 
@@ -120,7 +123,8 @@ def _outside(unfused: Unfused, name: str, change: Callable[[onnx.ModelProto, str
     tensor = _node(model, name).output[0]
     reader = change(model, tensor)
     assert _typed(model)
-    return Mutant(model, dict(unfused.inputs), (name, tensor, reader))
+    condition = {CONDITION: np.array(True)} if change is _read_in_subgraph else {}
+    return Mutant(model, {**unfused.inputs, **condition}, (name, tensor, reader))
 
 
 def _read_by_node(model: onnx.ModelProto, tensor: str) -> str:
@@ -144,10 +148,9 @@ def _read_in_subgraph(model: onnx.ModelProto, tensor: str) -> str:
         )
         for branch in ("yes", "no")
     ]  # fmt: skip
-    always = numpy_helper.from_array(np.array(True), "always")
-    model.graph.initializer.append(always)
+    model.graph.input.append(helper.make_tensor_value_info(CONDITION, onnx.TensorProto.BOOL, []))
     model.graph.node.append(
-        helper.make_node("If", ["always"], ["seen"], "outside", then_branch=inner[0], else_branch=inner[1])
+        helper.make_node("If", [CONDITION], ["seen"], "outside", then_branch=inner[0], else_branch=inner[1])
     )
     model.graph.output.append(onnx.ValueInfoProto(name="seen"))
     return "outside"
