@@ -115,13 +115,16 @@ def architecture_row(architecture: str, measured: Sequence[Entry]) -> str:
 
 
 def reason_rows(measured: Sequence[Entry]) -> Iterator[str]:
-    """Yield a row for each structure of an export that is not fused everywhere."""
+    """Yield a row for each structure that is not fused everywhere, with the exporters for which the same is said."""
+    exporters: dict[tuple[str, str, str, str], list[str]] = {}
     for each in measured:
         for structure, row in each["structures"].items():
             if row["fused"] < row["count"]:
                 why = (row["why"] or ["nothing comes near"])[0].replace("|", "\\|")
-                fused = f"{row['fused']}/{row['count']}"
-                yield f"| {each['architecture']} | {way(each)} | {structure} | {fused} | {why} |"
+                key = each["architecture"], structure, f"{row['fused']}/{row['count']}", why
+                exporters.setdefault(key, []).append(way(each))
+    for (architecture, structure, fused, why), ways in exporters.items():
+        yield f"| {architecture} | {', '.join(ways)} | {structure} | {fused} | {why} |"
 
 
 def error_rows(entries: Sequence[Entry]) -> Iterator[str]:
