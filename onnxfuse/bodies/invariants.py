@@ -11,7 +11,7 @@ import onnx
 
 from onnxfuse.bodies.inputs import FIRST_SCAN_WITHOUT_BATCH, carried
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of
+from onnxfuse.ir.node import Node, Tensor, has_subgraph, op_of, producer
 from onnxfuse.ir.protos import graphs, nodes
 from onnxfuse.passes.folded import Folded, node_label
 
@@ -45,9 +45,18 @@ def _invariants(graph: Graph, node: Node, body: onnx.GraphProto) -> dict[int, Te
             result = copies[result]
         output = node.outputs[place] if place < len(node.outputs) else None
         stays = output is not None and output.name and graph.is_kept(output)
-        if result == name and tensor.name and not stays and not _is_defined(body, tensor.name, name):
+        if result != name or not tensor.name or stays or _is_lost(tensor):
+            continue
+        if not _is_defined(body, tensor.name, name):
             found[place] = tensor
     return found
+
+
+def _is_lost(tensor: Tensor) -> bool:
+    """Return whether onnxruntime 1.31 loses the tensor where a body reads it: it removes the second of two Casts."""
+    node = producer(tensor)
+    made = producer(node.inputs[0]) if node is not None and op_of(node) == "Cast" else None
+    return made is not None and op_of(made) == "Cast"
 
 
 def _leading_results(node: Node) -> int:

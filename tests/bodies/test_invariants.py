@@ -91,3 +91,15 @@ def test_a_scan() -> None:
     assert report.counts == {"gemm_bias_activation": 1, "softmax": 1}
     (scan,) = model.graph.node
     assert (list(scan.input), list(scan.output)) == (["z", "x"], ["y", "all"])
+
+
+def test_what_two_casts_compute_is_carried() -> None:
+    """onnxruntime removes the second Cast, and the body would read what nothing computes."""
+    text = """(float[4] x, float[4] z, int64 m) => (float[4] y) <bool go = {1}> {
+        d = Cast <to = 11> (z)  n = Cast <to = 1> (d)
+        y, k = Loop <body = step (int64 i, bool p, float[4] a, float[4] b) => (bool q, float[4] s, float[4] c) {
+          q = Identity (p)  s = Add (a, b)  c = Identity (b) }> (m, go, x, n) }"""
+    model = with_weights(onnx.parser.parse_model(HEAD + text))
+    assert carried(optimize(model, verify=False)[1]) == []
+    _, report = optimized(text)
+    assert not report.dropped
