@@ -134,8 +134,9 @@ def _declare_functions(model: onnx.ModelProto) -> None:
     """Import the domain of the fused operators if the model has any; functions require IR version 8."""
     if not any(f.domain == DOMAIN for f in model.functions):
         return
-    if not any(o.domain == DOMAIN for o in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, DOMAIN_VERSION))
+    imported = [each for each in model.opset_import if each.domain == DOMAIN]
+    for each in imported or [model.opset_import.add()]:
+        each.domain, each.version = DOMAIN, DOMAIN_VERSION
     model.ir_version = max(model.ir_version, 8)
 
 
