@@ -138,14 +138,12 @@ def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bo
 
 
 def stored(entry: dict) -> dict:
-    """Return an entry as the file of results has it: fused of counted of each structure, and a reason of each."""
+    """Return an entry as the file of results has it: fused of counted of each structure.  The page has the reasons."""
     kept = {"architecture": entry["architecture"], "exporter": way(entry)}
     kept |= {"verified": f"{way(entry)} {entry['verified']}"} if entry.get("verified") else {}
     kept |= {"error": entry["error"]} if "error" in entry else {}
     rows = entry.get("structures", {})
-    kept |= {name: f"{row['fused']}/{row['count']}" for name, row in rows.items() if row["count"]}
-    why = "; ".join(row["why"][0] for row in rows.values() if row.get("why"))
-    return kept | ({"why": why} if why else {})
+    return kept | {name: f"{row['fused']}/{row['count']}" for name, row in rows.items() if row["count"]}
 
 
 def merged(entries: Iterable[dict]) -> list[dict]:
