@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir import graphsurgeon
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.execution_order import execution_order, is_in_order, outer_reads
-from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, op_of
+from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, has_subgraph, is_constant, op_of
 from onnxfuse.ir.protos import subgraphs
 
 
@@ -206,6 +207,14 @@ def constant_value(graph: Graph, constant: Constant) -> Array:
     """Return a constant's value, read from its file only now where it is external; bfloat16 as ml_dtypes.bfloat16."""
     stored = graphsurgeon.stored_value(constant)
     return stored if isinstance(stored, np.ndarray) else array_of(graph, stored, constant.name)
+
+
+def constant_number(graph: Graph, tensor: Tensor) -> float | None:
+    """Return the value of a constant of one element that is no string; None for any other tensor."""
+    if not is_constant(tensor) or math.prod(tensor.shape) != 1:
+        return None
+    value = constant_value(graph, tensor)
+    return float(value.reshape(())) if value.dtype != object else None
 
 
 def array_of(graph: Graph, proto: onnx.TensorProto | onnx.SparseTensorProto, name: str) -> Array:

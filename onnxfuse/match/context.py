@@ -14,7 +14,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import Capture, Term
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.diagnostics import NearestMiss, number_text
 from onnxfuse.match.prefilter import Prefilter
@@ -64,14 +64,8 @@ class MatchContext(ABC):
         if not is_constant(tensor):
             return None
         if tensor.name not in self._numbers:
-            self._numbers[tensor.name] = self._read_number(tensor)
+            self._numbers[tensor.name] = constant_number(self.graph, tensor)
         return self._numbers[tensor.name]
-
-    def _read_number(self, tensor: Constant) -> float | None:
-        if math.prod(tensor.shape) != 1:
-            return None
-        value = constant_value(self.graph, tensor)
-        return float(value.reshape(())) if value.dtype != object else None
 
     def rank_raising_constant(self, node: Node) -> Constant | None:
         """Return the one-element constant that has more axes than the other inputs, and so gives the result more."""

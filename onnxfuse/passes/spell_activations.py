@@ -17,7 +17,7 @@ from onnx import TensorProto
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import attribute_or_input
 from onnxfuse.ir.dtypes import Array
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
 
@@ -48,19 +48,12 @@ def spell_activations(graph: Graph, shapes: ShapeInfo) -> int:
 # --- constants beside an operator ----------------------------------------------------------------------------------
 
 
-def _number(graph: Graph, tensor: Tensor) -> float | None:
-    """Return the value of a constant of one element."""
-    if not is_constant(tensor) or math.prod(tensor.shape) != 1:
-        return None
-    return float(constant_value(graph, tensor).reshape(()))
-
-
 def _factor(graph: Graph, node: Node | None) -> tuple[Tensor, float] | None:
     """Return a tensor and the number that the node multiplies it by, or divides it by; None for another node."""
     if node is None or op_of(node) not in ("Mul", "Div"):
         return None
     for index in (1, 0) if op_of(node) == "Mul" else (1,):
-        number = _number(graph, node.inputs[index])
+        number = constant_number(graph, node.inputs[index])
         if number and math.isfinite(number):
             return node.inputs[1 - index], number if op_of(node) == "Mul" else 1 / number
     return None
@@ -71,7 +64,7 @@ def _added(graph: Graph, node: Node | None) -> tuple[Tensor, float] | None:
     if node is None or op_of(node) != "Add":
         return None
     for index in (1, 0):
-        number = _number(graph, node.inputs[index])
+        number = constant_number(graph, node.inputs[index])
         if number is not None and math.isfinite(number):
             return node.inputs[1 - index], number
     return None
@@ -120,7 +113,7 @@ def _clipped(graph: Graph, clip: Node) -> tuple[Tensor, Node, float | None]:
     for index in (0, 1) if len(clip.inputs) == 2 else ():
         relu = _only_for(graph, clip.inputs[index], clip)
         if relu is not None and op_of(relu) == "Relu":
-            return relu.inputs[0], relu, _number(graph, clip.inputs[1 - index])
+            return relu.inputs[0], relu, constant_number(graph, clip.inputs[1 - index])
     return source, clip, None
 
 
@@ -197,7 +190,7 @@ def _spell_leaky_relu(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
     rank = shapes.rank(x)
     if not is_constant(slopes) or rank is None:
         return False
-    slope = _number(graph, slopes)
+    slope = constant_number(graph, slopes)
     if slope is not None and math.isfinite(slope) and len(slopes.shape) <= rank:
         end = node.outputs[0]
         node.inputs.clear()

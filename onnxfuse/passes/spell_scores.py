@@ -23,12 +23,12 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
-from onnxfuse.ir.graph import Graph, constant_value
+from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.passes.emit import emit
+from onnxfuse.patterns._attention import SWALLOWS_SCORES
 
 FIRST_OPSET: Final = 9  # whose Where broadcasts
-SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 HEADS_AXIS: Final = -3
@@ -101,10 +101,10 @@ def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
         return None
     for tensor, number in (node.inputs, node.inputs[::-1]):
         total = producer(tensor)
-        if total is None or op_of(total) != "Add" or _number(graph, number) != float(np.finfo(np.float32).min):
+        if total is None or op_of(total) != "Add" or constant_number(graph, number) != float(np.finfo(np.float32).min):
             continue
         masks = [made for each in total.inputs if (made := producer(each)) is not None and op_of(made) == "Where"]
-        numbers = [_number(graph, each) for mask in masks for each in mask.inputs[1:]]
+        numbers = [constant_number(graph, each) for mask in masks for each in mask.inputs[1:]]
         if numbers and all(each is not None and math.isfinite(each) for each in numbers):
             return tensor
     return None
@@ -179,10 +179,10 @@ def _sum(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | No
 
 def _scaled(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | None:
     sides = (0,) if op_of(node) == "Div" else (0, 1)
-    side = next((side for side in sides if _number(graph, node.inputs[1 - side]) is not None), None)
+    side = next((side for side in sides if constant_number(graph, node.inputs[1 - side]) is not None), None)
     if side is None:
         return None
-    number = _number(graph, node.inputs[1 - side])
+    number = constant_number(graph, node.inputs[1 - side])
     scores = _scores(graph, shapes, node.inputs[side], steps - 1)
     if number is None or number == 0 or scores is None:
         return None
@@ -203,7 +203,7 @@ def _masked(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores |
     """Return scores that a Where replaces by a number which no score changes when they are added."""
     condition, yes, no = node.inputs
     for branch, other, inverted in ((yes, no, False), (no, yes, True)):
-        number = _number(graph, other)
+        number = constant_number(graph, other)
         if number is None or not _swallows(number, shapes.dtype(other)):
             continue
         scores = _scores(graph, shapes, branch, steps - 1)
@@ -230,13 +230,6 @@ def _product_behind(tensor: Tensor) -> Node | None:
             return None
         tensor = next((each for each in node.inputs if not is_constant(each)), node.inputs[0])
     return None
-
-
-def _number(graph: Graph, tensor: Tensor) -> float | None:
-    if not is_constant(tensor) or math.prod(tensor.shape) != 1:
-        return None
-    value = constant_value(graph, tensor)
-    return float(value.reshape(())) if value.dtype.kind == "f" else None
 
 
 def _grouped(shapes: ShapeInfo, addends: Sequence[Addend]) -> list[list[Addend]]:
@@ -270,10 +263,11 @@ def _times(graph: Graph, shapes: ShapeInfo, tensor: Tensor, factor: float) -> Te
     if factor == 1:
         return tensor
     dtype, stem, node = shapes.dtype(tensor), f"{tensor.name}_scaled", producer(tensor)
-    numbers = [None, None] if node is None or op_of(node) != "Where" else [_number(graph, x) for x in node.inputs[1:]]
-    if node is not None and None not in numbers:
-        branches = [_constant(graph, f"{stem}_number", x * factor, dtype) for x in numbers if x is not None]
-        return emit(graph, shapes, "Where", [node.inputs[0], *branches], stem, shapes.shape(tensor), dtype)
+    branches = node.inputs[1:] if node is not None and op_of(node) == "Where" else ()
+    numbers = [constant_number(graph, branch) for branch in branches]
+    if node is not None and numbers and None not in numbers:
+        scaled = [_constant(graph, f"{stem}_number", x * factor, dtype) for x in numbers if x is not None]
+        return emit(graph, shapes, "Where", [node.inputs[0], *scaled], stem, shapes.shape(tensor), dtype)
     number = _constant(graph, f"{stem}_factor", factor, dtype)
     return emit(graph, shapes, "Mul", [tensor, number], stem, shapes.shape(tensor), dtype)
 
