@@ -10,11 +10,28 @@ import onnx
 
 from onnxfuse.dsl.spans import Span
 from onnxfuse.errors import UsageError
+from onnxfuse.fuse_model import FusedModel
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.protos import is_control_flow, nodes, subgraphs
 from onnxfuse.match import Miss
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
+
+
+def explanations(result: FusedModel, fusion: str | None = None, node: str | None = None) -> list[str]:
+    """Return why a fusion does not apply, or why a node is not fused, in lines for each reason; nearest misses first.
+
+    `result` was made with regions.  For all fusions and nodes, only the misses worth reading are returned.
+    """
+    found: list[str] = []
+    if fusion == REGION or (node and not fusion):
+        found += why_in_no_region(result.fused, result.no_region, node)
+    if fusion is None:
+        found += explain_stays(result.stays, node)
+    if fusion != REGION:
+        misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
+        found += [explain(miss) + "\n" for miss in misses]
+    return found
 
 
 def explain(miss: Miss) -> str:

@@ -37,7 +37,7 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse, nearness
-from onnxfuse.spell_out import Spelled, SpelledOut, Stays, left_over, spell_out
+from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
 MAX_SIMPLIFY_ROUNDS = 4
@@ -122,6 +122,11 @@ class FusedModel:
         )
 
     @property
+    def fused_of_model(self) -> tuple[Fused, ...]:
+        """The same, with the operators of the model that nodes replace in place of what was spelled out for them."""
+        return in_terms_of_model(self.fused, self.spelled)
+
+    @property
     def all_folded(self) -> tuple[Folded, ...]:
         """All nodes that vanished, those in bodies included."""
         return tuple(one for _, each in self.everywhere() for one in each.folded)
@@ -140,6 +145,11 @@ class FusedModel:
     def all_left(self) -> dict[str, Stays]:
         """All operators that were spelled out and not fused as a whole, by their first outputs, and why."""
         return {name: one for _, each in self.everywhere() for name, one in each.left.items()}
+
+    @property
+    def no_region(self) -> dict[str, str]:
+        """Why nodes are in no region, by their names, those in bodies included."""
+        return {name: why for _, each in self.everywhere() for name, why in each.regions.reasons.items()}
 
     @property
     def missed(self) -> tuple[Miss, ...]:

@@ -21,7 +21,6 @@ from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.rewrite.replace import REGION, Fused
-from onnxfuse.spell_out import in_terms_of_model
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
@@ -59,7 +58,7 @@ def optimize(
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
-              traffic or launches; `only` may name "region" instead.  How fast their kernels are was not measured yet
+              traffic or launches; `only` may name "region" instead.  Not all of their kernels are fast
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -112,7 +111,7 @@ def _optimize(
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
         {"path": None, "nodes": len(result.model.graph.node)},
-        in_terms_of_model(result.fused, result.spelled), result.all_folded, tuple(result.near()),
+        result.fused_of_model, result.all_folded, tuple(result.near()),
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
         quantized_operators(result.model),

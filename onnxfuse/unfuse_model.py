@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ def unfuse(
     with own_process(timeout):
         verified = compare(
             fused, result, inputs=inputs, shapes=shapes, folder=folder, tolerance=tolerance,
-            progress=functools.partial(_tell, progress),
+            progress=lambda step: progress(f"verify: {step}", 0, 0),
         )  # fmt: skip
     if verified.passed is False:
         raise VerificationError(f"undoing the fusions changed the model: {verified.reason}; please report this model")
@@ -88,7 +87,3 @@ def _simplified(model: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
     graph.sort()
     simplify(graph, infer_shapes(graph), change_weights=False)
     return write_model(graph)
-
-
-def _tell(progress: Progress, step: str) -> None:
-    progress(f"verify: {step}", 0, 0)

@@ -25,20 +25,11 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
     from rich.markup import escape
 
     from onnxfuse.dsl import catalogue
-    from onnxfuse.explain import (
-        explain,
-        explain_stays,
-        nearest,
-        require_node,
-        where_fused,
-        where_inside,
-        why_in_no_region,
-    )
+    from onnxfuse.explain import explanations, require_node, where_fused, where_inside
     from onnxfuse.fuse_model import StageTimer, fuse_model
     from onnxfuse.ir.inline_functions import inline_functions
     from onnxfuse.ir.load import load
     from onnxfuse.rewrite.replace import REGION
-    from onnxfuse.spell_out import in_terms_of_model
 
     fusions = catalogue.with_folders(patterns)
     if fusion:
@@ -52,18 +43,10 @@ def explain_command(source: Path, fusion: str | None, node: str | None, limit: i
         require_node(node, inlined.model)
     with shown_progress() as progress:
         result = fuse_model(model, folder, fusions, regions=True, timer=StageTimer(progress))
-    if node and (sentence := where_fused(in_terms_of_model(result.fused, result.spelled), node)):
+    if node and (sentence := where_fused(result.fused_of_model, node)):
         console().print(escape(sentence))
         return
-    shown: list[str] = []
-    if fusion == REGION or (node and not fusion):
-        reasons = {name: why for _, each in result.everywhere() for name, why in each.regions.reasons.items()}
-        shown += why_in_no_region(result.fused, reasons, node)
-    if fusion is None:
-        shown += explain_stays(result.stays, node)
-    if fusion != REGION:
-        misses = nearest(result.missed if fusion or node else result.near(), fusion, node)
-        shown += [explain(miss) + "\n" for miss in misses]
+    shown = explanations(result, fusion, node)
     for text in shown[:limit]:
         click.echo(text)
     if not shown:

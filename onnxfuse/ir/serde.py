@@ -134,9 +134,10 @@ def _declare_functions(model: onnx.ModelProto) -> None:
     """Import the domain of the fused operators if the model has any; functions require IR version 8."""
     if not any(f.domain == DOMAIN for f in model.functions):
         return
-    imported = [each for each in model.opset_import if each.domain == DOMAIN]
-    for each in imported or [model.opset_import.add()]:
-        each.domain, each.version = DOMAIN, DOMAIN_VERSION
+    imported = next((each for each in model.opset_import if each.domain == DOMAIN), None)
+    if imported is None:
+        imported = model.opset_import.add(domain=DOMAIN)
+    imported.version = DOMAIN_VERSION
     model.ir_version = max(model.ir_version, 8)
 
 
