@@ -84,8 +84,7 @@ def calibrate(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 def randomise(name: str, value: torch.Tensor, gain: float) -> None:
     """Draw one tensor in place; untouched ones and zeros would hide errors and be merged into one initializer.
 
-    Values are rounded to steps that float16 has too, so that the archive of models is small: a value takes 7 bits, and
-    a model in float16 none.
+    Values are rounded to steps that float16 has too, so that the archive of models is small: a value takes some 7 bits.
     """
     if name == "running_mean":
         value.normal_(0, 0.2)

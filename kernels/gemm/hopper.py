@@ -92,8 +92,9 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
     """Estimate the clock cycles without the launch, well enough for the fastest to be among the first three.
 
     The constants are of an H200, from times of all configs at 22 shapes with m from 128 to 6304 and k from 768 to 8192.
-    CLUSTER_CYCLES is from 112 products and convolutions of five convolutional networks, with m from 49 to 25088: the
-    faster of a split and no split is the cheaper one in all but a few, which lose 0.2 us together (without it, 34.7).
+    CLUSTER_CYCLES is from 112 products and convolutions of convolutional networks, with m from 196 to 25088: where the
+    slower one of a split and no split has the lower estimate, that costs 0.2 us in all of them together, and 34.7 us
+    without CLUSTER_CYCLES.
     """
     multiply = config.tile_m * config.tile_n * TILE_K / 2048 / 0.73  # what power and shared memory leave of wgmma
     load = (config.tile_m + config.tile_n) * ROW_BYTES / 56  # bytes a cycle from L2
