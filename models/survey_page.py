@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from survey_counts import STRUCTURES
 
@@ -76,11 +76,21 @@ def page(result: Mapping, name: str) -> str:
         structures=" | ".join(STRUCTURES),
         columns="|".join("---:" for _ in STRUCTURES),
         complete_count=sum(each in complete for each in architectures),
-        complete=textwrap.fill(", ".join(each for each in architectures if each in complete), 119),
+        complete="\n".join(by_library(each for each in architectures if each in complete)),
         rows="\n".join(architecture_row(each, measured) for each in architectures if each not in complete),
         reasons="\n".join(reason_rows(measured)),
         errors="\n".join(error_rows(entries)),
     )
+
+
+def by_library(architectures: Iterable[str]) -> Iterator[str]:
+    """Yield a list item for each library, with the names of its architectures."""
+    names: dict[str, list[str]] = {}
+    for architecture in architectures:
+        library, _, name = architecture.partition("/")
+        names.setdefault(library, []).append(name)
+    for library, found in names.items():
+        yield textwrap.fill(f"- {library}: {', '.join(found)}", 119, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def is_complete(entry: Entry) -> bool:
