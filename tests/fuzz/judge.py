@@ -185,7 +185,8 @@ def _beyond_rounding(
     exact = wide[name] if wide else None
     reason = difference(want, got, near, exact, half, on_purpose, infinite)
     if reason and not half and (unbounded := without_overflow(model, feeds)):
-        want, near = allow_exact(want, got, near, unbounded[name])
+        exact_values, noise = unbounded
+        want, near = allow_exact(want, got, near, exact_values[name], noise)
         reason = difference(want, got, near, exact, half, on_purpose, infinite)
     return reason
 

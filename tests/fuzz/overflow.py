@@ -1,7 +1,8 @@
 """Values that float32 cannot hold in one order of operations, and can in another.
 
 (x * 1e38) * 0.1 is infinite for x = 4, and x * (1e38 * 0.1) is 4e37, which is right.  So where a value of the original
-overflows in float32 and not in float64, an output may also be what the original computes in float64.
+overflows in float32 and not in float64, an output may also be what the original computes in float64.  Float64 rounds
+too: x * 1e38 + 1 - x * 1e38 is 0 there, so that values far smaller than others on the way to them tell nothing.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from onnxfuse.ir.protos import graphs
 from onnxfuse.verify.cpu_session import open_session, run
 
 DTYPE_ATTRIBUTES = {"to", "dtype"}
+ROUNDING = 2.0**-50  # of float64, of the largest value on the way to a result
+LOST = 1e-6  # of a value: with more noise, float64 is no better than float32
 
 
-def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the outputs in float64; None if no value of the main graph overflows in float32 alone."""
+def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], float] | None:
+    """Return the outputs in float64, and how far they may be off; None if no value overflows in float32 alone."""
     names = [o.name for o in model.graph.output]
     open_model = _with_all_outputs(model)
     exact, rounded = _run(_to_float64(open_model), _to_float64_arrays(feeds)), _run(open_model, feeds)
     if exact is None or rounded is None:
         return None
     overflows = any(_overflows(value, exact[name]) for name, value in rounded.items())
-    return {name: exact[name] for name in names} if overflows else None
+    noise = ROUNDING * max((_largest(value) for value in exact.values()), default=0.0)
+    return ({name: exact[name] for name in names}, noise) if overflows else None
 
 
-def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any) -> tuple[Any, list[Any]]:
+def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, noise: float) -> tuple[Any, list[Any]]:
     """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
 
-    A float that was found nearer to the exact one must be that one.  Others, such as indices, may be as in float64.
+    A float that was found nearer to the exact one must be that one, unless float64 has lost it in `noise`.  Others,
+    such as indices, may be as in float64.
     """
     if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
         return want, list(near)
@@ -42,9 +47,15 @@ def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any) -> tuple[A
         return want, [*near, exact]
     with np.errstate(all="ignore"):
         is_nearer = np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
-        exact = exact.astype(np.float32)
+        exact = np.where(noise > LOST * np.abs(exact), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
     return want, near
+
+
+def _largest(value: Any) -> float:
+    if not isinstance(value, np.ndarray) or value.dtype != np.float64:
+        return 0.0
+    return float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
 
 
 def _overflows(value: Any, exact: Any) -> bool:

@@ -284,6 +284,7 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
          "t = Mul (a, b) u = Mul (x, t) s = Sigmoid (u) y = Neg (s)", ""),
         ("t = Mul (x, a) u = Mul (t, b) i = ArgMax (u) y = Cast <to = 1> (i)",
          "t = Mul (a, b) u = Mul (x, t) i = ArgMax (u) y = Cast <to = 1> (i)", ""),
+        ("t = Mul (x, a) u = Mul (t, a) s = Add (u, b) y = Sub (s, u)", "t = Sub (x, x) y = Add (t, b)", ""),
         ("t = Mul (x, b) i = ArgMax (t) y = Cast <to = 1> (i)",
          "t = Mul (x, b) u = Neg (t) i = ArgMax (u) y = Cast <to = 1> (i)", "not"),
     ],
