@@ -20,7 +20,8 @@ from onnxfuse.runtime.symint import SymInt, SymReal, Trace
 log: Final = logging.getLogger("onnxfuse")
 T = TypeVar("T")
 MAX_SAMPLES: Final = 1024  # combinations of sizes at which a template is made to have the host's own choice
-MAX_VARIANTS: Final = 48
+MAX_VARIANTS: Final = 48  # made for speed; more are made where none of these computes the right thing
+MAX_ALL_VARIANTS: Final = 96
 LARGEST_SIZE: Final = 1 << 16  # of a dim, among the samples
 HALVED_ONCE: Final = {26, 194, 1538}  # sizes that 2 divides and 4 does not, for choices of the width of accesses
 MAX_LOSS: Final = 0.1  # of time at a sample, as the host estimates it, up to which a kernel may be left out
@@ -135,7 +136,7 @@ def make_template(
     template = Template(node, tuple(inputs), device, Expressions())
     ties, error = template.expressions.ties, None
     points = _Samples(template.expressions, size_count(inputs), samples)
-    while len(template.variants) < MAX_VARIANTS and (sizes := points.take()) is not None:
+    while len(template.variants) < MAX_ALL_VARIANTS and (sizes := points.take()) is not None:
         known_ties, variant, record = len(ties), None, Trace(template.expressions)
         try:
             variant = candidates_at(host, template, sizes, record)[0]
@@ -148,6 +149,9 @@ def make_template(
             continue
         template.variants.extend([variant] if variant else [])
         points.cover((*record.hard.items(), *record.soft.items()))  # if the host refused, it does so wherever they hold
+        if len(template.variants) >= MAX_VARIANTS:
+            for each in template.variants:
+                points.cover(each.hard)
     if points.left.any():
         log.info("%s: %d combinations of sizes take a plan of others", node.name, points.left.sum())
     if len(template.variants) > 1:

@@ -99,6 +99,22 @@ def test_a_host_that_refuses_is_asked_once() -> None:
         template_of(Tiles((16,), waves, most=0))
 
 
+class NotOfFewRows(Tiles):
+    """The same host, of whose kernels only the first one takes less than three rows."""
+
+    def candidates(self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+        if inputs[0].shape[0] < 3:
+            return Tiles(self.tiles[:1], self.cost).candidates(node, inputs, device)
+        return Tiles(self.tiles[1:], self.cost).candidates(node, inputs, device)
+
+
+def test_each_size_has_a_plan_however_many_variants_others_take() -> None:
+    host = NotOfFewRows([*range(1, 1000, 10)], lambda m, tile: 1.0 * (m - tile) * (m - tile))
+    template = template_of(host, [(m,) for m in range(999, 0, -1)])
+    assert [tile_of(template.chosen([m])) for m in (1, 2)] == [1, 1]
+    assert all(tile_of(template.chosen([m])) > 1 for m in range(3, 1000))
+
+
 def test_guards_of_later_plans_are_theirs_alone() -> None:
     """What a host asks for the plans behind the first one does not split the sizes for which it has the first one."""
 
