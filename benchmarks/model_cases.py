@@ -98,7 +98,7 @@ def from_models(name: str) -> Any:
 def job_of(architecture: str, dtype: str = "fp16") -> Any:
     """Return the export job of an architecture in its public size, through dynamo."""
     found = next(each for each in from_models("table").ARCHITECTURES if each.name == architecture and each.full)
-    attention = "" if found.variants and not found.variants[0].attention else "sdpa"
+    attention = found.variants[0].attention if found.variants else "sdpa"
     variant = from_models("architecture").Variant("dynamo", "dynamo", None, attention, dtype)
     return from_models("exporters").Job(found, variant, found.full)
 

@@ -57,8 +57,8 @@ from onnxfuse.errors import first_line
 from onnxfuse.tuning.bound_session import WARM_UP_RUNS, default_provider
 from onnxfuse.tuning.timing import interleaved, runs_within
 
-GROUPS = ("default", "conv")
-CONV = ("conv",)
+GROUPS = ("default", "conv", "regions")
+BOTH, CONV, REGIONS = GROUPS[:2], ("conv",), ("regions",)
 CASES = (
     Case("bert-b8-s512", "bert", {"batch": 8, "seq": 512}, "bert"),
     Case("bert-b1-s128", "bert", {"batch": 1, "seq": 128}, "bert"),
@@ -67,8 +67,8 @@ CASES = (
     Case("llama-decode-4k", "llama_decode", {"batch": 1, "past": 4096, "seq": 1}, fixed=True),
     Case("vit-b32", "vit", {"batch": 32}, "vit"),
     Case("vit-b1", "vit", {"batch": 1}, "vit"),
-    Case("resnet50-b32", "resnet50", {"batch": 32}, convolutions=True, groups=GROUPS),
-    Case("resnet50-b1", "resnet50", {"batch": 1}, convolutions=True, groups=GROUPS),
+    Case("resnet50-b32", "resnet50", {"batch": 32}, convolutions=True, groups=BOTH),
+    Case("resnet50-b1", "resnet50", {"batch": 1}, convolutions=True, groups=BOTH),
     Case("resnet50-b32-tf32", "resnet50", {"batch": 32}, convolutions=True, dtype="fp32", groups=CONV),
     Case("mobilenetv3-b32", "mobilenetv3_large", {"batch": 32}, convolutions=True, fixed=True, groups=CONV),
     Case("efficientnet-b32", "efficientnet", {"batch": 32}, convolutions=True, fixed=True, groups=CONV),
@@ -78,6 +78,9 @@ CASES = (
     Case("detector-b1", "detector", {"batch": 1}, convolutions=True, fixed=True, groups=CONV),
     Case("unet-b2", "unet", {"batch": 2}, convolutions=True, fixed=True, groups=CONV),
     Case("vae-decoder-b1", "vae_decoder", {"batch": 1}, convolutions=True, fixed=True, groups=CONV),
+    Case("t5-b8-s256", "t5_encoder", {"batch": 8, "seq": 256}, fixed=True, groups=REGIONS),
+    Case("swin-b16", "swin", {"batch": 16}, fixed=True, groups=REGIONS),
+    Case("deberta-b8-s128", "deberta", {"batch": 8, "seq": 128}, fixed=True, groups=REGIONS),
 )
 SECONDS, QUICK_SECONDS = 0.6, 0.25  # of timed runs
 PAUSE, PACED_RUNS = 2.0, 60

@@ -137,6 +137,11 @@ def fused_at_sizes(work: Work) -> onnx.ModelProto:
     return optimize(at_sizes(model_of(work), feeds_of(work)), verify=False)[0]
 
 
+def fused_with_regions(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes, with regions where no pattern matches."""
+    return optimize(model_of(work), verify=False, regions=True)[0]
+
+
 def fused_in_nchw(work: Work) -> onnx.ModelProto:
     """Return the model that onnxfuse makes with images as the original has them."""
     return _fused(work, "nchw")
@@ -195,6 +200,8 @@ PEERS = (
     Peer("onnxfuse-static", in_onnxruntime(fused_at_sizes, kernels=True), 2.5, _is_dynamic, once=3, by_default=False),
     Peer("onnxfuse-static-graph", in_onnxruntime(fused_at_sizes, kernels=True, options=GRAPH), 2, _is_dynamic,
          by_default=False, compiles=True),
+    Peer("onnxfuse-regions-graph", in_onnxruntime(fused_with_regions, kernels=True, options=GRAPH), 2, by_default=False,
+         compiles=True),
     Peer("onnxfuse-bodies", in_onnxruntime(fused), 2),
     Peer("onnxfuse-bodies-graph", in_onnxruntime(fused, options=GRAPH), 2, by_default=False),
     Peer("ort-nhwc", in_onnxruntime(as_exported, options=NHWC), 1.5, _convolutions),

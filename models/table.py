@@ -117,6 +117,8 @@ SMALL_BERT = {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24, "vocab"
 SMALL_LLAMA = SMALL_BERT | {"kv_heads": 1, "head_dim": 8}
 BERT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "vocab": 30522, "positions": 512}
 VIT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "image": 224, "patch": 16}
+T5_BASE = {key: value for key, value in BERT_BASE.items() if key != "positions"} | {"head_dim": 64, "vocab": 32128}
+SWIN_TINY = {"depths": [2, 2, 6, 2], "stage_heads": [3, 6, 12, 24], "stem": 96, "window": 7, "image": 224, "patch": 4}
 LLAMA_BLOCKS = {"layers": 4, "heads": 32, "kv_heads": 8, "head_dim": 64, "hidden": 2048, "intermediate": 8192,
                 "vocab": 32000, "positions": 2048}  # fmt: skip
 
@@ -321,6 +323,28 @@ ARCHITECTURES = [
         {key: value for key, value in SMALL_LLAMA.items() if key not in ("positions", "kv_heads")},
         (dataclasses.replace(DYNAMO, attention="eager"), dataclasses.replace(TS, attention="eager")),
         TEXT,
+        full=T5_BASE,
+    ),
+    Architecture(  # version 3, in its public size alone
+        "deberta",
+        from_transformers(
+            "DebertaV2Model",
+            "DebertaV2Config",
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=256,
+            max_relative_positions=-1,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            position_biased_input=False,
+            type_vocab_size=0,
+        ),
+        text,
+        HIDDEN,
+        {},
+        (dataclasses.replace(DYNAMO, attention="eager"),),
+        TEXT,
+        full=BERT_BASE | {"vocab": 128100},
     ),
     decoder("qwen3", "Qwen3ForCausalLM", "Qwen3Config", SMALL_LLAMA, TS),
     decoder(
@@ -359,6 +383,7 @@ ARCHITECTURES = [
         {"depths": [2, 2], "stage_heads": [1, 2], "stem": 8, "window": 4, "image": 16, "patch": 2},
         (dataclasses.replace(DYNAMO, attention="eager"),),
         IMAGE,
+        full=SWIN_TINY,
     ),
     convnext,
     dataclasses.replace(  # LayerNormalization over so few channels as above is too sensitive for float16
