@@ -18,7 +18,7 @@ from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Sizes
-from onnxfuse.region_operators import ELEMENTWISE, REDUCTIONS
+from onnxfuse.region_operators import ELEMENTWISE, GATHERS, REDUCTIONS
 from onnxfuse.rewrite.replace import REGION
 from onnxfuse.runtime.fused_calls import read_calls
 from onnxfuse.runtime.plan import FusedNode
@@ -99,7 +99,7 @@ def elements_read(program: Program, shapes: Shapes) -> dict[str, int]:
             count = math.prod(shapes[name])
             if operation.name in REDUCTIONS:
                 wanted = -(-wanted * count // max(1, math.prod(shapes[out])))
-            elif operation.name in ELEMENTWISE or (operation.name == "Gather" and i == 1):
+            elif operation.name in ELEMENTWISE or (operation.name in GATHERS and i == 1):
                 wanted = max(wanted, needed.get(name, 0))
             needed[name] = min(count, needed.get(name, 0) + wanted)
     return {name: count for name, count in needed.items() if name in program_operands(program)}

@@ -226,6 +226,10 @@ def _gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
     return found.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
+def _gather_elements(x: Tensor, indices: Tensor, axis: int) -> Tensor:
+    return x.gather(axis, torch.where(indices < 0, indices + x.shape[axis], indices).long())
+
+
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +305,7 @@ def _tile(x: Tensor, repeats: Sequence[int]) -> Tensor:
 WITH_ATTRIBUTES: Mapping[str, Callable[..., Any]] = {
     "Mod": _mod, "IsInf": _is_inf, "Selu": _selu, "HardSigmoid": _hard_sigmoid, "Gelu": _gelu, "Elu": _elu,
     "LeakyRelu": _leaky_relu, "Reshape": _reshape, "Unsqueeze": _unsqueeze, "Expand": _expand, "Slice": _slice,
-    "Split": _split, "Pad": _pad, "Gather": _gather, "Transpose": _transpose, "Squeeze": _squeeze, "Tile": _tile,
+    "Split": _split, "Pad": _pad, "Gather": _gather, "GatherElements": _gather_elements, "Transpose": _transpose,
+    "Squeeze": _squeeze, "Tile": _tile,
     "ArgMax": _place(torch.argmax), "ArgMin": _place(torch.argmin), "Softmax": _softmax, "LogSoftmax": _log_softmax,
 }  # fmt: skip

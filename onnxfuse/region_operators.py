@@ -21,8 +21,9 @@ OF_FLOATS: Final = (
 )  # fmt: skip
 OF_ALL: Final = ("Relu", "Neg", "Abs", "Sign", "Where", "Cast", "Identity")
 ELEMENTWISE: Final = frozenset((*ARITHMETIC, *COMPARISONS, *LOGIC, *ACTIVATION_OF, *OF_FLOATS, *OF_ALL))
+GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
-    ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Gather", "Tile")
+    ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
 )
 SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",

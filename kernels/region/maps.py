@@ -15,7 +15,7 @@ Place: TypeAlias = tuple[Index, ...]  # of an element: an index for each axis
 def source(operation: Operation, output: str, place: Place, shapes: Shapes) -> Place:
     """Return the place in an operation's only input of an element of its output.
 
-    Of the maps it takes all but Concat and Gather; for a Pad with a constant, the place may lie outside.
+    Of the maps it takes all but Concat and those that gather; for a Pad with a constant, the place may lie outside.
     """
     x, name = shapes.of[operation.inputs[0]], operation.name
     if name == "Transpose":

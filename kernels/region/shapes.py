@@ -54,6 +54,8 @@ def _output(operation: Operation, shapes: list[Shape], sizes: Sizes, output: int
         return _sliced(x, operation, sizes)
     if name in ("Concat", "Split", "Gather"):
         return _of_parts(operation, shapes, sizes, output)
+    if name == "GatherElements":
+        return shapes[1]
     if name == "Pad":
         pads = operation.integers("pads")
         return tuple(dim + pads[i] + pads[i + len(x)] for i, dim in enumerate(x))

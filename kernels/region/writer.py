@@ -18,7 +18,7 @@ from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
-from onnxfuse.region_operators import ELEMENTWISE, HALVES, REDUCTIONS
+from onnxfuse.region_operators import ELEMENTWISE, GATHERS, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
@@ -164,7 +164,7 @@ class Writer:
             return self.keep(key, self._reduced(operation, place))
         if operation.name == "Concat":
             return self.keep(key, self._joined(operation, name, place))
-        if operation.name == "Gather":
+        if operation.name in GATHERS:
             return self.keep(key, self._gathered(operation, place))
         inner = maps.source(operation, name, place, self.shapes)
         if operation.name == "Pad" and operation.attributes.get("mode", "constant") == "constant":
@@ -268,8 +268,11 @@ class Writer:
 
     def _gathered(self, operation: Operation, place: Place) -> Reference:
         x, indices = operation.inputs
-        axis, rank = axis_of(operation), len(self.shapes.of[indices])
-        dim, at = self.shapes.of[x][axis], place[axis : axis + rank]
+        axis, end = axis_of(operation), axis_of(operation) + 1
+        dim, at = self.shapes.of[x][axis], place
+        if operation.name == "Gather":
+            end = axis + len(self.shapes.of[indices])
+            at = place[axis:end]
         reference, kind = self.value(indices, at), self.arguments.index_type
         key = ("gathered", reference.text, dim)
         chosen = self.known(key)
@@ -278,7 +281,7 @@ class Writer:
             chosen = self.keep(key, self.declare(kind, text, reference.varies))
         variables = {name for index in at for name in index.variables()}
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
-        return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[axis + rank :]))
+        return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[end:]))
 
     # --- reductions -----------------------------------------------------------------------------------------------
 

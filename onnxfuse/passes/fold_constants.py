@@ -25,11 +25,13 @@ from onnxfuse.ir.serde import node_proto
 from onnxfuse.passes.folded import Folded, node_label
 
 MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
+PRODUCTS = frozenset({"Gemm", "MatMul"})  # they take time in every run, so that larger results are worth their room
+MAX_PRODUCTS_GROWTH = 0.1  # bytes of all results of such products, as a share of the constants' that nodes read
 # Operators that are deterministic and the same in every runtime.  Quantization is not among them: it says how to run a
 # model.
 FOLDABLE = re.compile(
     "Abs|Add|And|Cast|Ceil|Clip|Concat|ConstantOfShape|Cos|CumSum|Div|Equal|Exp|Expand|Flatten|Floor|"
-    "Gather(Elements|ND)?|(Greater|Less)(OrEqual)?|Identity|IsNaN|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
+    "Gather(Elements|ND)?|Gemm|(Greater|Less)(OrEqual)?|Identity|IsNaN|LayerNormalization|Log|MatMul|Max|Min|Mod|Mul|Neg|Not|Or|Pow|Range|"
     "Reciprocal|Reduce(L2|Max|Mean|Min|Prod|Sum)|Reshape|ScatterND|Shape|Sign|Sin|Size|Slice|Split|Sqrt|Squeeze|Sub|"
     "Sum|Tile|Transpose|Trilu|Unsqueeze|Where|Xor"
 )
@@ -44,8 +46,9 @@ SIZED_BY_VALUE = frozenset({"ConstantOfShape", "Expand", "Range", "Tile"})  # sm
 def fold_constants(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
     """Turn Constant nodes, known shape arithmetic, and nodes that read only constants into initializers.
 
-    Results of more than MAX_GROWTH_BYTES that would make the file larger are not folded, nor are nodes that read large
-    weights from an external file.
+    Results of more than MAX_GROWTH_BYTES that would make the file larger are not folded, but for products, which may
+    make it larger by MAX_PRODUCTS_GROWTH: DeBERTa projects its table of relative positions in every layer.  Nodes that
+    read large weights from an external file are not folded.
     """
     graph.sort()
     folded = [*_fold_constant_nodes(graph, shapes), *_fold_known_values(graph, shapes), *_fold_evaluated(graph, shapes)]
@@ -122,13 +125,16 @@ def _fold_evaluated(graph: Graph, shapes: ShapeInfo) -> list[Folded]:
 def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     """Return the nodes that depend on constants only, in execution order."""
     folded_bytes: dict[int, int | None] = {}  # of the tensors that folding will compute, by id; None: not known
+    room = MAX_PRODUCTS_GROWTH * sum(_byte_count(shapes, t) or 0 for t in _constants(graph))
     nodes = []
     for node in graph.nodes:
         if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
         if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
             sizes = [_byte_count(shapes, t) for t in node.outputs]
-            if _is_affordable(graph, shapes, node, sizes, folded_bytes):
+            growth = _growth(graph, shapes, node, sizes, folded_bytes)
+            if growth <= (room if op_of(node) in PRODUCTS else 0):
+                room -= growth
                 nodes.append(node)
                 folded_bytes.update(zip(map(id, node.outputs), sizes, strict=True))
     return nodes
@@ -139,20 +145,27 @@ def _is_foldable(op: str) -> bool:
     return FOLDABLE.fullmatch(op) is not None
 
 
-def _is_affordable(
+def _constants(graph: Graph) -> list[Tensor]:
+    return list({id(t): t for node in graph.nodes for t in node.inputs if is_constant(t)}.values())
+
+
+def _growth(
     graph: Graph, shapes: ShapeInfo, node: Node, output_bytes: list[int | None], folded_bytes: dict[int, int | None]
-) -> bool:
-    """Return whether the outputs are small, or no larger than the constants that only this node reads."""
+) -> float:
+    """Return by how many bytes the outputs make the file larger; 0 if they are small, infinity if that is not known.
+
+    The constants that only this node reads are gone then.
+    """
     freed = 0
     for tensor in node.inputs:
         size = folded_bytes[id(tensor)] if id(tensor) in folded_bytes else _byte_count(shapes, tensor)
         if size and size > MAX_GROWTH_BYTES and _is_external(tensor):
-            return False
+            return math.inf
         freed += (size or 0) if graph.sole_consumer(tensor) else 0
     if None in output_bytes:
-        return op_of(node) not in SIZED_BY_VALUE and freed <= MAX_GROWTH_BYTES
+        return 0 if op_of(node) not in SIZED_BY_VALUE and freed <= MAX_GROWTH_BYTES else math.inf
     total = sum(size for size in output_bytes if size is not None)
-    return total <= max(MAX_GROWTH_BYTES, freed)
+    return 0 if total <= MAX_GROWTH_BYTES else max(0, total - freed)
 
 
 def _byte_count(shapes: ShapeInfo, tensor: Tensor) -> int | None:

@@ -11,6 +11,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import FREE_OPS, item_bytes, tensor_bytes
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.region_operators import GATHERS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.rows import Kind, is_reduction, kinds_of
 from onnxfuse.regions.steps import Step
@@ -58,7 +59,7 @@ class Clusters:
         sizes = {self.count(t) for t in (*operands.values(), *node.outputs)}
         made = Cluster(
             [node], operands, outputs, len(forms), 0.0, op_of(node) in FREE_OPS,
-            any(is_reduction(step) for step in forms), len(sizes) > 1 or node.op in ("Concat", "Gather", "Pad"),
+            any(is_reduction(step) for step in forms), len(sizes) > 1 or node.op in ("Concat", "Pad", *GATHERS),
         )  # fmt: skip
         made.cost = self._cost(made)
         self.of[node] = made

@@ -128,6 +128,10 @@ def _gather(s: Steps) -> None:
         s.end("Squeeze", [s.emit("Slice", [s.data(0)], **last)], axes=[axis])
 
 
+def _gather_elements(s: Steps) -> None:
+    s.end("GatherElements", [s.data(0), s.data(1)], axis=axis_of(s.integer("axis", 0), s.rank()))
+
+
 def _tile(s: Steps) -> None:
     repeats = s.ints("repeats")
     if repeats is None:
@@ -182,6 +186,7 @@ MAPS: Final[Mapping[str, Writer]] = {
     "Split": _split,
     "Pad": _pad,
     "Gather": _gather,
+    "GatherElements": _gather_elements,
     "Tile": _tile,
     "DepthToSpace": _depth_to_space,
     "SpaceToDepth": _space_to_depth,

@@ -10,7 +10,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of
-from onnxfuse.region_operators import dtypes_of
+from onnxfuse.region_operators import HALVES, dtypes_of
 from onnxfuse.regions.maps import MAPS
 from onnxfuse.regions.pointwise import POINTWISE
 from onnxfuse.regions.reductions import REDUCTIONS
@@ -28,8 +28,8 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
     steps = Steps(graph, shapes, node)
     try:
         data = [t for t in node.inputs if t.name and not is_constant(t)]
-        if not data:
-            raise StaysOut("it reads constants alone")
+        if not data and not _is_tiled_half(steps):
+            raise StaysOut("it reads constants alone, so that onnxruntime computes it once")
         for tensor in (*data, *node.outputs):
             if tensor.name:
                 steps.shape(tensor)
@@ -40,6 +40,11 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
     except (StaysOut, ModelError, TypeError) as error:
         return f"{op} stays out of regions: {error}"
     return tuple(steps.found)
+
+
+def _is_tiled_half(steps: Steps) -> bool:
+    """Return whether a node repeats a constant in half precision, which onnxruntime has no kernel to fold with."""
+    return op_of(steps.node) == "Tile" and dtype_name(steps.dtype()) in HALVES
 
 
 def _require_kernels(steps: Steps) -> None:

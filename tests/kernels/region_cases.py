@@ -94,6 +94,8 @@ def maps() -> Iterator[Made]:
             yield one(f"Pad {mode}{d}", "Pad", x, dynamic=dynamic, pads=[0, 2, 3, 1, 1, 0], mode=mode, **value)
         yield one(f"Gather{d}", "Gather", x, np.array([[0, -1], [5, 2]]), dynamic=dynamic, axis=1)
         yield one(f"Gather of rows{d}", "Gather", x, np.array([3, 0], np.int32), dynamic=dynamic, axis=0)
+        at = np.random.default_rng(5).integers(-6, 6, (3, 8, 16))
+        yield one(f"GatherElements{d}", "GatherElements", x, at, dynamic=dynamic, axis=1)
         yield one(f"Tile{d}", "Tile", x, dynamic=dynamic, repeats=[1, 2, 3])
         yield made(f"Tile backwards{d}", [x], lambda p, a: p.op(
             "Slice", p.op("Tile", a, repeats=[2, 1, 1]), axes=[0], starts=[-1], ends=[-(2**63)], steps=[-1]),

@@ -233,7 +233,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def cut(draft: Draft, x: Value) -> None:
-    """Add a Slice, Pad, Split, Concat, Gather or Tile."""
+    """Add a Slice, Pad, Split, Concat, Gather, GatherElements or Tile."""
     chance, shape = draft.chance, x.shape
     if not shape:
         return
@@ -289,11 +289,23 @@ def _gathered(draft: Draft, x: Value, axis: int) -> None:
     chance, shape = draft.chance, x.shape
     numbers = np.random.default_rng(chance.getrandbits(32))
     places = chance.choice([(), (3,), (2, 4), (5,)])
+    if numbers.random() < 0.3:
+        _gathered_elements(draft, x, axis, numbers)
+        return
     array = numbers.integers(-shape[axis], shape[axis], places).astype(chance.choice(["int32", "int64"]))
     indices = Value(draft.program.operand(array), places, array.dtype.name, shape[axis], True)
     target = (*shape[:axis], *places, *shape[axis + 1 :])
     if math.prod(target) <= draft.extent.most and len(target) <= 5:
         draft.add("Gather", x, indices, shape=target, axis=axis)
+
+
+def _gathered_elements(draft: Draft, x: Value, axis: int, numbers: np.random.Generator) -> None:
+    shape = x.shape
+    target = (*shape[:axis], int(numbers.choice([1, 3, 8])), *shape[axis + 1 :])
+    array = numbers.integers(-shape[axis], shape[axis], target)
+    if math.prod(target) <= draft.extent.most:
+        indices = Value(draft.program.operand(array), target, array.dtype.name, shape[axis], True)
+        draft.add("GatherElements", x, indices, shape=target, axis=axis)
 
 
 def reduce(draft: Draft, x: Value) -> None:

@@ -75,6 +75,14 @@ def test_movement_alone_is_a_region() -> None:
     assert ops_of(roll) == [["Slice", "Slice", "Concat"]]
 
 
+@pytest.mark.parametrize(("dtype", "found"), [("float16", [["Tile", "Neg"]]), ("float", [])])
+def test_a_constant_that_onnxruntime_does_not_fold_is_repeated(dtype: str, found: list[list[str]]) -> None:
+    nodes = "c := NUMBERS r := int64[2] {20000, 1} a = Tile(c, r) b = Neg(a) z = MatMul(b, w)".replace(
+        "NUMBERS", f"{dtype}[2, 3] {{1, 2, 3, 4, 5, 6}}"
+    )
+    assert ops_of(nodes, inputs=f"{dtype}[3, 4] w") == found
+
+
 def test_a_window_partition_is_one_region() -> None:
     nodes = (
         "s := int64[6] {1, 2, 4, 2, 4, 3} u := int64[3] {-1, 16, 3} a = Reshape(x, s) "

@@ -33,6 +33,11 @@ MAPS_OF_A: dict[str, tuple[int, str, str]] = {
     "Gather of one, with an axis": (17, "k := int64[1] {1}", "Gather <axis = 2> (a, k)"),
     "Gather of constants": (17, "k := int64[4] {2, -1, 0, 2}", "Gather <axis = 1> (a, k)"),
     "Gather of computed rows": (17, "t := int64 {3} k = Mod(i, t)", "Gather <axis = 2> (a, k)"),
+    "GatherElements": (
+        17,
+        "k := int64[2,3,2] {0, -1, 2, 3, 1, -4, 1, 1, -2, 3, 0, 2}",
+        "GatherElements <axis = -1> (a, k)",
+    ),
     "Tile": (17, "r := int64[3] {1, 2, 3}", "Tile(a, r)"),
 }
 # Opset, nodes from x, y, i, b, h to z; another operator stands beside each, so that two are one region.
