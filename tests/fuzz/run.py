@@ -49,6 +49,7 @@ class Tally:
             self.idle[said["key"]] += 1
         elif said["kind"] == "refused":
             self.refused[said["key"]] += 1
+            print(f"--- seed {said['seed']}: refused: {said['sentence']}", flush=True)
         if said["failed"]:
             self.failures.append(said["seed"])
             print(f"--- seed {said['seed']}: {said['kind']}: {said['sentence']}\n{said['text']}", flush=True)
