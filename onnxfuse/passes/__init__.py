@@ -16,6 +16,7 @@ from onnxfuse.passes.folded import Folded
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
+from onnxfuse.passes.sizes_of_products import sizes_of_products
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_einsums import spell_einsums
 from onnxfuse.passes.spell_scores import spell_scores
@@ -35,6 +36,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_shapes,  # views can be composed when their targets are constant
     settle_backward_slices,
     spell_einsums,  # its Transposes compose with those around it
+    sizes_of_products,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
