@@ -13,6 +13,7 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
+from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     spell_einsums,  # its Transposes compose with those around it
     sizes_of_products,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     spell_scores,  # of four axes
