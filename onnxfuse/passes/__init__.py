@@ -19,6 +19,7 @@ from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
 from onnxfuse.passes.sizes_of_products import sizes_of_products
 from onnxfuse.passes.spell_activations import spell_activations
+from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     settle_backward_slices,
+    spell_assignments,
     spell_einsums,  # its Transposes compose with those around it
     sizes_of_products,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
