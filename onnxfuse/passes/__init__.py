@@ -21,6 +21,7 @@ from onnxfuse.passes.sizes_of_products import sizes_of_products
 from onnxfuse.passes.spell_activations import spell_activations
 from onnxfuse.passes.spell_assignments import spell_assignments
 from onnxfuse.passes.spell_einsums import spell_einsums
+from onnxfuse.passes.spell_pairs import spell_pairs
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
@@ -45,6 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     spell_scores,  # of four axes
+    spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold
