@@ -264,6 +264,8 @@ def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Se
 
 def written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
     """Return views of the same effect whose targets are constants, the fewest; None if there are none."""
+    if any(size == 0 for size in (*source, *views[-1].shape)):
+        return None
     return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
 
 

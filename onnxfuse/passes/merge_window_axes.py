@@ -163,7 +163,7 @@ class MergedAttention:
             made = write_views(self.graph, self.shapes, source, views, f"{tensor.name}_merged")
             return None if made is None else write_scalings(self.graph, self.shapes, made, found[2])
         target = reshape_target(self.shapes.shape(tensor), wanted)
-        if target is None:
+        if target is None or 0 in wanted:
             return None
         stored = self.graph.constant(f"{tensor.name}_shape", np.array(target, np.int64))
         return self._emit("Reshape", [tensor, stored], wanted, tensor)

@@ -138,7 +138,7 @@ class _Writer:
         if shape == tuple(wanted):
             return tensor
         target = reshape_target(shape, wanted)
-        if target is None:
+        if target is None or 0 in wanted:
             return None
         stored = self.graph.constant(f"{self.stem}_shape", np.array(target, np.int64))
         return self("Reshape", [tensor, stored], wanted)

@@ -48,7 +48,7 @@ def _slice_instead(graph: Graph, shapes: ShapeInfo, node: Node, made: Tensor) ->
         return False
     whole = (*pairs[:-2], pairs[-2] * 2)
     target = reshape_target(shapes.shape(reshape.inputs[0]), whole)
-    if target is None:
+    if target is None or 0 in whole:
         return False
     try:
         ranges = slice_ranges(shapes, node, made)
