@@ -25,11 +25,13 @@ from pathlib import Path
 
 import click
 import onnx
+import onnxruntime
 import onnxscript
 import torch
 import transformers
 from architecture import Architecture, Variant
 from exporters import SEED, Job, build_model, export_graph, strip_traces
+from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
 from survey_counts import STRUCTURES, count_structures
 from survey_page import page, way
 from survey_subjects import SUBJECTS, declare_torchvision_operators
@@ -51,6 +53,11 @@ FAMILIES = {
     "activations": re.compile("activation"), "biased products": re.compile("gemm"),
 }  # fmt: skip
 NAME = re.compile("'[^']*'")
+PATHS = re.compile(r"(\[ONNXRuntimeError\] : \d+ : )|(/\S+/)")
+ORT_ERRORS = (
+    onnxruntime_errors.Fail, onnxruntime_errors.InvalidArgument, onnxruntime_errors.InvalidGraph,
+    onnxruntime_errors.RuntimeException,
+)  # fmt: skip
 MAX_REASONS = 3  # of each structure of an export
 
 
@@ -81,6 +88,34 @@ def export_to(path: Path, architecture: Architecture, variant: Variant) -> dict[
     strip_traces(proto)
     onnx.save(proto, path)
     return counts
+
+
+def broken(path: Path, job: Job) -> str | None:
+    """Return why onnxruntime runs an export at no size of the architecture; None where it does.
+
+    None also where a kernel of onnxruntime's CPU provider is missing: that says nothing about the graph.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    reason = None
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        read = {each.name for each in session.get_inputs()}
+        for sizes in job.architecture.sizes:
+            torch.manual_seed(SEED)
+            drawn = {each.name: each.draw(sizes, torch.float32).numpy() for each in job.inputs if each.name in read}
+            try:
+                session.run(None, drawn)
+            except ORT_ERRORS as error:
+                reason = str(error)
+            else:
+                return None  # one size is enough: exporters may write the other sizes as constants
+    except onnxruntime_errors.NotImplemented:
+        return None
+    except ORT_ERRORS as error:
+        reason = str(error)
+    return f"onnxruntime does not run it: {' '.join(PATHS.sub('', reason or '').split())}"[:110]
 
 
 def measure(path: Path, expected: Mapping[str, int], verify: bool) -> dict:
@@ -131,6 +166,8 @@ def survey(architecture: Architecture, variant: Variant, cache: Path, verify: bo
     entry = {"architecture": architecture.name, "exporter": variant.exporter, "attention": attention}
     if "error" in made:
         return entry | {"error": made["error"]}
+    if reason := broken(cache / made["file"], Job(architecture, variant, architecture.config)):
+        return entry | {"error": reason}
     try:
         return entry | measure(cache / made["file"], made["counts"], verify)
     except onnxfuse.OnnxfuseError as error:

@@ -33,6 +33,12 @@ ACTIVATION_MODULES = (
 SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
 PRODUCTS = frozenset(
     {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.einsum}
+    | {torch.baddbmm, torch.Tensor.baddbmm}
+)
+# Where values of a product stop being scores: what a layer computes of them is something else.
+LAYERS = frozenset(
+    {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.batch_norm, F.group_norm, F.embedding}
+    | {torch.conv1d, torch.conv2d, torch.conv3d, torch.layer_norm, torch.batch_norm, torch.group_norm}
 )
 # What a graph may do to probabilities in front of the product with the values.
 KEEPS_PROBABILITIES = frozenset(
@@ -51,6 +57,7 @@ class CallCounter(TorchFunctionMode):
         self.inside = 0  # modules running whose calls are counted as one
         self._softmaxes = 0
         self._probabilities: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its softmax
+        self._scores: dict[int, torch.Tensor] = {}  # by identity: what is computed of a product, up to the next layer
 
     def __torch_function__(
         self,
@@ -85,25 +92,31 @@ class CallCounter(TorchFunctionMode):
     def _follow_probabilities(
         self, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], result: Any
     ) -> None:
-        """Count a softmax as an attention when its result, or what is made of it, is multiplied as a matrix."""
+        """Count a softmax of scores as an attention when its result, or what is made of it, is multiplied as a matrix.
+
+        Scores are made of a product.  Weights of an average that a layer computes (outlook attention, dynamic
+        convolution) are not.
+        """
         read = [x for x in tree_leaves((args, given)) if isinstance(x, torch.Tensor)]
         known = [self._probabilities[id(x)][1] for x in read if id(x) in self._probabilities]
         if func in PRODUCTS:
             for number in set(known):
                 self.counts["attention"] += 1
                 self._probabilities = {key: each for key, each in self._probabilities.items() if each[1] != number}
-        elif func in SOFTMAX and read and read[0].dim() > 2 and _is_last_axis(args, given, read[0].dim()):
+        elif func in SOFTMAX and read and id(read[0]) in self._scores and _is_over_keys(args, given, read[0].dim()):
             self._softmaxes += 1
             self._probabilities[id(result)] = result, self._softmaxes
         elif known and getattr(func, "__name__", "") in KEEPS_PROBABILITIES:
             for made in (x for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
                 self._probabilities[id(made)] = made, known[0]
+        if func in PRODUCTS or (func not in LAYERS and any(id(x) in self._scores for x in read)):
+            self._scores |= {id(x): x for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
 
 
-def _is_last_axis(args: tuple[Any, ...], given: Mapping[str, Any], rank: int) -> bool:
-    """Return whether a softmax, of these arguments, is over the last axis."""
+def _is_over_keys(args: tuple[Any, ...], given: Mapping[str, Any], rank: int) -> bool:
+    """Return whether a softmax, of these arguments, is over the last axis of matrices."""
     axis = given.get("dim", args[1] if len(args) > 1 else -1)
-    return axis in (-1, rank - 1)
+    return rank > 2 and axis in (-1, rank - 1)
 
 
 def count_structures(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:

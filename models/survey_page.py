@@ -17,7 +17,9 @@ size, by both exporters of torch, with attention as the library computes it by d
 `scaled_dot_product_attention`) and written out ("eager"), and optimizes the {exports} exports. What there is to fuse is
 counted while the torch module runs, by the functions and modules that it calls; what fuses is counted in the fused
 nodes. A norm, an activation or a biased product that onnxfuse or an exporter computes from constants alone counts as
-not fused. Of {verified} exports, one in eight, outputs and fused nodes were also compared in onnxruntime: {statuses}.
+not fused. An export that onnxruntime does not run on inputs that the module takes, because the exporter lost an axis, a
+size or a type, counts as failed. Of {verified} exports, one in eight, outputs and fused nodes were also compared in
+onnxruntime: {statuses}.
 
 Made with {versions}.
 All numbers: [results](../benchmarks/results/{name}).
@@ -50,7 +52,7 @@ the exporter's error.
 |---|---|---|---:|---|
 {reasons}
 
-## Not exported
+## Not exported, or not run by onnxruntime
 
 | architecture | exporter | error |
 |---|---|---|

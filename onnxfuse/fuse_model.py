@@ -37,6 +37,7 @@ from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse, nearness
+from onnxfuse.rewrite.settle_keys import settle_keys
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
 
@@ -244,6 +245,7 @@ def _fuse_graph(
             infer_results(graph, shapes)
         spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
         folded += simplify(graph, shapes, settings.change_weights)
+        settle_keys(graph, shapes, settings.fusions)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
     bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before

@@ -1,5 +1,6 @@
 """The spellings of rotary embedding, which rotary_embedding and attention_with_rotary_embedding share."""
 
+from collections.abc import Iterable
 from typing import Final
 
 from onnxfuse.dsl import Term, choose, op, rearrange, require, size
@@ -19,12 +20,14 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str) -> dict[str, Term]:
     """Return x * cos + turned(x) * sin by its label, for x of these axes: three, in any order, and the size of a head.
 
     rotate_half turns all elements of a head, whose halves are pairs; rotate_part turns the first `rotated` ones.
-    rotate_pairs and rotate_part_of_pairs do the same where neighbours are pairs.
+    rotate_pairs and rotate_part_of_pairs do the same where neighbours are pairs.  The forms complex_… multiply pairs as
+    complex numbers: tables have a column for each pair, and complex_pairs_to_halves reads neighbours and gives halves.
     """
     require("{rotated} of {size} elements are rotated: a part", _is_part)
     require("{size} elements are {pairs} pairs", lambda size, pairs: pairs is None or 2 * pairs == size)
     require("{rotated} elements are {part} pairs", lambda rotated, part: part is None or 2 * part == rotated)
     require("pairs have {two} elements: two", lambda two: two in (None, 2))
+    require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
     first = op.Slice(x, starts=[0], ends=[size("rotated")], axes=[-1], steps=[1])
     rest = op.Slice(x, starts=[size("rotated")], ends=[END], axes=[-1], steps=[1])
     (leading, whole), part = axes.rsplit(" ", 1), "rotated"
@@ -35,6 +38,9 @@ def rotated(x: Term, cos: Term, sin: Term, axes: str) -> dict[str, Term]:
         "rotate_part_of_pairs": op.Concat(
             _by_table(first, _turned_pairs(first, leading, "part"), cos, sin, axes, part), rest, axis=-1
         ),
+        "complex_halves": op.Concat(*_complex_product(*_halves(x, whole), cos, sin, axes), axis=-1),
+        "complex_pairs": _stacked(_complex_product(*_pairs(x), cos, sin, axes), leading, "half"),
+        "complex_pairs_to_halves": op.Concat(*_complex_product(*_pairs(x), cos, sin, axes), axis=-1),
     }
 
 
@@ -47,10 +53,20 @@ def _is_part(rotated: object, size: object) -> bool:
 
 def _turned_halves(x: Term, count: str) -> Term:
     """Return -second, first for the halves of the last axis, which has `count` elements."""
+    first, second = _halves(x, count)
+    return op.Concat(-second, first, axis=-1)
+
+
+def _halves(x: Term, count: str) -> tuple[Term, Term]:
     half = size(count) // 2
     first = op.Slice(x, starts=[0], ends=[half], axes=[-1], steps=[1])
-    second = op.Slice(x, starts=[half], ends=[END], axes=[-1], steps=[1])
-    return op.Concat(-second, first, axis=-1)
+    return first, op.Slice(x, starts=[half], ends=[END], axes=[-1], steps=[1])
+
+
+def _pairs(x: Term) -> tuple[Term, Term]:
+    """Return the first and the second elements of all pairs of neighbours."""
+    first, second = (op.Slice(x, starts=[i], ends=[END], axes=[-1], steps=[2]) for i in (0, 1))
+    return first, second
 
 
 def _turned_pairs(x: Term, leading: str, count: str) -> Term:
@@ -58,9 +74,20 @@ def _turned_pairs(x: Term, leading: str, count: str) -> Term:
 
     `leading` names the axes in front of it.
     """
-    first, second = (op.Slice(x, starts=[i], ends=[END], axes=[-1], steps=[2]) for i in (0, 1))
-    columns = (rearrange(each, f"{leading} {count} -> {leading} {count} 1") for each in (-second, first))
+    first, second = _pairs(x)
+    return _stacked((-second, first), leading, count)
+
+
+def _stacked(parts: Iterable[Term], leading: str, count: str) -> Term:
+    """Return tensors of `count` columns as one in which their columns take turns."""
+    columns = (rearrange(each, f"{leading} {count} -> {leading} {count} 1") for each in parts)
     return rearrange(op.Concat(*columns, axis=-1), f"{leading} {count} two -> {leading} ({count} two)")
+
+
+def _complex_product(a: Term, b: Term, cos: Term, sin: Term, axes: str) -> tuple[Term, Term]:
+    """Return (a + i b) (cos + i sin), for tables of the columns that a and b have."""
+    real, imaginary = (_per_head(table, axes, "half") for table in (cos, sin))
+    return a * real - b * imaginary, b * real + a * imaginary
 
 
 def _by_table(x: Term, turned: Term, cos: Term, sin: Term, axes: str, count: str) -> Term:

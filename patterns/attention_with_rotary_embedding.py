@@ -100,7 +100,6 @@ def attention_with_rotary_embedding(
     require_grouped_heads()
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
     require_cos_batch()
-    require("a table has {half} columns for heads of {size}: half", lambda half, size: half is None or 2 * half == size)
     scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)

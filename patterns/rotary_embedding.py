@@ -18,9 +18,10 @@ def rotary_embedding(
 ) -> Term:
     """y = x * cos + turned(x) * sin, of each head or of its first elements (Su et al. 2021, arXiv:2104.09864)
 
-    Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  y is (batch, heads, seq, size), or
-    (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries, keys and
-    values.
+    Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  In the forms complex_… tables have half
+    the columns, and pairs are multiplied by cos + i sin; complex_pairs_to_halves reads neighbours.  y is (batch, heads,
+    seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries,
+    keys and values.
     """
     require_cos_batch()
 

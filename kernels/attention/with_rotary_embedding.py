@@ -16,7 +16,7 @@ from onnxfuse.kernels.attention.problem import Attention
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
-from onnxfuse.kernels.rotary.rotary_embedding import are_neighbours, check_tables, table_spec
+from onnxfuse.kernels.rotary.rotary_embedding import check_tables, rotary_form, table_spec
 from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, STORAGE, operand_pointer, operand_spec, required_spec
 from onnxfuse.runtime.plan import Argument, Device, FusedNode, Launch, Plan, Pointer, TensorMap, TensorSpec
 
@@ -65,10 +65,9 @@ def _rotary(
     node: FusedNode, inputs: Sequence[TensorSpec], problem: Attention, results: tuple[HeadTensor, HeadTensor]
 ) -> Rotary:
     cos, sin = table_spec(node, inputs, "cos"), table_spec(node, inputs, "sin")
-    operator = node.text("rotary", "rotate_half") == "operator"
-    rotated = cos.shape[-1] * (2 if operator else 1)
-    table_row = rotated // 2 if operator else rotated
-    check_tables(cos, sin, problem.batch, problem.queries, problem.head_dim, rotated, table_row)
+    form = rotary_form(node, "rotary")
+    rotated = cos.shape[-1] * (1 if form.whole_table else 2)
+    check_tables(cos, sin, problem.batch, problem.queries, problem.head_dim, rotated)
     keys = required_spec(node, inputs, "k").shape[LENGTH_AXIS[node.text("k_layout", "packed")]]
     if keys != problem.queries:
         raise ValueError(f"{node.fusion}: {problem.queries} queries and {keys} keys; required as many")
@@ -79,8 +78,7 @@ def _rotary(
         problem.batch, problem.queries, problem.head_dim, rotated,
         tuple(RotatedHeads(count, x, y, _scale(node, name)) for name, count, x, y in tensors),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, problem.dtype, problem.dtype,
-        all(tensor.aligned for tensor in read), whole_table=not operator,
-        interleaved=are_neighbours(node, "rotary"),
+        all(tensor.aligned for tensor in read), *form,
         scale_dtype=scales[0].dtype if scales[0] else "", epsilon=node.number("epsilon", 0.0),
     )  # fmt: skip
 

@@ -56,7 +56,8 @@ class Rotary:
     y_dtype: str
     aligned: bool  # inputs and tables begin at multiples of 16 bytes
     whole_table: bool  # a row of the tables has `rotated` elements, else half as many
-    interleaved: bool = False
+    interleaved: bool = False  # pairs of x are neighbours
+    y_interleaved: bool = False  # pairs of y are
     scale_dtype: str = ""  # of the scales of the norm; "": there is no norm
     epsilon: float = 0.0
 
@@ -85,7 +86,8 @@ def launch(problem: Rotary, device: Device) -> Launch:
         "SIZE": problem.size, "ROTATED": problem.rotated, "HEADS": heads[0], "MORE_HEADS": sum(heads[1:]),
         "THREAD_HEADS": thread_heads, "ADJACENT_GROUPS": math.gcd(groups, MAX_ADJACENT_GROUPS),
         "WIDTH": width, "LANES": lanes, "NORM": int(bool(problem.scale_dtype)),
-        "INTERLEAVED": int(problem.interleaved), "WHOLE_TABLE": int(problem.whole_table),
+        "INTERLEAVED": int(problem.interleaved), "Y_INTERLEAVED": int(problem.y_interleaved),
+        "WHOLE_TABLE": int(problem.whole_table),
         "TABLE_BATCHED": int(is_symbolic(table_batch) or table_batch > 1), "THREADS": THREADS,
         "STREAMED": macro(lambda: moved > STREAMED_FROM_BYTES, f"count > {streamed_threads}", moved),
         "INDEX": "u32" if _max_index(problem) < 2**31 else "u64",

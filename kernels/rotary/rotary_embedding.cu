@@ -9,7 +9,8 @@
 //   ADJACENT_GROUPS  groups of THREAD_HEADS heads of one position side by side in a block; divides the number of groups
 //   WIDTH            elements of a vector access; divides ROTATED / 2 and SIZE - ROTATED
 //   LANES            threads of a head; with NORM a power of two up to 32
-//   INTERLEAVED      1: the elements of a pair are neighbours; 0: they are ROTATED / 2 apart
+//   INTERLEAVED      1: the elements of a pair of x are neighbours; 0: they are ROTATED / 2 apart
+//   Y_INTERLEAVED    the same of y
 //   WHOLE_TABLE      1: a row of the tables has ROTATED elements, in the order of a head's; 0: it has ROTATED / 2
 //   TABLE_BATCHED    1: each element of the batch has tables of its own
 #include "types.cuh"
@@ -68,15 +69,20 @@ struct Rotation {
     }
 };
 
-// The indices in a head of a thread's elements.
+// The indices in a head of x and of y of a thread's elements.
 struct Piece {
     bool exists, rotated;
-    int first, second;
+    int first, second, y_first, y_second;
 
     __device__ __forceinline__ explicit Piece(int piece)
         : exists(LANES * STEPS == PIECES || piece < PIECES), rotated(piece < ROTATED_PIECES),
-          first(rotated ? piece * WIDTH * (INTERLEAVED ? 2 : 1) : ROTATED + (piece - ROTATED_PIECES) * WIDTH),
-          second(first + (INTERLEAVED ? WIDTH : HALF)) {}
+          first(begin(piece, INTERLEAVED)), second(first + (INTERLEAVED ? WIDTH : HALF)),
+          y_first(begin(piece, Y_INTERLEAVED)), y_second(y_first + (Y_INTERLEAVED ? WIDTH : HALF)) {}
+
+    __device__ __forceinline__ static int begin(int piece, bool interleaved) {
+        if (piece >= ROTATED_PIECES) return ROTATED + (piece - ROTATED_PIECES) * WIDTH;
+        return piece * WIDTH * (interleaved ? 2 : 1);
+    }
 };
 
 struct Vectors {
@@ -157,10 +163,10 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
         if (NORM) scale_by(other, factor, heads.scale + piece.second);
         if (INTERLEAVED) deinterleave(one, other);
         rotation.apply(one, other);
-        if (INTERLEAVED) interleave(one, other);
-        store_as(streamed, row + piece.second, other);
+        if (Y_INTERLEAVED) interleave(one, other);
+        store_as(streamed, row + piece.y_second, other);
     }
-    store_as(streamed, row + piece.first, one);
+    store_as(streamed, row + piece.y_first, one);
 }
 
 #define STRIDES(name) long long name##_batch, long long name##_head, long long name##_row

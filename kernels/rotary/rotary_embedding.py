@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.rotary.rotary import Rotary, RotatedHeads, launch
@@ -27,8 +27,9 @@ def unsupported_rotary_embedding(node: FusedNode, input_dtypes: Sequence[str]) -
 def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> Plan:
     """Return the plan for these shapes.  Raises ValueError if shapes do not fit together."""
     x, cos, sin = required_spec(node, inputs, "x"), table_spec(node, inputs, "cos"), table_spec(node, inputs, "sin")
+    form = rotary_form(node, "form")
     operator = node.text("form", "rotate_half") == "operator"
-    rotated = cos.shape[-1] * (2 if operator else 1)
+    rotated = cos.shape[-1] * (1 if form.whole_table else 2)
     layout = ("bhsd" if len(x.shape) == 4 else "packed") if operator else node.text("layout", "bhsd")
     rows_first = node.text("order", "heads_first") == "rows_first"
     size = node.integer("size", 0) or (x.shape[-1] if len(x.shape) == 4 else rotated)
@@ -36,7 +37,7 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
         size = x.shape[-1] // node.integer("num_heads")
     axes, x_heads = _axes(node, x, layout, size)
     batch, length, heads = axes
-    check_tables(cos, sin, batch, length, size, rotated, rotated // 2 if operator else rotated)
+    check_tables(cos, sin, batch, length, size, rotated)
     shape = x.shape if operator else (batch, length, heads, size) if rows_first else (batch, heads, length, size)
     y = TensorSpec(shape, node.output_dtypes[0], x.aligned)
     if 0 in y.shape:
@@ -45,8 +46,7 @@ def rotary_embedding_plan(node: FusedNode, inputs: Sequence[TensorSpec], device:
     problem = Rotary(
         batch, length, size, rotated, (RotatedHeads(heads, x_heads, y_heads),),
         operand_pointer(node, "cos"), operand_pointer(node, "sin"), cos, sin.dtype, x.dtype, y.dtype,
-        all(tensor.aligned for tensor in (x, cos, sin)), whole_table=not operator,
-        interleaved=are_neighbours(node, "form"),
+        all(tensor.aligned for tensor in (x, cos, sin)), *form,
     )  # fmt: skip
     return Plan((y,), (launch(problem, device),))
 
@@ -62,10 +62,21 @@ def table_spec(node: FusedNode, inputs: Sequence[TensorSpec], name: str) -> Tens
     return replace(spec, shape=(*spec.shape[:axis], *spec.shape[axis + 1 :]))
 
 
-def are_neighbours(node: FusedNode, form: str) -> bool:
-    """Return whether pairs of elements are neighbours; the attribute `form` says what the model has in the graph."""
-    found = node.text(form, "rotate_half")
-    return found.endswith("pairs") or (found == "operator" and bool(node.integer("interleaved", 0)))
+class RotaryForm(NamedTuple):
+    """How the pairs that are rotated lie in the tables, in x and in y: the fields of `Rotary` of these names."""
+
+    whole_table: bool
+    interleaved: bool
+    y_interleaved: bool
+
+
+def rotary_form(node: FusedNode, attribute: str) -> RotaryForm:
+    """Return the form of rotation that an attribute of the node names, as the model has it in the graph."""
+    found = node.text(attribute, "rotate_half")
+    if found == "operator":
+        interleaved = bool(node.integer("interleaved", 0))
+        return RotaryForm(False, interleaved, interleaved)
+    return RotaryForm(not found.startswith("complex_"), "pairs" in found, found.endswith("pairs"))
 
 
 def _axes(node: FusedNode, x: TensorSpec, layout: str, size: int) -> tuple[tuple[int, int, int], HeadTensor]:
@@ -98,12 +109,13 @@ def _contiguous_heads(layout: str, axes: tuple[int, int, int], size: int) -> Hea
     return HeadTensor(Pointer("output", 0), length * heads * size, head, row)
 
 
-def check_tables(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size: int, rotated: int, row: int) -> None:
+def check_tables(cos: TensorSpec, sin: TensorSpec, batch: int, length: int, size: int, rotated: int) -> None:
     """Raise ValueError unless the tables fit (batch, length) and the `rotated` of `size` elements of a head."""
     if rotated % 2 or rotated > size:
         raise ValueError(f"rotary_embedding: {rotated} of {size} elements cannot be rotated in pairs")
     if cos.shape != sin.shape:
         raise ValueError(f"rotary_embedding: sin has shape {list(sin.shape)}; required {list(cos.shape)}, as cos")
     batched = known_equal(cos.shape[:1], (batch,)) or cos.shape[0] in (1, batch)
+    row = cos.shape[-1]
     if not batched or cos.shape[-2:] != (length, row):
         raise ValueError(f"rotary_embedding: cos has shape {list(cos.shape)}; required (1 or {batch}, {length}, {row})")

@@ -13,10 +13,15 @@ from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
+from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.regroup_addends import regroup_addends
 from onnxfuse.passes.settle_backward_slices import settle_backward_slices
+from onnxfuse.passes.sizes_of_products import sizes_of_products
 from onnxfuse.passes.spell_activations import spell_activations
+from onnxfuse.passes.spell_assignments import spell_assignments
+from onnxfuse.passes.spell_einsums import spell_einsums
+from onnxfuse.passes.spell_pairs import spell_pairs
 from onnxfuse.passes.spell_scores import spell_scores
 from onnxfuse.passes.split_merged_heads import split_merged_heads
 from onnxfuse.passes.split_packed_gate import split_packed_gate
@@ -33,10 +38,15 @@ PIPELINE: tuple[Pass, ...] = (
     fold_quantized_weights,
     fold_shapes,  # views can be composed when their targets are constant
     settle_backward_slices,
+    spell_assignments,
+    spell_einsums,  # its Transposes compose with those around it
+    sizes_of_products,
     normalize,  # so that patterns, and the passes below, meet each computation in one form
+    merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
     spell_scores,  # of four axes
+    spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views
     conv_to_matmul,  # makes products, into whose weights the next pass can fold

@@ -12,7 +12,7 @@ from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshape, transpose
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, ints_attribute
-from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
@@ -148,8 +148,11 @@ def equivalent_chains(source: tuple[Size, ...], chain: tuple[View, ...]) -> tupl
     found: list[tuple[View, ...]] = []
     if (perm := _perm_of_source(source, layout)) is not None:
         found.append((View(perm, result),))
-    if (order := _order_in_source(source, layout)) is not None:
-        before = tuple(product(a.size for a in layout[i]) for i in order)
+    # Of a source of one axis, because a Reshape may join axes of the source as well as split them.
+    length = (product(source),)
+    flat = layout_of(length, (View(None, source), *chain))
+    if flat is not None and (order := _order_in_source(length, flat)) is not None:
+        before = tuple(result[i] for i in order)
         found.append((View(None, before), View(_inverse(order), result)))
     # With the result's axes split into the runs of the source that they consist of, a Reshape joins them at the end.
     runs = coalesce((tuple(sub_axis for axis in layout for sub_axis in axis),))[0]
@@ -211,6 +214,59 @@ def _replace(graph: Graph, shapes: ShapeInfo, last: Node, source: Tensor, views:
         return False
     last.inputs.clear()
     return graph.replace(end, tensor)
+
+
+def scaled_chain_to(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> list[Node]:
+    """Return the views, and products with a number, that end in a tensor, from the source on."""
+    chain: list[Node] = []
+    node = producer(tensor)
+    while node is not None and len(chain) < MAX_CHAIN_NODES:
+        if op_of(node) not in VIEWS and not _is_scaling(graph, shapes, node):
+            break
+        chain.insert(0, node)
+        node = producer(node.inputs[0])
+    return chain
+
+
+def _is_scaling(graph: Graph, shapes: ShapeInfo, node: Node) -> bool:
+    """Return whether a node multiplies its first input by a number, and leaves its shape."""
+    if op_of(node) not in ("Mul", "Div") or constant_number(graph, node.inputs[1]) is None:
+        return False
+    return shapes.rank(node.outputs[0]) == shapes.rank(node.inputs[0])
+
+
+def farthest_view(
+    graph: Graph, shapes: ShapeInfo, tensor: Tensor, last: View
+) -> tuple[Tensor, tuple[View, ...], list[Node]] | None:
+    """Return the farthest tensor of which constants make the view `last` of a tensor, how, and the scalings between.
+
+    The shortest views are returned, without those of no effect.
+    """
+    chain = scaled_chain_to(graph, shapes, tensor)
+    for start, first in enumerate(chain):
+        source, nodes = shapes.shape(first.inputs[0]), [each for each in chain[start:] if op_of(each) in VIEWS]
+        known = [view for each in nodes if (view := view_of(shapes, each)) is not None]
+        if source is not None and len(known) == len(nodes):
+            views = written_from(source, (*known, last))
+            if views is not None:
+                return first.inputs[0], views, [each for each in chain[start:] if op_of(each) not in VIEWS]
+    return None
+
+
+def write_scalings(graph: Graph, shapes: ShapeInfo, tensor: Tensor, scalings: Sequence[Node]) -> Tensor:
+    """Return a tensor times the numbers that nodes multiply by."""
+    shape, dtype = shapes.shape(tensor), shapes.dtype(tensor)
+    for node in scalings:
+        stem = f"{node.outputs[0].name}_moved"
+        tensor = emit(graph, shapes, op_of(node), [tensor, node.inputs[1]], stem, shape, dtype)
+    return tensor
+
+
+def written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
+    """Return views of the same effect whose targets are constants, the fewest; None if there are none."""
+    if any(size == 0 for size in (*source, *views[-1].shape)):
+        return None
+    return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
 
 
 def can_write_views(source: Sequence[Size] | None, views: Sequence[View]) -> bool:

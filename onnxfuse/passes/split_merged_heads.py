@@ -24,12 +24,13 @@ from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.compose_views import (
     VIEWS,
     View,
-    can_write_views,
     chain_to,
-    equivalent_chains,
+    farthest_view,
     layout_of,
     view_of,
+    write_scalings,
     write_views,
+    written_from,
 )
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
@@ -68,7 +69,7 @@ def _split_at(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
     parts = _parts_of_first_axis(shape, known)
     if parts is None or _parts_of_first_axis(shape, known[:-1]) is not None:
         return False
-    after = _written_from((*parts, *shape[1:]), (View(None, shape), *known))
+    after = written_from((*parts, *shape[1:]), (View(None, shape), *known))
     heads = SplitHeads(graph, shapes, parts)
     write = None if after is None else heads.writer(source)
     if after is None or write is None or not heads.products or not heads.are_read_inside(chain):
@@ -85,11 +86,6 @@ def _parts_of_first_axis(shape: Sequence[Size], views: Sequence[View]) -> tuple[
         return None
     outer, inner = sorted(found, key=lambda sub_axis: sub_axis.stride == 1)
     return (outer.size, inner.size) if (outer.stride, inner.stride) == (inner.size, 1) else None
-
-
-def _written_from(source: tuple[Size, ...], views: tuple[View, ...]) -> tuple[View, ...] | None:
-    """Return views of the same effect whose targets are constants, the fewest; None if there are none."""
-    return next((each for each in equivalent_chains(source, views) if can_write_views(source, each)), None)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ class SplitHeads:
         if shape is None or not self._has_first_axis(tensor):
             return None
         if node is not None and op_of(node) in VIEWS:
-            return self._view_writer(tensor, node, shape)
+            return self._view_writer(tensor, shape)
         if node is None or op_of(node) not in THROUGH or not self._is_of_last_axis(node):
             return None
         product = op_of(node) == "MatMul"
@@ -161,23 +157,15 @@ class SplitHeads:
         writers = [each for each in operands if each is not None]
         return partial(self._once, tensor, partial(self._rewritten, node, writers))
 
-    def _view_writer(self, tensor: Tensor, node: Node, shape: tuple[Size, ...]) -> Writer | None:
+    def _view_writer(self, tensor: Tensor, shape: tuple[Size, ...]) -> Writer | None:
         """Return what writes a view with one more axis, of the farthest source from which constants suffice."""
-        chain, split = chain_to(node), View(None, (*self.parts, *shape[1:]))
-        for start, first in enumerate(chain):
-            source, views = self.shapes.shape(first.inputs[0]), [view_of(self.shapes, each) for each in chain[start:]]
-            known = tuple(view for view in views if view is not None)
-            if source is None or len(known) < len(views):
-                continue
-            views_of_source = _written_from(source, (*known, split))
-            if views_of_source is not None:
-                return partial(self._once, tensor, partial(self._viewed, first.inputs[0], views_of_source))
-        return None
+        found = farthest_view(self.graph, self.shapes, tensor, View(None, (*self.parts, *shape[1:])))
+        return None if found is None else partial(self._once, tensor, partial(self._viewed, *found))
 
-    def _viewed(self, source: Tensor, views: tuple[View, ...]) -> Tensor:
+    def _viewed(self, source: Tensor, views: tuple[View, ...], scalings: list[Node]) -> Tensor:
         made = write_views(self.graph, self.shapes, source, views, f"{source.name}_heads")
         assert made is not None  # the views were chosen so that constants suffice
-        return made
+        return write_scalings(self.graph, self.shapes, made, scalings)
 
     def _is_of_last_axis(self, node: Node) -> bool:
         default = -1 if self.graph.opset >= 13 else 1

@@ -40,7 +40,7 @@ class FusionResult:
         near = {id(m): m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of}
         nearest: dict[str, Miss] = {}
         for miss in unfused:
-            if miss.node in self.attentions and _has_softmax(miss.fusion):
+            if miss.node in self.attentions and has_softmax(miss.fusion):
                 nearest[miss.node] = max(nearest.get(miss.node, miss), miss, key=lambda m: m.matched)
         near |= {id(miss): miss for miss in nearest.values()}
         return sorted(near.values(), key=nearness)
@@ -52,18 +52,17 @@ def nearness(miss: Miss) -> tuple[float, str, str]:
 
 
 @functools.cache
-def _has_softmax(fusion: Fusion) -> bool:
+def has_softmax(fusion: Fusion) -> bool:
     """Return whether a fusion ends with a product of the result of a Softmax."""
     ops = {op for term in walk(*fusion.outputs) for op in term.own_ops}
     return not fusion.last and {"MatMul", "Softmax"} <= ops
 
 
-def _ends_of_attention(graph: Graph) -> frozenset[str]:
-    """Return the names of the products whose first factor is made of a Softmax, which is made of another product."""
+def ends_of_attention(graph: Graph) -> list[Node]:
+    """Return the products whose first factor is made of a Softmax, which is made of another product."""
     scores = {id(node) for node in graph.nodes if op_of(node) == "Softmax" and _is_behind(node, _is_product)}
     ends = (node for node in graph.nodes if _is_product(node))
-    found = (node for node in ends if _is_behind(node, lambda made: id(made) in scores, first=True))
-    return frozenset(node.name or node.outputs[0].name for node in found)
+    return [node for node in ends if _is_behind(node, lambda made: id(made) in scores, first=True)]
 
 
 def _is_product(node: Node) -> bool:
@@ -102,7 +101,7 @@ def fuse(
     tried, and of all nodes.
     """
     graph.remember_origins()
-    attentions = _ends_of_attention(graph)
+    attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
     functions = LocalFunctions(graph, ort, contrib)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}

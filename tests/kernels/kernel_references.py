@@ -52,6 +52,14 @@ def rotate_pairs(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return x * cos + turned * sin
 
 
+def rotate_complex(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, form: str) -> np.ndarray:
+    """Return x whose pairs are multiplied by cos + i sin, in one of the forms that begin with complex_."""
+    half = x.shape[-1] // 2
+    ends = (x[..., :half], x[..., half:]) if form == "complex_halves" else (x[..., ::2], x[..., 1::2])
+    turned = ends[0] * cos - ends[1] * sin, ends[1] * cos + ends[0] * sin
+    return np.stack(turned, axis=-1).reshape(x.shape) if form.endswith("pairs") else np.concatenate(turned, -1)
+
+
 def group_norm_nhwc(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
     rows = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
     centred = rows - rows.mean((1, 3), keepdims=True)

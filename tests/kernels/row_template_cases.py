@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from kernel_references import group_norm_nhwc, layer_norm, rms_norm, rotate_half, rotate_pairs, softmax
+from kernel_references import group_norm_nhwc, layer_norm, rms_norm, rotate_complex, rotate_half, rotate_pairs, softmax
 from template_checks import check_template, template_of
 
 from onnxfuse.activations import ACTIVATIONS
@@ -174,6 +174,16 @@ def _rotary_of_neighbours(a: Arrays, layout: str) -> list[np.ndarray]:
     return [rotate_pairs(x, a["cos"], a["sin"])]
 
 
+def _rotary_of_complex(a: Arrays, layout: str, form: str) -> list[np.ndarray]:
+    """Return heads first, by tables of a column for each pair."""
+    x = a["x"]
+    if layout == "packed":
+        x = x.reshape(*x.shape[:2], -1, 2 * a["cos"].shape[-1])
+    if layout != "bhsd":
+        x = np.swapaxes(x, 1, 2)
+    return [rotate_complex(x, a["cos"][:, None], a["sin"][:, None], form)]
+
+
 def _table(a: Arrays) -> list[np.ndarray]:
     rounded = (a["positions"][..., None] * a["frequencies"]).astype(np.float32)  # as the operators round it
     angles = np.tile(rounded.astype(np.float64), 2)
@@ -274,6 +284,11 @@ def rotary_cases() -> Iterator[TemplateCase]:
             form = {"layout": layout, "form": "rotate_pairs", "order": "rows_first", "table": "bs1d"}
             yield TemplateCase("rotary_embedding", {"x": x, "cos": table, "sin": table},
                                lambda a, of=layout: _rotary_of_neighbours(a, of), form)  # fmt: skip
+        table, size = (1, SEQUENCE, 32), {"size": 64}
+        for name in "complex_halves", "complex_pairs", "complex_pairs_to_halves":
+            yield TemplateCase("rotary_embedding", {"x": x, "cos": table, "sin": table},
+                               lambda a, of=layout, form=name: _rotary_of_complex(a, of, form),
+                               {"layout": layout, "form": name, **size})  # fmt: skip
     yield TemplateCase("rotary_table", {"positions": (BATCH, SEQUENCE), "frequencies": (32,)}, _table,
                        {"angles": "twice"}, 2)  # fmt: skip
 

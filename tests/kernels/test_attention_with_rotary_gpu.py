@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attention_cases import DTYPES, FLOATS, HALF_ULP, NUMPY, Case, formula, joined, split
 from kernel_hosts import require_support
+from kernel_references import rotate_complex
 from kernel_runs import launch, result, upload
 
 from onnxfuse.kernels.attention import host
@@ -62,7 +63,7 @@ def check(case: Case, rotation: Rotation, device: Device) -> None:
 def preparation(case: Case, rotation: Rotation, rotated: int) -> dict[str, np.ndarray]:
     """Return cos and sin, and the scales of the norms if there are any."""
     random = np.random.default_rng(7)
-    row = rotated // 2 if rotation.form == "operator" else rotated
+    row = rotated // 2 if rotation.form == "operator" or rotation.form.startswith("complex") else rotated
     angles = random.uniform(-3, 3, (rotation.tables, case.queries, row))
     made = {"cos": np.cos(angles), "sin": np.sin(angles)}
     if rotation.norm:
@@ -80,6 +81,8 @@ def prepared(
         mean = (x**2).mean(-1, keepdims=True)
         x = x / np.sqrt(mean + EPSILON) * more[f"{name}_scale"].astype(FLOATS)
     cos, sin = (more[table].astype(FLOATS)[:, None] for table in ("cos", "sin"))
+    if rotation.form.startswith("complex"):
+        return joined(rotate_complex(x, cos, sin, rotation.form).astype(NUMPY[case.dtype]), layout)
     half = rotated // 2
     neighbours = rotation.interleaved or rotation.form.endswith("pairs")
     first = np.s_[..., 0:rotated:2] if neighbours else np.s_[..., :half]
@@ -114,6 +117,9 @@ FORMS = {
     "part": Rotation("rotate_part", rotated=16),
     "pairs": Rotation("rotate_pairs"),
     "part of pairs, norm": Rotation("rotate_part_of_pairs", rotated=16, norm=True),
+    "complex halves": Rotation("complex_halves", tables=2),
+    "complex pairs, norm": Rotation("complex_pairs", norm=True),
+    "complex pairs to halves": Rotation("complex_pairs_to_halves"),
     "norm": Rotation(norm=True),
     "operator": Rotation("operator", tables=2),
     "operator, interleaved": Rotation("operator", interleaved=1, tables=2),

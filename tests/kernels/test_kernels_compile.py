@@ -84,6 +84,10 @@ def element_cases(dtype: str) -> Iterator[tuple[FusedNode, list[TensorSpec]]]:
         yield node("rotary_embedding", "x cos sin", [dtype], layout=layout), tensors(dtype, x, table, table)
         pairs = {"layout": layout, "form": "rotate_pairs", "order": "rows_first"}
         yield node("rotary_embedding", "x cos sin", [dtype], **pairs), tensors(dtype, x, table, table)
+        half_table = (1, 512, 64)
+        for form in "complex_halves", "complex_pairs", "complex_pairs_to_halves":
+            half = node("rotary_embedding", "x cos sin", [dtype], layout=layout, form=form, size=128)
+            yield half, tensors(dtype, x, half_table, half_table)
     for kind, count in ("int64", 64), ("int32", 5):
         inputs = [TensorSpec((2, 512), kind), TensorSpec((count,), "float32")]
         yield node("rotary_table", "positions frequencies", [dtype] * 2, angles="twice"), inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_references import PARAMETERS, rotate_half, rotate_pairs, with_parameters
+from kernel_references import PARAMETERS, rotate_complex, rotate_half, rotate_pairs, with_parameters
 from kernel_runs import DTYPES, check, normal, rounded, run, small_gpu
 
 from onnxfuse.activations import ACTIVATIONS
@@ -172,6 +172,24 @@ def test_rotary_embedding_of_neighbours(
     expected = x.astype(np.float64)
     angles = (angle.astype(np.float64)[:, :, None] for angle in (cos, sin))
     expected[..., :rotated] = rotate_pairs(expected[..., :rotated], *angles)
+    check(y, expected if order == "rows_first" else expected.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("form", ["complex_halves", "complex_pairs", "complex_pairs_to_halves"])
+@pytest.mark.parametrize("order", ["heads_first", "rows_first"])
+@pytest.mark.parametrize("size", [64, 10, 96])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_of_complex_pairs(
+    device: Device, dtype: str, size: int, order: str, form: str, aligned: bool
+) -> None:
+    batch, heads, seq = 2, 6, 19
+    x = normal((batch, seq, heads, size), dtype, 1)
+    cos, sin = (normal((1, seq, size // 2), dtype, seed) for seed in (2, 3))
+    options = {"form": form, "layout": "bshd", "table": "bsd", "order": order, "size": size}
+    (y,) = run("rotary_embedding", {"x": x, "cos": cos, "sin": sin}, [dtype], device, aligned, **options)
+    angles = (angle.astype(np.float64)[:, :, None] for angle in (cos, sin))
+    expected = rotate_complex(x.astype(np.float64), *angles, form)
     check(y, expected if order == "rows_first" else expected.swapaxes(1, 2))
 
 

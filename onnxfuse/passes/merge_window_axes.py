@@ -1,0 +1,206 @@
+"""Give attention whose products have five axes or more, as of windows of an image, four.
+
+Vision models compute attention in windows, groups or units of pooled queries, with q, k and v of (batch, windows,
+heads, rows, size).  Two axes in front of the rows are merged: the first two, or the second and the third where the
+result is read with the second beside the size, which is then the one for heads.  What comes into the computation is
+reshaped, and so is the result; these Reshapes compose with the views around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from onnxfuse.analysis.dims import product
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
+from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
+from onnxfuse.ir.attributes import int_attribute, ints_attribute
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, producer
+from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
+from onnxfuse.passes.emit import emit
+from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.split_merged_heads import ELEMENTWISE
+
+RANK: Final = 4  # of the products that patterns know
+FIRST_OPSET: Final = 13  # whose Softmax is of one axis
+
+
+def merge_window_axes(graph: Graph, shapes: ShapeInfo) -> int:
+    """Merge two axes of every attention of more than four.  Returns the number of attentions."""
+    if graph.opset < FIRST_OPSET:
+        return 0
+    found = [node for node in graph.nodes if _is_product(shapes, node) and _computes_probabilities(node)]
+    count = sum(_merge(graph, shapes, node) for node in found)
+    if found:  # what was written of an attention that stays is dead
+        graph.remove_dead()
+        graph.sort()
+    return count
+
+
+def _is_product(shapes: ShapeInfo, node: Node | None) -> bool:
+    """Return whether a node is a product with more axes than patterns know, of as many in both operands."""
+    if node is None or op_of(node) != "MatMul":
+        return False
+    left, right = (shapes.shape(each) for each in node.inputs)
+    return left is not None and right is not None and RANK < len(left) == len(right)
+
+
+def _computes_probabilities(last: Node) -> bool:
+    """Return whether the first operand of a product is a Softmax, or computed from one element by element."""
+    node = producer(last.inputs[0])
+    while node is not None and op_of(node) in ELEMENTWISE:
+        node = next((made for each in reversed(node.inputs) if (made := producer(each)) is not None), None)
+    return node is not None and op_of(node) == "Softmax"
+
+
+def _merge(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:
+    """Merge two axes of the attention that ends in a product; return whether that was possible."""
+    shape = shapes.shape(last.outputs[0])
+    if shape is None:
+        return False
+    attention = MergedAttention(graph, shapes, last, _first_merged_axis(last), shape)
+    result = attention.rewritten(last) if attention.is_closed() else None
+    split = None if result is None else attention.reshaped(result, shape)
+    return split is not None and graph.replace(last.outputs[0], split)
+
+
+def _first_merged_axis(last: Node) -> int:
+    """Return 1 where a Transpose puts an axis in front of the third last beside the size, else 0."""
+    for reader in consumers(last.outputs[0]):
+        perm = ints_attribute(reader, "perm", ()) if op_of(reader) == "Transpose" else []
+        if len(perm) == RANK + 1 and perm[-1] == RANK and perm[-2] == 1:
+            return 1
+    return 0
+
+
+@dataclass
+class MergedAttention:
+    """An attention that is written anew with the axes `axis` and `axis + 1` of its result as one."""
+
+    graph: Graph
+    shapes: ShapeInfo
+    last: Node
+    axis: int
+    shape: Shape  # of the result
+    _inside: dict[int, Node | None] = field(default_factory=dict)  # by the tensor's id: the node that is written anew
+    _written: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def is_closed(self) -> bool:
+        """Return whether there is another product, and nothing outside reads what is between the two."""
+        self._inside[id(self.last.outputs[0])] = self.last
+        scores = self._find(self.last.inputs[0])
+        nodes = [node for node in self._inside.values() if node is not None]
+        inner = [node.outputs[0] for node in nodes if node is not self.last]
+        return scores and all(
+            not self.graph.is_kept(each) and all(reader in nodes for reader in consumers(each)) for each in inner
+        )
+
+    def _find(self, tensor: Tensor) -> bool:
+        """Record what computes a tensor from a product; return whether there is one."""
+        if id(tensor) not in self._inside:
+            node = producer(tensor)
+            found = node is not None and self.shapes.rank(tensor) == len(self.shape)
+            if found and node is not None and op_of(node) in (*ELEMENTWISE, "Softmax"):
+                operands = [self._find(each) for each in node.inputs]  # all of them are recorded
+                found = any(operands)
+                found &= op_of(node) != "Softmax" or int_attribute(node, "axis", -1) in (-1, len(self.shape) - 1)
+            else:
+                found = found and _is_product(self.shapes, node)
+            self._inside[id(tensor)] = node if found else None
+        return self._inside[id(tensor)] is not None
+
+    def _merged(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor with the two axes merged; None where that is not possible."""
+        if id(tensor) not in self._written:
+            node = self._inside.get(id(tensor))
+            self._written[id(tensor)] = self._operand(tensor) if node is None else self.rewritten(node)
+        return self._written[id(tensor)]
+
+    def rewritten(self, node: Node) -> Tensor | None:
+        """Write a node anew; return what it computes."""
+        operands = [self._merged(each) if each.name else each for each in node.inputs]
+        inputs = [each for each in operands if each is not None]
+        shape = self.shapes.shape(node.outputs[0])
+        if shape is None or len(inputs) < len(operands):
+            return None
+        attributes = {**node.attrs, "axis": -1} if op_of(node) == "Softmax" else node.attrs
+        return self._emit(op_of(node), inputs, _joined(shape, self.axis), node.outputs[0], attributes)
+
+    def _operand(self, tensor: Tensor) -> Tensor | None:
+        """Return what comes from outside with the axes merged; it broadcasts over axes that it does not have."""
+        shape = self.shapes.shape(tensor)
+        if shape is None:
+            return None
+        at = self.axis + len(shape) - len(self.shape)  # the first of the two axes in this tensor
+        if at < -1 or (at == -1 and shape[0] == 1):
+            return tensor
+        full, at = ((1, *shape), 0) if at == -1 else (shape, at)
+        found, wanted = full[at : at + 2], self.shape[self.axis : self.axis + 2]
+        source: Tensor | None = tensor
+        if found not in (wanted, (1, 1)):
+            source = self._expanded(tensor, full, at, wanted)
+            full = (*full[:at], *wanted, *full[at + 2 :])
+        return None if source is None else self.reshaped(source, _joined(full, at))
+
+    def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
+        """Return a tensor that is repeated along the two axes; None where it is repeated a dynamic number of times."""
+        target = [1] * len(full)
+        for i, (size, found) in enumerate(zip(wanted, full[at : at + 2], strict=True)):
+            if size != found and not isinstance(size, int):
+                return None
+            target[at + i] = size if isinstance(size, int) else 1
+        stored = self.graph.constant(f"{tensor.name}_sizes", np.array(target, np.int64))
+        return self._emit("Expand", [tensor, stored], (*full[:at], *wanted, *full[at + 2 :]), tensor)
+
+    def reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
+        """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""
+        if (found := farthest_view(self.graph, self.shapes, tensor, View(None, wanted))) is not None:
+            source, views = self._merged_in_front_of_slice(*found[:2])
+            made = write_views(self.graph, self.shapes, source, views, f"{tensor.name}_merged")
+            return None if made is None else write_scalings(self.graph, self.shapes, made, found[2])
+        target = reshape_target(self.shapes.shape(tensor), wanted)
+        if target is None or 0 in wanted:
+            return None
+        stored = self.graph.constant(f"{tensor.name}_shape", np.array(target, np.int64))
+        return self._emit("Reshape", [tensor, stored], wanted, tensor)
+
+    def _merged_in_front_of_slice(self, source: Tensor, views: tuple[View, ...]) -> tuple[Tensor, tuple[View, ...]]:
+        """Return a slice of a packed product of three axes in place of one of more, as patterns read it uncopied."""
+        node, shape = producer(source), self.shapes.shape(source)
+        whole = None if node is None or op_of(node) not in SLICING else self.shapes.shape(node.inputs[0])
+        if node is None or whole is None or shape is None or len(whole) < RANK or shape[:-1] != whole[:-1]:
+            return source, views
+        try:
+            ranges = slice_ranges(self.shapes, node, source)
+        except CannotInfer:
+            return source, views
+        rows = (product(whole[:-2]), *whole[-2:])
+        target = reshape_target(whole, rows)
+        after = written_from((*rows[:-1], shape[-1]), (View(None, shape), *views))
+        if target is None or after is None:
+            return source, views
+        first, count = ranges[len(whole) - 1]
+        numbers = {"shape": target, "start": [first], "end": [first + count], "axis": [2]}
+        stored = [self.graph.constant(f"{source.name}_{k}", np.array(v, np.int64)) for k, v in numbers.items()]
+        merged = self._emit("Reshape", [node.inputs[0], stored[0]], rows, node.inputs[0])
+        return self._emit("Slice", [merged, *stored[1:]], (*rows[:-1], shape[-1]), source), after
+
+    def _emit(
+        self,
+        op: str,
+        inputs: Sequence[Tensor],
+        shape: Shape,
+        like: Tensor,
+        attributes: Mapping[str, AttributeValue] | None = None,
+    ) -> Tensor:
+        dtype = self.shapes.dtype(like)
+        return emit(self.graph, self.shapes, op, inputs, f"{like.name}_merged", shape, dtype, attributes)
+
+
+def _joined(shape: Shape, at: int) -> Shape:
+    """Return a shape with the axes `at` and `at + 1` as one."""
+    return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
