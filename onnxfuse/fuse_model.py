@@ -26,6 +26,7 @@ from onnxfuse.bodies.invariants import read_invariants_outside
 from onnxfuse.bodies.known_branches import with_known_branches
 from onnxfuse.bodies.results import infer_results
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
@@ -69,7 +70,7 @@ class Settings:
     """What `fuse_model` is to do, as its arguments say."""
 
     fusions: Sequence[Fusion]
-    ort: bool
+    operators: OperatorSet
     layout: Layout
     regions: bool
     bodies: bool
@@ -106,6 +107,12 @@ class FusedModel:
     left: Mapping[str, Stays] = field(default_factory=dict)  # spelled out and not fused as a whole, by first outputs
     bodies: tuple[FusedBody, ...] = ()
     inlined: Inlined | None = None  # the model's own functions
+    standard: onnx.ModelProto | None = None  # the model in ONNX's own operators, where these are written
+
+    @property
+    def written(self) -> onnx.ModelProto:
+        """The model that is written: the one with fused nodes, or in ONNX's own operators in their place."""
+        return self.standard or self.model
 
     def everywhere(self, where: str = "") -> Iterator[tuple[str, FusedModel]]:
         """Yield this graph and all bodies in it, each with what reports call it; the main graph is ""."""
@@ -167,7 +174,7 @@ def fuse_model(
     folder: Path | None,
     fusions: Sequence[Fusion],
     *,
-    ort: bool = False,
+    operators: OperatorSet = "onnx",
     layout: Layout = "auto",
     regions: bool = False,
     bodies: bool = True,
@@ -179,16 +186,16 @@ def fuse_model(
 ) -> FusedModel:
     """Simplify and fuse a model that was loaded, without verifying it.
 
-    `folder` is where its external data lies.  `ort` lets the bodies of fused nodes consist of com.microsoft operators
-    too.  `layout` and `regions` are as in `optimize`.  `bodies` says whether those of If, Loop and Scan are fused, in
-    which images stay channels-first.  `change_weights` folds BatchNormalization and scales into
-    weights.  `exclude` holds matches that stay unfused, each by the name of its fusion and of its first output, and
-    nodes that stay channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor
-    fused over.  `keep_unfused` remembers the graph as it was before fusing.
+    `folder` is where its external data lies.  `operators` says which ones the bodies of fused nodes consist of.
+    `layout` and `regions` are as in `optimize`.  `bodies` says whether those of If, Loop and Scan are fused, in which
+    images stay channels-first.  `change_weights` folds BatchNormalization and scales into weights.  `exclude`
+    holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
+    channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
+    `keep_unfused` remembers the graph as it was before fusing.
     """
     timer = timer or StageTimer()
     settings = Settings(
-        fusions, ort, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused
+        fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused
     )
     with _no_garbage_collection():
         return _fuse_spelled(model, folder, settings, timer)
@@ -256,8 +263,8 @@ def _fuse_graph(
         progress = functools.partial(timer.progress, "fuse")
         exclude = settings.exclude
         fusing = fuse(
-            graph, shapes, settings.fusions, ort=settings.ort, contrib=spelling.contrib, exclude=exclude,
-            progress=progress,
+            graph, shapes, settings.fusions, operators=settings.operators, contrib=spelling.contrib,
+            exclude=exclude, progress=progress,
         )  # fmt: skip
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelling, fusing)

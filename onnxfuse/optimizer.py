@@ -7,14 +7,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 import onnx
 
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.errors import UsageError
+from onnxfuse.dsl.terms import OperatorSet
+from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_was_written
+from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, Progress, StageTimer, fuse_model
+from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.layout.assign import LAYOUT, Layout
@@ -26,6 +30,8 @@ from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
+
+Emit: TypeAlias = Literal["functions", "standard"]  # what stands for a fusion in the optimized model
 
 MAX_ROUNDS_OF_PARTS = 3  # in which nodes of one fusion are taken back; a fusion that is wrong more often is left out
 CONSTANT_FOLDING = "constant"  # the name in the report when the folding of a constant is taken back
@@ -39,6 +45,7 @@ def optimize(
     skip: Iterable[str] = (),
     patterns: Iterable[str | os.PathLike[str]] = (),
     fallback: Literal["onnx", "ort"] = "onnx",
+    emit: Emit = "functions",
     layout: Layout = "auto",
     regions: bool = False,
     verify: bool = True,
@@ -55,6 +62,8 @@ def optimize(
     skip      names of fusions to leave out
     patterns  folders of Python files with further fusions; a fusion replaces one of the same name
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
+    emit      what stands for a fusion: a node that calls a function ("functions"), or ONNX's own operators of opset 23
+              or 24 ("standard"), which other runtimes have kernels for.  Images then stay channels-first
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
@@ -69,8 +78,8 @@ def optimize(
     progress  called with the stage, how much of it is done, and of how much
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
-    model cannot be read, UsageError for an unknown fusion, VerificationError if the models differ although no fusion
-    and no folding causes it.
+    model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion,
+    VerificationError if the models differ although no fusion and no folding causes it.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
@@ -79,16 +88,30 @@ def optimize(
     only, skip = list(only), list(skip)
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
     regions = REGION not in skip and (REGION in only or (regions and not only))
+    operators = _operators(fallback, emit, layout, regions)
+    layout = "nchw" if operators == "standard" else layout
     with own_process(timeout if verify else None):
         return _optimize(
-            model, fusions, fallback == "ort", layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
+            model, fusions, operators, layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
         )
+
+
+def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, regions: bool) -> OperatorSet:
+    """Return which operators bodies consist of.  Raises UsageError where the options contradict each other."""
+    if emit not in get_args(Emit):
+        raise UsageError(f"emit is 'functions' or 'standard', not '{emit}'")
+    if emit == "functions":
+        return fallback
+    options = {"fallback ort": fallback == "ort", "layout nhwc": layout == "nhwc", "regions": regions}
+    if wrong := next((name for name, given in options.items() if given), None):
+        raise UsageError(f"emit standard writes no functions, so that {wrong} has no effect; leave one of the two out")
+    return "standard"
 
 
 def _optimize(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     fusions: Sequence[Fusion],
-    ort: bool,
+    operators: OperatorSet,
     layout: Layout,
     regions: bool,
     verify: bool,
@@ -100,23 +123,52 @@ def _optimize(
     """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
     with timer.stage("load"):
         original, folder = load(model)
-    fuse_again = functools.partial(fuse_model, original, folder, ort=ort, timer=timer)
+    is_standard = operators == "standard"
+    source = in_newest_opset(original, folder) if is_standard else original
+    fuse_again = functools.partial(_fuse, source, folder, opset_of(original), operators=operators, timer=timer)
     taken_back = TakenBack()
     if verify:
         verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
-        result, verified = _fuse_until_equal(fuse_again, fusions, layout, regions, verifier, taken_back)
+        try:
+            result, verified = _fuse_until_equal(fuse_again, fusions, layout, regions, verifier, taken_back)
+        except VerificationError as error:
+            _check_converted(verifier, source)
+            raise error
     else:
         result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
-        {"path": path, "nodes": len(original.graph.node), "opset": result.graph.opset},
-        {"path": None, "nodes": len(result.model.graph.node)},
+        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original)},
+        {"path": None, "nodes": len(result.written.graph.node)},
         result.fused_of_model, result.all_folded, tuple(result.near()),
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
-        quantized_operators(result.model),
+        quantized_operators(result.written), what_was_written(result) if is_standard else None,
     )  # fmt: skip
-    return result.model, report
+    return result.written, report
+
+
+def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:
+    """Raise ModelError if the model that is fused differs from the original as onnx converted it."""
+    converted = verifier.verify(source) if source is not verifier.original else NOT_VERIFIED
+    if converted.passed is False:
+        old, new = opset_of(verifier.original), opset_of(source)
+        raise ModelError(
+            f"onnx's version converter changes the model from opset {old} to {new}: {converted.reason}; export it for "
+            f"opset {new}"
+        )
+
+
+def _fuse(
+    source: onnx.ModelProto, folder: Path | None, opset: int, fusions: Sequence[Fusion], *, operators: OperatorSet,
+    **options: Any,
+) -> FusedModel:  # fmt: skip
+    """Return the fused model, as `fuse_model` does, in ONNX's own operators where these are asked for.
+
+    `opset` is that of the original, whose number the result has where it has all that is written.
+    """
+    result = fuse_model(source, folder, fusions, operators=operators, **options)
+    return in_standard_operators(result, folder, opset) if operators == "standard" else result
 
 
 def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
@@ -197,13 +249,13 @@ def _fuse_until_equal(
         if parts.wrong:
             taken_back.take_matches(_fused_nodes(result, parts.wrong))
             continue
-        verified = verifier.verify(result.model)
+        verified = verifier.verify(result.written)
         if verified.passed is not False:
             return result, _with_parts(verified, result, parts)
-        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").model).passed is not False:
+        if result.layout.nodes and verifier.verify(fuse_kept(layout="nchw").written).passed is not False:
             taken_back.take(Dropped(LAYOUT, result.layout.first, verified.reason))
             continue
-        if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).model).passed is not False:
+        if result.bodies and verifier.verify(fuse_kept(layout=layout, bodies=False).written).passed is not False:
             taken_back.take(Dropped(BODIES, result.bodies[0].body.where, verified.reason))
             continue
         unfused = fuse_again([], **without)

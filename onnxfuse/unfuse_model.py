@@ -18,6 +18,8 @@ from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import copy_without, nodes
 from onnxfuse.ir.serde import read_graph, write_model
 from onnxfuse.layout.channel_rules import CHANNEL_FUSIONS, between_transposes
+from onnxfuse.passes.merge_equal_sizes import merge_equal_sizes
+from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification, compare
 from onnxfuse.verify.own_process import DEFAULT_TIMEOUT, own_process
 
@@ -42,11 +44,10 @@ def unfuse(
     VerificationError if the models differ.
     """
     fused, folder = load(model)
-    names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
-    if not names:
+    if not has_fused_nodes(fused):
         raise ModelError("the model has no fused node; give one that `onnxfuse optimize` wrote")
     progress("unfuse", 0, 0)
-    result = _simplified(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
+    result, _ = in_operators(fused, folder)
     if not verify:
         return result, NOT_VERIFIED
     with own_process(timeout):
@@ -57,6 +58,29 @@ def unfuse(
     if verified.passed is False:
         raise VerificationError(f"undoing the fusions changed the model: {verified.reason}; please report this model")
     return result, verified
+
+
+def has_fused_nodes(model: onnx.ModelProto) -> bool:
+    """Return whether a model has functions that fused nodes call."""
+    return any(function.domain == DOMAIN for function in model.functions)
+
+
+def in_operators(
+    fused: onnx.ModelProto, folder: Path | None, *, merge_sizes: bool = False
+) -> tuple[onnx.ModelProto, Traffic]:
+    """Return a model with the operators of their bodies in place of its fused nodes, and its estimated traffic.
+
+    What cancels where bodies meet is removed: Transposes, constants and Casts.  With `merge_sizes`, sizes that several
+    bodies compute are computed once, so that what depends on them alone, such as a causal mask, is too.
+    """
+    names = [(function.domain, function.name) for function in fused.functions if function.domain == DOMAIN]
+    graph = read_graph(onnx.inliner.inline_selected_functions(_prepared(fused), names), folder)
+    graph.sort()
+    shapes = infer_shapes(graph)
+    if merge_sizes:
+        merge_equal_sizes(graph, shapes)
+    simplify(graph, shapes, change_weights=False)
+    return write_model(graph), estimate_traffic(graph, shapes)
 
 
 def _prepared(fused: onnx.ModelProto) -> onnx.ModelProto:
@@ -79,11 +103,3 @@ def _fusion(node: onnx.NodeProto) -> str:
     """Return the fusion of a channels-last node; "" of others."""
     values = {each.name: each.s.decode() for each in node.attribute if each.name in ("fusion", "layout")}
     return values.get("fusion", "") if node.domain == DOMAIN and values.get("layout") == "nhwc" else ""
-
-
-def _simplified(model: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
-    """Return the model without the Transposes, constants and Casts that cancel where bodies meet."""
-    graph = read_graph(model, folder)
-    graph.sort()
-    simplify(graph, infer_shapes(graph), change_weights=False)
-    return write_model(graph)

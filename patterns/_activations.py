@@ -27,7 +27,7 @@ def silu(x: Term) -> Term:
 
 def quick_gelu(x: Term) -> Term:
     """Return x * sigmoid(1.702 x)."""
-    return stored(x * op.Sigmoid(x * 1.702), ort=contrib.QuickGelu(x, alpha=1.702))
+    return stored(x * op.Sigmoid(x * 1.702), ort=contrib.QuickGelu(x, alpha=1.702), standard=op.Swish(x, alpha=1.702))
 
 
 def hard_swish(x: Term) -> Term:

@@ -66,7 +66,7 @@ def _where_grouped_is_exact(value: Term) -> Term:
     return when(
         sized,
         "float16 throughout, and a scale that is not 0, which would stand for the default",
-        lambda dtypes, dtype, scale: _attention_dtypes(dtypes) == {"float16"} == {dtype} and scale != 0,
+        lambda dtypes, dtype, scale: attention_dtypes(dtypes) == {"float16"} == {dtype} and scale != 0,
     )
 
 
@@ -95,10 +95,10 @@ def _is_causal(
         return False
     if is_causal or queries == 1:
         return not is_causal or bool(queries == keys)
-    return form == "causal_operator" or (mask_kind == "causal" and _has_no_weight(masked_score, dtype))
+    return form == "causal_operator" or (mask_kind == "causal" and has_no_weight(masked_score, dtype))
 
 
-def _has_no_weight(masked_score: float, dtype: str) -> bool:
+def has_no_weight(masked_score: float, dtype: str) -> bool:
     """Return whether a score to which this is added has weight 0 in a row that has another score.
 
     In float16 the lowest number has, as scores of one row do not differ by 65,000.
@@ -106,7 +106,7 @@ def _has_no_weight(masked_score: float, dtype: str) -> bool:
     return masked_score <= LOWEST_FLOAT16 if dtype == "float16" else masked_score < SWALLOWS_SCORES
 
 
-def _attention_dtypes(dtypes: dict[str, str]) -> set[str]:
+def attention_dtypes(dtypes: dict[str, str]) -> set[str]:
     """Return the floating dtypes of the operands that attention itself reads."""
     return {dtype for name, dtype in dtypes.items() if name not in BEFORE_ATTENTION} - {"bool"}
 
@@ -122,16 +122,17 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
             queries, keys, values, *inputs, num_heads=size("heads"), scale=scores.scale, **attributes
         )
 
-    bias = _of_all_pairs(_mask_and_bias(queries, keys, scores), queries, keys)
+    rows = axis_size(queries, 1), axis_size(keys, 1)
+    bias = of_all_pairs(mask_and_bias(queries, rows, scores), *map(_rows, (queries, keys)))
     with_bias = operator(None, None, bias)
     causal = when(operator(unidirectional=1), IS_CAUSAL, _is_causal)
     context = either(
-        when(operator(), "every query sees every key", _sees_all),
+        when(operator(), "every query sees every key", sees_all),
         when(causal, "queries and keys are equally many", lambda queries, keys: queries == keys),
         when(
             choose("fully_masked", softmax=with_bias, zero=_zero_where_all_masked(with_bias, bias)),
             "a mask that is added does what a replacing one does",
-            _adding_is_exact,
+            adding_is_exact,
         ),
     )
     packed = in_layout(context, PACKED)
@@ -149,31 +150,31 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
     return when(
         sized,
         "float32 or float16 throughout, and a scale that is not 0, which would stand for the default",
-        lambda dtypes, dtype, scale: _attention_dtypes(dtypes) == {dtype} and dtype != "bfloat16" and scale != 0,
+        lambda dtypes, dtype, scale: attention_dtypes(dtypes) == {dtype} and dtype != "bfloat16" and scale != 0,
     )
 
 
-def _sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal: object, queries: object) -> bool:
+def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal: object, queries: object) -> bool:
     """Return whether every query sees every key."""
     below_diagonal = mask_kind == "causal" or form == "causal_operator"
     return mask is None and bias_kind != "position" and not is_causal and (queries == 1 or not below_diagonal)
 
 
-def _adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
+def adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
     """Return whether a score to which the mask is added becomes what the mask replaces it by."""
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):
         return form == "softmax"
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < SWALLOWS_SCORES)
 
 
-def _mask_and_bias(queries: Term, keys: Term, scores: Scores) -> Term:
-    """Return the mask as numbers, plus the bias."""
+def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
+    """Return the mask as numbers, plus the bias.  `rows` are the numbers of queries and keys."""
     mask, bias, masked_score = scores.mask, scores.bias, scores.masked_score
     masks = {
         "boolean": cast_like(op.Where(mask, 0.0, masked_score), like=queries),
         "inverted": cast_like(op.Where(mask, masked_score, 0.0), like=queries),
         "additive": mask,
-        "causal": causal_bias(axis_size(queries, 1), axis_size(keys, 1), mask, queries, masked_score),
+        "causal": causal_bias(*rows, mask, queries, masked_score),
     }
     both = {kind: bias + term for kind, term in masks.items()}
     return choose(
@@ -181,16 +182,16 @@ def _mask_and_bias(queries: Term, keys: Term, scores: Scores) -> Term:
     )
 
 
-def _of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:
-    """Return what is added to scores as (batch or 1, heads or 1, queries, keys)."""
-
-    def rows(x: Term) -> Term:
-        return op.Slice(op.Shape(x), starts=[1], ends=[2], axes=[0])
-
+def of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:
+    """Return what is added to scores as (batch or 1, heads or 1, queries, keys); the counts are (1,) tensors."""
     return either(
         op.Expand(bias, shape=[1, 1, size("queries"), size("keys")]),
-        op.Expand(bias, op.Concat(full(1, "2"), rows(queries), rows(keys), axis=0)),
+        op.Expand(bias, op.Concat(full(1, "2"), queries, keys, axis=0)),
     )
+
+
+def _rows(x: Term) -> Term:
+    return op.Slice(op.Shape(x), starts=[1], ends=[2], axes=[0])
 
 
 def _zero_where_all_masked(context: Term, bias: Term) -> Term:

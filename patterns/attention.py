@@ -20,6 +20,7 @@ from onnxfuse.patterns._attention_ort import (
     group_query_attention,
     multi_head_attention,
 )
+from onnxfuse.patterns._attention_standard import standard_attention
 
 
 @fusion(out="batch queries (heads value_size)", casts=True, example={"is_causal": 1, "softcap": 2.0})
@@ -44,7 +45,8 @@ def attention(
     whose scale is 1 / sqrt(size) by default; causal_operator is the same under a causal mask.
 
     With `--fallback ort` the body is com.microsoft.MultiHeadAttention or, with softcap, GroupQueryAttention, where
-    these compute the same; docs/design.md lists what they do not take.
+    these compute the same; docs/design.md lists what they do not take, and what ONNX's Attention does not, which
+    `--emit standard` writes.
 
     That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
     zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values
@@ -62,4 +64,7 @@ def attention(
     grouped_keys = key_rows(k, GROUPED_KEYS.format(rows="keys"))
     grouped_values = value_rows(v, GROUPED_VALUES.format(rows="keys"))
     grouped, *_ = group_query_attention(packed_queries, grouped_keys, grouped_values, scores)
-    return stored(in_layout(context, "batch heads queries value_size"), ort=either(multi_head, grouped))
+    by_heads = queries, key_rows(k, "batch kv_heads keys size"), value_rows(v, "batch kv_heads keys value_size")
+    (standard,) = standard_attention(by_heads, scores)
+    written = in_layout(context, "batch heads queries value_size")
+    return stored(written, ort=either(multi_head, grouped), standard=standard)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, stored, tensor
+from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, stored, tensor, when
 from onnxfuse.patterns._attention import (
     SCORES,
     Scores,
@@ -23,6 +23,7 @@ from onnxfuse.patterns._attention_ort import (
     group_query_attention,
     multi_head_attention,
 )
+from onnxfuse.patterns._attention_standard import standard_attention
 
 HEADS_FIRST: Final = "batch kv_heads {rows} {size}"
 ROWS_FIRST: Final = "batch {rows} kv_heads {size}"
@@ -46,6 +47,25 @@ def cache_rows(cache: Term, size: str, result: str) -> Term:
         bhsd=rearrange(cache, f"{HEADS_FIRST.format(rows='keys', size=size)} -> {result}"),
         bshd=rearrange(cache, f"{ROWS_FIRST.format(rows='keys', size=size)} -> {result}"),
     )
+
+
+def standard_outputs(
+    q: Term, k: Term, v: Term, past: tuple[Term, Term], present: tuple[Term, Term], scores: Scores
+) -> tuple[Term, ...]:
+    """Return the outputs with ONNX's Attention, which appends to caches of bhsd and reads whole ones of bshd."""
+    queries = query_rows(q, "batch heads queries size")
+    keys, values = (HEADS_FIRST.format(rows="{rows}", size=size) for size in ("size", "value_size"))
+    new = key_rows(k, keys.format(rows="new"), "new"), value_rows(v, values.format(rows="new"), "new")
+    whole = (
+        cache_rows(present[0], "size", keys.format(rows="keys")),
+        cache_rows(present[1], "value_size", values.format(rows="keys")),
+    )
+    appended_by_it = (
+        when(x, "caches are bhsd", lambda cache_layout: cache_layout == "bhsd")
+        for x in standard_attention((queries, *new), scores, past, rows="new")
+    )
+    (result,) = standard_attention((queries, *whole), scores)
+    return tuple(either(x, y) for x, y in zip(appended_by_it, (result, *present), strict=True))
 
 
 @fusion(
@@ -93,5 +113,10 @@ def attention_with_cache(
     new_values = value_rows(v, GROUPED_VALUES.format(rows="new"), "new")
     past = past_key, past_value
     grouped, *present = group_query_attention(packed_queries, new_keys, new_values, scores, past)
-    result = stored(in_layout(context, "batch heads queries value_size"), ort=either(grouped, multi_head))
-    return result, stored(present_key, ort=present[0]), stored(present_value, ort=present[1])
+    standard, *appended_by_it = standard_outputs(q, k, v, past, (present_key, present_value), scores)
+    written = in_layout(context, "batch heads queries value_size")
+    return (
+        stored(written, ort=either(grouped, multi_head), standard=standard),
+        stored(present_key, ort=present[0], standard=appended_by_it[0]),
+        stored(present_value, ort=present[1], standard=appended_by_it[1]),
+    )

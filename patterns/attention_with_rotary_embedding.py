@@ -11,10 +11,12 @@ from onnxfuse.dsl import (
     rearrange,
     require,
     scalar,
+    size,
     stored,
     tensor,
     weight,
 )
+from onnxfuse.dsl.terms import AttributeValue
 from onnxfuse.patterns._attention import (
     SCORES,
     Scores,
@@ -33,6 +35,7 @@ from onnxfuse.patterns._attention_ort import (
     group_query_attention,
     multi_head_attention,
 )
+from onnxfuse.patterns._attention_standard import for_batch, packed, rotated_by_operator, standard_attention
 from onnxfuse.patterns._norms import rms_normalized
 from onnxfuse.patterns._rotary import require_cos_batch, rotated
 
@@ -64,6 +67,42 @@ def by_rotary(x: Term, cos: Term, sin: Term, axes: str, interleaved: Term, num_h
     tables = (rearrange(table, f"cos_batch {rows} half -> cos_batch {rows} half") for table in (cos, sin))
     operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, num_heads=num_heads)
     return choose("rotary", **rotated(x, cos, sin, axes), operator=operator)
+
+
+def by_operator(
+    x: Term, plain: Term, cos: Term, sin: Term, rows: str, interleaved: Term, **heads: AttributeValue
+) -> Term:
+    """Return x, whatever its axes, rotated by ONNX's RotaryEmbedding, or `plain`, which is x rotated."""
+    tables = (for_batch(rearrange(t, f"cos_batch {rows} half -> cos_batch {rows} half"), x) for t in (cos, sin))
+    operator = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)
+    kinds = rotated_by_operator(x, cos, sin, rows, **heads)
+    return cast_like(stored(plain, standard=choose("rotary", **kinds, operator=operator)), like=x)
+
+
+def by_operators(
+    by_heads: tuple[Term, Term, Term],
+    rotated_heads: tuple[Term, Term],
+    cos: Term,
+    sin: Term,
+    interleaved: Term,
+    scores: Scores,
+) -> Term:
+    """Return the attention as ONNX's Attention, of queries and keys as its RotaryEmbedding rotates them if that can."""
+    q, k, v = by_heads
+    rotated_q, rotated_k = rotated_heads
+    apart = (
+        by_operator(q, rotated_q, cos, sin, "queries", interleaved),
+        by_operator(k, rotated_k, cos, sin, "keys", interleaved),
+        v,
+    )
+    q, k, v = packed(*by_heads)
+    rotated_q, rotated_k, _ = packed(*rotated_heads, by_heads[2])
+    side_by_side = (
+        by_operator(q, rotated_q, cos, sin, "queries", interleaved, num_heads=size("heads")),
+        by_operator(k, rotated_k, cos, sin, "keys", interleaved, num_heads=size("kv_heads")),
+        v,
+    )
+    return standard_attention(apart, scores, side_by_side=side_by_side)[0]
 
 
 @fusion(
@@ -109,10 +148,13 @@ def attention_with_rotary_embedding(
     columns = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) size keys")
     keys = rearrange(k_rotated, f"{K_AXES} -> batch (kv_heads repeats) keys size")
     context = attend(queries, columns, keys, value_rows(v, "batch (kv_heads repeats) keys value_size"), scores)
-    q_ort, k_ort = cast_like(q_rotated, like=q), cast_like(k_rotated, like=k)  # tables may be in float32
-    packed_queries, packed_keys = rearrange(q_ort, f"{Q_AXES} -> {QUERIES}"), rearrange(k_ort, f"{K_AXES} -> {KEYS}")
+    q_cast, k_cast = cast_like(q_rotated, like=q), cast_like(k_rotated, like=k)  # tables may be in float32
+    packed_queries, packed_keys = rearrange(q_cast, f"{Q_AXES} -> {QUERIES}"), rearrange(k_cast, f"{K_AXES} -> {KEYS}")
     multi_head = multi_head_attention(packed_queries, packed_keys, value_rows(v, VALUES), scores)
-    grouped_keys = rearrange(k_ort, f"{K_AXES} -> {GROUPED_KEYS.format(rows='keys')}")
+    grouped_keys = rearrange(k_cast, f"{K_AXES} -> {GROUPED_KEYS.format(rows='keys')}")
     grouped_values = value_rows(v, GROUPED_VALUES.format(rows="keys"))
     grouped, *_ = group_query_attention(packed_queries, grouped_keys, grouped_values, scores)
-    return stored(in_layout(context, "batch heads queries value_size"), ort=either(multi_head, grouped))
+    by_heads = q_heads, k_heads, value_rows(v, "batch kv_heads keys value_size")
+    standard = by_operators(by_heads, (q_cast, k_cast), cos, sin, interleaved, scores)
+    written = in_layout(context, "batch heads queries value_size")
+    return stored(written, ort=either(multi_head, grouped), standard=standard)

@@ -12,6 +12,7 @@ from onnxfuse.dsl import (
     require,
     scalar,
     size,
+    stored,
     tensor,
     weight,
     when,
@@ -33,10 +34,10 @@ def standardized(rows: Term, axes: list[int], epsilon: Term) -> Term:
     return centred / op.Sqrt(op.ReduceMean(centred**2, axes=axes) + epsilon)
 
 
-def per_channel(value: Term) -> Term:
-    """Return a weight with an axis of size 1 for each axis of x after the channels."""
+def per_channel(value: Term, to: str = "") -> Term:
+    """Return a weight that has an axis of size 1 for each axis of x after the channels, with the axes `to`."""
     layouts = [(rank, first + "channels" + " 1" * (rank - 2)) for rank in RANKS for first in ("", "1 ")]
-    return either(*(of_rank(rank, rearrange(value, f"{axes} -> {axes}")) for rank, axes in layouts))
+    return either(*(of_rank(rank, rearrange(value, f"{axes} -> {to or axes}")) for rank, axes in layouts))
 
 
 @fusion(out="n channels ...", casts=True, channels_last=["x"])
@@ -70,18 +71,18 @@ def group_norm(
             if (axes := list(range(2, rank + 1)))
         ),
     )
-    operator = op.GroupNormalization(
-        x,
-        rearrange(scale, "channels -> channels"),
-        rearrange(bias, "channels -> channels"),
-        num_groups=size("groups"),
-        epsilon=epsilon,
-    )
+
+    def operator(scale: Term, bias: Term) -> Term:
+        node = op.GroupNormalization(x, scale, bias, num_groups=size("groups"), epsilon=epsilon)
+        sentence = "the operator of opset 18, with a scale for each group, is deprecated"
+        return when(node, sentence, lambda opset: opset >= 21)
+
     normalized = choose(
         "scale_layout",
-        broadcast=per_channel(bias) + per_channel(scale) * spatial,  # in this order most nodes are ruled out soonest
-        channels=when(
-            operator, "the operator of opset 18, with a scale for each group, is deprecated", lambda opset: opset >= 21
+        broadcast=stored(
+            per_channel(bias) + per_channel(scale) * spatial,  # in this order most nodes are ruled out soonest
+            standard=operator(per_channel(scale, "channels"), per_channel(bias, "channels")),
         ),
+        channels=operator(rearrange(scale, "channels -> channels"), rearrange(bias, "channels -> channels")),
     )
     return choose("activation", silu=silu(normalized), none=normalized)

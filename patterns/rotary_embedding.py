@@ -1,6 +1,18 @@
 """Rotary position embedding of queries or keys."""
 
-from onnxfuse.dsl import Term, attribute, choose, fusion, op, packed_slice, rearrange, tensor
+from onnxfuse.dsl import (
+    Term,
+    attribute,
+    choose,
+    fusion,
+    op,
+    packed_slice,
+    rearrange,
+    size,
+    stored,
+    tensor,
+)
+from onnxfuse.patterns._attention_standard import rotated_by_operator
 from onnxfuse.patterns._rotary import require_cos_batch, rotated
 
 
@@ -21,7 +33,8 @@ def rotary_embedding(
     Pairs of elements are the halves of a head, or neighbours (rotate_pairs).  In the forms complex_… tables have half
     the columns, and pairs are multiplied by cos + i sin; complex_pairs_to_halves reads neighbours.  y is (batch, heads,
     seq, size), or (batch, seq, heads, size) with `order` rows_first.  x may be a slice of a packed product of queries,
-    keys and values.
+    keys and values.  `--emit standard` writes ONNX's RotaryEmbedding where the columns of cos and sin are known to
+    repeat.
     """
     require_cos_batch()
 
@@ -33,6 +46,9 @@ def rotary_embedding(
             bhsd=rearrange(x, f"batch heads seq size -> {axes}"),
         )
 
+    def split(rows: Term) -> Term:
+        return rearrange(rows, "batch seq (heads size) -> batch seq heads size")
+
     def by_table(axes: str) -> dict[str, Term]:
         return rotated(heads(axes), cos, sin, axes)
 
@@ -40,10 +56,14 @@ def rotary_embedding(
     written = {
         form: choose("order", heads_first=heads_first[form], rows_first=rows_first[form]) for form in heads_first
     }
-    return choose(
-        "form",
-        **written,
-        operator=op.RotaryEmbedding(
-            x, cos, sin, interleaved=interleaved, num_heads=num_heads, rotary_embedding_dim=rotary_embedding_dim
-        ),
+    operator = op.RotaryEmbedding(
+        x, cos, sin, interleaved=interleaved, num_heads=num_heads, rotary_embedding_dim=rotary_embedding_dim
     )
+    by_heads = rotated_by_operator(heads("batch heads seq size"), cos, sin, "seq")
+    side_by_side = rearrange(heads("batch seq heads size"), "batch seq heads size -> batch seq (heads size)")
+    by_rows = rotated_by_operator(side_by_side, cos, sin, "seq", num_heads=size("heads"))
+    forms = {
+        form: stored(spelled, standard=choose("order", heads_first=by_heads[form], rows_first=split(by_rows[form])))
+        for form, spelled in written.items()
+    }
+    return choose("form", **forms, operator=operator)

@@ -32,6 +32,7 @@ SCHEMA: dict[str, Any] = {
     "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
     "regions": {"nodes": int, "replaced": int, "bytes_saved": int, "launches_saved": int},
     "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
+    "standard": {},  # but for emit="standard"
     "verified": {
         "status": str,
         "passed": bool,

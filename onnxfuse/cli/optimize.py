@@ -37,6 +37,13 @@ from onnxfuse.errors import UsageError
     help="The operators in the bodies of fused nodes: standard ONNX, or also onnxruntime's own.",
 )
 @click.option(
+    "--emit",
+    type=click.Choice(["functions", "standard"]),
+    default="functions",
+    show_default=True,
+    help="What stands for a fusion: functions, for which there are kernels, or ONNX's operators of opset 23 or 24.",
+)
+@click.option(
     "--layout",
     type=click.Choice(["auto", "nchw", "nhwc"]),
     default="auto",
@@ -64,6 +71,7 @@ def optimize_command(
     shapes: tuple[str, ...],
     timeout: float,
     fallback: Literal["onnx", "ort"],
+    emit: Literal["functions", "standard"],
     layout: Literal["auto", "nchw", "nhwc"],
     regions: bool,
     verify: bool,
@@ -88,8 +96,9 @@ def optimize_command(
     inputs = given_inputs(npz, source)
     with shown_progress() as progress:
         optimized, result = optimize(
-            source, only=only, skip=skip, patterns=patterns, fallback=fallback, layout=layout, regions=regions,
-            verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
+            source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
+            regions=regions, verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance,
+            progress=progress,
         )  # fmt: skip
     if target:
         save(optimized, target, folder=source.parent)

@@ -103,7 +103,7 @@ def fusion(
         if len(outputs) != len(names):
             raise PatternError(f"{span}: '{function.__name__}' returns {len(outputs)} values, out= names {len(names)}")
         if any(isinstance(term, Output) for term in walk(*outputs)):
-            raise PatternError(f"{span}: '{function.__name__}' has results() outside stored(ort=...)")
+            raise PatternError(f"{span}: '{function.__name__}' has results() outside another value of stored()")
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,

@@ -24,6 +24,7 @@ Number: TypeAlias = int | float
 Operand: TypeAlias = "Term | Number"
 PlainValue: TypeAlias = int | float | str | list[int] | list[float] | list[str]
 AttributeValue: TypeAlias = "Term | DimExpression | Number | str | Sequence[Number | DimExpression] | None"
+OperatorSet: TypeAlias = Literal["onnx", "ort", "standard"]  # which operators a body may have; see words.stored
 Literals: TypeAlias = float | NDArray[Any]  # one number, or an array, whose dtype is that of the value it meets
 
 VIEW_OPS = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Identity"})
@@ -132,8 +133,12 @@ class Writing(Protocol):
         ...
 
     @property
-    def ort(self) -> bool:
-        """Whether operators of com.microsoft may be used."""
+    def operators(self) -> OperatorSet:
+        """Which operators the body may have."""
+        ...
+
+    def refuse(self, term: Term) -> None:
+        """Note that a term is preferred and cannot be written."""
         ...
 
     def value(self, term: Term) -> Value:

@@ -7,7 +7,7 @@ and written (see terms.py).  A word that is listed in `__all__` is exported by o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import ClassVar, Protocol
@@ -29,6 +29,7 @@ from onnxfuse.dsl.terms import (
     Matching,
     Number,
     Operand,
+    OperatorSet,
     PlainValue,
     StateT,
     TensorT,
@@ -165,7 +166,7 @@ class Output(Term):
 
 
 def results(node: Term, count: int) -> tuple[Output, ...]:
-    """Return the outputs of an operator that has several, all of one dtype; only in what is stored(ort=...)."""
+    """Return the outputs of an operator that has several, all of one dtype; only in another value of stored()."""
     if not isinstance(node, Apply):
         raise PatternError(f"{here()}: results() needs an operator as its first argument")
     return tuple(Output(inner=node, index=index, count=count, span=here()) for index in range(count))
@@ -465,14 +466,24 @@ def cast_like(value: Term, like: Term) -> Term:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored(Wrapper):
-    """A value that is matched as `inner`, and stored as `ort` in files for onnxruntime (`--fallback ort`)."""
+    """A value that is matched as `inner`, and stored as another one where the body may have certain operators."""
 
-    ort: Term
+    others: Mapping[OperatorSet, Term]
 
     def write(self, body: Writing) -> Value:
-        return body.value(self.ort if body.ort and body.can_write(self.ort) else self.inner)
+        other = self.others.get(body.operators)
+        if other is not None and body.can_write(other):
+            return body.value(other)
+        if other is not None:
+            body.refuse(other)
+        return body.value(self.inner)
 
 
-def stored(value: Term, *, ort: Term) -> Term:
-    """Return `value`, written as `ort` (which may use com.microsoft operators) in files for onnxruntime only."""
-    return Stored(inner=value, ort=ort, span=here())
+def stored(value: Term, *, ort: Term | None = None, standard: Term | None = None) -> Term:
+    """Return `value`, written as another one in some files, where that can be written.
+
+    `ort` is for onnxruntime only (`--fallback ort`) and may use com.microsoft operators; `standard` is for
+    `--emit standard` and has ONNX's own operator for what `value` computes in several.
+    """
+    others: dict[OperatorSet, Term | None] = {"ort": ort, "standard": standard}
+    return Stored(inner=value, others={name: term for name, term in others.items() if term is not None}, span=here())

@@ -20,6 +20,7 @@ from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
+from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
@@ -84,6 +85,7 @@ class Report:
     inlined: Inlined | None = None  # the model's own functions
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
+    standard: Standard | None = None  # what stands for the fused nodes, with emit="standard"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -104,7 +106,7 @@ class Report:
         """Return plain data.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, verified and seconds.
+        layout, regions, estimate, standard, verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -139,6 +141,7 @@ class Report:
                 "launches_before": self.before.launches,
                 "launches_after": self.after.launches,
             },
+            "standard": self.standard.to_json() if self.standard else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -218,7 +221,7 @@ def _lines(report: Report) -> list[str]:
     )
     lines += [*_subgraph_lines(report.subgraphs), *_function_lines(report.inlined)]
     lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
-    lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized)]
+    lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized), *standard_lines(report.standard)]
     return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
 
 

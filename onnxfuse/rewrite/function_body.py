@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import onnx
@@ -16,42 +15,28 @@ from onnxfuse.analysis.dims import Size
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.dim_expressions import DimExpression
 from onnxfuse.dsl.guards import Guard
-from onnxfuse.dsl.terms import Alternatives, Apply, Capture, Constant, Literals, Number, Term, Value
+from onnxfuse.dsl.terms import (
+    Alternatives,
+    Apply,
+    Capture,
+    Constant,
+    Literals,
+    Number,
+    OperatorSet,
+    Product,
+    Term,
+    Value,
+)
+from onnxfuse.dsl.words import Choose, When
 from onnxfuse.ir.attributes import input_index, schema
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array, dtype_name
-from onnxfuse.match.state import Dims
+from onnxfuse.ir.dtypes import FLOAT_BITS, FLOATS, Array
 from onnxfuse.rewrite.rearrange_body import reshape_targets, write_rearrange
+from onnxfuse.rewrite.variant import Variant
 
 BOOLEAN_OPS = {"IsNaN", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not"}
 ORT_DOMAIN = "com.microsoft"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """All that decides a body: dtypes of the operands, and what was captured."""
-
-    opset: int
-    dtypes: Mapping[str, int]  # of the present operands, by name, in order
-    out: tuple[int, ...]  # dtypes of the outputs
-    rank: int  # of the first output
-    values: Mapping[str, object] = field(default_factory=dict)
-    dims: Dims = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
-    ort: bool = False  # whether com.microsoft operators may be used
-    in_float32: bool = False  # whether operands in a half precision are cast to float32 before anything is computed
-
-    def key(self) -> Hashable:
-        """Return what is equal for variants with equal bodies."""
-        maps = self.dtypes, self.values, self.dims, self.choices
-        return (self.opset, self.out, self.rank, self.ort, self.in_float32, *(repr(sorted(m.items())) for m in maps))
-
-    def holds(self, guard: Guard) -> bool:
-        """Return whether a condition on what was captured is true of this variant."""
-        known: dict[str, object] = {**dict.fromkeys(self.dtypes, True), **self.dims, **self.values, **self.choices}
-        known |= {"dtype": dtype_name(self.out[0]), "rank": self.rank, "opset": self.opset}
-        known["dtypes"] = {name: dtype_name(dtype) for name, dtype in self.dtypes.items()}
-        return guard.check(known)
+REFUSED: Final = "onnxfuse.refused"
 
 
 SelectOption: TypeAlias = Callable[[Alternatives, Sequence[Term]], Term]  # of the options that can be written
@@ -69,24 +54,35 @@ def body(
 
     Raises PatternError where the opset has no spelling of the body.
     """
+    builder, outputs = _written(fusion, variant, select)
+    return builder.nodes, outputs
+
+
+def _written(fusion: Fusion, variant: Variant, select: SelectOption) -> tuple[BodyBuilder, list[str]]:
     builder = BodyBuilder(variant, select)
-    outputs = []
+    outputs: list[str] = []
     for term, dtype in zip(fusion.outputs, variant.out, strict=False):
         value = builder.cast(builder.value(term), dtype)
         if value.name in variant.dtypes or value.name in outputs:
             value = builder.node("Identity", [value], value.dtype)
         outputs.append(value.name)
-    return builder.nodes, outputs
+    return builder, outputs
 
 
 def function(fusion: Fusion, variant: Variant, name: str, attributes: Sequence[str]) -> onnx.FunctionProto:
-    """Return the body as a model-local function `onnxfuse::name` with the operands as inputs."""
-    nodes, outputs = body(fusion, variant)
-    domains = {node.domain for node in nodes} - {""}
+    """Return the body as a model-local function `onnxfuse::name` with the operands as inputs.
+
+    Where what is preferred for the variant's operators cannot be written, its metadata say why, as REFUSED.
+    """
+    builder, outputs = _written(fusion, variant, first_option)
+    domains = {node.domain for node in builder.nodes} - {""}
     imports = [helper.make_opsetid("", variant.opset), *(helper.make_opsetid(d, 1) for d in sorted(domains))]
-    return helper.make_function(
-        DOMAIN, name, list(variant.dtypes), outputs, nodes, imports, attributes, doc_string=fusion.doc
+    made = helper.make_function(
+        DOMAIN, name, list(variant.dtypes), outputs, builder.nodes, imports, attributes, doc_string=fusion.doc
     )
+    if builder.refused:
+        made.metadata_props.add(key=REFUSED, value="; ".join(dict.fromkeys(builder.refused)))
+    return made
 
 
 class BodyBuilder:
@@ -95,6 +91,7 @@ class BodyBuilder:
     def __init__(self, variant: Variant, select: SelectOption = first_option) -> None:
         self.variant, self.select = variant, select
         self.nodes: list[onnx.NodeProto] = []
+        self.refused: list[str] = []  # why preferred terms cannot be written
         self._values: dict[int, Value] = {}
         self._can_write: dict[int, tuple[Term, bool]] = {}
         self._count = 0
@@ -126,9 +123,27 @@ class BodyBuilder:
         return self.variant.opset
 
     @property
-    def ort(self) -> bool:
-        """Whether operators of com.microsoft may be used."""
-        return self.variant.ort
+    def operators(self) -> OperatorSet:
+        """Which operators the body may have."""
+        return self.variant.operators
+
+    def refuse(self, term: Term) -> None:
+        """Note why a preferred term cannot be written."""
+        self.refused.append(self._why_not(term))
+
+    def _why_not(self, term: Term) -> str:
+        """Return why a term cannot be written: a condition of it that does not hold, or an operator that is missing.
+
+        Of several spellings the last counts, which is the most general one.
+        """
+        if isinstance(term, When) and not self.holds(term.guard):
+            return f"required: {self.variant.sentence(term.guard)}"
+        parts = [term.labelled(self.label(term.name))] if isinstance(term, Choose) else term.parts
+        lacking = [part for part in parts if not (self.can_write(part) or part.is_optional)]
+        if lacking:
+            return self._why_not(lacking[-1])
+        what = f"'{term.op}' with sizes that are known at run time" if isinstance(term, Apply) else "it"
+        return f"opset {self.opset} has no way to write {what}"
 
     def has(self, capture: Capture) -> bool:
         """Return whether an operand is present, or a scalar has a value; attributes can always be left out."""
@@ -263,6 +278,13 @@ class BodyBuilder:
         """Return an attribute's value, with captured values and sizes put in."""
         if isinstance(wanted, Capture):
             return self.variant.values.get(wanted.name)
+        if isinstance(wanted, When):
+            return self._attribute(wanted.inner) if self.holds(wanted.guard) else None
+        if isinstance(wanted, Constant):
+            return wanted.value
+        if isinstance(wanted, Product):
+            factors = [factor for term in wanted.terms if (factor := self._attribute(term)) is not None]
+            return math.prod(factors) if factors else None
         if isinstance(wanted, DimExpression):
             return wanted.evaluate(self.variant.dims)
         return [self._attribute(item) for item in wanted] if isinstance(wanted, list) else wanted

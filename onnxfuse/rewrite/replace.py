@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,8 +10,11 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
+from onnxfuse.analysis.repeated_columns import COLUMNS, repeated_columns
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.dsl.terms import OperatorSet, Term, walk
+from onnxfuse.dsl.words import Stored
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
@@ -18,7 +22,8 @@ from onnxfuse.ir.node import AttributeValue, Tensor, is_constant, op_of
 from onnxfuse.match import Match, Miss
 from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
-from onnxfuse.rewrite.function_body import Variant, function, is_static
+from onnxfuse.rewrite.function_body import function, is_static
+from onnxfuse.rewrite.variant import Variant
 
 REGION: Final = "region"  # what reports call fused nodes of operators that no pattern names; see onnxfuse/regions
 
@@ -39,12 +44,12 @@ class Fused:
 class LocalFunctions:
     """The bodies that the model's fused nodes call; equal bodies are one function.
 
-    `ort` allows operators of com.microsoft in all of them, `contrib` in those that replace one of the nodes that it
-    names: a model that had such operators needs onnxruntime already.
+    `operators` says which of them bodies may have.  Those of com.microsoft may stand in a body of ONNX's as well if it
+    replaces one of the nodes that `contrib` names: a model that had such operators needs onnxruntime already.
     """
 
     graph: Graph
-    ort: bool = False
+    operators: OperatorSet = "onnx"
     contrib: Set[str] = frozenset()
     names_by_variant: dict[Hashable, str] = field(default_factory=dict)
 
@@ -77,8 +82,7 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
     Returns a Miss, and changes nothing, where the opset has no spelling of the body.
     """
     outputs = needed_outputs(graph, match.nodes, match.outputs, match.operands)
-    ort = functions.ort or any(node.name in functions.contrib for node in match.nodes)
-    variant = _variant(graph, shapes, match, outputs, ort)
+    variant = _variant(graph, shapes, match, outputs, _operators(functions, match))
     ranks = [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs]
     attributes = _attributes(match, variant, ranks)
     try:
@@ -100,21 +104,44 @@ def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: Loca
     return Fused(match.fusion.name, fused_name, replaced, dims, outputs[0].name)
 
 
-def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor], ort: bool) -> Variant:
+def _operators(functions: LocalFunctions, match: Match) -> OperatorSet:
+    """Return which operators the body of a match may have."""
+    replaces_contrib = any(node.name in functions.contrib for node in match.nodes)
+    return "ort" if functions.operators == "onnx" and replaces_contrib else functions.operators
+
+
+def _variant(graph: Graph, shapes: ShapeInfo, match: Match, outputs: list[Tensor], operators: OperatorSet) -> Variant:
     present = [c.name for c in match.fusion.operands if c.name in match.operands]
     dtypes = {name: shapes.dtype(match.operands[name]) for name in present}
     out = tuple(shapes.dtype(t) for t in outputs)
+    values = dict(match.values)
+    if operators == "standard":
+        asked = {f"{name}{COLUMNS}": name for name in present if f"{name}{COLUMNS}" in _asked_by_others(match.fusion)}
+        found = {word: repeated_columns(shapes, match.operands[name]) for word, name in asked.items()}
+        values |= {word: columns for word, columns in found.items() if columns}
     return Variant(
         graph.opset,
         dtypes,
         out,
         shapes.rank(outputs[0]) or 0,
-        match.values,
+        values,
         match.dims,
         match.choices,
-        ort,
+        operators,
         _is_in_float32(shapes, match, {*dtypes.values(), *out}),
     )
+
+
+@functools.cache
+def _asked_by_others(fusion: Fusion) -> frozenset[str]:
+    """Return what the conditions in the other values of stored() ask for."""
+    found: dict[int, Term] = {}
+    work = list(fusion.outputs)
+    while work:
+        stored = (term for term in walk(*work) if isinstance(term, Stored))
+        work = [other for term in stored for other in term.others.values() if id(other) not in found]
+        found |= {id(other): other for other in work}
+    return frozenset(name for term in walk(*found.values()) for guard in term.guards for name in guard.names)
 
 
 def _is_in_float32(shapes: ShapeInfo, match: Match, dtypes: Set[int]) -> bool:
@@ -136,7 +163,8 @@ def _attributes(match: Match, variant: Variant, ranks: list[int]) -> dict[str, A
     """Return what a kernel must know besides the tensors."""
     dims = {name: size for name, size in match.dims.items() if is_static(size)}
     values = {name: value for name, value in match.values.items() if value is not None}
-    own = {"output_ranks": ranks, **dims, **values, **match.choices}
+    columns = {name: str(value) for name, value in variant.values.items() if name.endswith(COLUMNS)}
+    own = {"output_ranks": ranks, **dims, **values, **match.choices, **columns}
     return {
         "fusion": match.fusion.name,
         "operands": " ".join(variant.dtypes),

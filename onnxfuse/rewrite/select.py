@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import walk
+from onnxfuse.dsl.terms import OperatorSet, walk
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.match import Match, Matcher, Miss
@@ -88,21 +88,21 @@ def fuse(
     shapes: ShapeInfo,
     fusions: Sequence[Fusion],
     *,
-    ort: bool = False,
+    operators: OperatorSet = "onnx",
     contrib: Set[str] = frozenset(),
     exclude: Collection[tuple[str, str]] = frozenset(),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
     """Replace in the graph what the fusions match.
 
-    Nodes are tried from outputs to inputs, until nothing changes.  `ort` lets the stored bodies use operators of
-    com.microsoft; `contrib` names nodes in whose place they may stand anyway.  `exclude` holds matches that are not
+    Nodes are tried from outputs to inputs, until nothing changes.  `operators` says which of them bodies have;
+    `contrib` names nodes in whose place those of com.microsoft may stand anyway.  `exclude` holds matches that are not
     replaced, each by the name of its fusion and of its first output.  `progress` is called with the number of nodes
     tried, and of all nodes.
     """
     graph.remember_origins()
     attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
-    functions = LocalFunctions(graph, ort, contrib)
+    functions = LocalFunctions(graph, operators, contrib)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
     for turn in ([f for f in fusions if not f.last], [f for f in fusions if f.last]):

@@ -63,13 +63,16 @@ def _name_sizes(call: Call) -> str | None:
         heads, kv_heads, size, value_size, rows, new = q[1], k[1], q[3], v[3], q[2], k[2]
     if not isinstance(size, int) or not isinstance(value_size, int):
         return "the size of its heads is not known"
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads or heads % kv_heads:
-        return f"{heads} heads of queries are no multiple of {kv_heads} heads of keys"
+    repeats = 1
+    if heads != kv_heads:
+        if not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads or heads % kv_heads:
+            return f"{heads} heads of queries are no multiple of {kv_heads} heads of keys"
+        repeats = heads // kv_heads
     if call.has(PAST_KEY) != call.has(PAST_VALUE) or (call.has(PAST_KEY) and (past is None or len(past) != 4)):
         return "its past has not four known axes"
     call.dims |= {
         "batch": q[0], "heads": heads, "queries": rows, "size": size, "kv_heads": kv_heads, "new": new,
-        "value_size": value_size, "repeats": heads // kv_heads, "keys": new + past[2] if past else new,
+        "value_size": value_size, "repeats": repeats, "keys": new + past[2] if past else new,
     }  # fmt: skip
     return None
 

@@ -22,9 +22,10 @@ from onnxfuse.ir.graphsurgeon import new_variable
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, op_of
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.function_body import BodyBuilder, Variant
+from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult
+from onnxfuse.rewrite.variant import Variant
 from onnxfuse.spell_out import (
     activations,
     attention,

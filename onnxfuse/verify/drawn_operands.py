@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from onnxfuse.analysis.dims import evaluate, symbols
+from onnxfuse.analysis.repeated_columns import repeat_columns
 from onnxfuse.errors import VerificationError
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
 from onnxfuse.verify.noise import DRAWN_BLOCK
@@ -49,7 +50,7 @@ def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
             raise VerificationError(f"the original does not run, and the shape or dtype of '{name}' is unknown")
         else:
             made[name] = _by_shape(name, tuple(max(0, evaluate(size, sizes)) for size in shape), dtype)
-    return made
+    return made | {name: repeat_columns(made[name], columns) for name, columns in part.repeated.items()}
 
 
 def _by_shape(name: str, shape: tuple[int, ...], dtype: int) -> Array:
@@ -73,6 +74,8 @@ def draws(part: Part, given: Feeds, *, runs: bool) -> Iterator[tuple[str, Feeds]
         return
     for index, what in enumerate(("drawn values", "large drawn values")):
         drawn = {name: _draw(name, value, index) for name, value in given.items() if name in part.operands}
+        tables = {name: _draw(name, given[name], 0) for name in part.repeated}  # cosines and sines are never large
+        drawn |= {name: repeat_columns(table, part.repeated[name]) for name, table in tables.items()}
         yield what, {**given, **drawn}
 
 

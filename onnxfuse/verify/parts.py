@@ -13,6 +13,7 @@ import onnx
 import onnx.numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from onnxfuse.analysis.repeated_columns import COLUMNS
 from onnxfuse.analysis.shape_info import Shape, ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
@@ -155,6 +156,13 @@ class Part:
         if not perm:
             return onnx.helper.make_node("Identity", [source], [result])
         return onnx.helper.make_node("Transpose", [source], [result], perm=perm)
+
+    @cached_property
+    def repeated(self) -> dict[str, str]:
+        """How the columns of operands repeat, where the body of the fused node relies on it, by their names."""
+        attributes = {each.name: each.s.decode() for each in self.fused.attribute if each.s}
+        named = zip(attributes.get("operands", "").split(), self.fused.input, strict=False)
+        return {name: attributes[f"{word}{COLUMNS}"] for word, name in named if f"{word}{COLUMNS}" in attributes}
 
     def computes_in_half(self, unfused: UnfusedGraph) -> bool:
         """Return whether an operand, an output or a replaced node but a Cast is in half precision."""

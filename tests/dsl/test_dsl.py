@@ -44,8 +44,9 @@ from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Apply, Either, Product, Sum, Term, walk
 from onnxfuse.fuse_model import fuse_model
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.rewrite.function_body import BodyBuilder, Variant
+from onnxfuse.rewrite.function_body import BodyBuilder
 from onnxfuse.rewrite.select import FusionResult
+from onnxfuse.rewrite.variant import Variant
 
 NUMBERS = {"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0}
 INPUTS = {name: np.random.default_rng(len(name)).standard_normal((3, 8)).astype(np.float32) for name in "abcd"}
@@ -666,7 +667,7 @@ def two_images() -> Fusion:
         (no_axis, "has '(h'; required names of axes, numbers or '...'. Leave the text out where a rearrange() of"),
         (no_score, "causal() needs a scalar parameter as its third argument"),
         (no_node, "results() needs an operator as its first argument"),
-        (not_stored, "'wrong' has results() outside stored(ort=...)"),
+        (not_stored, "'wrong' has results() outside another value of stored()"),
         (no_parameter, "example= names 'z', which is no parameter"),
         (no_image, "channels_last= names 'w', which is no parameter declared with tensor()"),
         (two_images, "channels_last= is for fusions of one output; this one has 2"),

@@ -22,7 +22,8 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.kernels.attention import decode, host, mma
 from onnxfuse.kernels.attention.operands import attention_of
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.rewrite.function_body import Variant, function
+from onnxfuse.rewrite.function_body import function
+from onnxfuse.rewrite.variant import Variant
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, TensorSpec
 
 PARTS = 16  # of the kernels, of which one is compiled in a plain run

@@ -22,7 +22,8 @@ from onnxfuse.dsl.catalogue import builtin
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.kernels.attention import host
 from onnxfuse.kernels.attention.with_cache import cached_attention
-from onnxfuse.rewrite.function_body import Variant, function
+from onnxfuse.rewrite.function_body import function
+from onnxfuse.rewrite.variant import Variant
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 HALF = "float16"

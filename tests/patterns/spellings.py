@@ -30,7 +30,8 @@ from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.serde import read_graph
 from onnxfuse.match.named_dims import unify
 from onnxfuse.match.side_outputs import may_be_absent, side_outputs
-from onnxfuse.rewrite.function_body import BodyBuilder, Variant, body
+from onnxfuse.rewrite.function_body import BodyBuilder, body
+from onnxfuse.rewrite.variant import Variant
 
 NEWEST, OLDEST = 24, 7
 LEADING = {"batch": 2, "seq": 3, "extra": 4}  # sizes of the axes that "..." stands for; fewer axes take the first ones

@@ -1,0 +1,71 @@
+"""Write what was fused as ONNX's own operators of opset 23 or 24, for runtimes that know these (`--emit standard`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import onnx
+
+from onnxfuse.fuse_model import FusedModel
+from onnxfuse.ir.attributes import schema
+from onnxfuse.ir.convert_opset import convert_opset, lower_opset, opset_of
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import nodes
+from onnxfuse.report.standard import Standard, WrittenAs
+from onnxfuse.rewrite.function_body import REFUSED
+from onnxfuse.unfuse_model import has_fused_nodes, in_operators
+
+OLDEST, NEWEST = 23, 24  # opsets that are written: the first with Attention, and the one that Swish needs
+PRIMITIVES: Final = 13  # the last opset of which no operator counts as one that stands for several
+NO_OPERATOR: Final = "ONNX has no operator for it"
+
+
+def in_newest_opset(model: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
+    """Return a model in the opset in which it is fused.  Raises ModelError if onnx cannot convert it."""
+    plain = in_operators(model, folder)[0] if has_fused_nodes(model) else model
+    return convert_opset(plain, NEWEST)
+
+
+def in_standard_operators(result: FusedModel, folder: Path | None, opset: int) -> FusedModel:
+    """Return a fused model and its estimated traffic with operators in the place of its fused nodes.
+
+    Its opset is the first from `opset`, that of the original, and from OLDEST on that has all of its operators.
+    """
+    standard, after = in_operators(result.model, folder, merge_sizes=True)
+    if opset:
+        lower_opset(standard, max(OLDEST, opset))
+    return replace(result, standard=standard, after=after)
+
+
+def what_was_written(result: FusedModel) -> Standard:
+    """Return what stands in the written model for each fused node."""
+    return Standard(opset_of(result.written), tuple(_written(result)))
+
+
+def _written(result: FusedModel) -> Iterator[WrittenAs]:
+    bodies = {each.name: each for each in result.model.functions if each.domain == DOMAIN}
+    called = {node.name: bodies[node.op_type] for node in nodes(result.model.graph) if node.domain == DOMAIN}
+    for fused in result.fused:
+        if fused.node not in called:  # its result is not used any more
+            continue
+        body = called[fused.node]
+        ops = tuple(
+            node.op_type
+            for node in body.node
+            if len(body.node) == 1 or _stands_for_several(node.op_type, result.graph.opset)
+        )
+        refused = next((each.value for each in body.metadata_props if each.key == REFUSED), "")
+        yield WrittenAs(fused.fusion, fused.node, fused.where, ops, refused or ("" if ops else NO_OPERATOR))
+
+
+@functools.cache
+def _stands_for_several(op: str, opset: int) -> bool:
+    """Return whether ONNX defines an operator by others, and had none for them in the opset of PRIMITIVES."""
+    found = schema(op, opset)
+    if found is None or schema(op, PRIMITIVES) is not None:
+        return False
+    return bool(found.has_function or found.has_context_dependent_function)  # type: ignore[attr-defined]

@@ -1,0 +1,48 @@
+"""What a report says of ONNX's operators that were written in the place of fused nodes (`--emit standard`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.markup import escape
+
+
+@dataclass(frozen=True)
+class WrittenAs:
+    """What stands for a fused node: operators that ONNX defines by others, and why there is none, or not what could."""
+
+    fusion: str
+    node: str
+    where: str
+    operators: tuple[str, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What was written in place of the fused nodes, and the opset of the model."""
+
+    opset: int
+    written: tuple[WrittenAs, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of nodes by operator."""
+        return dict(sorted(Counter(op for one in self.written for op in one.operators).items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        written = [{**asdict(one), "operators": list(one.operators)} for one in self.written]
+        return {"opset": self.opset, "counts": self.counts, "written": written}
+
+
+def standard_lines(standard: Standard | None) -> list[str]:
+    """Return ONNX's operators that stand for fused nodes, and why plain ones stand for others."""
+    if standard is None:
+        return []
+    listed = ", ".join(f"{count} {op}" for op, count in standard.counts.items())
+    reasons = Counter((one.fusion, one.reason) for one in standard.written if one.reason).most_common()
+    plain = [f"In plain operators: {count} {fusion}, because {escape(why)}" for (fusion, why), count in reasons]
+    return [f"Standard operators, in opset {standard.opset}: {listed or 'none'}", *plain]

@@ -1,0 +1,270 @@
+"""The bodies of attention as ONNX's own Attention, of opset 23, with a RotaryEmbedding in front.
+
+Attention reads heads of keys without repeating them, and the past of a cache as inputs of their own.  What its
+definition allows and onnxruntime's CPU kernel refuses is not written: a scale that is not positive, and masks that are
+broadcast along queries or keys.  Where all masks of a row are the lowest number of their dtype, that kernel gives 0 and
+not the mean of all values, so that masks end above that number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from onnx import TensorProto
+
+from onnxfuse.dsl import Term, cast_like, choose, either, full, op, rearrange, results, size, when
+from onnxfuse.dsl.terms import AttributeValue, as_term
+from onnxfuse.patterns._attention import (
+    INFINITY,
+    LOWEST_FLOAT16,
+    SWALLOWS_SCORES,
+    Scores,
+    causal_mask,
+    in_layout,
+)
+from onnxfuse.patterns._attention_ort import (
+    GROUPED_KEYS,
+    GROUPED_VALUES,
+    PACKED,
+    QUERIES,
+    adding_is_exact,
+    attention_dtypes,
+    has_no_weight,
+    mask_and_bias,
+    of_all_pairs,
+    sees_all,
+)
+
+HEADS: Final = "batch heads queries size"
+RESULT: Final = "batch heads queries value_size"
+LOWEST_ADDED: Final = {"float32": -1e38, "float16": -65472.0}  # the lowest number of the dtype is added as this one
+ADDED: Final = "a score to which the mask is added becomes what the mask replaces it by"
+
+
+def packed(queries: Term, keys: Term, values: Term, rows: str = "keys") -> tuple[Term, Term, Term]:
+    """Return queries, keys and values of (batch, heads, rows, size) with the heads side by side."""
+    return (
+        rearrange(queries, f"{HEADS} -> {QUERIES}"),
+        rearrange(keys, f"batch kv_heads {rows} size -> {GROUPED_KEYS.format(rows=rows)}"),
+        rearrange(values, f"batch kv_heads {rows} value_size -> {GROUPED_VALUES.format(rows=rows)}"),
+    )
+
+
+def standard_attention(
+    by_heads: tuple[Term, Term, Term],
+    scores: Scores,
+    past: tuple[Term, ...] = (),
+    *,
+    rows: str = "keys",
+    side_by_side: tuple[Term, Term, Term] | None = None,
+) -> tuple[Term, ...]:
+    """Return the fused attention as Attention computes it, and with a past the keys and values with it in front.
+
+    by_heads      queries, keys and values of (batch, heads, rows, size); `rows` names the number of keys
+    past          keys and values of earlier steps, which are so too
+    side_by_side  the same three as in `packed`, which are read where the queries of the fused node lie by rows
+    """
+    counts = {"q_num_heads": size("heads"), "kv_num_heads": size("kv_heads")}
+    four = _attended(by_heads, 2, scores, past, {})
+    three = _attended(side_by_side or packed(*by_heads, rows), 1, scores, past, counts)
+    found = zip((in_layout(three[0], PACKED), *three[1:]), (in_layout(four[0], RESULT), *four[1:]), strict=True)
+    return tuple(either(when(x, "queries lie by rows", _lies_by_rows), y) for x, y in found)
+
+
+def _lies_by_rows(q_layout: str) -> bool:
+    return q_layout != "bhsd"
+
+
+def _attended(
+    inputs: Sequence[Term], axis: int, scores: Scores, past: Sequence[Term], heads: Mapping[str, AttributeValue]
+) -> tuple[Term, ...]:
+    """Return the outputs of Attention whose inputs have their rows along `axis`."""
+    queries, keys, _ = inputs
+    rows = _size(queries, axis), _size(keys, axis)
+    if past:
+        rows = rows[0], _size(past[0], 2) + rows[1]
+    # The operator divides by softcap inside tanh; what is absent is left out of a product of parameters.
+    attributes = {"scale": scores.scale * scores.cap, "softcap": scores.softcap * scores.cap, **heads}
+    precision = when(
+        as_term(TensorProto.FLOAT), "a softmax in float32", lambda dtypes, dtype: _is_in("float16", dtypes, dtype)
+    )
+    found = []
+    for mask in _masks(queries, rows, scores, bool(past)):
+        node = op.Attention(
+            *inputs, mask.mask, *past, softmax_precision=precision, is_causal=mask.is_causal, **attributes
+        )
+        outputs = results(node, 3 if past else 1)
+        found.append([when(output, mask.sentence, mask.holds) for output in outputs])
+    return tuple(_where_exact(either(*options)) for options in zip(*found, strict=True))
+
+
+def _where_exact(value: Term) -> Term:
+    scaled = when(value, "a scale that is positive", lambda scale: scale is None or scale > 0)
+    return when(
+        scaled,
+        "float32 or float16, for which onnxruntime has a kernel",
+        lambda dtypes, dtype: {dtype, *attention_dtypes(dtypes)} <= {*LOWEST_ADDED},
+    )
+
+
+def _is_in(wanted: str, dtypes: dict[str, str], dtype: str) -> bool:
+    """Return whether Attention computes in this dtype: in float32, if anything is."""
+    return (wanted == "float16") == ({dtype, *attention_dtypes(dtypes)} == {"float16"})
+
+
+def _size(x: Term, axis: int) -> Term:
+    """Return the size of an axis as a tensor of one element."""
+    return op.Shape(x, start=axis, end=axis + 1)
+
+
+# --- masks -------------------------------------------------------------------------------------------------------
+
+
+class _Mask(NamedTuple):
+    """The mask of Attention and its attribute is_causal, and when these mean what the fused node does."""
+
+    mask: Term | None
+    is_causal: AttributeValue
+    sentence: str
+    holds: Callable[..., bool]
+
+
+def _masks(queries: Term, rows: tuple[Term, Term], scores: Scores, has_past: bool) -> Iterator[_Mask]:
+    """Yield what Attention may have as mask; `rows` are the numbers of queries and of keys, of one element each."""
+    counts = op.Squeeze(rows[0], axes=[0]), op.Squeeze(rows[1], axes=[0])
+    keep, added = _kept(counts, scores), _added(queries, counts, scores)
+    yield _Mask(None, None, "every query sees every key", sees_all)
+    yield _Mask(None, 1, "each query sees the keys up to its own", _ends_level if has_past else _is_square)
+    yield _Mask(scores.mask, scores.is_causal, "an Attention that is not causal behind a past", _is_operator(has_past))
+    counted = of_all_pairs(keep, *rows)
+    yield _Mask(counted, scores.is_causal, "a mask that is true where a key counts", _is_kept(has_past))
+    yield _Mask(of_all_pairs(added, *rows), None, ADDED, adding_is_exact)
+
+
+def _is_operator(has_past: bool) -> Callable[..., bool]:
+    """Return the condition under which the mask of an Attention is its mask again: a past would move a causal one."""
+    return lambda form, is_causal: form == "operator" and not (has_past and is_causal)
+
+
+def _is_square(
+    form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
+    keys: object,
+) -> bool:  # fmt: skip
+    """Return whether a causal mask alone is there, for as many queries as keys."""
+    below = form == "causal_operator" or (mask_kind == "causal" and has_no_weight(masked_score, dtype))
+    return below and mask is None and bias_kind != "position" and queries == keys
+
+
+def _ends_level(
+    form: str, mask_kind: str, bias_kind: str, masked_score: float, dtype: str, mask: object, queries: object,
+    new: object,
+) -> bool:  # fmt: skip
+    """Return whether a causal mask alone is there, for as many queries as keys behind the past."""
+    return _is_square(form, mask_kind, bias_kind, masked_score, dtype, mask, queries, new)
+
+
+def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
+    """Return where a key counts."""
+    diagonal = causal_mask(*rows, scores.mask)
+    below = when(diagonal, "the mask is causal", lambda form, mask_kind: "causal" in (form.split("_")[0], mask_kind))
+    inverted = when(op.Not(scores.mask), "the mask is inverted", lambda mask_kind: mask_kind == "inverted")
+    return either(below, inverted, scores.mask)
+
+
+def _is_kept(has_past: bool) -> Callable[..., bool]:
+    """Return the condition under which keys are left out that a boolean mask leaves out."""
+
+    def holds(form: str, mask_kind: str, bias_kind: str, masked_score: float, is_causal: object) -> bool:
+        is_boolean = mask_kind in ("boolean", "inverted", "causal") and masked_score == -INFINITY
+        is_softmax = form == "softmax" and is_boolean and bias_kind != "position"
+        return is_softmax or (form == "causal_operator" and not (has_past and is_causal))
+
+    return holds
+
+
+def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
+    """Return what is added to scores, above the lowest number of the dtype."""
+    swallowing = cast_like(op.Where(_kept(rows, scores), 0.0, LOWEST_ADDED["float32"]), like=queries)
+    whole = mask_and_bias(queries, rows, scores)
+    clipped = (
+        when(op.Max(whole, lowest), f"masks are {dtype}", _may_be_lowest(dtype))
+        for dtype, lowest in LOWEST_ADDED.items()
+    )
+    return either(when(swallowing, "the mask leaves nothing of a score", _is_swallowing), *clipped, whole)
+
+
+def _is_swallowing(mask_kind: str, bias_kind: str, masked_score: float, dtypes: dict[str, str], dtype: str) -> bool:
+    """Return whether the mask replaces scores by a finite number beside which they are nothing."""
+    is_finite = mask_kind in ("boolean", "inverted", "causal") and -INFINITY < masked_score < SWALLOWS_SCORES
+    return is_finite and _is_in("float32", dtypes, dtype) and bias_kind != "position"
+
+
+def _may_be_lowest(wanted: str) -> Callable[..., bool]:
+    """Return the condition under which a mask may be the lowest number of that dtype, and no row of it gives 0."""
+
+    def holds(dtypes: dict[str, str], dtype: str, fully_masked: str, mask_kind: str, masked_score: float) -> bool:
+        known = mask_kind in ("boolean", "inverted", "causal") and not -INFINITY < masked_score <= LOWEST_FLOAT16
+        return _is_in(wanted, dtypes, dtype) and fully_masked != "zero" and mask_kind != "none" and not known
+
+    return holds
+
+
+# --- rotary embedding --------------------------------------------------------------------------------------------
+
+
+def rotated_by_operator(x: Term, cos: Term, sin: Term, rows: str, **heads: AttributeValue) -> dict[str, Term]:
+    """Return x, of (batch, heads, rows, size) or with heads side by side, rotated by RotaryEmbedding.
+
+    The labels are those of `_rotary.rotated`.  The operator reads each column of its tables once.  An attribute
+    num_heads is given where heads lie side by side.
+    """
+    part: dict[str, AttributeValue] = {"rotary_embedding_dim": size("rotated")}
+    kinds: dict[str, tuple[str, str, dict[str, AttributeValue]]] = {
+        "rotate_half": ("size", "halves", {}),
+        "rotate_part": ("rotated", "halves", part),
+        "rotate_pairs": ("size", "pairs", {"interleaved": 1}),
+        "rotate_part_of_pairs": ("rotated", "pairs", {"interleaved": 1, **part}),
+    }
+    found = {}
+    for label, (width, columns, attributes) in kinds.items():
+        tables = (for_batch(_once(_rows_of(table, rows, width), width, columns), x) for table in (cos, sin))
+        operator = op.RotaryEmbedding(x, *tables, **heads, **attributes)
+        found[label] = when(
+            operator, f"the columns of cos and sin are known to repeat, in {columns}", _repeat_in(columns)
+        )
+    for label, interleaved in (("complex_halves", 0), ("complex_pairs", 1)):
+        tables = (for_batch(_rows_of(table, rows, "half"), x) for table in (cos, sin))
+        found[label] = op.RotaryEmbedding(x, *tables, interleaved=interleaved, **heads)
+    found["complex_pairs_to_halves"] = when(x, "pairs that stay side by side", lambda: False)
+    return found
+
+
+def _repeat_in(columns: str) -> Callable[..., bool]:
+    return lambda cos_columns, sin_columns: columns in (cos_columns or "") and columns in (sin_columns or "")
+
+
+def _rows_of(table: Term, rows: str, width: str) -> Term:
+    """Return a table of any layout as (cos_batch or 1, rows, width)."""
+    own, common = f"cos_batch {rows} {width}", f"{rows} {width}"
+    return choose(
+        "table",
+        bsd=rearrange(table, f"{own} -> {own}"),
+        sd=rearrange(table, f"{common} -> 1 {common}"),
+        b1sd=rearrange(table, f"cos_batch 1 {common} -> {own}"),
+        bs1d=rearrange(table, f"cos_batch {rows} 1 {width} -> {own}"),
+    )
+
+
+def _once(table: Term, width: str, columns: str) -> Term:
+    """Return a table without the columns that are there a second time."""
+    if columns == "halves":
+        return op.Slice(table, starts=[0], ends=[size(width) // 2], axes=[-1], steps=[1])
+    return op.Slice(table, starts=[0], ends=[size(width)], axes=[-1], steps=[2])
+
+
+def for_batch(table: Term, x: Term) -> Term:
+    """Return a table with rows for each batch element of x, as onnxruntime's kernel wants them."""
+    return either(
+        when(table, "a table for each batch element", lambda batch, cos_batch: cos_batch == batch),
+        op.Expand(table, shape=[size("batch"), 1, 1]),
+        op.Expand(table, op.Concat(_size(x, 0), full(1, "2"), axis=0)),
+    )

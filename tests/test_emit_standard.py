@@ -1,0 +1,159 @@
+"""`optimize --emit standard` writes ONNX's own operators, which other runtimes know and which fuse again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from exported_models import load_exported, read_index
+from onnx import TensorProto
+from runtimes import assert_close, run
+from sampling import sampled
+from test_cli import DONE, error_line
+from test_cli import run as run_command
+from test_optimize import BLOCK, parse
+from test_unfuse import fusions, operators
+
+import onnxfuse
+from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import nodes
+
+LOOP = """g (float[b,8] x, int64 m) => (float[b,8] y) <float[8,8] w, float[8] c, bool go = {1}> {
+    y = Loop <body = step (int64 i, bool p, float[b,8] s) => (bool q, float[b,8] t) {
+      q = Identity (p)  h = MatMul (s, w)  a = Add (h, c)  g = Sigmoid (a)  r = Mul (a, g)
+      t = LayerNormalization (r, c) }> (m, go, x) }"""
+SILU = """<ir_version: 8, opset_import: ["" : OPSET]>
+    main (float[n,8] x) => (float[n,8] y) { s = Sigmoid (x)  y = Mul (x, s) }"""
+GELU = """<ir_version: 8, opset_import: ["" : OPSET]>
+    main (float[n,8] x) => (float[n,8] y) <float root = {1.4142135}, float one = {1}, float half = {0.5}>
+    { d = Div (x, root)  e = Erf (d)  a = Add (e, one)  p = Mul (x, a)  y = Mul (p, half) }"""
+
+
+def in_opset(text: str, opset: int) -> onnx.ModelProto:
+    return onnx.parser.parse_model(text.replace("OPSET", str(opset)))
+
+
+def as_norms(counts: Counter[str]) -> Counter[str]:
+    """Count a norm with a lookup of embeddings as the norm: of a Cast between both, the norm's own one may be gone."""
+    return counts + Counter(rms_norm=counts["embedding_rms_norm"]) - Counter(embedding_rms_norm=10**6)
+
+
+@pytest.mark.parametrize("name", sampled(sorted(read_index()), 6))
+def test_exported_models(name: str) -> None:
+    """The models are equal, and the standard operators fuse as the original does."""
+    original = load_exported(name)
+    standard, report = onnxfuse.optimize(original, emit="standard")
+    assert report.verified.status == "verified"
+    assert not report.dropped
+    assert not any(node.domain == DOMAIN for node in nodes(standard.graph))
+    assert not standard.functions
+    onnx.checker.check_model(standard, full_check=True)
+    assert fusions(report) == fusions(onnxfuse.optimize(original, layout="nchw", verify=False)[1])
+    first, second = (onnxfuse.optimize(each, verify=False)[1] for each in (original, standard))
+    assert as_norms(fusions(second)) == as_norms(fusions(first))
+
+
+def test_a_llama() -> None:
+    standard, report = onnxfuse.optimize(load_exported("llama_sdpa_dynamo_fp32.onnx"), emit="standard", verify=False)
+    wanted = {"Attention": 2, "RMSNormalization": 5, "RotaryEmbedding": 4, "Swish": 2}
+    assert report.standard.counts == wanted
+    found = operators(standard)
+    assert {op: found[op] for op in wanted} == wanted
+    assert found["Transpose"] == found["Reshape"] - 1 == 0, "but for the positions, heads lie side by side"
+    assert found["Expand"] == 2, "each table is expanded once, from the shape of an input"
+    assert report.after.launches < report.before.launches / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "opset", "wanted", "op"),
+    [(GELU, 17, 23, "Gelu"), (GELU, 23, 23, "Gelu"), (GELU, 24, 24, "Gelu"), (SILU, 7, 24, "Swish")],
+)
+def test_the_opset_is_the_first_that_has_all_operators(text: str, opset: int, wanted: int, op: str) -> None:
+    original = in_opset(text, opset)
+    standard, report = onnxfuse.optimize(original, emit="standard")
+    assert (opset_of(standard), report.standard.opset, report.input["opset"]) == (wanted, wanted, opset)
+    assert standard.ir_version == onnx.helper.find_min_ir_version_for(list(standard.opset_import))
+    assert operators(standard) == {op: 1}
+    assert report.verified.status == "verified"
+
+
+def test_what_onnx_cannot_convert_is_left() -> None:
+    text = """<ir_version: 7, opset_import: ["": 9]> main (float[1,3,8,8] x) => (float[1,3,16,16] y)
+        <float[4] s = {1,1,2,2}> { u = Upsample <mode = "linear"> (x, s)  y = Relu (u) }"""
+    with pytest.raises(onnxfuse.ModelError, match="version converter changes the model from opset 9 to 24: output 'y'"):
+        onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+    unknown = onnx.parser.parse_model(text.replace("9", "18").replace("Upsample", "GroupNormalization"))
+    del unknown.graph.node[0].input[1]
+    unknown.graph.node[0].op_type = "Scale"  # which onnxruntime knows in the ONNX domain, and onnx does not
+    with pytest.raises(onnxfuse.ModelError, match="cannot convert the model from opset 18 to 24: onnx's version conv"):
+        onnxfuse.optimize(unknown, emit="standard", verify=False)
+
+
+def test_functions_are_inlined_and_fused_nodes_written() -> None:
+    text = """<ir_version: 8, opset_import: ["": 11, "own": 1]> main (float[n,8] x) => (float[n,1] y) { y = own.f (x) }
+        <domain: "own", opset_import: ["": 11]> f (a) => (b) { s = ReduceSum <axes = [1]> (a)  b = Erf (s) }"""
+    standard, _ = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+    assert operators(standard) == {"ReduceSum": 1, "Erf": 1}
+    fused, report = onnxfuse.optimize(load_exported("bert_sdpa_dynamo_fp32.onnx"), verify=False)
+    again, second = onnxfuse.optimize(fused, emit="standard")
+    assert fusions(second) == fusions(report)
+    assert (operators(again)["Attention"], second.verified.status) == (2, "verified")
+
+
+def test_nodes_in_a_loop() -> None:
+    standard, report = onnxfuse.optimize(parse(LOOP), emit="standard")
+    found = Counter(node.op_type for node in nodes(standard.graph))
+    assert found == {"Loop": 1, "Identity": 1, "Gemm": 1, "Swish": 1, "LayerNormalization": 1}
+    assert {(one.fusion, one.where) for one in report.standard.written} == {
+        ("gemm_bias_activation", "the body of Loop 'y'"), ("layer_norm", "the body of Loop 'y'"),
+    }  # fmt: skip
+    assert fusions(onnxfuse.optimize(standard)[1]) == fusions(report)
+
+
+def test_operators_of_onnxruntime_become_onnx_s() -> None:
+    text = """<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        main (float[n,8] x, float[n,8] r) => (float[n,8] y) <float[8] g = {1,2,3,4,5,6,7,8}>
+        { a = com.microsoft.Gelu (x)  y = com.microsoft.SkipLayerNormalization (a, r, g) }"""
+    standard, report = onnxfuse.optimize(onnx.parser.parse_model(text), emit="standard")
+    assert operators(standard) == {"Gelu": 1, "Add": 1, "LayerNormalization": 1}
+    assert report.verified.status == "verified"
+
+
+def test_a_model_whose_weights_are_external(tmp_path: Path) -> None:
+    source, weights = load_exported("gpt2_sdpa_ts_fp32.onnx"), {"size_threshold": 100, "location": "weights.bin"}
+    onnx.save(source, tmp_path / "m.onnx", save_as_external_data=True, **weights)
+    assert run_command("optimize", tmp_path / "m.onnx", tmp_path / "s.onnx", "--emit", "standard").exit_code == DONE
+    inputs = {each.name: np.ones((2, 5), np.int64) for each in onnx.load(tmp_path / "s.onnx").graph.input}
+    (expected, _), (actual, reason) = (run(onnx.load(tmp_path / name), inputs) for name in ("m.onnx", "s.onnx"))
+    assert expected is not None and actual is not None, reason
+    assert_close(expected, actual, TensorProto.FLOAT)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source, target, report = tmp_path / "block.onnx", tmp_path / "standard.onnx", tmp_path / "report.json"
+    onnx.save(parse(BLOCK), source)
+    result = run_command("optimize", source, target, "--emit", "standard", "--report", report)
+    assert (result.exit_code, result.stderr) == (DONE, "")
+    lines = result.stdout.splitlines()
+    assert "Standard operators, in opset 23: 1 LayerNormalization" in lines
+    assert "In plain operators: 1 gemm_bias_activation, because ONNX has no operator for it" in lines
+    written = json.loads(report.read_text())["standard"]
+    assert written == onnxfuse.optimize(source, emit="standard")[1].to_json()["standard"]
+    assert (written["opset"], written["counts"]) == (23, {"LayerNormalization": 1})
+    assert [one["operators"] for one in written["written"]] in (
+        [[], ["LayerNormalization"]],
+        [["LayerNormalization"], []],
+    )
+    for option, what in (
+        ("--fallback=ort", "fallback ort"),
+        ("--layout=nhwc", "layout nhwc"),
+        ("--regions", "regions"),
+    ):
+        result = run_command("optimize", source, target, "--overwrite", "--emit", "standard", option)
+        sentence = f"emit standard writes no functions, so that {what} has no effect; leave one of the two out"
+        assert (result.exit_code != DONE, error_line(result)) == (True, sentence)
