@@ -103,6 +103,7 @@ struct MatrixPlace {
 template <class Place>
 struct Output {
     const Place& place;
+    const Program& program;
     const TensorMap& residual;
     const char* results;    // the subtiles in shared memory, swizzled as TMA does it
     u32 subtiles;           // their 32-bit address
@@ -126,11 +127,14 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
-    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
+    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators, and
+    // `at_y` the row and column of y of the first.
     __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
-                                                   float alpha, float beta) const {
+                                                   float alpha, float beta, int2 at_y, int m, int n) const {
         ColumnValues<2> values[SUBTILE_N / 8];
         read_column_values(vectors, column, values);
+        ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8> loads;
+        loads.load(program, at_y, m, n);
 #pragma unroll
         for (int i = 0; i < SUBTILE_N / 16; ++i) {
             const u32 address = (subtile + lane_offset) ^ i << 5;  // 16 columns on, in swizzled rows
@@ -148,7 +152,9 @@ struct Output {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int at = 4 * (2 * i + j);
+                const float added[4] = {results[j][0], results[j][1], results[j][2], results[j][3]};
                 finish_four(d + at, up + at, values[2 * i + j], alpha, beta, results[j]);
+                loads.apply(program, results[j], added, 2 * i + j);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[j] = narrow(T(), &results[j / 2][j % 2 * 2]);
@@ -166,8 +172,10 @@ struct Output {
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i) {
             const float* sums = &d[i / SUBTILE_COLUMNS][i % SUBTILE_COLUMNS * (SUBTILE_N / 2)];
+            const int2 at = subtile_at(origin, i);
             finish_subtile(subtiles + i * SUBTILE_BYTES, sums, sums + (GATED ? TILE_N / 2 : 0),
-                 i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta);
+                           i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta,
+                           {at.x + thread / 32 * 16 + thread % 32 / 4, at.y + thread % 4 * 2}, m, n);
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);
@@ -211,13 +219,14 @@ struct Output {
 template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
-                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks) {
+                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
+                                        const Program& program) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
     const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
-    Output<Place> output{place, residual, memory + subtiles, shared + subtiles,
+    Output<Place> output{place, program, residual, memory + subtiles, shared + subtiles,
                   u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)), vectors,
                   barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
     const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
@@ -257,7 +266,8 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
 template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,
-                                          float beta, int m, int blocks, int group_m, const Place& place = {}) {
+                                          float beta, int m, int blocks, int group_m, const Place& place = {},
+                                          const Program& program = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -281,7 +291,8 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks);
+        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks,
+                program);
     }
 }
 

@@ -1,0 +1,82 @@
+"""Every plan of products with elementwise operators in their epilogue, on a GPU, against float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from joined_cases import KINDS, JoinedCase, case
+from kernel_hosts import host_of, require_support
+from kernel_runs import compile_all, launch, upload
+from region_drafts import NUMPY
+from template_checks import concrete_plan, template_of, with_dynamic_dims
+
+from onnxfuse.runtime import cuda_driver
+from onnxfuse.runtime.plan import Kernel, Launch, Plan
+
+pytestmark = pytest.mark.gpu
+
+# One row; few rows; rows that no vector divides; one tile and more; many tiles with a short and a long k.
+SIZES = [((1,), 1, 1), ((1,), 1536, 1024), ((2, 8), 768, 3072), ((5,), 3, 7), ((3, 11), 96, 200), ((7, 43), 257, 129),
+         ((4, 250), 1001, 1003), ((2, 64), 3072, 768), ((8, 512), 768, 768)]  # fmt: skip
+
+
+def cases() -> Iterator[JoinedCase]:
+    for kind in KINDS:
+        for lead, n, k in SIZES:
+            yield case(kind, lead=lead, n=n, k=k)
+        yield case(kind, lead=(3, 50), n=264, k=136, dtype="bfloat16", layout="nk")
+        yield case(kind, lead=(2, 33), n=72, k=96, dtype="float32")
+        yield case(kind, lead=(3, 70), n=136, k=200, operands=("x", "w", "up"))
+        yield case(kind, lead=(2, 40), n=200, k=128, operands=("x", "w", "bias", "residual"))
+
+
+@functools.cache
+def plans(each: JoinedCase, aligned: bool) -> list[Plan]:
+    made, gpu = each.made(), cuda_driver.gpu(0)
+    node, specs = made.node(), made.specs(aligned)
+    require_support(host_of(node.fusion), node, [spec.dtype for spec in specs], gpu)
+    return host_of(node.fusion).candidates(node, specs, gpu)
+
+
+def kernels_of(plan: Plan) -> Iterator[Kernel]:
+    yield from (step.kernel for step in plan.steps if isinstance(step, Launch))
+
+
+def run(plan: Plan, arrays: list[np.ndarray], aligned: bool) -> list[np.ndarray]:
+    """Launch a plan; return its outputs, behind which nothing is written."""
+    read = [upload(array, aligned) for array in arrays]
+    written = [upload(np.ones(spec.shape, NUMPY[spec.dtype]), aligned) for spec in plan.outputs]
+    launch(plan, read, written)
+    for buffer in written:
+        whole = buffer.base if buffer.base is not None else buffer
+        start = buffer.data.ptr - whole.data.ptr
+        assert bool((whole[start + buffer.nbytes :] == 0xFF).all()), "written beyond the end"
+    return [b.get().view(NUMPY[s.dtype]).reshape(s.shape) for b, s in zip(written, plan.outputs, strict=True)]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("each", list(cases()), ids=str)
+def test_every_plan(each: JoinedCase, aligned: bool) -> None:
+    made, found = each.made(), plans(each, aligned)
+    compile_all((kernel for plan in found for kernel in kernels_of(plan)), cuda_driver.gpu(0))
+    for plan in found:
+        last = list(kernels_of(plan))[-1]
+        tf32 = each.dtype == "float32" and any("mma" in kernel.source for kernel in kernels_of(plan))
+        is_library = len(list(kernels_of(plan))) < len(plan.steps)
+        made.check(run(plan, made.arrays, aligned), last.source == "region", tf32=tf32 or is_library)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dynamic_rows(kind: str) -> None:
+    """The kernels of a template run at other sizes than those that it was made for."""
+    made = case(kind, lead=(5, 13), n=72, k=96).made()
+    template = template_of(made.node(), with_dynamic_dims(made.specs(), 5, 13), cuda_driver.gpu(0))
+    for lead in ((1, 1), (2, 3), (5, 13), (4, 77), (16, 130)):
+        there = case(kind, lead=lead, n=72, k=96).made()
+        variant = template.chosen(lead)
+        assert variant is not None
+        plan = concrete_plan(template, variant, lead)
+        there.check(run(plan, there.arrays, True), list(kernels_of(plan))[-1].source == "region")
