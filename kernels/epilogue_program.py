@@ -6,8 +6,8 @@ Its operands have the shape of y, or one value for each column, for each row, or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 from onnxfuse.kernels.joined import RESULT, Joined
 from onnxfuse.kernels.region import maps
@@ -23,6 +23,7 @@ from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorSpec
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
+Problem = TypeVar("Problem")  # a Gemm or a Conv
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
 TEXT: Final = """\
 // {operators}
@@ -104,6 +105,12 @@ def with_program(
 ) -> tuple[Kernel, tuple[Argument, ...]]:
     """Return a kernel and its arguments with the program, where there is one."""
     return (program.kernel(kernel), (*arguments, *program.arguments)) if program else (kernel, arguments)
+
+
+def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
+    """Return a product with a program in its epilogue, which may read what takes the place of a residual."""
+    given = {"residual": program.residual, "residual_first": False} if program.residual else {}
+    return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
 
 
 def epilogue_program(

@@ -269,7 +269,7 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        joining = {fusion.name for fusion in settings.fusions if fusion.epilogue}
+        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue}
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()
         if settings.regions and not left:

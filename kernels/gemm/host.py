@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Final
 
 from onnxfuse.kernels import joined
-from onnxfuse.kernels.epilogue_program import EpilogueProgram, epilogue_program
+from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
 from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
@@ -52,15 +52,10 @@ def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device
     found = list[Plan]()
     if (made := epilogue_program(both, y, inputs, gemm.residual is None)) and gemm.m * gemm.n:
         program, outputs = made
-        ways = implementations_if_any(with_program(gemm, program), device)[:MAX_EPILOGUES]
+        ways = implementations_if_any(in_epilogue(gemm, program), device)[:MAX_EPILOGUES]
         found = [Plan(outputs, each.steps, each.scratch) for each in ways]
     with for_later_plans(gemm.m if found else 0):
         return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
-
-
-def with_program(gemm: Gemm, program: EpilogueProgram) -> Gemm:
-    """Return a product with a program in its epilogue, which may read what takes the place of a residual."""
-    return replace(gemm, y=program.y, program=program, residual=gemm.residual or program.residual)
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:

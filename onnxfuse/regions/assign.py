@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
@@ -28,14 +29,14 @@ def assign_regions(
     graph: Graph,
     shapes: ShapeInfo,
     exclude: Collection[tuple[str, str]] = frozenset(),
-    joining: Collection[str] = (),
+    joining: Mapping[str, bool | str] = MappingProxyType({}),
     fused: Collection[Fused] = (),
 ) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
     `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
-    no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, and `fused`
-    the records of the fused nodes that the graph has.
+    no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with the
+    layout that these must have or True, and `fused` the records of the fused nodes that the graph has.
     """
     formed = form_regions(graph, shapes)
     joined, apart = dict[str, Cluster](), list[Cluster]()  # the former by the fused nodes that they join

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx
@@ -10,10 +10,11 @@ from onnx import helper
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, producer
 from onnxfuse.passes.folded import node_label
-from onnxfuse.region_operators import ELEMENTWISE
+from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.steps import Step
 from onnxfuse.regions.write import body, program
@@ -21,12 +22,16 @@ from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
 
 def joined_result(
-    graph: Graph, shapes: ShapeInfo, cluster: Cluster, forms: Mapping[Node, tuple[Step, ...]], joining: Collection[str]
+    graph: Graph,
+    shapes: ShapeInfo,
+    cluster: Cluster,
+    forms: Mapping[Node, tuple[Step, ...]],
+    joining: Mapping[str, bool | str],
 ) -> Tensor | None:
     """Return the result of a fused node that a cluster can join; None if there is none.
 
-    `joining` are the fusions that elementwise operators join.  Nothing else may read the result, but it may be an
-    output of the graph, and all outputs of the cluster have its shape.
+    `joining` are the fusions that elementwise operators join, with the layout that nodes must have, or True.  Nothing
+    else may read the result, but it may be an output of the graph, and all outputs of the cluster have its shape.
     """
     steps = (step for node in cluster.nodes for step in forms[node])
     if cluster.is_free or not all(step.op == "Constant" or step.op in ELEMENTWISE for step in steps):
@@ -36,8 +41,9 @@ def joined_result(
         for tensor in cluster.operands.values()
         if (maker := producer(tensor)) is not None
         and maker.domain == DOMAIN
-        and maker.attrs.get("fusion") in joining
+        and joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout"))
         and "program" not in maker.attrs
+        and dtype_name(shapes.dtype(tensor)) in PRODUCTS
         and len(maker.outputs) == 1
         and all(node in cluster.nodes for node in consumers(tensor))
         and shapes.shape(tensor) is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from conv_cases import ConvCase
 from region_drafts import NUMPY, RegionProgram
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
@@ -27,8 +28,11 @@ class JoinedCase:
     dtype: str = "float16"
     operands: tuple[str, ...] = ("x", "w", "bias")
     layout: str = "kn"
+    conv: ConvCase | None = None  # in place of x w
 
     def __str__(self) -> str:
+        if self.conv:
+            return f"{self.name} {self.conv}"
         return f"{self.name} {'x'.join(map(str, self.lead))}x{self.n}x{self.k} {self.dtype}"
 
     def made(self) -> MadeCase:
@@ -42,7 +46,7 @@ class JoinedCase:
             return values > 0 if dtype == "bool" else values.astype(NUMPY[dtype])
 
         own = {name: drawn(shapes.get(name, (self.n,)), self.dtype, self.k**-0.5 if name in ("w", "up") else 1.0)
-               for name in self.operands}  # fmt: skip
+               for name in self.operands} if self.conv is None else self.conv.arrays()  # fmt: skip
         program = RegionProgram()
         x0 = program.operand(np.zeros((*self.lead, self.n), NUMPY[self.dtype]))
 
@@ -69,6 +73,11 @@ class MadeCase:
     def node(self) -> FusedNode:
         """Return the fused node."""
         text, others = self.program.node().attributes["program"], list(self.program.operands)[1:]
+        if self.case.conv:
+            node = self.case.conv.node()
+            outputs, operands = self.program.output_dtypes(), (*node.operands, *others)
+            attributes = {**node.attributes, "program": text}
+            return replace(node, operands=operands, attributes=attributes, output_dtypes=outputs)
         fusion = "gated_gemm" if "up" in self.own else "gemm_bias_activation"
         attributes = {"activation": "relu", "weight_layout": self.case.layout, "program": text}
         return FusedNode(fusion, "y", (*self.own, *others), attributes, self.program.output_dtypes())
@@ -81,6 +90,9 @@ class MadeCase:
 
     def expected(self) -> list[np.ndarray]:
         """Return the outputs, from a product in float64."""
+        if self.case.conv:
+            operands = {**self.program.operands, "x0": self.case.conv.expect(self.own)[0].astype(np.float32)}
+            return replace(self.program, operands=operands).expected()
         wide = {name: array.astype(np.float64) for name, array in self.own.items()}
         turned = {
             name: wide[name].T if self.case.layout == "nk" else wide[name] for name in ("w", "up") if name in wide
@@ -167,6 +179,12 @@ def case(kind: str, **sizes: object) -> JoinedCase:
         "only float32": _only_float32,
     }
     return replace(made, build=builds[kind])
+
+
+def conv_case(kind: str, conv: ConvCase) -> JoinedCase:
+    """Return a case of one of these programs behind a convolution."""
+    k = conv.c // conv.group * math.prod(conv.kernel)
+    return replace(case(kind, lead=(conv.n, *conv.y_sizes), n=conv.m, k=k, dtype=conv.dtype), conv=conv)
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")

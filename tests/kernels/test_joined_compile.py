@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from architectures import DEVICES, H200, T4, check_compiles, to_compile
-from joined_cases import KINDS, JoinedCase, case
+from conv_cases import ConvCase
+from joined_cases import KINDS, JoinedCase, case, conv_case
+from kernel_hosts import host_of
 from sampling import by_parts
 from template_checks import template_of, with_dynamic_dims
 
+from onnxfuse.kernels.conv import cudnn
 from onnxfuse.kernels.gemm import cublaslt, host
 from onnxfuse.kernels.gemm.mma import MMA_ARCH
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
@@ -22,6 +25,7 @@ PARTS = 6  # of the kernels, of which one is compiled in a plain run
 @pytest.fixture(autouse=True)
 def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
+    monkeypatch.setattr(cudnn, "_is_available", lambda: False)
 
 
 def cases(device: Device) -> Iterator[JoinedCase]:
@@ -31,6 +35,10 @@ def cases(device: Device) -> Iterator[JoinedCase]:
             continue
         yield case(kind, lead=(32, 128), n=768, k=768)
         yield case(kind, lead=(16,), n=1024, k=512)
+    for c, m, kernel in ((64, 128, 3), (320, 320, 1), (24, 40, 3)):
+        pads = (kernel // 2,) * 4
+        yield conv_case("broadcasts", ConvCase(2, c, m, (14, 14), (kernel, kernel), (), pads))
+        yield conv_case("several", ConvCase(1, c, m, (7, 9), (kernel, kernel), (), pads, extra=("bias", "residual")))
     if device.arch < MMA_ARCH:
         return
     yield case("several", lead=(7, 43), n=257, k=129)
@@ -40,8 +48,9 @@ def cases(device: Device) -> Iterator[JoinedCase]:
 
 def plans(each: JoinedCase, device: Device) -> list[Plan]:
     made = each.made()
-    assert host.supports(made.node(), [spec.dtype for spec in made.specs()], device) is None
-    return host.candidates(made.node(), made.specs(), device)
+    node = made.node()
+    assert host_of(node.fusion).supports(node, [spec.dtype for spec in made.specs()], device) is None
+    return host_of(node.fusion).candidates(node, made.specs(), device)
 
 
 @functools.cache
@@ -83,6 +92,17 @@ def test_dynamic_rows(kind: str) -> None:
     for kernel in template.kernels:
         if kernel.text and kernel.source != "region":
             check_compiles(kernel, H200)
+
+
+@pytest.mark.parametrize("conv", [
+    ConvCase(2, 32, 32, (14, 14), (3, 3), (), (1,) * 4, group=32),
+    ConvCase(2, 64, 64, (14, 14), (3, 3), (), (1,) * 4, group=4),
+    ConvCase(2, 3, 32, (32, 32), (3, 3), (2, 2), (1,) * 4, x_nchw=True),
+], ids=str)  # fmt: skip
+def test_kernels_of_special_convolutions_have_no_program(conv: ConvCase) -> None:
+    (source,) = {step.kernel.source for plan in plans(conv_case("chain", conv), H200) for step in plan.steps[-1:]
+                 if isinstance(step, Launch)}  # fmt: skip
+    assert source == "region"
 
 
 def test_an_empty_batch_is_no_launch() -> None:

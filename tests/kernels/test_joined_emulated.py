@@ -9,16 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from architectures import H200, T4
+from conv_cases import ConvCase
+from conv_emulation import placed
+from conv_mma_emulation import launch
 from emulated_build import load
 from emulated_launches import PARTS, emulate
 from hopper_emulation import Map, map_of
-from joined_cases import KINDS, JoinedCase, MadeCase, case
+from joined_cases import KINDS, JoinedCase, MadeCase, case, conv_case
 from region_drafts import NUMPY
 
 from onnxfuse.kernels import joined
-from onnxfuse.kernels.epilogue_program import epilogue_program
+from onnxfuse.kernels.conv import mma as conv_mma
+from onnxfuse.kernels.conv.mma import ConvConfig
+from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
 from onnxfuse.kernels.gemm import cublaslt, hopper, host
 from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.gemm.mma import MmaConfig
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
 from onnxfuse.runtime.nvrtc import kernel_text
@@ -85,7 +92,7 @@ def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) 
     found = epilogue_program(both, y, specs, gemm.residual is None)
     assert found is not None
     program, outputs = found
-    gemm = host.with_program(gemm, program)
+    gemm = in_epilogue(gemm, program)
     step = hopper.implementation(gemm, config, H200).steps[-1]
     assert isinstance(step, Launch)
     gemm, copies = padded(gemm, residual=config.split_k == 1)
@@ -125,3 +132,31 @@ def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
 def test_wgmma(config: HopperConfig, each: JoinedCase, blocks: int | None, tmp_path: Path) -> None:
     made = each.made()
     made.check(run(made, config, blocks, tmp_path))
+
+
+CONVS = [
+    conv_case("broadcasts", ConvCase(2, 16, 40, (7, 9), (3, 3), (), (1, 1, 1, 1))),
+    conv_case("several", ConvCase(2, 24, 34, (6, 5), (3, 2), (2, 1), (0, 1, 2, 1), dtype="bfloat16", extra=())),
+    conv_case("mixed", ConvCase(1, 20, 48, (9,), (3,), extra=("bias", "residual"))),
+    conv_case("chain", ConvCase(2, 12, 24, (4, 5), (3, 3), group=2, aligned=False)),
+]
+
+
+@pytest.mark.parametrize("each", CONVS, ids=str)
+def test_convolutions_by_mma(each: JoinedCase, tmp_path: Path) -> None:
+    made, conv = each.made(), each.conv
+    assert conv is not None
+    specs = made.specs(conv.aligned)
+    both = joined.joined(made.node())
+    problem, y = conv_of(both.product, specs[: both.own], H200)
+    found = epilogue_program(both, y, specs, problem.residual is None)
+    assert found is not None
+    program, outputs = found
+    (step,) = conv_mma.implementation(
+        in_epilogue(problem, program), ConvConfig(MmaConfig(64, 32, 64, 3, 2, 1), 1), H200
+    ).steps
+    assert isinstance(step, Launch)
+    arrays = {Pointer("input", i): placed(array, conv.aligned) for i, array in enumerate(made.arrays)}
+    written = [placed(np.zeros(spec.shape, NUMPY[spec.dtype]), conv.aligned) for spec in outputs]
+    launch(step, arrays | {Pointer("output", i): each for i, each in enumerate(written)}, H200, True, tmp_path)
+    made.check(written)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from joined_cases import KINDS, JoinedCase, case
+from conv_cases import ConvCase
+from joined_cases import KINDS, JoinedCase, case, conv_case
 from kernel_hosts import host_of, require_support
 from kernel_runs import compile_all, launch, upload
 from region_drafts import NUMPY
@@ -23,6 +24,17 @@ SIZES = [((1,), 1, 1), ((1,), 1536, 1024), ((2, 8), 768, 3072), ((5,), 3, 7), ((
          ((4, 250), 1001, 1003), ((2, 64), 3072, 768), ((8, 512), 768, 768)]  # fmt: skip
 
 
+# Convolutions by wgmma, in clusters too, by mma.sync, pointwise, depthwise, grouped, and of a stem.
+CONVS = [
+    ConvCase(2, 64, 128, (14, 13), (3, 3), (), (1,) * 4), ConvCase(1, 512, 64, (7, 7), (3, 3), (), (1,) * 4),
+    ConvCase(2, 30, 34, (9, 9), (3, 3), (2, 1), (0, 1, 2, 1)), ConvCase(2, 96, 200, (7, 9), (1, 1)),
+    ConvCase(2, 32, 32, (9, 7), (3, 3), (), (1,) * 4, group=32), ConvCase(1, 64, 64, (9, 7), (3, 3), group=4),
+    ConvCase(2, 3, 32, (30, 30), (3, 3), (2, 2), (1,) * 4, x_nchw=True),
+    ConvCase(2, 64, 72, (40,), (3,), extra=("bias", "residual")),
+    ConvCase(1, 16, 24, (6, 7), (3, 3), dtype="float32"), ConvCase(1, 64, 40, (6, 7), (3, 3), dtype="bfloat16"),
+]  # fmt: skip
+
+
 def cases() -> Iterator[JoinedCase]:
     for kind in KINDS:
         for lead, n, k in SIZES:
@@ -31,6 +43,8 @@ def cases() -> Iterator[JoinedCase]:
         yield case(kind, lead=(2, 33), n=72, k=96, dtype="float32")
         yield case(kind, lead=(3, 70), n=136, k=200, operands=("x", "w", "up"))
         yield case(kind, lead=(2, 40), n=200, k=128, operands=("x", "w", "bias", "residual"))
+        for conv in CONVS:
+            yield conv_case(kind, conv)
 
 
 @functools.cache

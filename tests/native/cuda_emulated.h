@@ -270,6 +270,11 @@ void store(T* to, const float (&values)[N]) {
     memcpy(to, &packed, N * sizeof(T));
 }
 
+template <int N, class T>
+void store_as(bool, T* to, const float (&values)[N]) {
+    store<false>(to, values);
+}
+
 template <bool LEAVING, int BYTES>
 void store_bytes(char* to, const u32* from) {
     emulated::check(to, BYTES);

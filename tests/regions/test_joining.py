@@ -24,7 +24,7 @@ from onnxfuse.runtime.planner import fused_node
 
 INPUTS = "float[batch, 6, 8] x, float[batch, 6, 16] y, float[16] v, float[batch, 6, 1] r"
 PRODUCT = "a = MatMul(x, w) b = Add(a, bias) c = Relu(b)"
-WEIGHTS = {"w": (8, 16), "bias": (16,), "w2": (16, 16), "w_up": (8, 16)}
+WEIGHTS = {"w": (8, 16), "bias": (16,), "w2": (16, 16), "w_up": (8, 16), "k1": (8, 8, 3, 3), "k2": (8, 8, 1, 1)}
 
 
 def model_of(nodes: str, inputs: str = INPUTS, outputs: str = "z", dtype: str = "float32") -> onnx.ModelProto:
@@ -201,3 +201,22 @@ def test_control_flow() -> None:
     called = {node.op_type for node in (*result.graph.node, *result.graph.node[-1].attribute[0].g.node) if node.domain}
     assert called <= {function.name for function in result.functions}
     same(source, result)
+
+
+def test_a_channels_last_convolution_takes_a_vector_of_each_image() -> None:
+    """A UNet adds its embedding of the time so; the Transposes of the layout stand around both."""
+    inputs = "float[batch, 8, 6, 6] x, float[batch, 8, 1, 1] t"
+    nodes = (
+        "a = Conv <pads = [1, 1, 1, 1]>(x, k1) b = Relu(a) c = Add(b, t) d = Conv <pads = [1, 1, 1, 1]>(c, k1) "
+        "e = Relu(d) z = Conv(e, k2)"
+    )
+    source = model_of(nodes, inputs)
+    result, report = optimized(source, layout="nhwc")
+    programs = [
+        json.loads(own["program"])["ops"] for node in result.graph.node if "program" in (own := attributes(node))
+    ]
+    assert [[op for op, *_ in ops] for ops in programs] == [["Add"]]
+    assert report.counts == {"conv_bias_activation": 3} and report.regions.nodes == 0
+    same(source, result)
+    apart, _ = optimized(source, layout="nchw")
+    assert not any("program" in attributes(node) for node in apart.graph.node)
