@@ -62,4 +62,5 @@ def assign_regions(
     if made:
         graph.remove_dead()
         graph.sort()
-    return RegionResult(tuple(made), formed.reasons)
+    inside = {label for one in made for label in one.joined}
+    return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})

@@ -84,14 +84,14 @@ def write_joined(
         **own,
     }
     function = functions.add(_body(product.fusion, bodies[maker.op], body(graph, joined, []), list(attributes)))
-    replaced = (*product.replaces, *(node_label(node) for node in cluster.nodes))
+    joining = tuple(node_label(node) for node in cluster.nodes)
     for node in (maker, *cluster.nodes):
         node.inputs.clear()
         node.outputs.clear()
     graph.add_node(function, inputs, outputs, attributes, name=product.node, domain=DOMAIN)
     for tensor in (*outputs, *(tensor for tensor in inputs if not is_constant(tensor))):
         graph.record_type(tensor, shapes.dtype(tensor), shapes.shape(tensor))
-    return replace(product, replaces=replaced, output=outputs[0].name)
+    return replace(product, replaces=(*product.replaces, *joining), output=outputs[0].name, joined=joining)
 
 
 def _body(

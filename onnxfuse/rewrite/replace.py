@@ -39,6 +39,7 @@ class Fused:
     dims: Mapping[str, int | str]  # sizes, or formulas of symbolic ones
     output: str  # the tensor that it computes, which has the same name in the original
     where: str = ""  # "the body of Loop 'x'", or "" for the main graph
+    joined: tuple[str, ...] = ()  # those of `replaces` that no pattern names, and that regions put into its epilogue
 
 
 @dataclass

@@ -167,6 +167,7 @@ def test_what_is_excluded_stays_a_region() -> None:
     joined = fuse_model(source, None, fusions, regions=True)
     (one,) = joined.fusing.fused
     assert (one.fusion, one.output, set(one.replaces)) == ("gemm_bias_activation", "z", {"a", "b", "c", "d", "z"})
+    assert one.joined == ("d", "z") and not joined.no_region
     assert joined.after.launches == 1 and joined.without_regions.launches == 3
 
 
