@@ -16,6 +16,7 @@ from onnxfuse.kernels.region import host as region
 from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 
+REGION: Final = "region"  # the fusion of what is a program and nothing else
 RESULT: Final = "x0"  # the name of the product's result in the program; x1, x2, ... are operands behind the product's
 MAX_TWO_STEPS: Final = 2  # plans that leave the program to another launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
@@ -41,7 +42,7 @@ class Joined:
 
 def is_joined(node: FusedNode) -> bool:
     """Return whether elementwise operators have joined a node."""
-    return "program" in node.attributes
+    return "program" in node.attributes and node.fusion != REGION
 
 
 def joined(node: FusedNode) -> Joined:
@@ -58,7 +59,7 @@ def joined(node: FusedNode) -> Joined:
     product = replace(node, operands=node.operands[:own], attributes=attributes, output_dtypes=(result,))
     text = json.dumps({**content, "outputs": [name for name in outputs if name != RESULT]}, separators=(",", ":"))
     given = tuple(dtype for name, dtype in zip(outputs, node.output_dtypes, strict=True) if name != RESULT)
-    behind = FusedNode("region", node.name, (RESULT, *others), {"program": text}, given)
+    behind = FusedNode(REGION, node.name, (RESULT, *others), {"program": text}, given)
     return Joined(product, behind, outputs)
 
 

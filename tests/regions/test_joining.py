@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import onnx
 import onnx.numpy_helper
 import pytest
 from architectures import H200
+from click.testing import CliRunner
 from kernel_hosts import host_of, require_support
 from region_models import draw, optimized, parsed, run
 
 from onnxfuse import optimize, unfuse
+from onnxfuse.cli import main
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.fuse_model import fuse_model
@@ -186,6 +189,24 @@ def test_unfusing_gives_the_operators_back() -> None:
     back, verified = unfuse(result)
     assert verified.passed and {node.op_type for node in back.graph.node} >= {"Relu", "Tanh", "Mul", "Sub"}
     assert optimized(back)[1].counts == {"gemm_bias_activation": 1}
+
+
+def test_the_program_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(optimized(model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)", outputs="z c"))[0], path)
+    run = CliRunner().invoke
+    listed = run(main, ["show", "region", str(path)]).output
+    assert listed == "c/gemm_bias_activation: operators 2, operands 4, outputs 2: Tanh Mul\n"
+    assert run(main, ["show", "region", str(path), "--node", "z"]).output.splitlines()[1:] == [
+        "  x0: float32 = gemm_bias_activation(x, w, bias)",
+        "  x1: float32 = y",
+        "  v0: float32 = Tanh(x0)",
+        "  v1: float32 = Mul(v0, x1)",
+        "  z = v1",
+        "  c = x0",
+    ]
+    shown = run(main, ["show", "region", str(path), "--node", "z", "--cuda", "--arch", "sm_80"]).output
+    assert "struct Program {" in shown and "tanhf(x0[j])" in shown
 
 
 def test_control_flow() -> None:
