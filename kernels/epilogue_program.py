@@ -24,6 +24,7 @@ from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorSpec
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
 Problem = TypeVar("Problem")  # a Gemm or a Conv
+OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
 TEXT: Final = """\
 // {operators}
@@ -92,7 +93,7 @@ class EpilogueProgram:
     residual: (
         Pointer | None
     )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
-    registers: int  # of a thread that holds what is read for two columns of two rows, eight times
+    registers: int  # of a thread that holds what is read for two columns of two rows, eight times, and stores outputs
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
@@ -170,6 +171,7 @@ class _Text:
             if i != self.stored:
                 lines.append(_output(i, STORED[dtypes[name]], results[i]))
                 members.append(f"{STORED[dtypes[name]]}* y{i}")
+                self.registers += OUTPUT_REGISTERS
                 given.append(Pointer("output", i))
         lines.append({"computing": f"x0[j] = {results[self.stored]};"})
         assert not self.writer.accesses

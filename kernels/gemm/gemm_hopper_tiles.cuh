@@ -10,9 +10,14 @@
 //      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
-// Macros: those of gemm_hopper.cuh.
+// Macros: those of gemm_hopper.cuh, and
+//   PROGRAM_AHEAD   1: what the program of the epilogue reads for a subtile is loaded while the one before it is finished
 #pragma once
 #include "gemm_hopper.cuh"
+
+#ifndef PROGRAM_AHEAD
+#define PROGRAM_AHEAD 0
+#endif
 
 // y as the kernel's parameter, and as a member of Results.
 #if STORE_BY_THREADS
@@ -67,6 +72,9 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
         if constexpr (HAS_COLUMN_SCALE) copy_pair(at[(HAS_BIAS + HAS_EXTRA) * TILE_N / 2 + 4 * i], values[i].scale);
     }
 }
+
+// What the program of the epilogue reads for a thread's accumulators in a subtile.
+using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
 
 // The y and the bias of each product.
 struct Results {
@@ -127,14 +135,18 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
-    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators, and
-    // `at_y` the row and column of y of the first.
+    // Loads what the program reads for a subtile, if there is one with that index.
+    __device__ __forceinline__ void load_program(SubtileLoads& loads, int2 origin, int i, int m, int n) const {
+        if (i >= SUBTILES) return;
+        const int2 at = subtile_at(origin, i);
+        loads.load(program, {at.x + thread / 32 * 16 + thread % 32 / 4, at.y + thread % 4 * 2}, m, n);
+    }
+
+    // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
     __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
-                                                   float alpha, float beta, int2 at_y, int m, int n) const {
+                                                   float alpha, float beta, const SubtileLoads& loads) const {
         ColumnValues<2> values[SUBTILE_N / 8];
         read_column_values(vectors, column, values);
-        ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8> loads;
-        loads.load(program, at_y, m, n);
 #pragma unroll
         for (int i = 0; i < SUBTILE_N / 16; ++i) {
             const u32 address = (subtile + lane_offset) ^ i << 5;  // 16 columns on, in swizzled rows
@@ -165,6 +177,8 @@ struct Output {
     // Finishes a tile and starts its stores.
     __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
                                            float alpha, float beta) {
+        SubtileLoads loads[1 + PROGRAM_AHEAD];
+        if (PROGRAM_AHEAD) load_program(loads[0], origin, 0, m, n);
         if constexpr (HAS_RESIDUAL) {
             hopper::barrier_wait(residual_full, parity);
             parity ^= 1;
@@ -172,10 +186,10 @@ struct Output {
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i) {
             const float* sums = &d[i / SUBTILE_COLUMNS][i % SUBTILE_COLUMNS * (SUBTILE_N / 2)];
-            const int2 at = subtile_at(origin, i);
+            load_program(loads[(i + 1) % (1 + PROGRAM_AHEAD)], origin, i + PROGRAM_AHEAD, m, n);
             finish_subtile(subtiles + i * SUBTILE_BYTES, sums, sums + (GATED ? TILE_N / 2 : 0),
                            i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta,
-                           {at.x + thread / 32 * 16 + thread % 32 / 4, at.y + thread % 4 * 2}, m, n);
+                           loads[i % (1 + PROGRAM_AHEAD)]);
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);

@@ -135,12 +135,18 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and vectors > 2:
         return False  # they would not fit into registers beside the accumulators
-    if gemm.program and config.accumulators + gemm.program.registers + PROGRAM_REGISTERS > config.registers:
+    if not _has_registers(gemm, config):
         return False
     narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
     return narrow % NARROW_SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+
+
+def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
+    """Return whether registers hold what a program reads for so many subtiles beside the accumulators."""
+    read = gemm.program.registers * subtiles + PROGRAM_REGISTERS if gemm.program else 0
+    return config.accumulators + read <= config.registers
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
@@ -230,12 +236,13 @@ def kernel_launch(
 
 def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh."""
+    ahead = {"PROGRAM_AHEAD": int(_has_registers(gemm, config, subtiles=2))} if gemm.program else {}
     return {
         **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
         "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages(gemm, config, device),
         "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": TILE_K, "PRODUCTS": len(gemm.products),
-        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)),
+        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)), **ahead,
     }  # fmt: skip
 
 
