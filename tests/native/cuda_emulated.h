@@ -182,6 +182,7 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+constexpr float LARGEST = 3.402823466e38f;
 constexpr float LOG2_E = 1.442695041f;
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }

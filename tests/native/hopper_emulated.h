@@ -42,6 +42,7 @@ struct f32 { u32 bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+constexpr float LARGEST = 3.402823466e38f;
 constexpr float LOG2_E = 1.442695041f;
 
 static float widened(f16 value) {
