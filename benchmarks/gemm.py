@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import argparse
 import functools
 import importlib
+import json
 import math
 import statistics
 import time
@@ -35,10 +36,11 @@ from compiling import compile_all
 from replays import Calls, captured, in_turns, per_call
 from rows import Rows
 
-from onnxfuse.kernels.gemm import cublaslt, implementations
+from onnxfuse.kernels.gemm import cublaslt, host, implementations
 from onnxfuse.kernels.gemm.operands import gemm_of
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.joined import is_joined, joined
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import FusedNode, Kernel, Launch, Plan, TensorSpec
@@ -62,7 +64,11 @@ EPILOGUES: dict[str, tuple[tuple[str, ...], str]] = {
     "bias+residual": (("bias", "residual"), "none"),
     "silu": ((), "silu"),
     "gate": (("up",), "silu"),
+    "program": (("bias", "x1", "x2", "x3"), "none"),
 }
+# What follows the product of the epilogue "program": (tanh(y) * x1 + x2) * x3, of elements, columns and rows.
+STEPS = [["Tanh", ["x0"], ["v0"], {}], ["Mul", ["v0", "x1"], ["v1"], {}], ["Add", ["v1", "x2"], ["v2"], {}],
+         ["Mul", ["v2", "x3"], ["v3"], {}]]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class Case:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         every = {"up": (self.k, self.n), "bias": (self.n,), "residual": (self.m, self.n)}
+        every |= {"x1": (self.m, self.n), "x2": (self.n,), "x3": (self.m, 1)}
         return {"x": (self.m, self.k), "w": (self.k, self.n), **{name: every[name] for name in self.extra}}
 
     @property
@@ -91,17 +98,35 @@ class Case:
     def activation(self) -> str:
         return EPILOGUES[self.epilogue][1]
 
-    def product(self) -> tuple[Gemm, TensorSpec]:
-        node = FusedNode(self.fusion, "y", tuple(self.shapes()), {"activation": self.activation}, (self.dtype,))
+    def node(self) -> tuple[FusedNode, list[TensorSpec]]:
+        attributes: dict[str, Any] = {"activation": self.activation}
+        if "x1" in self.extra:
+            dtypes = dict.fromkeys(("x0", "x1", "x2", "x3", "v0", "v1", "v2", "v3"), self.dtype)
+            attributes["program"] = json.dumps({"ops": STEPS, "outputs": ["v3"], "dtypes": dtypes})
+        node = FusedNode(self.fusion, "y", tuple(self.shapes()), attributes, (self.dtype,))
         shapes = self.shapes().items()
-        given = [TensorSpec(shape, self.dtype, constant=name in CONSTANTS) for name, shape in shapes]
-        return gemm_of(node, given, gpu(0))
+        return node, [TensorSpec(shape, self.dtype, constant=name in CONSTANTS) for name, shape in shapes]
+
+    def product(self) -> tuple[Gemm, TensorSpec]:
+        node, given = self.node()
+        if is_joined(node):
+            node = joined(node).product
+        return gemm_of(node, given[: len(node.operands)], gpu(0))
+
+    def ways(self) -> list[Implementation]:
+        node, given = self.node()
+        if not is_joined(node):
+            return implementations.implementations(self.product()[0], gpu(0))
+        return [Implementation(f"{i} {names_of(plan)}", plan.steps, plan.scratch)
+                for i, plan in enumerate(host.candidates(node, given, gpu(0)))]  # fmt: skip
 
     def formula(self, x: Any, w: Any, *others: Any) -> Any:
         given = dict(zip(self.extra, others, strict=True))
         y = torch.addmm(given["bias"], x, w) if "bias" in given else x @ w
         y = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "none": lambda y: y}[self.activation](y)
         y = y * (x @ given["up"]) if "up" in given else y
+        if "x1" in given:
+            return (torch.tanh(y) * given["x1"] + given["x2"]) * given["x3"]
         return y + given["residual"] if "residual" in given else y
 
     def tensors(self) -> list[torch.Tensor]:
@@ -110,6 +135,15 @@ class Case:
 
 
 # ---- what is timed ------------------------------------------------------------------------------------------------
+
+
+def names_of(plan: Plan) -> str:
+    """Return the kernels of a plan."""
+    kernels = (step.kernel if isinstance(step, Launch) else None for step in plan.steps)
+    return " and ".join(
+        f"{each.source} {each.defines.get('TILE_M', '')}x{each.defines.get('TILE_N', '')}" if each else "cublaslt"
+        for each in kernels
+    )
 
 
 def runs(way: Implementation, y: TensorSpec, sets: list[list[torch.Tensor]], out: torch.Tensor) -> Calls:
@@ -168,7 +202,7 @@ def measure(case: Case, peers: list[Peer], with_onnxruntime: bool) -> dict[str, 
     row: dict[str, Any] = {"sets": len(sets), "flops": gemm.flops, "candidates": {}}
     graphs = {f"bare {i}": captured(calls) for i, calls in enumerate(bare(case, sets))}
     graphs |= {peer.__name__: captured(peer(case, sets)) for peer in peers}
-    ways, errors = implementations.implementations(gemm, gpu(0)), dict[str, float]()
+    ways, errors = case.ways(), dict[str, float]()
     for way in ways:
         out = torch.full(y.shape, math.nan, device="cuda", dtype=DTYPES[case.dtype])
         try:
@@ -224,6 +258,9 @@ def unfused(case: Case) -> bytes:
     if "up" in case.extra:
         then("other", "MatMul", "x, up")
         last = then("gated", "Mul", f"{last}, other")
+    if "x1" in case.extra:
+        last = then("scaled", "Mul", f"{then('bounded', 'Tanh', last)}, x1")
+        last = then("of_rows", "Mul", f"{then('shifted', 'Add', f'{last}, x2')}, x3")
     if "residual" in case.extra:
         last = then("added", "Add", f"{last}, residual")
     then("y", "Identity", last)
@@ -264,7 +301,7 @@ def run_us(run: Callable[[], Any]) -> float:
 
 def kernels_of(cases: list[Case]) -> Iterator[Kernel]:
     for case in cases:
-        for way in implementations.implementations(case.product()[0], gpu(0)):
+        for way in case.ways():
             yield from (step.kernel for step in way.steps if isinstance(step, Launch))
 
 

@@ -25,10 +25,47 @@
 //   HAS_UP_BIAS HAS_SLOPE HAS_COLUMN_SHIFT    1: there is one, and it is the extra vector
 //   RESIDUAL_FIRST        1: the residual is added before the activation; 0 where there is none
 //   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
+//
+// Elementwise operators that joined the product follow: `Program`, which kernels/epilogue_program.py generates in front
+// of the kernel's text. They read their other operands and store all outputs but one, which the kernel stores as y.
+// PROGRAM_PARAMETERS are what the kernel takes behind its own parameters, and PROGRAM_ARGUMENTS initialise a Program.
+//   PROGRAM_RESIDUAL      1: the residual is one of the program's operands, and not added
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
 
+#ifndef HAS_PROGRAM
+#define HAS_PROGRAM 0
+#define PROGRAM_RESIDUAL 0
+#define PROGRAM_PARAMETERS
+#define PROGRAM_ARGUMENTS
+
+namespace program {
+
+struct Program {  // of no operators
+    // What it reads for a row, for W columns of all rows, and for W elements of y.
+    struct OfRow {};
+    template <int W> struct OfColumns {};
+    template <int W> struct OfElements {};
+
+    // Load these; `left` columns, and the row if it is `inside`, are those of y. ALIGNED: all rows of y begin at
+    // multiples of W elements. `at` is the index of the first element.
+    __device__ __forceinline__ void load(OfRow&, int row, bool inside) const {}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfColumns<W>&, int column, int left) const {}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfElements<W>&, int row, int column, long long at, int left) const {}
+
+    // Makes results of the product's, and stores the other outputs.
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void apply(float (&results)[W], const float (&residual)[W], const OfRow&,
+                                          const OfColumns<W>&, const OfElements<W>&, long long at, int left) const {}
+};
+
+}  // namespace program
+#endif
+
+using program::Program;
 using T = ELEMENT;
 
 constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;
@@ -51,7 +88,7 @@ __device__ __forceinline__ float epilogue_columns(float acc, float up, const Col
     if constexpr (GATED) y *= HAS_UP_BIAS ? up + values.extra[i] : up;
     if constexpr (HAS_COLUMN_SCALE) y *= values.scale[i];
     if constexpr (HAS_COLUMN_SHIFT) y += values.extra[i];
-    return HAS_RESIDUAL && !RESIDUAL_FIRST ? y + residual : y;
+    return HAS_RESIDUAL && !RESIDUAL_FIRST && !PROGRAM_RESIDUAL ? y + residual : y;
 }
 
 // The column vectors in memory, for kernels by fragment that load each of their columns alone.
@@ -106,12 +143,16 @@ template <int W, bool WRAPS>
 struct EpilogueLoads {
     Pack<T, W> residual;
     ColumnLoads<W, WRAPS> bias, extra, scale;
+    Program::OfRow of_row;
+    Program::OfColumns<W> of_columns;
+    Program::OfElements<W> of_elements;
 };
 
 struct Epilogue {
     const T *bias, *extra, *column_scale, *residual;
     T* y;
     float alpha, beta;
+    Program program;
 
     // The column vectors from `column` of a row of `columns` on.
     template <int W, bool WRAPS>
@@ -145,6 +186,7 @@ struct Epilogue {
             results[i] = epilogue_columns(acc[i], GATED ? up[i] : 0.0f, values, i, HAS_RESIDUAL ? added[i] : 0.0f,
                                           alpha, beta);
         }
+        program.apply<true>(results, added, loads.of_row, loads.of_columns, loads.of_elements, at, W);
         store<STREAM>(y + at, results);
     }
 
@@ -155,6 +197,9 @@ struct Epilogue {
         EpilogueLoads<W, false> loads;
         load_columns(loads, column, columns);
         load_residual(loads, row * columns + column);
+        program.load(loads.of_row, int(row), true);
+        program.load<true>(loads.of_columns, column, W);
+        program.load<true>(loads.of_elements, int(row), column, row * columns + column, W);
         finish<false>(row * columns + column, loads, acc, up);
     }
 

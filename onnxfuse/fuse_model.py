@@ -269,10 +269,14 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        made = assign_regions(graph, shapes, exclude) if settings.regions and not left else RegionResult()
+        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue}
+        known = (*fusing.fused, *layouts.fused)
+        made = RegionResult()
+        if settings.regions and not left:
+            made = assign_regions(graph, shapes, exclude, joining, known)
         if made.fused:
             after = estimate_traffic(graph, shapes)
-        records = {one.node: one for one in (*fusing.fused, *layouts.fused, *made.fused)}
+        records = {one.node: one for one in (*known, *made.fused)}
         fusing = replace(fusing, fused=tuple(records.values()))
     with timer.stage("write"):
         written = write_model(graph)

@@ -6,6 +6,7 @@ from typing import Final
 
 HALVES: Final = ("float16", "bfloat16")
 FLOATS: Final = (*HALVES, "float32", "float64")
+PRODUCTS: Final = (*HALVES, "float32")  # of the results of products that elementwise operators join
 DTYPES: Final = (*FLOATS, "int8", "uint8", "int32", "int64", "bool")
 
 ARITHMETIC: Final = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max")

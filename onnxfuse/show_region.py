@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxfuse.errors import OnnxfuseError, UsageError
+from onnxfuse.kernels.joined import is_joined, joined
 from onnxfuse.kernels.region.program import Operation, Program, parse
 from onnxfuse.kernels.region.shapes import infer
 from onnxfuse.kernels.region.sizes import Shape, Sizes, as_size, variable
@@ -31,7 +32,7 @@ def show_regions(path: Path, node: str | None, cuda: bool, arch: str) -> Iterato
 
     Raises UsageError where the model has no regions or none of this name, OnnxfuseError where no kernel is generated.
     """
-    calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION]
+    calls = [call for call in read_calls(read_model(path)) if call.node.fusion == REGION or is_joined(call.node)]
     if not calls:
         raise UsageError(f"'{path}' has no regions; `onnxfuse optimize --regions` makes them")
     if node is None:
@@ -55,24 +56,35 @@ def _named(calls: Sequence[Call], name: str) -> Call:
 
 def _summary(call: Call) -> str:
     """Return one line: the node's name, how many operators, operands and outputs it has, and its first operators."""
-    names = [operation.name for operation in parse(call.node).operations if operation.name != "Constant"]
+    names = [operation.name for operation in _parts(call)[0].operations if operation.name != "Constant"]
     shown = " ".join(names[:SHOWN_OPERATORS]) + (" ..." if len(names) > SHOWN_OPERATORS else "")
     counts = f"operators {len(names)}, operands {len(call.proto.input)}, outputs {len(call.proto.output)}"
     return f"{call.node.name}: {counts}: {shown}"
 
 
+def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
+    """Return the program of a region, or of operators that joined a node, what its operands are, and its outputs."""
+    inputs = list(call.proto.input)
+    if not is_joined(call.node):
+        program = parse(call.node)
+        return program, dict(zip(call.node.operands, inputs, strict=True)), program.outputs
+    both = joined(call.node)
+    read = [f"{call.node.fusion}({', '.join(inputs[: both.own])})", *inputs[both.own :]]
+    return parse(both.behind), dict(zip(both.behind.operands, read, strict=True)), both.outputs
+
+
 def _program_text(call: Call) -> Iterator[str]:
     """Yield the lines of a region's program: a value each, with its dtype, its shape and the operator that gives it."""
-    program = parse(call.node)
+    program, operands, outputs = _parts(call)
     shapes = _shapes(call, program)
     typed = {name: f"{dtype}{_shape_text(shapes, name)}" for name, dtype in program.dtypes.items()}
     yield f"{call.node.name}: {' '.join(call.proto.input)} -> {' '.join(call.proto.output)}"
-    for name, tensor in zip(call.node.operands, call.proto.input, strict=True):
+    for name, tensor in operands.items():
         yield f"  {name}: {typed[name]} = {tensor}"
     for operation in program.operations:
         left = ", ".join(f"{name}: {typed[name]}" for name in operation.outputs)
         yield f"  {left} = {_operation_text(operation)}"
-    for tensor, name in zip(call.proto.output, program.outputs, strict=True):
+    for tensor, name in zip(call.proto.output, outputs, strict=True):
         yield f"  {tensor} = {name}"
 
 
@@ -84,7 +96,12 @@ def _operation_text(operation: Operation) -> str:
 
 
 def _shapes(call: Call, program: Program) -> dict[str, Shape]:
-    """Return the shapes of all values, in which dynamic dims have their names; none where a rank is not known."""
+    """Return the shapes of all values, in which dynamic dims have their names; none where a rank is not known.
+
+    None either for operators that joined a node, whose result has a shape that only its host knows.
+    """
+    if is_joined(call.node):
+        return {}
     known = {name: shape for name, shape in zip(call.node.operands, call.shapes, strict=True) if shape is not None}
     if len(known) < len(call.shapes):
         return {}

@@ -21,6 +21,7 @@ def shifted(scaled: Term, column_shift: Term) -> Term:
 
 @fusion(
     out="n m ...",
+    epilogue="nhwc",
     example={
         "x": (2, 4, 6, 7),
         "w": (5, 4, 3, 3),

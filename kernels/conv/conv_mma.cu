@@ -34,6 +34,7 @@ using Sums = MmaSums;
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W, K = TAPS * CHANNELS, COLUMNS = GROUPS * FILTERS;
 constexpr int TILES_N = (FILTERS + TILE_N - 1) / TILE_N, TILES_K = (K + TILE_K - 1) / TILE_K;
 
+static_assert(!(SPLIT && HAS_PROGRAM), "epilogue.cu has no program");
 static_assert(FILTERS % WIDTH == 0 && TILE_N % WIDTH == 0, "a row of a tile is whole vectors");
 static_assert((TRANSPOSED ? K : FILTERS) * ITEM % W_COPY == 0, "a row of w is whole copies");
 static_assert((KERNEL_W - 1) * i64(DILATION_W) < -NOWHERE, "NOWHERE is far enough");
@@ -81,7 +82,7 @@ struct Operands {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, const T* residual, T* y, f32* partial,
          float alpha, float beta, int pixels, int d, int h, int width, int y_d, int y_h, int y_w, int pad_d, int pad_h,
-         int pad_w) {
+         int pad_w PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     constexpr int ACROSS = GROUPS * TILES_N, SIDE = GROUP_M * ACROSS;
     const int tile = blockIdx.x, tiles_m = (pixels + TILE_M - 1) / TILE_M;
@@ -107,7 +108,7 @@ conv_mma(const T* x, const T* w, const T* bias, const T* extra, const T* scale, 
     float* staged = reinterpret_cast<float*>(memory);
     sums.store(staged);
     __syncthreads();
-    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, extra, scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
     constexpr int VECTORS = TILE_N / WIDTH;
     const int last = min(pixels - row, TILE_M) * VECTORS;
 #pragma unroll 4

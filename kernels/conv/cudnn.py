@@ -33,6 +33,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
     """
     if (
         conv.x_nchw
+        or conv.program
         or conv.w_hwio
         or not conv.aligned
         or (conv.transposed and not _is_gradient(conv))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
+from onnxfuse.kernels import joined
 from onnxfuse.kernels.conv import (
     cudnn,
     depthwise,
@@ -17,11 +19,13 @@ from onnxfuse.kernels.conv import (
     stem,
 )
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
-from onnxfuse.kernels.conv.plans import plans, with_library
+from onnxfuse.kernels.conv.plans import MAX_IMPLEMENTATIONS, plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
+from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.joined import is_joined
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
-from onnxfuse.runtime.symint import is_symbolic
+from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
 # Of the implementations of a depthwise convolution that have several kernels.
 MAX_MMA: Final = 3
@@ -53,15 +57,47 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
 )
 
 
+WITH_PROGRAMS: Final = (matrix.implementations, hopper.implementations, mma.implementations)
+MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
+
+
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return joined.unsupported(node, input_dtypes, device, supports)
     return unsupported(node, input_dtypes, device)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        return _with_epilogue(node, inputs, device)
     conv, y = conv_of(node, inputs, device)
     return plans(node, conv, y, lambda: implementations(of_fewer_axes(conv), device))
+
+
+def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans of a convolution that operators have joined: with these in its epilogue, and then behind it."""
+    both = joined.joined(node)
+    conv, y = conv_of(both.product, inputs[: both.own], device)
+    found = list[Plan]()
+    if (made := epilogue_program(both, y, inputs, conv.residual is None)) and conv.pixels * conv.m:
+        program, outputs = made
+        ways = _of_programs(of_fewer_axes(in_epilogue(conv, program)), device)
+        found = [Plan(outputs, each.steps, each.scratch) for each in ways[:MAX_EPILOGUES]]
+    with for_later_plans(conv.pixels if found else 0):
+        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
+
+
+def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run a convolution with a program in its epilogue; none where a kernel without one is faster.
+
+    That is so for the kernels of depthwise and grouped convolutions, and of stems.
+    """
+    plain = replace(conv, program=None)
+    if any(kind(plain, device) for kind in (_depthwise, stem.implementations, grouped.implementations)):
+        return []
+    return next((found for kind in WITH_PROGRAMS if (found := kind(conv, device))), [])
 
 
 def implementations(conv: Conv, device: Device) -> list[Implementation]:

@@ -11,6 +11,7 @@ from typing import Final
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, three
 from onnxfuse.kernels.conv.usual import usual
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.cublaslt import epilogue
 from onnxfuse.kernels.gemm.mma import GROUP_M, MMA_ARCH, RESERVED_BYTES, MmaConfig
 from onnxfuse.kernels.implementation import Implementation
@@ -112,6 +113,8 @@ def _tiles(conv: Conv, device: Device) -> list[MmaConfig]:
 
 def _slices(conv: Conv, tile: MmaConfig, counts: Sequence[int]) -> list[int]:
     """Return those numbers of slices of k that leave each enough of it."""
+    if conv.program:  # sums that epilogue.cu would add up
+        return [1]
     return [count for count in counts if count == 1 or k_tiles(conv, tile) >= count * MIN_SLICE_TILES]
 
 
@@ -127,8 +130,9 @@ def implementation(conv: Conv, config: ConvConfig, device: Device) -> Implementa
     """Return one launch, or with slices of k one that leaves sums in scratch memory and one that adds them up."""
     tile, pdl = config.tile, device.arch >= PDL_ARCH
     kernel = Kernel("conv_mma", "conv_mma", defines(conv, config, device))
+    kernel, given = with_program(kernel, arguments(conv, config), conv.program)
     grid, threads = (tile_count(conv, tile), 1, config.slices), (32 * tile.warps_m * tile.warps_n, 1, 1)
-    launch = Launch(kernel, grid, threads, arguments(conv, config), tile.shared(1), pdl=pdl)
+    launch = Launch(kernel, grid, threads, given, tile.shared(1), pdl=pdl)
     name = config.name(conv, device)
     if config.slices == 1:
         return Implementation(name, (launch,))

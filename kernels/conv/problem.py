@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.tensors import ABSENT, Defines
 from onnxfuse.runtime.plan import Argument, Pointer, Scalar
 from onnxfuse.runtime.symint import is_symbolic
@@ -56,6 +57,7 @@ class Conv:
     tf32: bool = False  # float32 operands may be rounded to TF32
     weights_constant: bool = False  # no kernel writes w
     transposed: bool = False
+    program: EpilogueProgram | None = None  # operators that follow
 
     @property
     def extra(self) -> Pointer | None:

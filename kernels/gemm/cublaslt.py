@@ -36,9 +36,9 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the algorithms that cuBLASLt proposes for a Gemm of at least one element, its first choice first.
 
     If cuBLASLt lacks the epilogue, a 16-bit product is left in fp32, so that the result is rounded once.  There is none
-    if the library is missing, or the GPU is of another machine.
+    if the library is missing, the GPU is of another machine, or a program follows.
     """
-    if not (device.is_here and _is_available()):
+    if gemm.program or not (device.is_here and _is_available()):
         return []
     if _is_cublaslt_activation(gemm.activation) and _has_epilogue(gemm):
         complete = replace(

@@ -267,4 +267,53 @@ __device__ __forceinline__ void finish_four(const float* d, const float* up, con
     for (int i = 0; i < 4; ++i) y[i] = epilogue_columns(d[i], up[i], values, i % 2, y[i], alpha, beta);
 }
 
+// What the program reads for COUNT neighbouring shares of a thread, as finish_four has them: two columns of two rows,
+// eight columns apart.
+template <bool PRESENT, int COUNT>
+struct ProgramLoads {
+    __device__ __forceinline__ void load(const Program& program, int2 at, int m, int n) {}
+    __device__ __forceinline__ void apply(const Program& program, float (&y)[4], const float* residual, int i) const {}
+};
+
+template <int COUNT>
+struct ProgramLoads<true, COUNT> {
+    static constexpr bool ALIGNED = !STORE_BY_THREADS;
+    Program::OfRow of_row[2];
+    Program::OfColumns<2> of_columns[COUNT];
+    Program::OfElements<2> of_elements[COUNT][2];
+    long long at;  // the index of the first element of y
+    int rows, columns, pitch;  // of y that are left from there on, and the elements of a row
+
+    // `from` is the first row and column, of the m and n of y.
+    __device__ __forceinline__ void load(const Program& program, int2 from, int m, int n) {
+        at = (long long)from.x * n + from.y, rows = m - from.x, columns = n - from.y, pitch = n;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) program.load(of_row[row], from.x + 8 * row, 8 * row < rows);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            program.load<ALIGNED>(of_columns[i], from.y + 8 * i, columns - 8 * i);
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+                program.load<ALIGNED>(of_elements[i][row], from.x + 8 * row, from.y + 8 * i, index(i, row), left(i, row));
+        }
+    }
+
+    // Makes results of y, the product's of share i.
+    __device__ __forceinline__ void apply(const Program& program, float (&y)[4], const float* residual, int i) const {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float both[2] = {y[2 * row], y[2 * row + 1]};
+            const float added[2] = {residual[2 * row], residual[2 * row + 1]};
+            program.apply<ALIGNED>(both, added, of_row[row], of_columns[i], of_elements[i][row], index(i, row),
+                                   left(i, row));
+            y[2 * row] = both[0];
+            y[2 * row + 1] = both[1];
+        }
+    }
+
+private:
+    __device__ __forceinline__ long long index(int i, int row) const { return at + (row ? 8ll * pitch : 0) + 8 * i; }
+    __device__ __forceinline__ int left(int i, int row) const { return 8 * row < rows ? columns - 8 * i : 0; }
+};
+
 }  // namespace

@@ -53,12 +53,14 @@ struct SplitOutput {
     T* y;
     float alpha, beta;
     int m, n;
+    Program program;
 };
 
 // A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
 struct Fragment {
     int row, column;
     u32 bias, extra, scale, residual[2];
+    ProgramLoads<HAS_PROGRAM, 1> loads;
 
     // The columns of row i that are left; 0 beyond the last row.
     __device__ __forceinline__ int left(const SplitOutput& of, int i) const {
@@ -75,6 +77,7 @@ struct Fragment {
         if constexpr (HAS_RESIDUAL)
 #pragma unroll
             for (int i = 0; i < 2; ++i) residual[i] = load_pair(of.residual + at(of, i), left(of, i));
+        loads.load(of.program, {row, column}, of.m, of.n);
     }
 
     __device__ __forceinline__ void finish(const float* d, const float* up, const SplitOutput& of) const {
@@ -90,7 +93,9 @@ struct Fragment {
                 results[2 * i] = both.x;
                 results[2 * i + 1] = both.y;
             }
+        const float added[4] = {results[0], results[1], results[2], results[3]};
         finish_four(d, up, values, of.alpha, of.beta, results);
+        loads.apply(of.program, results, added, 0);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (left(of, i) <= 0) continue;

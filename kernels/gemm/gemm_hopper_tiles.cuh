@@ -10,9 +10,14 @@
 //      place by stmatrix. TMA stores the subtiles while the next tile is multiplied; what lies beyond y is not written.
 // With STORE_BY_THREADS, step 3 ends with stores by threads, row by row in words, because rows of y are not aligned.
 //
-// Macros: those of gemm_hopper.cuh.
+// Macros: those of gemm_hopper.cuh, and
+//   PROGRAM_AHEAD   1: what the program of the epilogue reads for a subtile is loaded while the one before it is finished
 #pragma once
 #include "gemm_hopper.cuh"
+
+#ifndef PROGRAM_AHEAD
+#define PROGRAM_AHEAD 0
+#endif
 
 // y as the kernel's parameter, and as a member of Results.
 #if STORE_BY_THREADS
@@ -68,6 +73,9 @@ __device__ __forceinline__ void read_column_values(const float2* vectors, int co
     }
 }
 
+// What the program of the epilogue reads for a thread's accumulators in a subtile.
+using SubtileLoads = ProgramLoads<HAS_PROGRAM, SUBTILE_N / 8>;
+
 // The y and the bias of each product.
 struct Results {
     Result y[PRODUCTS];
@@ -103,6 +111,7 @@ struct MatrixPlace {
 template <class Place>
 struct Output {
     const Place& place;
+    const Program& program;
     const TensorMap& residual;
     const char* results;    // the subtiles in shared memory, swizzled as TMA does it
     u32 subtiles;           // their 32-bit address
@@ -126,9 +135,16 @@ struct Output {
             place.load(residual, subtiles + i * SUBTILE_BYTES, residual_full, subtile_at(origin, i));
     }
 
+    // Loads what the program reads for a subtile, if there is one with that index.
+    __device__ __forceinline__ void load_program(SubtileLoads& loads, int2 origin, int i, int m, int n) const {
+        if (i >= SUBTILES) return;
+        const int2 at = subtile_at(origin, i);
+        loads.load(program, {at.x + thread / 32 * 16 + thread % 32 / 4, at.y + thread % 4 * 2}, m, n);
+    }
+
     // Finishes 16 rows and all columns of a subtile for each warp; `d` and `up` are the thread's accumulators.
     __device__ __forceinline__ void finish_subtile(u32 subtile, const float* d, const float* up, int column,
-                                                   float alpha, float beta) const {
+                                                   float alpha, float beta, const SubtileLoads& loads) const {
         ColumnValues<2> values[SUBTILE_N / 8];
         read_column_values(vectors, column, values);
 #pragma unroll
@@ -148,7 +164,9 @@ struct Output {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int at = 4 * (2 * i + j);
+                const float added[4] = {results[j][0], results[j][1], results[j][2], results[j][3]};
                 finish_four(d + at, up + at, values[2 * i + j], alpha, beta, results[j]);
+                loads.apply(program, results[j], added, 2 * i + j);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[j] = narrow(T(), &results[j / 2][j % 2 * 2]);
@@ -159,6 +177,8 @@ struct Output {
     // Finishes a tile and starts its stores.
     __device__ __forceinline__ void finish(const float (&d)[ATOMS][COLUMNS / 2], Result y, int2 origin, int m, int n,
                                            float alpha, float beta) {
+        SubtileLoads loads[1 + PROGRAM_AHEAD];
+        if (PROGRAM_AHEAD) load_program(loads[0], origin, 0, m, n);
         if constexpr (HAS_RESIDUAL) {
             hopper::barrier_wait(residual_full, parity);
             parity ^= 1;
@@ -166,8 +186,10 @@ struct Output {
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i) {
             const float* sums = &d[i / SUBTILE_COLUMNS][i % SUBTILE_COLUMNS * (SUBTILE_N / 2)];
+            load_program(loads[(i + 1) % (1 + PROGRAM_AHEAD)], origin, i + PROGRAM_AHEAD, m, n);
             finish_subtile(subtiles + i * SUBTILE_BYTES, sums, sums + (GATED ? TILE_N / 2 : 0),
-                 i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta);
+                           i % SUBTILE_COLUMNS * SUBTILE_N + thread % 4 * 2, alpha, beta,
+                           loads[i % (1 + PROGRAM_AHEAD)]);
         }
         hopper::store_fence();
         hopper::named_barrier(named, 128);
@@ -211,13 +233,14 @@ struct Output {
 template <class Place>
 __device__ __forceinline__ void consume(const Place& place, const Results& results, const TensorMap& residual,
                                         char* memory, Barriers barriers, const Tiles& tiles, const Weights& weights,
-                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks) {
+                                        const T* extra, const T* scale, float alpha, float beta, int m, int blocks,
+                                        const Program& program) {
     const u32 shared = hopper::shared_address(memory);
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, lane = thread % 32;
     float2* vectors = reinterpret_cast<float2*>(memory + VECTORS_AT) + consumer * VECTORS * TILE_N / 2;
     const int row = thread / 32 * 16 + lane % 16;
     const int subtiles = SUBTILES_AT + consumer * SUBTILES * SUBTILE_BYTES;
-    Output<Place> output{place, residual, memory + subtiles, shared + subtiles,
+    Output<Place> output{place, program, residual, memory + subtiles, shared + subtiles,
                   u32(row * SUBTILE_ROW_BYTES + ((lane / 16 ^ row / (128 / SUBTILE_ROW_BYTES) % (SUBTILE_N / 8)) << 4)), vectors,
                   barriers.first + 8 * (2 * STAGES + consumer), thread, 1 + consumer, 0};
     const int stride = tiles.step() * (PINGPONG ? CONSUMERS : 1);
@@ -257,7 +280,8 @@ __device__ __forceinline__ void consume(const Place& place, const Results& resul
 template <class Operands, class Place = MatrixPlace>
 __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const Results& results,
                                           const TensorMap& residual, const T* extra, const T* scale, float alpha,
-                                          float beta, int m, int blocks, int group_m, const Place& place = {}) {
+                                          float beta, int m, int blocks, int group_m, const Place& place = {},
+                                          const Program& program = {}) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);
     const Barriers barriers{shared + BARRIERS_AT};
@@ -281,7 +305,8 @@ __device__ __forceinline__ void run_tiles(Operands operands, const Weights& weig
     } else {
         hopper::take_registers<CONSUMER_REGISTERS>();
         wait_for_predecessor();
-        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks);
+        consume(place, results, residual, memory, barriers, tiles, weights, extra, scale, alpha, beta, m, blocks,
+                program);
     }
 }
 

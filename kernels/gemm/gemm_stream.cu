@@ -259,7 +259,7 @@ gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap w_3,
 #endif
             const T* bias, const T* bias_2, const T* bias_3, const T* column_scale, const T* residual, T* y, T* y_2,
-            T* y_3, float alpha, float beta, int m) {
+            T* y_3, float alpha, float beta, int m PROGRAM_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     release_successor();
     const int warp = threadIdx.x / 32, rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
@@ -289,6 +289,6 @@ gemm_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if constexpr (CLUSTER > 1) exchange.wait_for_peers();
     __syncthreads();
     if constexpr (CLUSTER > 1) exchange.swap(staged, rank, rows);
-    const Epilogue epilogue{bias, bias_2, column_scale, residual, y, alpha, beta};
+    const Epilogue epilogue{bias, bias_2, column_scale, residual, y, alpha, beta, {PROGRAM_ARGUMENTS}};
     finish(epilogue, exchange, staged, row, rows, tile * TILE_N + rank * OWN_COLUMNS, n);
 }

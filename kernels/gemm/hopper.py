@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
@@ -22,6 +23,7 @@ MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # of a cluster whose blocks share a tile: they start late, and wait for each other
+PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
 PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
 
 
@@ -38,6 +40,16 @@ class HopperConfig:
     def consumers(self) -> int:
         """The number of warpgroups that multiply."""
         return 3 if self.tile_m == 192 and not self.pingpong else 2
+
+    @property
+    def accumulators(self) -> int:
+        """The sums of a thread."""
+        return self.tile_m * self.tile_n // (128 * (1 if self.pingpong else self.consumers))
+
+    @property
+    def registers(self) -> int:
+        """The registers of a thread that multiplies: CONSUMER_REGISTERS of gemm_hopper.cuh."""
+        return 232 if self.consumers == 2 else 160
 
     @property
     def name(self) -> str:
@@ -120,12 +132,21 @@ def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
         beyond = blocks_beyond_room(gemm, config, device)
         if always(lambda: beyond > 0, beyond):  # where that depends on dynamic sizes, `cycles` says so
             return False
-    if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and column_vectors(gemm) + bool(gemm.residual) > 2:
+    vectors = column_vectors(gemm) + bool(gemm.residual)
+    if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and vectors > 2:
         return False  # they would not fit into registers beside the accumulators
+    if not _has_registers(gemm, config):
+        return False
     narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
     return narrow % NARROW_SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+
+
+def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
+    """Return whether registers hold what a program reads for so many subtiles beside the accumulators."""
+    read = gemm.program.registers * subtiles + PROGRAM_REGISTERS if gemm.program else 0
+    return config.accumulators + read <= config.registers
 
 
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
@@ -201,8 +222,9 @@ def kernel_launch(
     """
     tiles = tile_count(gemm, config)
     blocks = tiles * config.split_k if config.split_k > 1 else minimum(tiles, device.multiprocessors)
+    kernel, arguments = with_program(Kernel(source, source, defines, arch_specific=True), arguments, gemm.program)
     return Launch(
-        Kernel(source, source, defines, arch_specific=True),
+        kernel,
         (blocks, 1, 1),
         (128 * (1 + config.consumers), 1, 1),
         arguments,
@@ -214,12 +236,13 @@ def kernel_launch(
 
 def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
     """Return the macros of gemm_hopper.cuh."""
+    ahead = {"PROGRAM_AHEAD": int(_has_registers(gemm, config, subtiles=2))} if gemm.program else {}
     return {
         **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
         "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages(gemm, config, device),
         "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": TILE_K, "PRODUCTS": len(gemm.products),
-        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)),
+        "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)), **ahead,
     }  # fmt: skip
 
 

@@ -7,26 +7,34 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
 
+from onnxfuse.kernels import joined
+from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
 from onnxfuse.kernels.gemm import hopper, small
-from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations
+from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
 from onnxfuse.kernels.gemm.problem import Gemm, group
 from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.joined import is_joined
 from onnxfuse.kernels.tensors import required_spec
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans
 
 MAX_GROUPED: Final = 4  # implementations that compute all products in one launch, of MAX_IMPLEMENTATIONS
+MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
 SUFFIXES: Final = ("", "_2", "_3")  # of the operands' and attributes' names of the first, second and third product
 
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return joined.unsupported(node, input_dtypes, device, supports)
     return next((why for product in product_nodes(node) if (why := unsupported(product, input_dtypes, device))), None)
 
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        return _with_epilogue(node, inputs, device)
     if node.fusion == "gated_gemm":
         required_spec(node, inputs, "up")
     products = [gemm_of(each, inputs, device, SUFFIXES[i], i) for i, each in enumerate(product_nodes(node))]
@@ -35,6 +43,19 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     with for_later_plans(gemms[0].m if together else 0):
         found = [*together, *_one_after_the_other(gemms, device)]
     return [Plan(outputs, each.steps, each.scratch) for each in found[:MAX_IMPLEMENTATIONS]]
+
+
+def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+    """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it."""
+    both = joined.joined(node)
+    gemm, y = gemm_of(both.product, inputs[: both.own], device)
+    found = list[Plan]()
+    if (made := epilogue_program(both, y, inputs, gemm.residual is None)) and gemm.m * gemm.n:
+        program, outputs = made
+        ways = implementations_if_any(in_epilogue(gemm, program), device)[:MAX_EPILOGUES]
+        found = [Plan(outputs, each.steps, each.scratch) for each in ways]
+    with for_later_plans(gemm.m if found else 0):
+        return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
 
 
 def product_nodes(node: FusedNode) -> list[FusedNode]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
@@ -103,9 +104,10 @@ def implementation(gemm: Gemm, config: MmaConfig, device: Device, copied: bool =
     gemm, copies = padded(gemm, residual=False) if copied else (gemm, [])
     config = _with_enough_threads(gemm, config, copied)
     kernel = Kernel("gemm_mma", "gemm_mma", _defines(gemm, config, copied))
+    kernel, given = with_program(kernel, arguments(gemm), gemm.program)
     grid, threads = (config.tiles(gemm), 1, 1), (32 * config.warps_m * config.warps_n, 1, 1)
     pdl = device.arch >= PDL_ARCH
-    launch = Launch(kernel, grid, threads, arguments(gemm), config.shared(gemm.weight_count), pdl=pdl)
+    launch = Launch(kernel, grid, threads, given, config.shared(gemm.weight_count), pdl=pdl)
     name = f"{config.name} of copies" if copied else config.name
     return Implementation(name, (*launches(copies, device), launch), scratch_bytes(copies))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernels.epilogue import epilogue_defines
+from onnxfuse.kernels.epilogue_program import EpilogueProgram
 from onnxfuse.kernels.tensors import Defines
 from onnxfuse.runtime.plan import Pointer
 
@@ -40,6 +41,7 @@ class Gemm:
     beta: float = 0.0
     tf32: bool = False  # float32 operands may be rounded to TF32
     weights_constant: bool = False  # no kernel writes w and up, so that they are read before the predecessor has ended
+    program: EpilogueProgram | None = None  # operators that follow; not of grouped products
     grouped: tuple[Gemm, ...] = ()  # more products of the same x, with a bias at most, that one launch computes too
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm import mma, stream
 from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, MmaConfig, arguments, row_bytes, shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
@@ -64,8 +65,8 @@ def dot_implementation(gemm: Gemm, config: DotConfig, device: Device) -> Impleme
         "X_VECTOR": min(x_vector, config.loads), "WEIGHTS_CONSTANT": int(gemm.weights_constant),
     }  # fmt: skip
     grid, threads = (-(-gemm.n // tile_n), -(-gemm.m // config.rows), 1), (32 * config.warps_n * config.warps_k, 1, 1)
-    kernel, pdl = Kernel("gemm_small", "gemm_small", defines), device.arch >= PDL_ARCH
-    return Implementation(config.name, (Launch(kernel, grid, threads, arguments(gemm), pdl=pdl),))
+    kernel, given = with_program(Kernel("gemm_small", "gemm_small", defines), arguments(gemm), gemm.program)
+    return Implementation(config.name, (Launch(kernel, grid, threads, given, pdl=device.arch >= PDL_ARCH),))
 
 
 def _mma_configs(gemm: Gemm, device: Device) -> list[MmaConfig]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.mma import RESERVED_BYTES, shape_defines
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
@@ -159,9 +160,10 @@ def implementation(gemm: Gemm, config: StreamConfig) -> Implementation:
         "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemms)),
     }  # fmt: skip
     grid = (sum(tiles) * config.cluster, _row_count(gemm, config.tile_m), 1)
+    kernel = Kernel("gemm_stream", "gemm_stream", kernel_defines)
+    kernel, given = with_program(kernel, _arguments(gemms, config), gemm.program)
     launch = Launch(
-        Kernel("gemm_stream", "gemm_stream", kernel_defines), grid, (32 * config.warps, 1, 1),
-        _arguments(gemms, config), config.shared(gemm.weight_count), config.cluster, pdl=True,
+        kernel, grid, (32 * config.warps, 1, 1), given, config.shared(gemm.weight_count), config.cluster, pdl=True,
     )  # fmt: skip
     return Implementation(config.name, (launch,))
 

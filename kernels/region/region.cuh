@@ -122,6 +122,7 @@ __device__ __forceinline__ T reflected(T at, T size) {
 template <class T>
 __device__ __forceinline__ T nearest(T at, T size) { return at < 0 ? T(0) : at >= size ? T(size - 1) : at; }
 
+#ifndef HAS_PROGRAM  // the program of an epilogue has no reductions
 // ---- accumulators ------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -283,3 +284,4 @@ template <class A>
 __device__ __forceinline__ void store_accumulator(u64* memory, long long at, const A& own) {
     reinterpret_cast<A*>(memory)[at] = own;
 }
+#endif

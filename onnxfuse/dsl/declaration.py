@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.spans import Span, here
@@ -42,6 +42,7 @@ class Fusion:
     example: Mapping[str, ExampleValue] = field(default_factory=dict)
     last: bool = False
     channels_last: tuple[str, ...] = ()
+    epilogue: bool | Literal["nhwc"] = False
 
     def __repr__(self) -> str:  # terms share others, so a repr of them would grow exponentially
         return f"Fusion({self.name})"
@@ -72,6 +73,7 @@ def fusion(
     casts: bool = False,
     last: bool = False,
     channels_last: Sequence[str] = (),
+    epilogue: bool | Literal["nhwc"] = False,
     example: Mapping[str, ExampleValue] | None = None,
 ) -> Callable[[Body], Fusion]:
     """Declare a fusion.
@@ -83,6 +85,8 @@ def fusion(
     channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
+    epilogue  with regions, elementwise operators that alone read its one output join the fused node, which says them in
+            the attribute `program`, and reads their other operands behind its own; "nhwc": if it is channels-last
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 
@@ -107,7 +111,7 @@ def fusion(
         return Fusion(
             function.__name__, inspect.getdoc(function) or "", captures, outputs, names, tuple(guards), casts,
             inspect.getsource(function), span, _checked_example(example or {}, captures, span), last,
-            _checked_images(channels_last, captures, len(outputs), span),
+            _checked_images(channels_last, captures, len(outputs), span), epilogue,
         )  # fmt: skip
 
     return declare

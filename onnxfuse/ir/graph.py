@@ -46,6 +46,7 @@ class Graph:
     position: dict[Node, int] = field(default_factory=dict)  # in execution order, as of the last `sort`
     _captured: dict[int, tuple[onnx.NodeProto, frozenset[str]]] = field(default_factory=dict)  # by the node's id
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # by tensor: see `remember_origins`
+    is_subgraph: bool = False
 
     @property
     def nodes(self) -> list[Node]:

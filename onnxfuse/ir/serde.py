@@ -62,7 +62,7 @@ def read_subgraph(
     outputs = frozenset(o.name for o in model.graph.output)
     result = Graph(
         linked, model, outer.folder, outer.opset, frozenset(), outputs, outer.functions, outer.names, outer.bodies,
-        outer_constants=dict(constants),
+        outer_constants=dict(constants), is_subgraph=True,
     )  # fmt: skip
     _remember_messages(result)
     return result

@@ -12,9 +12,9 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, op_of, producer
 from onnxfuse.layout.axes import Perm
-from onnxfuse.layout.bodies import drop_functions, followed_by
+from onnxfuse.layout.bodies import followed_by
 from onnxfuse.layout.residuals import GATE, function_name
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 # The activations that are one operator in every opset, with no inputs but x; those in several nodes are fused nodes.
 ACTIVATIONS: Final = {

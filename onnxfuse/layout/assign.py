@@ -12,7 +12,6 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
-from onnxfuse.layout.bodies import drop_functions
 from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.layout.regions import Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
@@ -20,7 +19,7 @@ from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Border, Writer
 from onnxfuse.passes.compose_views import compose_views
 from onnxfuse.passes.folded import node_label
-from onnxfuse.rewrite.replace import Fused, LocalFunctions
+from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 Layout: TypeAlias = Literal["auto", "nchw", "nhwc"]
 LAYOUT: Final = "layout"  # what reports call this step

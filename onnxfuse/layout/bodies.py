@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 from onnx import helper
 
 from onnxfuse.ir.domain import DOMAIN
-from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import AttributeValue, Node, has_subgraph
-from onnxfuse.ir.protos import nodes, subgraphs
+from onnxfuse.ir.node import AttributeValue
 from onnxfuse.layout.axes import Perm, inverse
 
 
@@ -104,20 +102,6 @@ def followed_by(
     result.output[:] = [end]
     result.attribute[:] = sorted(attributes)
     return result
-
-
-def drop_functions(graph: Graph, called: Collection[Node]) -> None:
-    """Remove functions that fusing added and that only the nodes in `called` call, which will call others."""
-    present = {(f.domain, f.name) for f in graph.model.functions}
-    used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
-    inner = [part for node in graph.nodes if has_subgraph(node) for part in subgraphs(graph.protos[id(node)][1])]
-    used |= {node.op_type for node in nodes(*graph.functions, *inner) if node.domain == DOMAIN}
-    graph.functions[:] = [
-        f for f in graph.functions if f.domain != DOMAIN or f.name in used or (f.domain, f.name) in present
-    ]
-    kept = {f.name for f in graph.functions if f.domain == DOMAIN}
-    for key in [key for key, name in graph.bodies.items() if name not in kept]:
-        del graph.bodies[key]
 
 
 def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:

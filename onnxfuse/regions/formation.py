@@ -22,9 +22,10 @@ MAX_VISITED = 256  # clusters, in the search for a cycle
 
 @dataclass(frozen=True)
 class Formed:
-    """The regions of a graph, and why nodes are in none."""
+    """The regions of a graph, and why nodes are in none; `others` are too small for a region, but may join a node."""
 
     regions: tuple[Cluster, ...] = ()
+    others: tuple[Cluster, ...] = ()
     forms: dict[Node, tuple[Step, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by the label of a node
 
@@ -96,16 +97,17 @@ def form_regions(graph: Graph, shapes: ShapeInfo) -> Formed:
     clusters = Clusters(graph, shapes, forms)
     _merge_all(Merging(graph, clusters, levels(graph, forms), reasons))
     distinct = {id(one): one for one in (clusters.of[node] for node in forms)}
-    regions = [one for one in distinct.values() if _is_worth_it(one)]
+    regions = [one for one in distinct.values() if is_worth_it(one)]
     inside = {node for one in regions for node in one.nodes}
     for node in forms:
         if node not in inside:
             reasons.setdefault(node_label(node), "nothing beside it can be merged with it")
     outside = {node_label(node) for node in graph.nodes if node not in inside}
-    return Formed(tuple(regions), forms, {label: why for label, why in reasons.items() if label in outside})
+    others = tuple(one for one in distinct.values() if not is_worth_it(one))
+    return Formed(tuple(regions), others, forms, {label: why for label, why in reasons.items() if label in outside})
 
 
-def _is_worth_it(cluster: Cluster) -> bool:
+def is_worth_it(cluster: Cluster) -> bool:
     """Return whether a cluster has two operators that take time at run time."""
     return sum(op_of(node) not in FREE_OPS for node in cluster.nodes) > 1
 

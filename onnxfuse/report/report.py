@@ -47,10 +47,11 @@ class Dropped:
 
 @dataclass(frozen=True)
 class RegionGain:
-    """The regions, the nodes that they replace, and the bytes and launches that are saved, as estimated."""
+    """The regions, the nodes that they replace, those that joined others, and what is saved, as estimated."""
 
     nodes: int
     replaced: int
+    joined: int
     bytes_saved: int
     launches_saved: int
 
@@ -98,8 +99,8 @@ class Report:
         fused = [one for one in self.fused if one.fusion == REGION]
         apart = self.without_regions or self.after
         return RegionGain(
-            len(fused), sum(len(one.replaces) for one in fused), apart.bytes - self.after.bytes,
-            apart.launches - self.after.launches,
+            len(fused), sum(len(one.replaces) for one in fused), sum(len(one.joined) for one in self.fused),
+            apart.bytes - self.after.bytes, apart.launches - self.after.launches,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -248,10 +249,11 @@ def _function_lines(inlined: Inlined | None) -> list[str]:
 
 def _region_lines(regions: RegionGain) -> list[str]:
     """Return what regions save; nothing where there are none."""
-    if not regions.nodes:
+    if not regions.nodes + regions.joined:
         return []
+    joined = f", {_counted(regions.joined, 'node')} in epilogues" if regions.joined else ""
     saved = f"{_bytes_text(regions.bytes_saved)} and {_counted(regions.launches_saved, 'launch', 'launches')} saved"
-    return [f"Regions: {_counted(regions.nodes, 'node')} in place of {regions.replaced}, {saved}"]
+    return [f"Regions: {_counted(regions.nodes, 'node')} in place of {regions.replaced}{joined}, {saved}"]
 
 
 def _layout_lines(layout: LayoutResult) -> list[str]:

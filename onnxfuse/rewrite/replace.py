@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Collection, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +18,8 @@ from onnxfuse.dsl.words import Stored
 from onnxfuse.errors import PatternError
 from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
-from onnxfuse.ir.node import AttributeValue, Tensor, is_constant, op_of
+from onnxfuse.ir.node import AttributeValue, Node, Tensor, has_subgraph, is_constant, op_of
+from onnxfuse.ir.protos import nodes, subgraphs
 from onnxfuse.match import Match, Miss
 from onnxfuse.match.accept import MOVING_OPS, needed_outputs
 from onnxfuse.match.diagnostics import node_name
@@ -38,6 +39,7 @@ class Fused:
     dims: Mapping[str, int | str]  # sizes, or formulas of symbolic ones
     output: str  # the tensor that it computes, which has the same name in the original
     where: str = ""  # "the body of Loop 'x'", or "" for the main graph
+    joined: tuple[str, ...] = ()  # those of `replaces` that no pattern names, and that regions put into its epilogue
 
 
 @dataclass
@@ -74,6 +76,23 @@ class LocalFunctions:
             self.graph.bodies[key] = name
             self.graph.functions.append(body)
         return self.graph.bodies[key]
+
+
+def drop_functions(graph: Graph, called: Collection[Node]) -> None:
+    """Remove functions that fusing added and that only the nodes in `called` call, which will call others.
+
+    The graph is the main one, which knows what all subgraphs call.
+    """
+    present = {(f.domain, f.name) for f in graph.model.functions}
+    used = {node.op for node in graph.nodes if node.domain == DOMAIN and node not in called}
+    inner = [part for node in graph.nodes if has_subgraph(node) for part in subgraphs(graph.protos[id(node)][1])]
+    used |= {node.op_type for node in nodes(*graph.functions, *inner) if node.domain == DOMAIN}
+    graph.functions[:] = [
+        f for f in graph.functions if f.domain != DOMAIN or f.name in used or (f.domain, f.name) in present
+    ]
+    kept = {f.name for f in graph.functions if f.domain == DOMAIN}
+    for key in [key for key, name in graph.bodies.items() if name not in kept]:
+        del graph.bodies[key]
 
 
 def replace_match(graph: Graph, shapes: ShapeInfo, match: Match, functions: LocalFunctions) -> Fused | Miss:

@@ -35,7 +35,7 @@ class FusionResult:
 
         An attention that is not fused has one in any case: the one where most agreed.
         """
-        taken = {name for one in self.fused if one.fusion != REGION for name in one.replaces}
+        taken = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
         unfused = [m for m in self.missed if m.node in self.remaining and m.node not in taken]
         near = {id(m): m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of}
         nearest: dict[str, Miss] = {}

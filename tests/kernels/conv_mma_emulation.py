@@ -15,7 +15,7 @@ from conv_emulation import CTYPES, STOOD_IN, placed
 from emulated_build import load
 
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.runtime.nvrtc import source_text
+from onnxfuse.runtime.nvrtc import kernel_text
 from onnxfuse.runtime.plan import Device, Kernel, Launch, Pointer, Scalar
 
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -25,7 +25,7 @@ SUMS = {"fp32": 2e-6, "tf32": 2.0**-10}
 
 def text_of(kernel: Kernel) -> str:
     """Return the kernel's source without the headers that are replaced, and with its shared memory replaced."""
-    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', source_text(kernel.source))
+    parts = re.split(r'(?m)^#line \d+ "([^"]+)"\n', kernel_text(kernel))
     kept = (part for name, part in zip(parts[1::2], parts[2::2], strict=True) if name not in STOOD_IN)
     memory = r"extern __shared__ __align__\(\d+\) char memory\[\];"
     return re.sub(memory, "char* memory = emulated::memory;", parts[0] + "".join(kept))

@@ -50,9 +50,11 @@ def launcher(name: str, text: str, launch: str) -> str:
     """Return a function `launch` that runs all blocks of a kernel, which the text defines."""
     entry = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
     assert entry is not None, f"{name} is not defined in its file"
-    names_of = [each.split()[-1].lstrip("*") for each in entry[1].split(",")]
+    behind = re.search(r"(?m)^#define PROGRAM_PARAMETERS(.*)$", text)
+    parameters = entry[1].replace("PROGRAM_PARAMETERS", behind[1] if behind else "")
+    names_of = [each.split()[-1].lstrip("*") for each in parameters.split(",")]
     return (
-        f'extern "C" void {launch}(const int* grid, const int* block, int shared, {entry[1]}) {{\n'
+        f'extern "C" void {launch}(const int* grid, const int* block, int shared, {parameters}) {{\n'
         "    emulated::launch({unsigned(grid[0]), unsigned(grid[1]), 1}, "
         "{unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, "
         f"[=] {{ {name}({', '.join(names_of)}); }});\n}}\n"

@@ -18,7 +18,7 @@
 #define int64_t kernel_int64_t
 #define uint32_t kernel_uint32_t
 #define uint64_t kernel_uint64_t
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -67,7 +67,10 @@ static bf16 narrowed(bf16, float value) {
 }
 
 template <class T, int N>
-struct Pack { T values[N]; };
+union Pack {
+    T values[N];
+    unsigned words[(N * sizeof(T) + 3) / 4];
+};
 
 template <class T, int N>
 static void unpack(const Pack<T, N>& packed, float (&to)[N]) {
@@ -85,7 +88,7 @@ template <int N, bool CONSTANT = false, class T>
 static Pack<T, N> load_cached(const T* from) {
     if (reinterpret_cast<u64>(from) % (min(N * int(sizeof(T)), 16))) abort();  // misaligned
     Pack<T, N> loaded;
-    memcpy(&loaded, from, sizeof(loaded));
+    memcpy(&loaded, from, N * sizeof(T));
     return loaded;
 }
 
@@ -98,7 +101,7 @@ static void copy_to_shared(Pack<T, N>& to, const T* from) { to = load_cached<N>(
 template <bool LEAVING, int N, class T>
 static void store_pack(T* to, const Pack<T, N>& packed) {
     if (reinterpret_cast<u64>(to) % (min(N * int(sizeof(T)), 16))) abort();
-    memcpy(to, &packed, sizeof(packed));
+    memcpy(to, &packed, N * sizeof(T));
 }
 
 template <bool LEAVING, int N, class T>

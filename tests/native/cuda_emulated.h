@@ -182,6 +182,7 @@ struct f32 { unsigned bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+constexpr float LARGEST = 3.402823466e38f;
 constexpr float LOG2_E = 1.442695041f;
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
@@ -268,6 +269,11 @@ void store(T* to, const float (&values)[N]) {
     emulated::check(to, min(int(N * sizeof(T)), 16));
     const Pack<T, N> packed = pack<T>(values);
     memcpy(to, &packed, N * sizeof(T));
+}
+
+template <int N, class T>
+void store_as(bool, T* to, const float (&values)[N]) {
+    store<false>(to, values);
 }
 
 template <bool LEAVING, int BYTES>

@@ -1,7 +1,12 @@
 // Runs the GEMM that is defined above in the translation unit. `maps` are those of x, w (three), up, y (three) and
-// residual; PRODUCTS says how many of three are used, and pointers of absent operands are null.
+// residual; PRODUCTS says how many of three are used, and pointers of absent operands are null. `given` has the
+// arguments of the program in the epilogue, each an address or a number of 64 bits.
+#ifndef PROGRAM_GIVEN
+#define PROGRAM_GIVEN
+#endif
 extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const T* const* biases, const T* up_bias,
-                    const T* scale, int m, const int* sizes, int k, int group, int grid, int cluster, int shared_bytes) {
+                    const T* scale, int m, const int* sizes, int k, int group, int grid, int cluster, int shared_bytes,
+                    void* const* given) {
     emulated::launch(grid, cluster, shared_bytes, [=] {
         const TensorMap x{maps}, w{maps + 1}, w_2{maps + 2}, w_3{maps + 3}, up{maps + 4};
         const T *bias = biases[0], *bias_2 = biases[1], *bias_3 = biases[2];
@@ -17,7 +22,7 @@ extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const
 #if GATED
                           up,
 #endif
-                          outputs[0], residual, bias, up_bias, scale, 0, 0, m, n, k, group);
+                          outputs[0], residual, bias, up_bias, scale, 0, 0, m, n, k, group PROGRAM_GIVEN);
 #else
         gemm_hopper(x, EACH_PRODUCT(, w),
 #if GATED
@@ -27,7 +32,7 @@ extern "C" void run(const Map* maps, T* const* outputs, const T* residual, const
 #if HAS_RESIDUAL
                     added,
 #endif
-                    EACH_PRODUCT(, bias), up_bias, scale, 0, 0, m, EACH_PRODUCT(, n), k, group);
+                    EACH_PRODUCT(, bias), up_bias, scale, 0, 0, m, EACH_PRODUCT(, n), k, group PROGRAM_GIVEN);
 #endif
     });
 }

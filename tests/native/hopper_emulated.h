@@ -29,6 +29,7 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 
 struct int2 { int x, y; };
+struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { int x; };
@@ -37,9 +38,11 @@ static Index gridDim;
 
 // ---- types.cuh ---------------------------------------------------------------------------------------------------
 
+struct f32 { u32 bits; };
 struct f16 { unsigned short bits; };
 struct bf16 { unsigned short bits; };
 
+constexpr float LARGEST = 3.402823466e38f;
 constexpr float LOG2_E = 1.442695041f;
 
 static float widened(f16 value) {
@@ -66,6 +69,24 @@ static unsigned short narrowed(bf16, float value) {
     u32 bits;
     memcpy(&bits, &value, 4);
     return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static float __uint_as_float(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static float widened(f32 value) {
+    float wide;
+    memcpy(&wide, &value, 4);
+    return wide;
+}
+
+static u32 narrowed(f32, float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
 }
 
 template <class T>
@@ -102,12 +123,31 @@ Pack<T, N> load_once(const T* from) {
 
 template <class T, int N>
 void unpack(const Pack<T, N>& packed, float (&to)[N]) {
-    for (int i = 0; i < N; ++i) to[i] = widened(T{reinterpret_cast<const unsigned short*>(packed.words)[i]});
+    for (int i = 0; i < N; ++i) {
+        T value;
+        memcpy(&value, reinterpret_cast<const char*>(packed.words) + i * sizeof(T), sizeof(T));
+        to[i] = widened(value);
+    }
+}
+
+template <class T, int N>
+Pack<T, N> pack(const float (&from)[N]) {
+    Pack<T, N> packed{};
+    for (int i = 0; i < N; ++i) {
+        const auto bits = narrowed(T(), from[i]);
+        memcpy(reinterpret_cast<char*>(packed.words) + i * sizeof(T), &bits, sizeof(T));
+    }
+    return packed;
 }
 
 template <bool LEAVING, int N, class T>
 void store(T* to, const float (&values)[N]) {
     for (int i = 0; i < N; ++i) to[i].bits = narrowed(T(), values[i]);
+}
+
+template <int N, class T>
+void store_as(bool, T* to, const float (&values)[N]) {
+    store<false>(to, values);
 }
 
 template <bool LEAVING, int BYTES>

@@ -1,0 +1,226 @@
+"""The elementwise operators that joined a product, as C++ that epilogue.cuh calls: `struct Program`.
+
+Its operands have the shape of y, or one value for each column, for each row, or for several rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+from onnxfuse.kernels.joined import RESULT, Joined
+from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
+from onnxfuse.kernels.region.operators import NUMBER, STORED
+from onnxfuse.kernels.region.program import Program, parse
+from onnxfuse.kernels.region.shapes import Shapes, infer
+from onnxfuse.kernels.region.sizes import Sizes, product
+from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.region_operators import HALVES
+from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorSpec
+
+OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
+WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
+Problem = TypeVar("Problem")  # a Gemm or a Conv
+OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
+KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
+TEXT: Final = """\
+// {operators}
+#define HAS_PROGRAM 1
+#define PROGRAM_RESIDUAL {residual}
+#define PROGRAM_PARAMETERS {parameters}
+#define PROGRAM_ARGUMENTS {arguments}
+#include "epilogue_program.cuh"
+
+#pragma nv_diag_suppress 177  // not every variable is read
+
+namespace program {{
+
+struct Program {{
+{members}
+    struct OfRow {{
+{of_row}
+    }};
+    template <int W>
+    struct OfColumns {{
+{of_columns}
+    }};
+    template <int W>
+    struct OfElements {{
+{of_elements}
+    }};
+
+    __device__ __forceinline__ void load(OfRow& to, int row, bool inside) const {{
+{load_of_row}
+    }}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfColumns<W>& to, int column, int left) const {{
+{load_of_columns}
+    }}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfElements<W>& to, int row, int column, long long at, int left) const {{
+{load_of_elements}
+    }}
+
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void apply(float (&x0)[W], const float (&residual)[W], const OfRow& of_row,
+                                          const OfColumns<W>& of_columns, const OfElements<W>& of_elements,
+                                          long long at, int left) const {{
+{reading}
+#pragma unroll
+        for (int j = 0; j < W; ++j) {{
+{lines}
+        }}
+{storing}
+    }}
+}};
+
+}}  // namespace program
+
+#include "{source}.cu"
+"""
+
+
+@dataclass(frozen=True)
+class EpilogueProgram:
+    """The generated text, and what a kernel and its host must know of it."""
+
+    text: str
+    arguments: tuple[Argument, ...]  # of the launch, behind the kernel's own
+    y: Pointer  # the output that the kernel stores
+    residual: (
+        Pointer | None
+    )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
+    registers: int  # of a thread that holds what is read for two columns of two rows, eight times, and stores outputs
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """Return a kernel with the program in its epilogue."""
+        return Kernel(kernel.source, kernel.entry, kernel.defines, kernel.arch_specific,
+                      self.text.replace("{source}", kernel.source))  # fmt: skip
+
+
+def with_program(
+    kernel: Kernel, arguments: tuple[Argument, ...], program: EpilogueProgram | None
+) -> tuple[Kernel, tuple[Argument, ...]]:
+    """Return a kernel and its arguments with the program, where there is one."""
+    return (program.kernel(kernel), (*arguments, *program.arguments)) if program else (kernel, arguments)
+
+
+def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
+    """Return a product with a program in its epilogue, which may read what takes the place of a residual."""
+    given = {"residual": program.residual, "residual_first": False} if program.residual else {}
+    return replace(problem, y=program.y, program=program, **given)  # type: ignore[type-var]
+
+
+def epilogue_program(
+    both: Joined, y: TensorSpec, inputs: Sequence[TensorSpec], takes_residual: bool
+) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
+    """Return the program behind a product with the result `y`, and all outputs; None if epilogues cannot hold it.
+
+    `takes_residual`: the product has no residual, so that an operand may take its place.  Raises ValueError if shapes
+    do not fit.
+    """
+    program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
+    operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
+    shapes = infer(program, operands, sizes)
+    whole = shapes.of[RESULT]
+    dtypes = [program.dtypes[name] for name in both.outputs]
+    fits = all(
+        len(shapes.of[name]) == len(whole) and all(map(sizes.equal, shapes.of[name], whole)) for name in both.outputs
+    )
+    if not fits or y.dtype not in dtypes or not whole:
+        return None
+    text = _Text(both, program, shapes, dtypes.index(y.dtype))
+    outputs = tuple(TensorSpec(y.shape, dtype, y.aligned) for dtype in dtypes)
+    return text.made(takes_residual), outputs
+
+
+class _Text:
+    """Writes `struct Program` for the element at `row` and `column` of y, and W - 1 elements behind it in the row."""
+
+    def __init__(self, both: Joined, program: Program, shapes: Shapes, stored: int) -> None:
+        """Take the program, and the index of the output that the kernel stores."""
+        self.both, self.program, self.shapes, self.stored = both, program, shapes, stored
+        self.arguments, self.registers = Arguments(shapes.sizes, False), 0
+        self.writer = Writer(program, shapes, self.arguments, False, {}, depth=3)
+        *rows, columns = shapes.of[RESULT]
+        left, places = variable_index("row", product(rows)), [variable_index("column", columns)]
+        for dim in reversed(rows):
+            left, inner = divided(left, dim)
+            places.insert(0, inner)
+        self.place = tuple(places)
+        self.whole = flat(self.place, shapes.of[RESULT])
+
+    def made(self, takes_residual: bool) -> EpilogueProgram:
+        """Return the program."""
+        others, dtypes, lines = self.both.behind.operands[1:], self.program.dtypes, list[dict[str, str]]()
+        residual = next((n for n in others if takes_residual and self._is_whole(n) and dtypes[n] == dtypes[RESULT]), "")
+        members, given = list[str](), list[Argument]()
+        self._keep(RESULT, "x0[j]")
+        for i, name in enumerate(others):
+            if name == residual:
+                self._keep(name, "residual[j]")
+                continue
+            lines.append(self._operand(name))
+            members.append(f"const {STORED[dtypes[name]]}* {name}")
+            given.append(Pointer("input", self.both.own + i))
+        results = [self.writer.value(name, self.place).text for name in self.both.outputs]
+        for i, name in enumerate(self.both.outputs):
+            if i != self.stored:
+                lines.append(_output(i, STORED[dtypes[name]], results[i]))
+                members.append(f"{STORED[dtypes[name]]}* y{i}")
+                self.registers += OUTPUT_REGISTERS
+                given.append(Pointer("output", i))
+        lines.append({"computing": f"x0[j] = {results[self.stored]};"})
+        assert not self.writer.accesses
+        members += self.arguments.declared
+        parts = {kind: [each[kind] for each in lines if kind in each] for kind in KINDS}
+        inner = "\n".join([*self.writer.lines, *(f"            {each}" for each in parts["computing"])])
+        names = [each.split()[-1].lstrip("*") for each in members]
+        text = TEXT.format(
+            operators=" ".join(each.name for each in self.program.operations), residual=int(bool(residual)),
+            parameters="".join(f", {each}" for each in members), arguments=", ".join(names),
+            members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}",
+            **{kind: "\n".join(f"        {each}" for each in parts[kind]) for kind in KINDS if kind != "computing"},
+        )  # fmt: skip
+        taken = Pointer("input", self.both.own + others.index(residual)) if residual else None
+        y = Pointer("output", self.stored)
+        return EpilogueProgram(text, (*given, *self.arguments.values), y, taken, self.registers)
+
+    def _index(self, name: str) -> Index:
+        shape = self.shapes.of[name]
+        return flat(maps.broadcast(self.place, self.shapes.of[RESULT], shape, self.shapes), shape)
+
+    def _is_whole(self, name: str) -> bool:
+        return self._index(name) == self.whole
+
+    def _keep(self, name: str, text: str) -> None:
+        place = maps.broadcast(self.place, self.shapes.of[RESULT], self.shapes.of[name], self.shapes)
+        exact = name != RESULT or self.program.dtypes[name] not in HALVES
+        self.writer.keep((name, place), Reference(text, exact=exact))
+
+    def _operand(self, name: str) -> dict[str, str]:
+        """Return the lines for an operand: one element for each column, or one for all of them."""
+        index, dtype = self._index(name), self.program.dtypes[name]
+        varies = "column" in index.variables()
+        self._keep(name, f"{name}_[{'j' if varies else 0}]")
+        width, aligned, left = ("W", "ALIGNED", "left") if varies else ("1", "true", "inside")
+        self.registers += WORDS.get(dtype, 2) * (2 if not varies else 16 if "row" in index.variables() else 8)
+        of = "of_row" if not varies else "of_elements" if "row" in index.variables() else "of_columns"
+        at = "at" if of == "of_elements" and index == self.whole else self.writer.index(index)
+        return {
+            of: f"Elements<{STORED[dtype]}, {width}> {name};",
+            f"load_{of}": f"to.{name}.template load<{aligned}>({name} + ({at}), {left});",
+            "reading": f"{NUMBER[dtype]} {name}_[{width}];\n        {of}.{name}.read({name}_);",
+        }
+
+
+def _output(index: int, stored: str, value: str) -> dict[str, str]:
+    """Return the lines for an output that the program stores."""
+    return {
+        "reading": f"typename Number<{stored}>::Type y{index}_[W];",
+        "computing": f"y{index}_[j] = {value};",
+        "storing": f"store<ALIGNED>(y{index} + at, y{index}_, left);",
+    }

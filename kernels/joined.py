@@ -1,0 +1,134 @@
+"""Nodes that elementwise operators have joined: the attribute `program` says what follows the node's own result.
+
+Such a node is a product with an epilogue of any operators.  Kernels have these as their epilogue, where epilogue.cuh
+can hold them (program.py); the plan that otherwise runs is that of the product, and behind it that of a region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from onnxfuse.kernels.region import host as region
+from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
+
+REGION: Final = "region"  # the fusion of what is a program and nothing else
+RESULT: Final = "x0"  # the name of the product's result in the program; x1, x2, ... are operands behind the product's
+MAX_TWO_STEPS: Final = 2  # plans that leave the program to another launch
+Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A node in two: the product, and the region that reads its result and the node's last operands."""
+
+    product: FusedNode
+    behind: FusedNode
+    outputs: tuple[str, ...]  # of the program, RESULT among them if the node gives that too
+
+    @property
+    def own(self) -> int:
+        """The number of the product's operands."""
+        return len(self.product.operands)
+
+    def region_inputs(self, y: TensorSpec, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """Return the operands of the region."""
+        return [y, *inputs[self.own :]]
+
+
+def is_joined(node: FusedNode) -> bool:
+    """Return whether elementwise operators have joined a node."""
+    return "program" in node.attributes and node.fusion != REGION
+
+
+def joined(node: FusedNode) -> Joined:
+    """Return both halves of a node.  Raises ValueError if its program cannot be read."""
+    attributes = {name: value for name, value in node.attributes.items() if name != "program"}
+    try:
+        content = json.loads(node.text("program"))
+        dtypes, outputs = content["dtypes"], tuple(content["outputs"])
+        result = str(dtypes[RESULT])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{node.fusion}: its program cannot be read: {type(error).__name__}: {error}") from error
+    others = [name for name in dtypes if name.startswith("x") and name != RESULT]
+    own = len(node.operands) - len(others)
+    product = replace(node, operands=node.operands[:own], attributes=attributes, output_dtypes=(result,))
+    text = json.dumps({**content, "outputs": [name for name in outputs if name != RESULT]}, separators=(",", ":"))
+    given = tuple(dtype for name, dtype in zip(outputs, node.output_dtypes, strict=True) if name != RESULT)
+    behind = FusedNode(REGION, node.name, (RESULT, *others), {"program": text}, given)
+    return Joined(product, behind, outputs)
+
+
+def unsupported(
+    node: FusedNode,
+    dtypes: Sequence[str],
+    device: Device,
+    supports: Callable[[FusedNode, Sequence[str], Device], str | None],
+) -> str | None:
+    """Return why no kernel runs a node, whose product is asked by `supports`; None if one does."""
+    try:
+        both = joined(node)
+    except ValueError as error:
+        return str(error)
+    refused = supports(both.product, dtypes[: both.own], device)
+    return refused or region.supports(both.behind, [both.product.output_dtypes[0], *dtypes[both.own :]], device)
+
+
+def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, plans: Planner) -> list[Plan]:
+    """Return plans of the product by `plans`, each followed by that of the region.
+
+    Raises ValueError if shapes do not fit.
+    """
+    products = plans(both.product, inputs[: both.own], device)[:MAX_TWO_STEPS]
+    return [_one_after_the_other(both, inputs, device, each) for each in products]
+
+
+def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Device, product: Plan) -> Plan:
+    (y,) = product.outputs
+    (behind,) = region.candidates(both.behind, both.region_inputs(y, inputs), device)
+    specs = iter(behind.outputs)
+    outputs = tuple(y if name == RESULT else next(specs) for name in both.outputs)
+    given = [i for i, name in enumerate(both.outputs) if name != RESULT]
+    scratch, before = product.scratch, len(product.scratch)
+    result = Pointer("scratch", before)
+    if RESULT in both.outputs:
+        result = Pointer("output", both.outputs.index(RESULT))
+    elif product.steps:
+        scratch = (*scratch, element_count(y) * ITEM_BYTES[y.dtype])
+    kept = len(scratch)
+
+    def of_product(pointer: Pointer) -> Pointer:
+        return replace(result, offset=pointer.offset) if pointer.kind == "output" else pointer
+
+    def of_region(pointer: Pointer) -> Pointer:
+        if pointer.kind == "input":
+            index = pointer.index
+            return (
+                replace(result, offset=pointer.offset) if index == 0 else replace(pointer, index=index - 1 + both.own)
+            )
+        index = given[pointer.index] if pointer.kind == "output" else pointer.index + kept
+        return replace(pointer, index=index)
+
+    steps = (*(moved(step, of_product) for step in product.steps), *(moved(step, of_region) for step in behind.steps))
+    return Plan(outputs, steps, (*scratch, *behind.scratch))
+
+
+def moved(step: Step, to: Callable[[Pointer], Pointer]) -> Step:
+    """Return a step with other pointers in place of its own."""
+
+    def each(value: Any) -> Any:
+        if isinstance(value, Pointer):
+            return to(value)
+        if isinstance(value, tuple):
+            return tuple(each(one) for one in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [one.name for one in dataclasses.fields(value) if one.init]
+            return replace(value, **{name: each(getattr(value, name)) for name in names})
+        return value
+
+    found: Step = each(step)
+    return found

@@ -1,0 +1,162 @@
+"""Products with elementwise operators in their epilogue, on a CPU: kernels by row, and kernels of Hopper."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import H200, T4
+from conv_cases import ConvCase
+from conv_emulation import placed
+from conv_mma_emulation import launch
+from emulated_build import load
+from emulated_launches import PARTS, emulate
+from hopper_emulation import Map, map_of
+from joined_cases import KINDS, JoinedCase, MadeCase, case, conv_case
+from region_drafts import NUMPY
+
+from onnxfuse.kernels import joined
+from onnxfuse.kernels.conv import mma as conv_mma
+from onnxfuse.kernels.conv.mma import ConvConfig
+from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
+from onnxfuse.kernels.gemm import cublaslt, hopper, host
+from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.gemm.mma import MmaConfig
+from onnxfuse.kernels.gemm.operands import gemm_of
+from onnxfuse.kernels.gemm.pad import Copy, padded, padded_columns
+from onnxfuse.runtime.nvrtc import kernel_text
+from onnxfuse.runtime.plan import Kernel, Launch, Pointer, TensorMap
+
+SMALL = [case(kind, lead=lead, n=n, k=19) for kind in KINDS for lead, n in (((2, 3), 21), ((1,), 8))]
+SMALL += [case("several", lead=(5,), n=16, k=24, dtype="float32", operands=("x", "w", "up"))]
+SMALL += [case("chain", lead=(2, 2), n=7, k=9, operands=("x", "w", "bias", "residual"), layout="nk")]
+
+
+@pytest.fixture(autouse=True)
+def no_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_is_available", lambda: False)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("each", SMALL, ids=str)
+def test_few_rows(each: JoinedCase, aligned: bool, tmp_path: Path) -> None:
+    """One kernel computes all, or one computes the product and another the program, in every plan."""
+    made = each.made()
+    node, specs = made.node(), made.specs(aligned)
+    assert host.supports(node, [spec.dtype for spec in specs], T4) is None
+    plans = host.candidates(node, specs, T4)
+    sources = [[step.kernel.source for step in plan.steps if isinstance(step, Launch)] for plan in plans]
+    in_epilogue = [] if each.name == "only float32" else [["gemm_small"]]
+    assert sources == [*in_epilogue, ["gemm_small", "region"]]
+    for plan in plans:
+        made.check(emulate(plan, made.arrays, tmp_path, aligned), in_two_steps=len(plan.steps) > 1)
+
+
+HOPPER = [
+    (HopperConfig(128, 128, pingpong=True), case("several", lead=(2, 101), n=264, k=136), 3),
+    (HopperConfig(64, 64, pingpong=True), case("broadcasts", lead=(3, 44), n=72, k=72, dtype="bfloat16"), 2),
+    (HopperConfig(128, 256), case("mixed", lead=(150,), n=264, k=72), 1),
+    (HopperConfig(192, 192), case("broadcasts", lead=(5, 41), n=200, k=72), 2),
+    (HopperConfig(64, 128, pingpong=True), case("several", lead=(67,), n=131, k=40), 2),
+    (HopperConfig(128, 128, split_k=2), case("broadcasts", lead=(4, 25), n=136, k=136), None),
+    (HopperConfig(128, 64, split_k=2), case("several", lead=(101,), n=135, k=200, dtype="bfloat16"), None),
+    (HopperConfig(128, 64, split_k=2), case("mixed", lead=(2, 30), n=72, k=136,
+                                            operands=("x", "w", "bias", "residual")), None),
+]  # fmt: skip
+
+
+def library(kernel: Kernel, pointers: int, folder: Path) -> ctypes.CDLL:
+    """Return the library of a kernel with a program, which takes so many pointers in an array."""
+    whole = kernel_text(kernel)
+    parts = zip(["", *PARTS.findall(whole)], PARTS.split(whole)[::2], strict=True)
+    text = re.sub(r"(?m)^#pragma.*$", "", "".join(t for name, t in parts if name not in ("types.cuh", "hopper.cuh")))
+    text = text.replace("extern __shared__ __align__(1024) char memory[];", "char* memory = emulated::here->memory;")
+    declared = re.search(r"(?m)^#define PROGRAM_PARAMETERS (.*)$", text)
+    assert declared is not None
+    kinds = [each.strip().rsplit(" ", 1)[0] for each in declared[1].split(",")[1:]]
+    given = "".join(f", ({kind}) given[{i}]" for i, kind in enumerate(kinds))
+    assert len(kinds) == pointers
+    last = f'#define PROGRAM_GIVEN {given}\n#include "gemm_hopper_emulated.h"\n'
+    return load(f'#include "hopper_emulated.h"\n{text}\n{last}', kernel.defines, ["-pthread"], folder / "kernel.cc")
+
+
+def run(made: MadeCase, config: HopperConfig, blocks: int | None, folder: Path) -> list[np.ndarray]:
+    """Run the kernel of a config; return the outputs."""
+    node, specs = made.node(), made.specs()
+    both = joined.joined(node)
+    gemm, y = gemm_of(both.product, specs[: both.own], H200)
+    found = epilogue_program(both, y, specs, gemm.residual is None)
+    assert found is not None
+    program, outputs = found
+    gemm = in_epilogue(gemm, program)
+    step = hopper.implementation(gemm, config, H200).steps[-1]
+    assert isinstance(step, Launch)
+    gemm, copies = padded(gemm, residual=config.split_k == 1)
+    arrays = {Pointer("input", i): array for i, array in enumerate(made.arrays)}
+    arrays |= {copy.target: copied(copy, arrays[copy.source]) for copy in copies}
+    written = [np.zeros((gemm.m + 1, gemm.n), NUMPY[spec.dtype]) for spec in outputs]
+    arrays |= {Pointer("output", i): each for i, each in enumerate(written)}
+    order = [gemm.x, gemm.w, None, None, gemm.up, gemm.y, None, None, gemm.residual]
+    maps = (Map * len(order))()
+    for argument in step.arguments:
+        if isinstance(argument, TensorMap):
+            maps[order.index(argument.pointer)] = map_of(argument, arrays[argument.pointer].ctypes.data)
+
+    def address(pointer: Pointer | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(arrays[pointer].ctypes.data if pointer else None)
+
+    three, pointers = ctypes.c_void_p * 3, [each for each in program.arguments if isinstance(each, Pointer)]
+    assert len(pointers) == len(program.arguments)
+    library(step.kernel, len(pointers), folder).run(
+        maps, three(address(gemm.y)), address(gemm.residual), three(address(gemm.bias)), None, None, gemm.m,
+        (ctypes.c_int * 3)(gemm.n), gemm.k, hopper.group_m(gemm, config), blocks or step.grid[0], step.cluster,
+        step.shared, (ctypes.c_void_p * (1 + len(pointers)))(*map(address, pointers)),
+    )  # fmt: skip
+    for each in written:
+        assert not each[gemm.m].any(), "written beyond the end"
+    return [each[: gemm.m].reshape(*made.case.lead, gemm.n) for each in written]
+
+
+def copied(copy: Copy, source: np.ndarray) -> np.ndarray:
+    """Return what gemm_pad.cu writes."""
+    target = np.zeros((copy.rows, padded_columns(copy.columns, copy.dtype)), source.dtype)
+    target[:, : copy.columns] = source.reshape(copy.rows, copy.columns)
+    return target
+
+
+@pytest.mark.parametrize(("config", "each", "blocks"), HOPPER, ids=str)
+def test_wgmma(config: HopperConfig, each: JoinedCase, blocks: int | None, tmp_path: Path) -> None:
+    made = each.made()
+    made.check(run(made, config, blocks, tmp_path))
+
+
+CONVS = [
+    conv_case("broadcasts", ConvCase(2, 16, 40, (7, 9), (3, 3), (), (1, 1, 1, 1))),
+    conv_case("several", ConvCase(2, 24, 34, (6, 5), (3, 2), (2, 1), (0, 1, 2, 1), dtype="bfloat16", extra=())),
+    conv_case("mixed", ConvCase(1, 20, 48, (9,), (3,), extra=("bias", "residual"))),
+    conv_case("chain", ConvCase(2, 12, 24, (4, 5), (3, 3), group=2, aligned=False)),
+]
+
+
+@pytest.mark.parametrize("each", CONVS, ids=str)
+def test_convolutions_by_mma(each: JoinedCase, tmp_path: Path) -> None:
+    made, conv = each.made(), each.conv
+    assert conv is not None
+    specs = made.specs(conv.aligned)
+    both = joined.joined(made.node())
+    problem, y = conv_of(both.product, specs[: both.own], H200)
+    found = epilogue_program(both, y, specs, problem.residual is None)
+    assert found is not None
+    program, outputs = found
+    (step,) = conv_mma.implementation(
+        in_epilogue(problem, program), ConvConfig(MmaConfig(64, 32, 64, 3, 2, 1), 1), H200
+    ).steps
+    assert isinstance(step, Launch)
+    arrays = {Pointer("input", i): placed(array, conv.aligned) for i, array in enumerate(made.arrays)}
+    written = [placed(np.zeros(spec.shape, NUMPY[spec.dtype]), conv.aligned) for spec in outputs]
+    launch(step, arrays | {Pointer("output", i): each for i, each in enumerate(written)}, H200, True, tmp_path)
+    made.check(written)

@@ -1,0 +1,244 @@
+"""Test which elementwise operators join the fused node in front of them, and what the file then says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+from architectures import H200
+from click.testing import CliRunner
+from kernel_hosts import host_of, require_support
+from region_models import draw, optimized, parsed, run
+
+from onnxfuse import optimize, unfuse
+from onnxfuse.cli import main
+from onnxfuse.dsl import catalogue
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.fuse_model import fuse_model
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.runtime.plan import TensorSpec
+from onnxfuse.runtime.planner import fused_node
+
+INPUTS = "float[batch, 6, 8] x, float[batch, 6, 16] y, float[16] v, float[batch, 6, 1] r"
+PRODUCT = "a = MatMul(x, w) b = Add(a, bias) c = Relu(b)"
+WEIGHTS = {"w": (8, 16), "bias": (16,), "w2": (16, 16), "w_up": (8, 16), "k1": (8, 8, 3, 3), "k2": (8, 8, 1, 1)}
+
+
+def model_of(nodes: str, inputs: str = INPUTS, outputs: str = "z", dtype: str = "float32") -> onnx.ModelProto:
+    """Return a model of these nodes, which read some of WEIGHTS."""
+    random = np.random.default_rng(1)
+    read = {name: shape for name, shape in WEIGHTS.items() if f"{name})" in nodes or f"{name}," in nodes}
+    kind = "float16" if dtype == "float16" else "float"
+    given = "".join(f", {kind}[{','.join(map(str, shape))}] {name}" for name, shape in read.items())
+    model = parsed(nodes, inputs=inputs + given, outputs=outputs)
+    for name, shape in read.items():
+        value = (random.standard_normal(shape) / 4).astype(dtype)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    kept = [each for each in model.graph.input if each.name not in read]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    return model
+
+
+def joined_of(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[tuple[str, list[str]]]]:
+    """Return the optimized model, and of each fused node its fusion and the operators of its program.
+
+    Every joined node has a plan, and the model computes what it did.
+    """
+    result, _ = optimized(model)
+    found = []
+    for node in result.graph.node:
+        own = attributes(node)
+        if not node.domain:
+            continue
+        program = json.loads(own["program"])["ops"] if "program" in own else []
+        found.append((own["fusion"], [op for op, *_ in program if op != "Constant"]))
+        if own["fusion"] != "region" and program:
+            plan(node)
+    return result, found
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def plan(node: onnx.NodeProto) -> None:
+    """Check that kernels take a fused node."""
+    fused = fused_node(node.name, attributes(node))
+    dtypes = [fused.output_dtypes[0]] * len(fused.operands)
+    if set(json.loads(str(fused.attributes["program"]))["dtypes"].values()) == {"float32"}:
+        require_support(host_of(fused.fusion), fused, dtypes, H200)
+
+
+def same(model: onnx.ModelProto, other: onnx.ModelProto) -> dict[str, Array]:
+    """Check that two models compute the same; return it."""
+    feeds = draw(model, sizes={"batch": 3})
+    expected, found = run(model, feeds), run(other, feeds)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5)
+    return found
+
+
+def test_a_chain_joins_the_product() -> None:
+    source = model_of(f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = Add(e, v) z = Sub(f, r)")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Tanh", "Mul", "Add", "Sub"])]
+    (node,), (function,) = result.graph.node, result.functions
+    assert list(node.input) == ["x", "w", "bias", "y", "v", "r"] and attributes(node)["operands"] == "x w bias x1 x2 x3"
+    ops = [each.op_type for each in function.node]
+    assert ops[-4:] == ["Tanh", "Mul", "Add", "Sub"] and function.name == "gemm_bias_activation"
+    same(source, result)
+
+
+@pytest.mark.parametrize("op", ["Neg", "Cast <to = 10>"])
+def test_one_operator_joins(op: str) -> None:
+    """It would be no region by itself."""
+    assert [len(ops) for _, ops in joined_of(model_of(f"{PRODUCT} z = {op}(c)"))[1]] == [1]
+
+
+def test_several_outputs() -> None:
+    """The product's own result is an output of the node where the graph gives it."""
+    source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y) q = Less(d, y)", outputs="z c q")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Tanh", "Mul", "Less"])]
+    (node,) = result.graph.node
+    assert set(node.output) == {"z", "c", "q"}
+    assert json.loads(attributes(node)["program"])["outputs"].count("x0") == 1
+    same(source, result)
+
+
+def test_a_gated_product() -> None:
+    nodes = "a = MatMul(x, w) s = Sigmoid(a) t = Mul(a, s) b = MatMul(x, w_up) c = Mul(t, b) d = Exp(c) z = Mul(d, r)"
+    assert joined_of(model_of(nodes))[1] == [("gated_gemm", ["Exp", "Mul"])]
+
+
+def test_casts_between_the_product_and_a_float32_residual() -> None:
+    inputs = "float16[batch, 6, 8] x, float[batch, 6, 16] y"
+    nodes = f"{PRODUCT} d = Cast <to = 1>(c) e = Add(d, y) z = Cast <to = 10>(e)"
+    source = model_of(nodes, inputs, outputs="z e", dtype="float16")
+    result, found = joined_of(source)
+    assert found == [("gemm_bias_activation", ["Cast", "Add", "Cast"])]
+    node = fused_node("n", attributes(result.graph.node[0]))
+    dtypes = ["float16", "float16", "float16", "float32"]
+    require_support(host_of(node.fusion), node, dtypes, H200)
+    shapes = ((3, 6, 8), (8, 16), (16,), (3, 6, 16))
+    specs = [TensorSpec(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    plans = host_of(node.fusion).candidates(node, specs, H200)
+    assert sorted(spec.dtype for spec in plans[0].outputs) == ["float16", "float32"]
+    assert [len(each.steps) for each in (plans[0], plans[-1])] == [1, 2]
+
+
+def test_of_two_products_the_last_takes_what_reads_both() -> None:
+    nodes = f"{PRODUCT} g = MatMul(c, w2) h = Add(g, bias) i = MatMul(y, w2) j = Add(i, bias) k = Exp(h) z = Mul(k, j)"
+    result, found = joined_of(model_of(nodes))
+    assert sorted(len(ops) for _, ops in found) == [0, 0, 2]
+    same(model_of(nodes), result)
+
+
+NEAR_MISSES = {
+    "another node reads the product": f"{PRODUCT} d = Tanh(c) e = Mul(d, y) f = MatMul(c, w2) z = Sub(e, f)",
+    "the product is broadcast": f"{PRODUCT} d = Tanh(c) z = Add(d, wide)",
+    "a reduction follows": f"{PRODUCT} d = Neg(c) e = ReduceMax <axes = [-1]>(d) z = Sub(d, e)",
+    "elements are moved": f"{PRODUCT} d = Tanh(c) e = Transpose <perm = [0, 2, 1]>(d) z = Neg(e)",
+    "an output has fewer elements": f"{PRODUCT} p = Neg(v) q = Tanh(p) z = Mul(c, q)",
+}
+
+
+@pytest.mark.parametrize("what", NEAR_MISSES)
+def test_what_does_not_join(what: str) -> None:
+    outputs = "z q" if what == "an output has fewer elements" else "z"
+    inputs = INPUTS + (", float[2, batch, 6, 16] wide" if "wide" in NEAR_MISSES[what] else "")
+    source = model_of(NEAR_MISSES[what], inputs, outputs)
+    result, found = joined_of(source)
+    joined = [ops for fusion, ops in found if fusion == "gemm_bias_activation"]
+    assert joined and not any(joined), what
+    same(source, result)
+
+
+def test_what_is_excluded_stays_a_region() -> None:
+    source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)")
+    fusions = optimize_fusions()
+    kept = fuse_model(source, None, fusions, regions=True, exclude={("gemm_bias_activation", "z")})
+    assert [one.fusion for one in kept.fusing.fused] == ["gemm_bias_activation", "region"]
+    joined = fuse_model(source, None, fusions, regions=True)
+    (one,) = joined.fusing.fused
+    assert (one.fusion, one.output, set(one.replaces)) == ("gemm_bias_activation", "z", {"a", "b", "c", "d", "z"})
+    assert one.joined == ("d", "z") and not joined.no_region
+    assert joined.after.launches == 1 and joined.without_regions.launches == 3
+
+
+def optimize_fusions() -> Sequence[Fusion]:
+    return catalogue.select(catalogue.with_folders(()), (), (), also=["region"])
+
+
+def test_nothing_joins_without_regions() -> None:
+    result, report = optimize(model_of(f"{PRODUCT} d = Neg(c) z = Mul(d, y)"))
+    assert report.counts == {"gemm_bias_activation": 1} and len(result.graph.node) == 3
+
+
+def test_unfusing_gives_the_operators_back() -> None:
+    source = model_of(f"{PRODUCT} d = Tanh(c) e = Mul(d, y) z = Sub(e, r)")
+    result, _ = optimized(source)
+    back, verified = unfuse(result)
+    assert verified.passed and {node.op_type for node in back.graph.node} >= {"Relu", "Tanh", "Mul", "Sub"}
+    assert optimized(back)[1].counts == {"gemm_bias_activation": 1}
+
+
+def test_the_program_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(optimized(model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)", outputs="z c"))[0], path)
+    run = CliRunner().invoke
+    listed = run(main, ["show", "region", str(path)]).output
+    assert listed == "c/gemm_bias_activation: operators 2, operands 4, outputs 2: Tanh Mul\n"
+    assert run(main, ["show", "region", str(path), "--node", "z"]).output.splitlines()[1:] == [
+        "  x0: float32 = gemm_bias_activation(x, w, bias)",
+        "  x1: float32 = y",
+        "  v0: float32 = Tanh(x0)",
+        "  v1: float32 = Mul(v0, x1)",
+        "  z = v1",
+        "  c = x0",
+    ]
+    shown = run(main, ["show", "region", str(path), "--node", "z", "--cuda", "--arch", "sm_80"]).output
+    assert "struct Program {" in shown and "tanhf(x0[j])" in shown
+
+
+def test_control_flow() -> None:
+    """Bodies join like the main graph; the functions of the other graphs stay."""
+    body = "t = Add(p, bias) u = Relu(t) s = Tanh(u) o = Mul(s, s)"
+    nodes = (
+        f"{PRODUCT} d = Tanh(c) e = Mul(d, y) k = ReduceSum(e) n = CastLike(k, bool_like) "
+        f"z = If(n) <then_branch = g1 () => (float[batch, 6, 16] o) {{ p = MatMul(e, w2) {body} }}, "
+        f"else_branch = g2 () => (float[batch, 6, 16] o2) {{ o2 = Neg(e) }}>"
+    )
+    source = model_of(nodes, INPUTS + ", bool[1] bool_like")
+    result, report = optimized(source)
+    assert report.counts["gemm_bias_activation"] == 2
+    called = {node.op_type for node in (*result.graph.node, *result.graph.node[-1].attribute[0].g.node) if node.domain}
+    assert called <= {function.name for function in result.functions}
+    same(source, result)
+
+
+def test_a_channels_last_convolution_takes_a_vector_of_each_image() -> None:
+    """A UNet adds its embedding of the time so; the Transposes of the layout stand around both."""
+    inputs = "float[batch, 8, 6, 6] x, float[batch, 8, 1, 1] t"
+    nodes = (
+        "a = Conv <pads = [1, 1, 1, 1]>(x, k1) b = Relu(a) c = Add(b, t) d = Conv <pads = [1, 1, 1, 1]>(c, k1) "
+        "e = Relu(d) z = Conv(e, k2)"
+    )
+    source = model_of(nodes, inputs)
+    result, report = optimized(source, layout="nhwc")
+    programs = [
+        json.loads(own["program"])["ops"] for node in result.graph.node if "program" in (own := attributes(node))
+    ]
+    assert [[op for op, *_ in ops] for ops in programs] == [["Add"]]
+    assert report.counts == {"conv_bias_activation": 3} and report.regions.nodes == 0
+    same(source, result)
+    apart, _ = optimized(source, layout="nchw")
+    assert not any("program" in attributes(node) for node in apart.graph.node)
