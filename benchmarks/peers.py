@@ -137,9 +137,9 @@ def fused_at_sizes(work: Work) -> onnx.ModelProto:
     return optimize(at_sizes(model_of(work), feeds_of(work)), verify=False)[0]
 
 
-def fused_with_regions(work: Work) -> onnx.ModelProto:
-    """Return the model that onnxfuse makes, with regions where no pattern matches."""
-    return optimize(model_of(work), verify=False, regions=True)[0]
+def fused_without_regions(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes where patterns match, and nowhere else."""
+    return optimize(model_of(work), verify=False, regions=False)[0]
 
 
 def fused_in_nchw(work: Work) -> onnx.ModelProto:
@@ -200,8 +200,8 @@ PEERS = (
     Peer("onnxfuse-static", in_onnxruntime(fused_at_sizes, kernels=True), 2.5, _is_dynamic, once=3, by_default=False),
     Peer("onnxfuse-static-graph", in_onnxruntime(fused_at_sizes, kernels=True, options=GRAPH), 2, _is_dynamic,
          by_default=False, compiles=True),
-    Peer("onnxfuse-regions-graph", in_onnxruntime(fused_with_regions, kernels=True, options=GRAPH), 2, by_default=False,
-         compiles=True),
+    Peer("onnxfuse-no-regions-graph", in_onnxruntime(fused_without_regions, kernels=True, options=GRAPH), 2,
+         by_default=False, compiles=True),
     Peer("onnxfuse-bodies", in_onnxruntime(fused), 2),
     Peer("onnxfuse-bodies-graph", in_onnxruntime(fused, options=GRAPH), 2, by_default=False),
     Peer("ort-nhwc", in_onnxruntime(as_exported, options=NHWC), 1.5, _convolutions),

@@ -113,7 +113,7 @@ def program_operands(program: Program) -> set[str]:
 def named_problem(region: NamedRegion, values: Callable[[onnx.ModelProto], dict[str, Array]] = draw) -> Problem:
     """Return the regions that a named graph becomes.  Raises ValueError where there is anything else."""
     model = region.proto()
-    fused, _ = optimize(model, regions=True, verify=False)
+    fused, _ = optimize(model, verify=False)
     calls = read_calls(fused)
     kinds = [node.op_type for node in fused.graph.node if node.domain != calls[0].proto.domain] if calls else ["none"]
     kinds += [call.node.fusion for call in calls if call.node.fusion != REGION]

@@ -47,7 +47,7 @@ def optimize(
     fallback: Literal["onnx", "ort"] = "onnx",
     emit: Emit = "functions",
     layout: Layout = "auto",
-    regions: bool = False,
+    regions: bool = True,
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -67,7 +67,7 @@ def optimize(
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
-              traffic or launches; `only` may name "region" instead.  Not all of their kernels are fast
+              traffic or launches; `only` names "region" to make nothing else
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen

@@ -21,11 +21,10 @@ from onnxfuse import Report, optimize
 NODES = 10_000
 MANY = 40_000  # 800 blocks of a transformer
 COUNTED = 2_000  # nodes of the model whose calls for each node are counted, with CPython 3.11
-CALLS = {"transformer": 1_400, "decoder": 1_750, "elementwise": 1_050}  # allowed; 1,210, 1,520 and 880 found
+CALLS = {"transformer": 1_400, "decoder": 1_750, "elementwise": 1_500}  # allowed; 1,210, 1,520 and 1,302 found
 # Seconds of the processor for NODES and for MANY.  On a machine whose two cores eight programs shared, the transformer
-# took 3.0 and 13.2, the decoder 3.8 and 15.7, the elementwise model 1.9 and 8.9.
-LIMIT, MANY_LIMIT = 10.0, 25.0
-REGIONS_LIMIT = 6.0  # for NODES with regions; on two cores of an EPYC they took 3.4, 4.1 and 3.8
+# took 3.6 and 14.6, the decoder 4.3, the elementwise model 3.7.
+LIMIT, MANY_LIMIT = 6.0, 25.0
 GROWTH = 1.6  # allowed over growth in proportion to the nodes: caches of the processor hold the smaller model
 HIDDEN, HEADS, WIDE = 16, 2, 32
 BLOCK = 50  # nodes
@@ -209,17 +208,10 @@ def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert report.counts == {
             "attention": blocks, "gemm_bias_activation": 3 * blocks, "layer_norm": 2 * blocks, "parallel_gemm": blocks,
         }  # fmt: skip
+    else:
+        assert report.counts["region"]
     assert min(times[NODES]) < LIMIT, report.seconds
     assert min(times[NODES]) < GROWTH * NODES / COUNTED * min(times[COUNTED]), times
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_seconds_with_regions(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = MODELS[name](NODES)
-    report, seconds = min((timed(model, regions=True) for _ in range(2)), key=lambda each: each[1])
-    show(capsys, f"{name} with regions", report, seconds)
-    assert seconds < REGIONS_LIMIT, report.seconds
-    assert bool(report.counts.get("region")) == (name != "transformer")
 
 
 @pytest.mark.slow
@@ -247,10 +239,10 @@ def calls(content: bytes) -> int:
     return count
 
 
-def timed(model: onnx.ModelProto, regions: bool = False) -> tuple[Report, float]:
+def timed(model: onnx.ModelProto) -> tuple[Report, float]:
     """Return the report, and the seconds of the processor from a serialized model to a serialized model."""
     content, start = model.SerializeToString(), time.process_time()
-    result, report = optimize(content, verify=False, regions=regions)
+    result, report = optimize(content, verify=False)
     result.SerializeToString()
     return report, time.process_time() - start
 

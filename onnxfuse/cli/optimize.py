@@ -52,9 +52,9 @@ from onnxfuse.errors import UsageError
 )
 @click.option(
     "--regions/--no-regions",
-    default=False,
+    default=True,
     show_default=True,
-    help="Let connected operators that no pattern names become fused nodes too. Not all of their kernels are fast.",
+    help="Let connected operators that no pattern names become fused nodes too.",
 )
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")

@@ -121,7 +121,7 @@ def test_every_fused_operator_is_timed_alone(measured: tuple[Result, dict[str, A
 def test_what_nothing_fused_is_timed_alone(measured: tuple[Result, dict[str, Any], str]) -> None:
     printed, result, _ = measured
     others = {op["fusion"]: op for op in result["ops"] if op["how"] == "onnxruntime"}
-    assert {"Gather", "Where"} <= others.keys()
+    assert {"Gather", "Slice"} <= others.keys()
     assert "Shape" not in others
     assert all(op["body_us"] is not None and op["kernel_us"] is None for op in others.values() if not op["error"])
     words = [line.split() for line in printed.stdout.splitlines()]

@@ -30,10 +30,10 @@ def said(*arguments: object) -> str:
 
 
 def test_the_report_counts_what_they_save(model: Path) -> None:
-    text = said("optimize", model, "--dry-run", "--no-verify", "--regions")
+    text = said("optimize", model, "--dry-run", "--no-verify")
     assert "Regions: 1 node in place of 2, 512 B and 1 launch saved" in text
-    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify")
-    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--regions", "--skip", "region")
+    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--no-regions")
+    assert "Regions" not in said("optimize", model, "--dry-run", "--no-verify", "--skip", "region")
 
 
 def test_explain_says_why_nodes_are_in_none(model: Path) -> None:
@@ -58,7 +58,7 @@ def fused(tmp_path: Path) -> Path:
         "head = Slice(x, a0, a2, one) tail = Slice(x, a2, end, one) rolled = Concat <axis = 1> (tail, head) "
         "[last] z = Reshape(rolled, shape)"
     )
-    result, _ = optimize(parsed(nodes, inputs="float16[batch, 8, 16] x"), regions=True, verify=False)
+    result, _ = optimize(parsed(nodes, inputs="float16[batch, 8, 16] x"), verify=False)
     path = tmp_path / "fused.onnx"
     onnx.save(result, path)
     return path

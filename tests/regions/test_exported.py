@@ -31,7 +31,7 @@ ALLOWED = 0.05  # of the nodes
 
 @functools.cache
 def with_regions(name: str) -> tuple[onnx.ModelProto, Report]:
-    return optimize(load_exported(name), regions=True, verify=False)
+    return optimize(load_exported(name), verify=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -186,7 +186,7 @@ def test_shapes_that_are_computed_stay_out() -> None:
 @pytest.mark.parametrize("dtype", ["string", "uint16"])
 def test_other_dtypes_stay_out(dtype: str) -> None:
     nodes = "e = Equal(x, y) z = Where(e, x, y)"
-    model, _ = optimize(parsed(nodes, inputs=f"{dtype}[4] x, {dtype}[4] y", opset=19), regions=True, verify=False)
+    model, _ = optimize(parsed(nodes, inputs=f"{dtype}[4] x, {dtype}[4] y", opset=19), verify=False)
     assert regions(model) == []
 
 
@@ -261,9 +261,7 @@ def test_equal_bodies_are_one_function() -> None:
 
 def test_it_is_deterministic() -> None:
     source = parsed("a = MatMul(x, w) b = Neg(a) c = Exp(b) d = Tanh(y) z = Add(c, d)", inputs=MATRIX)
-    first, second = (
-        optimize(source, regions=True, verify=False)[0].SerializeToString(deterministic=True) for _ in range(2)
-    )
+    first, second = (optimize(source, verify=False)[0].SerializeToString(deterministic=True) for _ in range(2))
     assert first == second
 
 
@@ -286,9 +284,9 @@ def test_a_large_constant_is_an_operand_and_a_number_is_not() -> None:
 
 def test_they_can_be_left_out() -> None:
     source = parsed("a = Neg(x) z = Exp(a)", inputs=MATRIX)
-    assert regions(optimize(source, verify=False)[0]) == []
-    for options in ({"skip": ["region"]}, {"only": ["softmax"]}):
-        assert regions(optimize(source, regions=True, verify=False, **options)[0]) == []  # type: ignore[arg-type]
+    assert len(regions(optimize(source, verify=False)[0])) == 1
+    for options in ({"regions": False}, {"skip": ["region"]}, {"only": ["softmax"]}):
+        assert regions(optimize(source, verify=False, **options)[0]) == []  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Did you mean 'region'"):
         optimize(source, skip=["regions"])
 

@@ -37,7 +37,7 @@ def test_there_are_enough_of_many_networks() -> None:
 def test_a_graph_becomes_regions_alone(name: str) -> None:
     """At the sizes that are timed; drawing values for these would take longer than all else."""
     region = NAMED[name]
-    fused, _ = optimize(region.proto(), regions=True, verify=False)
+    fused, _ = optimize(region.proto(), verify=False)
     assert len(regions(fused)) == len(fused.graph.node) == region.kernels
 
 
