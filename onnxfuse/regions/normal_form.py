@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Final
+
+import onnx
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
@@ -17,6 +20,7 @@ from onnxfuse.regions.reductions import REDUCTIONS
 from onnxfuse.regions.steps import StaysOut, Step, Steps, Writer, require_dtypes
 
 WRITERS: Final[Mapping[str, Writer]] = {**POINTWISE, **MAPS, **REDUCTIONS}
+TENSOR_TYPES: Final = {"float32": "float", "float64": "double"}  # as schemas name them, where it differs
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
 
 
@@ -37,6 +41,7 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
         read = {name for step in steps.found for name in step.inputs}
         require_dtypes(shapes, [t for t in (*node.inputs, *node.outputs) if not is_constant(t) or t.name in read])
         _require_kernels(steps)
+        _require_declared(steps)
     except (StaysOut, ModelError, TypeError) as error:
         return f"{op} stays out of regions: {error}"
     return tuple(steps.found)
@@ -45,6 +50,28 @@ def normal_form(graph: Graph, shapes: ShapeInfo, node: Node) -> tuple[Step, ...]
 def _is_tiled_half(steps: Steps) -> bool:
     """Return whether a node repeats a constant in half precision, which onnxruntime has no kernel to fold with."""
     return op_of(steps.node) == "Tile" and dtype_name(steps.dtype()) in HALVES
+
+
+def _require_declared(steps: Steps) -> None:
+    """Raise StaysOut for a dtype that ONNX does not declare for the operator at the model's opset.
+
+    Such a node runs in the main graph, where onnxruntime has a kernel, but the body of a function is checked.
+    """
+    node, opset = steps.node, steps.graph.opset
+    inputs, outputs = _declared_types(op_of(node), opset)
+    for tensors, declared in ((node.inputs, inputs), (node.outputs, outputs)):
+        for i, tensor in enumerate(tensors):
+            dtype = dtype_name(steps.shapes.dtype(tensor)) if tensor.name else ""
+            formal = TENSOR_TYPES.get(dtype, dtype)
+            if dtype and f"tensor({formal})" not in declared[min(i, len(declared) - 1)]:
+                raise StaysOut(f"'{tensor.name}' is {dtype}, which ONNX does not declare for it in opset {opset}")
+
+
+@functools.cache
+def _declared_types(op: str, opset: int) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
+    schema = onnx.defs.get_schema(op, opset)
+    inputs, outputs = ([frozenset(each.types) for each in formal] for formal in (schema.inputs, schema.outputs))
+    return tuple(inputs), tuple(outputs)
 
 
 def _require_kernels(steps: Steps) -> None:

@@ -190,6 +190,13 @@ def test_other_dtypes_stay_out(dtype: str) -> None:
     assert regions(model) == []
 
 
+@pytest.mark.parametrize(("opset", "count"), [(11, 0), (13, 1)])
+def test_a_dtype_that_its_opset_does_not_declare_stays_out(opset: int, count: int) -> None:
+    """Onnxruntime runs a Cast to bfloat16 before opset 13 in the main graph, and refuses a function with one."""
+    source = parsed("a = Div(x, y) z = Cast <to = 16> (a)", inputs="float[4] x, float[4] y", opset=opset)
+    assert len(regions(optimize(source)[0])) == count
+
+
 @pytest.mark.parametrize(
     ("nodes", "dtype", "why"),
     [
