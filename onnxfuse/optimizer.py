@@ -63,7 +63,8 @@ def optimize(
     patterns  folders of Python files with further fusions; a fusion replaces one of the same name
     fallback  operators that the bodies of fused nodes consist of: standard ONNX, or also onnxruntime's own
     emit      what stands for a fusion: a node that calls a function ("functions"), or ONNX's own operators of opset 23
-              or 24 ("standard"), which other runtimes have kernels for.  Images then stay channels-first
+              or 24 ("standard"), which other runtimes have kernels for.  Images then stay channels-first, and there are
+              no regions
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
@@ -88,21 +89,22 @@ def optimize(
     only, skip = list(only), list(skip)
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
     regions = REGION not in skip and (REGION in only or (regions and not only))
-    operators = _operators(fallback, emit, layout, regions)
-    layout = "nchw" if operators == "standard" else layout
+    operators = _operators(fallback, emit, layout, REGION in only)
+    if operators == "standard":
+        layout, regions = "nchw", False
     with own_process(timeout if verify else None):
         return _optimize(
             model, fusions, operators, layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
         )
 
 
-def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, regions: bool) -> OperatorSet:
+def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, of_regions: bool) -> OperatorSet:
     """Return which operators bodies consist of.  Raises UsageError where the options contradict each other."""
     if emit not in get_args(Emit):
         raise UsageError(f"emit is 'functions' or 'standard', not '{emit}'")
     if emit == "functions":
         return fallback
-    options = {"fallback ort": fallback == "ort", "layout nhwc": layout == "nhwc", "regions": regions}
+    options = {"fallback ort": fallback == "ort", "layout nhwc": layout == "nhwc", "only region": of_regions}
     if wrong := next((name for name, given in options.items() if given), None):
         raise UsageError(f"emit standard writes no functions, so that {wrong} has no effect; leave one of the two out")
     return "standard"
