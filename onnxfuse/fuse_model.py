@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import onnx
 
@@ -65,6 +65,9 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+Regions: TypeAlias = bool | Literal["epilogues"]  # whether there are any, and whether they may join a product's kernel
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `fuse_model` is to do, as its arguments say."""
@@ -72,7 +75,7 @@ class Settings:
     fusions: Sequence[Fusion]
     operators: OperatorSet
     layout: Layout
-    regions: bool
+    regions: Regions
     bodies: bool
     change_weights: bool
     exclude: Collection[tuple[str, str]]
@@ -176,7 +179,7 @@ def fuse_model(
     *,
     operators: OperatorSet = "onnx",
     layout: Layout = "auto",
-    regions: bool = False,
+    regions: Regions = False,
     bodies: bool = True,
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
@@ -269,7 +272,8 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue}
+        joins = settings.regions == "epilogues"
+        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()
         if settings.regions and not left:

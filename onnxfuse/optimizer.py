@@ -17,7 +17,7 @@ from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
-from onnxfuse.fuse_model import FusedModel, Progress, StageTimer, fuse_model
+from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
 from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
@@ -47,7 +47,7 @@ def optimize(
     fallback: Literal["onnx", "ort"] = "onnx",
     emit: Emit = "functions",
     layout: Layout = "auto",
-    regions: bool = True,
+    regions: Regions = True,
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -68,7 +68,8 @@ def optimize(
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
-              traffic or launches; `only` names "region" to make nothing else
+              traffic or launches; `only` names "region" to make nothing else.  With "epilogues", elementwise ones that
+              follow a product or a convolution join its kernel, which has not run on a GPU so far
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -88,7 +89,10 @@ def optimize(
         raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
     only, skip = list(only), list(skip)
     fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
-    regions = REGION not in skip and (REGION in only or (regions and not only))
+    if REGION in skip or (only and REGION not in only):
+        regions = False
+    elif REGION in only:
+        regions = regions or True
     operators = _operators(fallback, emit, layout, REGION in only)
     if operators == "standard":
         layout, regions = "nchw", False
@@ -115,7 +119,7 @@ def _optimize(
     fusions: Sequence[Fusion],
     operators: OperatorSet,
     layout: Layout,
-    regions: bool,
+    regions: Regions,
     verify: bool,
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
@@ -225,7 +229,7 @@ def _fuse_until_equal(
     fuse_again: Callable[..., FusedModel],
     fusions: Sequence[Fusion],
     layout: Layout,
-    regions: bool,
+    regions: Regions,
     verifier: Verifier,
     taken_back: TakenBack,
 ) -> tuple[FusedModel, Verification]:
@@ -240,7 +244,7 @@ def _fuse_until_equal(
             "bodies": BODIES not in taken_back.names,
         }
         kept = [fusion for fusion in fusions if fusion.name not in taken_back.names]
-        regions = regions and REGION not in taken_back.names
+        regions = REGION not in taken_back.names and regions
         fuse_kept = functools.partial(fuse_again, kept, regions=regions, exclude=taken_back.matches, **without)
         layout = "nchw" if LAYOUT in taken_back.names else layout
         result = fuse_kept(layout=layout, keep_unfused=True)

@@ -56,6 +56,11 @@ from onnxfuse.errors import UsageError
     show_default=True,
     help="Let connected operators that no pattern names become fused nodes too.",
 )
+@click.option(
+    "--epilogues",
+    is_flag=True,
+    help="Let those behind a product or a convolution join its kernel, which has not run on a GPU so far.",
+)
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
@@ -74,6 +79,7 @@ def optimize_command(
     emit: Literal["functions", "standard"],
     layout: Literal["auto", "nchw", "nhwc"],
     regions: bool,
+    epilogues: bool,
     verify: bool,
     report: Path | None,
     dry_run: bool,
@@ -97,8 +103,8 @@ def optimize_command(
     with shown_progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
-            regions=regions, verify=verify, inputs=inputs, shapes=shapes, timeout=timeout, tolerance=tolerance,
-            progress=progress,
+            regions="epilogues" if epilogues and regions else regions, verify=verify, inputs=inputs, shapes=shapes,
+            timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target:
         save(optimized, target, folder=source.parent)

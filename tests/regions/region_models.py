@@ -65,7 +65,7 @@ def regions(model: onnx.ModelProto) -> list[Region]:
 
 def optimized(model: onnx.ModelProto, **options: Any) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model, which was verified."""
-    result, report = optimize(model, regions=True, **options)
+    result, report = optimize(model, **options)
     onnx.checker.check_model(result)
     assert report.verified.passed, report.verified.reason
     assert not report.dropped, report.dropped
