@@ -597,7 +597,7 @@ class Spellings:
 def spellings(fusion: Fusion) -> Spellings:
     """Generate spellings: the first variant with one thing changed, each in the newest opset that can express it."""
     collector = _Collector()
-    bases = [newest for s in _variants(fusion) if (newest := collector.take(s)) is not None]
+    bases = list(variants(fusion, collector))
     if not bases:
         raise collector.unwritable[0][1]
     for spelling in (*bases, *_crossed(bases)):
@@ -636,6 +636,12 @@ class _Collector:
         assert first is not None
         self.unwritable.append((spelling, first))
         return None
+
+
+def variants(fusion: Fusion, collector: _Collector | None = None) -> Iterator[Spelling]:
+    """Yield the variants, each in the newest opset that can express it; the collector takes note of all of them."""
+    collector = collector or _Collector()
+    yield from (newest for each in _variants(fusion) if (newest := collector.take(each)) is not None)
 
 
 def _variants(fusion: Fusion) -> Iterator[Spelling]:
