@@ -559,17 +559,31 @@ def _model(
 
 def _type_outputs(model: onnx.ModelProto, spelling: Spelling, variant: Variant) -> None:
     """Declare the types and shapes of the outputs, as an exporter does."""
-    graph = read_graph(model)
-    shapes = infer_shapes(graph)
-    made = {t.name: t for node in graph.nodes for t in node.outputs}
-    for info, dtype in zip(model.graph.output, variant.out, strict=False):
-        shape = shapes.shape(made[info.name])
-        assert shape is not None, f"the shape of '{info.name}' cannot be inferred"
+    shapes = _static_shapes(model) or _symbolic_shapes(model)
+    for info, dtype, shape in zip(model.graph.output, variant.out, shapes, strict=False):
         dims = [d if isinstance(d, int) else None if "?" in str(d) else str(d) for d in shape]
         info.CopyFrom(helper.make_tensor_value_info(info.name, dtype, dims))
-    first, spec = shapes.shape(made[model.graph.output[0].name]), spelling.fusion.out[0]
+    first, spec = shapes[0], spelling.fusion.out[0]
     said = f"{spelling.id}: out= names the axes '{spec}' of an output of shape {first}, where {dict(variant.dims)}"
-    assert first is not None and ("(" in spec or unify(spec, first, variant.dims) is not None), said
+    assert "(" in spec or unify(spec, first, variant.dims) is not None, said
+
+
+def _static_shapes(model: onnx.ModelProto) -> list[tuple[DimSize, ...]]:
+    """Return the shapes of the outputs as onnx infers them; none where it does not find all numbers."""
+    kinds = [output.type.tensor_type for output in onnx.shape_inference.infer_shapes(model).graph.output]
+    known = all(kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim) for kind in kinds)
+    return [tuple(d.dim_value for d in kind.shape.dim) for kind in kinds] if known else []
+
+
+def _symbolic_shapes(model: onnx.ModelProto) -> list[tuple[DimSize, ...]]:
+    """Return the shapes of the outputs as onnxfuse infers them."""
+    graph = read_graph(model)
+    shapes = infer_shapes(graph)
+    made = {t.name: shapes.shape(t) for node in graph.nodes for t in node.outputs}
+    found = [(output.name, made[output.name]) for output in model.graph.output]
+    unknown = [name for name, shape in found if shape is None]
+    assert not unknown, f"the shapes of {unknown} cannot be inferred"
+    return [shape for _, shape in found if shape is not None]
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: int) -> np.ndarray:
