@@ -14,6 +14,7 @@ from named_region_texts import TEXTS
 
 OPSET = 17
 DRAWN = 1 << 20  # values
+LARGE = re.compile(r"\b(1024|2048|4096)\b")
 CONSTANT = re.compile(r"(\w+) := (\w+)(\[[\d, ]*\])? \{([^}]*)\}")
 
 
@@ -47,8 +48,9 @@ class NamedRegion:
         return model
 
     def smaller(self) -> NamedRegion:
-        """Return the region of a batch of one."""
-        return replace(self, batch=1, kernels=0)
+        """Return the region of a batch of one, and of lengths and widths that are a sixteenth of the largest."""
+        inputs, nodes = (LARGE.sub(lambda size: str(int(size[0]) // 16), text) for text in (self.inputs, self.nodes))
+        return replace(self, inputs=inputs, nodes=nodes, batch=1, kernels=0)
 
 
 def _constant(name: str, dtype: str, shape: str | None, values: str) -> onnx.TensorProto:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SECONDS_TO_CLEAN_UP: Final = 3.0  # after a Ctrl-C, while further ones change nothing
 SECONDS_UNTIL_RAISED_AGAIN: Final = 0.02
+LOADING_EXTENSIONS: Final = {"ExtensionFileLoader.create_module", "ExtensionFileLoader.exec_module"}  # of importlib
 
 _last: float | None = None  # the time of the last Ctrl-C
 
@@ -36,6 +37,9 @@ def seen() -> bool:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _last
+    if _loads_extension(frame):
+        _interrupt_later()
+        return
     now = time.monotonic()
     if _last is None or now - _last > SECONDS_TO_CLEAN_UP:
         _last = now
@@ -49,4 +53,17 @@ def _raise_again(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
         return
     _last = None
+    _interrupt_later()
+
+
+def _interrupt_later() -> None:
     threading.Timer(SECONDS_UNTIL_RAISED_AGAIN, _thread.interrupt_main).start()
+
+
+def _loads_extension(frame: FrameType | None) -> bool:
+    """Return whether a C extension is being loaded: that of onnx crashes if Python code that it runs then raises."""
+    while frame is not None:
+        if frame.f_code.co_qualname in LOADING_EXTENSIONS:
+            return True
+        frame = frame.f_back
+    return False

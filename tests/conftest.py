@@ -120,11 +120,17 @@ def shared_machine_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture
+def compiles_anew(shared_machine_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile also what was compiled before, as tests that measure it need."""
+    monkeypatch.setattr(nvrtc, "_compile", nvrtc._compile.__wrapped__)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def shared_headers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile the headers of emulated kernels once, whichever process of the run wants them first."""
+def shared_emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each emulated kernel once, and its headers, whichever process of the run wants them first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulated_build, "folder", folder_of_the_run(tmp_path_factory, "headers"))
+        patch.setattr(emulated_build, "folder", folder_of_the_run(tmp_path_factory, "emulated"))
         yield
 
 

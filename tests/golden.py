@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
+from runtimes import open_on_cpu
 from test_models import INDEX, draw, load_exported
 
 RECORD = Path(__file__).parent / "golden.json"
@@ -50,11 +50,7 @@ def folded(report: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def results(name: str, optimized: onnx.ModelProto) -> dict[str, dict[str, Any]]:
     """Return what onnxruntime computes on the CPU from seeded inputs, summarized by output."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    content = optimized.SerializeToString()
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(optimized)
     feeds = draw(INDEX[name]["inputs"], INDEX[name]["verified_sizes"][0])
     used = {each.name: feeds[each.name] for each in session.get_inputs()}
     names = [output.name for output in session.get_outputs()]

@@ -21,13 +21,20 @@ TOLERANCE = {
 }
 
 
-def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray] | None, str]:
-    """Return what onnxruntime computes on the CPU, and ""; or None, and the reason why it cannot run the model."""
+def open_on_cpu(model: onnx.ModelProto, *, optimize: bool = True) -> onnxruntime.InferenceSession:
+    """Open a model in one thread, because the processes of a test run share the cores, and idle threads spin."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray] | None, str]:
+    """Return what onnxruntime computes on the CPU, and ""; or None, and the reason why it cannot run the model."""
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = open_on_cpu(model)
         if not any(array.dtype.name == "bfloat16" for array in inputs.values()):
             return session.run(None, dict(inputs)), ""
         return None, "numpy arrays of bfloat16 are not taken"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -28,8 +30,8 @@ run()
 """
 
 
-def interrupted(folder: Path, delay: float, *arguments: str) -> tuple[int, str, str]:
-    """Run a command, send SIGINT after `delay` seconds, and return the exit code and what was printed."""
+def interrupted(folder: Path, wait: Callable[[], None], *arguments: str) -> tuple[int, str, str]:
+    """Run a command, send SIGINT after `wait` has returned, and return the exit code and what was printed."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     process = subprocess.Popen(
@@ -37,21 +39,23 @@ def interrupted(folder: Path, delay: float, *arguments: str) -> tuple[int, str, 
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(scratch)},
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "started\n"
-    time.sleep(delay)
+    wait()
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=100)
     assert {path.name for path in scratch.iterdir()} <= {".ses"}  # onnxruntime 1.31 writes that one itself
-    assert processes_in(folder) == []
+    assert not processes_in(folder)
     return process.returncode, printed, errors
 
 
-def processes_in(folder: Path) -> list[str]:
-    """Return the processes that use this folder for their temporary files."""
-    found, wanted = [], f"TMPDIR={folder / 'scratch'}".encode()
+def processes_in(folder: Path) -> dict[str, float]:
+    """Return the processes that use this folder for their temporary files, and for how many seconds each computed."""
+    found, wanted = {}, f"TMPDIR={folder / 'scratch'}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text(encoding="utf-8"))
+                user, system = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+                command = (process / "cmdline").read_text(encoding="utf-8")
+                found[command] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         except OSError:  # it has ended, or belongs to somebody else
             continue
     return found
@@ -68,7 +72,8 @@ def test_a_command_can_be_interrupted_at_any_moment(tmp_path: Path, arguments: s
     onnx.save(parse(BLOCK), tmp_path / "in.onnx")
     before = {"in.onnx", "scratch"}
     for number in itertools.count():
-        code, printed, errors = interrupted(tmp_path, FIRST * STEP**number, *arguments.split())
+        wait = functools.partial(time.sleep, FIRST * STEP**number)
+        code, printed, errors = interrupted(tmp_path, wait, *arguments.split())
         files = {path.name for path in tmp_path.iterdir()}
         if code == 0:
             assert errors.strip() == "" and printed and number > 2
@@ -131,10 +136,46 @@ def test_an_interrupt_that_an_import_turns_into_an_error_is_no_error() -> None:
     assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", "Aborted!")
 
 
+INSIDE_AN_EXTENSION = """
+import _imp, os, signal
+import onnxfuse.interrupts as interrupts
+interrupts.install()
+create, created = _imp.create_dynamic, []
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):
+        pass
+    created.append(create(*arguments))
+    return created[-1]
+_imp.create_dynamic = interrupted
+try:
+    import onnx
+    while True:
+        pass
+except KeyboardInterrupt:
+    print("interrupted", len(created) > 0)
+"""
+
+
+def test_an_interrupt_waits_until_an_extension_is_loaded() -> None:
+    """That of onnx crashed where Python code that it runs raised KeyboardInterrupt."""
+    done = subprocess.run(
+        [sys.executable, "-c", INSIDE_AN_EXTENSION], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
+
+
 def test_a_model_that_runs_can_be_interrupted(tmp_path: Path) -> None:
     """The process in which onnxruntime runs the model ends as well."""
     onnx.save(onnx.parser.parse_model(f"{HEAD} g {RUNS_FOR_EVER}"), tmp_path / "in.onnx")
-    for delay in (4.0, 6.0):
-        code, _, errors = interrupted(tmp_path, delay, "optimize", "in.onnx", "out.onnx")
+    for least in (1.5, 2.5):  # seconds that this process computes, about half a second before the model runs
+
+        def wait(least: float = least) -> None:
+            until = time.monotonic() + 100
+            while not any("verify.worker" in each and took > least for each, took in processes_in(tmp_path).items()):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+
+        code, _, errors = interrupted(tmp_path, wait, "optimize", "in.onnx", "out.onnx")
         assert (code, errors.strip().splitlines()[-1], "Traceback" in errors) == (1, "Aborted!", False)
         assert not (tmp_path / "out.onnx").exists()

@@ -6,6 +6,8 @@ limit close above what it is, and seconds to what no machine exceeds unless the 
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ CALLS = {"transformer": 1_400, "decoder": 1_750, "elementwise": 1_500}  # allowe
 # Seconds of the processor for NODES and for MANY.  On a machine whose two cores eight programs shared, the transformer
 # took 3.6 and 14.6, the decoder 4.3, the elementwise model 3.7.
 LIMIT, MANY_LIMIT = 6.0, 25.0
+TRIES = 3  # at most: a run within the limits is enough, as other work slows some runs and not all
 GROWTH = 1.6  # allowed over growth in proportion to the nodes: caches of the processor hold the smaller model
 HIDDEN, HEADS, WIDE = 16, 2, 32
 BLOCK = 50  # nodes
@@ -168,7 +171,7 @@ MODELS: dict[str, Callable[[int], onnx.ModelProto]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_functions(name: str) -> None:
     """They are few for each node, and twice the nodes take no more than twice the calls."""
-    half, whole = (calls(MODELS[name](nodes).SerializeToString()) for nodes in (COUNTED // 2, COUNTED))
+    half, whole = calls_of(name, COUNTED // 2), calls_of(name, COUNTED)
     assert whole <= CALLS[name] * COUNTED, f"{whole / COUNTED:.0f} calls for each node"
     assert whole <= 2.1 * half, f"{half} calls for {COUNTED // 2} nodes, {whole} for {COUNTED}"
 
@@ -176,8 +179,7 @@ def test_calls_of_functions(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_functions_in_a_branch(name: str) -> None:
     """What costs most is to read the graph once more: 1.17, 1.13 and 1.09 times the calls were found."""
-    model = MODELS[name](COUNTED)
-    assert calls(in_branch(model).SerializeToString()) <= 1.25 * calls(model.SerializeToString())
+    assert calls(in_branch(MODELS[name](COUNTED)).SerializeToString()) <= 1.25 * calls_of(name, COUNTED)
 
 
 def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -195,14 +197,18 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best of two runs each of a small model and a large one, in turns, so that other work slows both."""
+    """A small model and a large one run in turns, so that other work slows both."""
     small, large = (MODELS[name](nodes) for nodes in (COUNTED, NODES))
     assert len(large.graph.node) == NODES
-    times: dict[int, list[float]] = {COUNTED: [], NODES: []}
-    for model in (small, large, small, large):
-        report, seconds = timed(model)
-        times[len(model.graph.node)].append(seconds)
-    show(capsys, name, report, min(times[NODES]))
+    least = {COUNTED: math.inf, NODES: math.inf}
+    for _ in range(TRIES):
+        for model in (small, large):
+            report, seconds = timed(model)
+            least[len(model.graph.node)] = min(seconds, least[len(model.graph.node)])
+        allowed = min(LIMIT, GROWTH * NODES / COUNTED * least[COUNTED])
+        if least[NODES] < allowed:
+            break
+    show(capsys, name, report, least[NODES])
     if name == "transformer":
         blocks = NODES // BLOCK
         assert report.counts == {
@@ -210,8 +216,7 @@ def test_seconds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         }  # fmt: skip
     else:
         assert report.counts["region"]
-    assert min(times[NODES]) < LIMIT, report.seconds
-    assert min(times[NODES]) < GROWTH * NODES / COUNTED * min(times[COUNTED]), times
+    assert least[NODES] < allowed, (least, report.seconds)
 
 
 @pytest.mark.slow
@@ -220,6 +225,12 @@ def test_seconds_of_a_very_large_model(capsys: pytest.CaptureFixture[str]) -> No
     report, seconds = timed(model)
     show(capsys, "transformer", report, seconds)
     assert report.input["nodes"] == MANY and seconds < MANY_LIMIT, report.seconds
+
+
+@functools.cache
+def calls_of(name: str, nodes: int) -> int:
+    """Return how many functions optimizing a model calls."""
+    return calls(MODELS[name](nodes).SerializeToString())
 
 
 def calls(content: bytes) -> int:

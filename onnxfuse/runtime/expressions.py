@@ -168,6 +168,8 @@ class Expressions:
         """
         op, a, b = self.rows[number]
         right = values[number].astype(bool) == answer
+        if right.all():
+            return np.zeros(right.shape)
         if op not in COMPARISONS:
             return np.where(right, 0.0, np.inf)
         less, greater = np.minimum(values[a], values[b]), np.maximum(values[a], values[b])

@@ -26,6 +26,7 @@ def start(source: bytes | str, folder: str | None, optimize: bool) -> ort.Infere
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors are raised; level 3 would print them a second time
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # while Python compares what was computed
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if folder is not None and isinstance(source, bytes):

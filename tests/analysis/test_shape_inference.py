@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime
 import pytest
 from exported_models import load_exported, read_index
 from onnx import TensorProto
+from runtimes import open_on_cpu
 
 from onnxfuse.analysis.dim_parser import parse_size
 from onnxfuse.analysis.dims import Size, evaluate, is_known, symbol, symbols
@@ -53,16 +53,11 @@ def feeds(inputs: list[dict[str, Any]], sizes: Mapping[str, int], seed: int) -> 
 
 def run_everything(model: onnx.ModelProto, names: list[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return each named tensor as onnxruntime computes it without optimizing the model."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
     open_model = onnx.ModelProto()
     open_model.CopyFrom(model)
     stated = {info.name for info in model.graph.output}
     open_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in stated)
-    session = onnxruntime.InferenceSession(open_model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return dict(zip(names, session.run(names, inputs), strict=True))
+    return dict(zip(names, open_on_cpu(open_model, optimize=False).run(names, inputs), strict=True))
 
 
 def check(shapes: ShapeInfo, tensor: Tensor, real: np.ndarray, sizes: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from case_documents import read_cases, with_weights
 from onnx import numpy_helper
 from rich.console import Console
+from runtimes import open_on_cpu
 
 import onnxfuse.fuse_model
 from onnxfuse import Report, optimize
@@ -278,12 +279,7 @@ def test_a_loop_computes_what_it_did_at_other_sizes() -> None:
     model = parse(text)
     optimized, report = optimize(model)
     assert report.counts == {"layer_norm": 1} and report.verified.status == "verified"
-    import onnxruntime
-
     feeds = {"x": np.arange(4, dtype=np.float32).reshape(1, 4), "m": np.array(5)}
-    old, new = (
-        onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
-        for each in (model, optimized)
-    )
+    old, new = (open_on_cpu(each).run(None, feeds)[0] for each in (model, optimized))
     assert new.shape == (6, 4)
     np.testing.assert_allclose(new, old, rtol=1e-5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
+from runtimes import open_on_cpu
 
 from onnxfuse import optimize
 from onnxfuse.ir import inline_functions as inlining
@@ -19,8 +19,7 @@ def parse(text: str) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return open_on_cpu(model).run(None, feeds)
 
 
 def test_attributes_and_their_defaults() -> None:

@@ -1,14 +1,16 @@
-"""Compile kernels as C++ for the CPU, with what they include of the standard library compiled once for a test run."""
+"""Compile kernels as C++ for the CPU: each text once for a test run, and what it includes of the standard library."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import re
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,40 +20,62 @@ from onnxfuse.runtime.build_native import compiler
 NATIVE = Path(__file__).parents[1] / "native"
 FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC")
 STANDARD = re.compile(r"(?m)^#include <.*$")
-folder = Path(tempfile.gettempdir())  # of the compiled headers; conftest.py names one that the run's processes share
+DRAFT = "draft-"  # before the name of a file that is being built
+folder = Path(tempfile.gettempdir())  # of what is compiled; conftest.py names one that the run's processes share
+_numbers = itertools.count()
 
 
 def load(text: str, defines: Mapping[str, object], flags: Sequence[str], source: Path) -> ctypes.CDLL:
     """Compile the text, which is written to `source`, behind the definitions; load the library, which lies beside it.
 
-    The definitions are not flags, because a compiled header is not used where a flag defines a word that it has.
+    The definitions are not flags, because a compiled header is not used where a flag defines a word that it has.  A
+    text that was compiled before is not compiled again, but copied, as each library has static variables of its own.
     """
     found = compiler()
     if found is None:
         pytest.skip("needs a C++ compiler")
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     source.write_text(f"{macros}{text}")
-    target = source.with_suffix(".so")
-    standard = _standard_library(found, text, [*FLAGS, *flags])
-    command = [found, *FLAGS, *flags, "-shared", f"-I{NATIVE}", "-include", standard, source, "-o", target]
-    subprocess.run(command, check=True)
+    command, headers = [found, *FLAGS, *flags], _headers(text)
+
+    def build(target: Path) -> None:
+        included = ["-include", _standard_library(command, headers)]
+        subprocess.run([*command, "-shared", f"-I{NATIVE}", *included, source, "-o", target], check=True)
+
+    target = source.with_name(f"{source.stem}-{next(_numbers)}.so")
+    shutil.copyfile(_made_once((command, macros, text, headers), ".so", build), target)
     return ctypes.CDLL(str(target))
 
 
-def _standard_library(found: str, text: str, flags: Sequence[str]) -> Path:
-    """Return a header, compiled with these flags, that includes what the text's own headers include in angles."""
-    names, lines = re.findall(r'(?m)^#include "(.*)"$', text), list[str]()
+def _headers(text: str) -> list[str]:
+    """Return the texts of the headers of tests/native that a text includes, and those that they include."""
+    names = re.findall(r'(?m)^#include "(.*)"$', text)
+    found = list[str]()
     for name in names:
-        content = (NATIVE / name).read_text()
-        names += [each for each in re.findall(r'(?m)^#include "(.*)"$', content) if each not in names]
-        lines += STANDARD.findall(content)
-    key = hashlib.sha256(repr((found, lines, flags)).encode()).hexdigest()
-    header = folder / f"{key}.h"
-    with (folder / f"{key}.lock").open("a") as lock:
+        found.append((NATIVE / name).read_text())
+        names += [each for each in re.findall(r'(?m)^#include "(.*)"$', found[-1]) if each not in names]
+    return found
+
+
+def _standard_library(command: Sequence[str], headers: Sequence[str]) -> Path:
+    """Return a header, compiled by this command, that includes what these headers include in angles."""
+    lines = [line for header in headers for line in STANDARD.findall(header)]
+
+    def build(header: Path) -> None:
+        header.write_text("\n".join([*lines, ""]))
+        compiled = header.with_name(f"{header.name.removeprefix(DRAFT)}.gch")
+        subprocess.run([*command, "-x", "c++-header", header, "-o", compiled], check=True)
+
+    return _made_once((command, lines), ".h", build)
+
+
+def _made_once(key: object, suffix: str, build: Callable[[Path], None]) -> Path:
+    """Return the file of a key, which the process that wants it first builds."""
+    path = folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()}{suffix}"
+    with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which closing the file releases
-        if not header.exists():
-            draft = folder / f"{key}.draft.h"
-            draft.write_text("\n".join([*lines, ""]))
-            subprocess.run([found, *flags, "-x", "c++-header", draft, "-o", folder / f"{key}.h.gch"], check=True)
-            draft.replace(header)
-    return header
+        if not path.exists():
+            draft = path.with_name(f"{DRAFT}{path.name}")
+            build(draft)
+            draft.replace(path)
+    return path

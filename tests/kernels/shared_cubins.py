@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import pickle
 from collections.abc import Callable
@@ -21,6 +22,7 @@ def shared(compile_: Compile, folder: Path) -> Compile:
     """
     folder.mkdir(exist_ok=True)
 
+    @functools.wraps(compile_)
     def compile_once(source: str, name: str, flags: list[str]) -> tuple[bytes, str]:
         content = (compiler_version(), source, name, flags)
         kept = folder / hashlib.sha256(repr(content).encode()).hexdigest()

@@ -48,7 +48,9 @@ class Snake:
         return {name: value.astype(NUMPY[self.dtype]) for name, value in {"x": x, **columns}.items()}
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
-        return [TensorSpec(each.shape, self.dtype, aligned) for each in self.arrays().values()]
+        n, channels, length = self.shape
+        x = (n, length, channels) if self.layout == "nhwc" else self.shape
+        return [TensorSpec(shape, self.dtype, aligned) for shape in (x, (1, channels, 1), (1, channels, 1))]
 
 
 def expected(case: Snake, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

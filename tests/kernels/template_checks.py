@@ -90,7 +90,7 @@ def check_template(
     *,
     max_kernels: int,
     sizes: Callable[[int], Sequence[int]] | None = None,
-    tries: int = 60,
+    tries: int = 40,
     generic: Sequence[str] = (),
     own_tilings: bool = False,
 ) -> Template:

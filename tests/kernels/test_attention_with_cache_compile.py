@@ -27,6 +27,7 @@ from onnxfuse.rewrite.variant import Variant
 from onnxfuse.runtime.plan import Device, Kernel, Launch, TensorSpec
 
 HALF = "float16"
+OWN = "attention_with_cache", "attention_append"
 PARTS = 6  # of the kernels, of which one is compiled in a plain run
 
 
@@ -47,20 +48,19 @@ def launches(each: CachedCase, device: Device) -> list[Launch]:
     return [step for plan in plans for step in plan.steps if isinstance(step, Launch)]
 
 
+@functools.cache
+def kernels(dtype: str, device: Device) -> list[Kernel]:
+    exact = dataclasses.replace(device, tf32=False)
+    found = [step.kernel for each in cases(dtype) for step in launches(each, exact)]
+    return [kernel for kernel in found if kernel.source in OWN]
+
+
 @by_parts(PARTS)
 @pytest.mark.parametrize("dtype", sampled([HALF, "float32"], 2))
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"sm_{device.arch}")
 def test_compiles_without_spills(device: Device, dtype: str, part: int) -> None:
-    own = ("attention_with_cache", "attention_append")
-
-    @functools.cache
-    def kernels(device: Device) -> list[Kernel]:
-        exact = dataclasses.replace(device, tf32=False)
-        found = [step.kernel for each in cases(dtype) for step in launches(each, exact)]
-        return [kernel for kernel in found if kernel.source in own]
-
-    assert {kernel.source for kernel in kernels(device)} == {*(own if device is not T4 else own[1:])}
-    for kernel in to_compile(device, kernels, part, PARTS):
+    assert {kernel.source for kernel in kernels(dtype, device)} == {*(OWN if device is not T4 else OWN[1:])}
+    for kernel in to_compile(device, functools.partial(kernels, dtype), part, PARTS):
         check_compiles(kernel, device)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from architectures import H200
 from conv_transpose_cases import ConvTransposeCase
 from onnx import TensorProto, helper, numpy_helper
+from runtimes import open_on_cpu
 
 from onnxfuse.kernels.conv_transpose.operands import conv_transpose_of
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
@@ -65,9 +65,6 @@ def by_onnxruntime(x: np.ndarray, w: np.ndarray, attributes: dict[str, Any]) -> 
         [numpy_helper.from_array(w.astype(np.float32), "w")],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": x.astype(np.float32)})
+    (y,) = open_on_cpu(model).run(None, {"x": x.astype(np.float32)})
     assert isinstance(y, np.ndarray)
     return y

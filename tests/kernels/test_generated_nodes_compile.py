@@ -5,6 +5,8 @@ So a new family of kernels is compiled before it has tests of its own, which kno
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from architectures import DEVICES, H200, check_compiles
 from onnx import TensorProto, numpy_helper
@@ -38,6 +40,7 @@ def test_the_first_plan_of_a_generated_node_compiles(fusion: Fusion, device: Dev
             check_compiles(step.kernel, device, spills=None)
 
 
+@functools.cache
 def generated_node(fusion: Fusion, dtype: int) -> tuple[FusedNode, list[TensorSpec]]:
     """Return the fused node of a pattern's first variant, in the newest opset that can express it, and its inputs."""
     for opset in range(NEWEST, OLDEST - 1, -1):

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from architectures import A100, H200
 from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
+from runtimes import open_on_cpu
 from sampling import sampled
 
 from onnxfuse.kernels.pooling.windows import windows
@@ -29,10 +29,7 @@ def onnxruntime(fusion: str, x: np.ndarray, attributes: dict[str, Any], opset: i
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)
     graph = helper.make_graph([node], "pool", [declared], [result])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": np.ascontiguousarray(np.moveaxis(x.astype(np.float32), -1, 1))})
+    (y,) = open_on_cpu(model).run(None, {"x": np.ascontiguousarray(np.moveaxis(x.astype(np.float32), -1, 1))})
     return np.moveaxis(y, 1, -1)
 
 

@@ -130,6 +130,7 @@ def test_every_launch_is_one_that_the_device_takes() -> None:
         assert step.pdl
 
 
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("name", ["windows of Swin", "modulate of DiT", "a loss, dynamic"])
 def test_a_region_compiles_quickly(name: str) -> None:
     plan = plan_of(CASES[name], H200)

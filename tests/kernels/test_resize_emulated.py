@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from architectures import H200
 from emulated_launches import NUMPY, emulate
 from kernel_hosts import host_of
 from onnx import TensorProto, helper
+from runtimes import open_on_cpu
 from sampling import by_parts
 
 from onnxfuse.kernels.resize.host import COORDINATES, NEAREST
@@ -32,8 +32,7 @@ def onnxruntime(x: np.ndarray, sizes: dict[str, list[float]], attributes: dict[s
     declared, result = (helper.make_tensor_value_info(each, TensorProto.FLOAT, [None] * x.ndim) for each in "xy")
     graph = helper.make_graph([node], "resize", [declared], [result], [constant])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": np.ascontiguousarray(np.moveaxis(x.astype(np.float32), -1, 1))})
+    (y,) = open_on_cpu(model).run(None, {"x": np.ascontiguousarray(np.moveaxis(x.astype(np.float32), -1, 1))})
     return np.moveaxis(y, 1, -1)
 
 

@@ -13,7 +13,7 @@ from kernel_hosts import host_of
 from sampling import by_parts, sampled
 from template_checks import check_template, concrete_plan, summary, template_of
 
-from onnxfuse.runtime.plan import Device, Kernel, Launch
+from onnxfuse.runtime.plan import Device, Kernel, Launch, Plan
 from onnxfuse.runtime.template import Template, candidates_at, size_count, with_sizes
 
 GPUS = pytest.mark.parametrize("device", [H200, A100, T4], ids=lambda device: f"sm_{device.arch}")
@@ -68,16 +68,20 @@ def step_template(device: Device) -> Template:
     return template_of(case.node, case.inputs, device)
 
 
+@functools.cache
+def plans_at_every_length(device: Device) -> list[Plan]:
+    template = step_template(device)
+    assert len(template.variants) <= 6
+    chosen = [template.chosen([past]) for past in range(4097)]
+    assert all(chosen)
+    return [concrete_plan(template, variant, [past]) for past, variant in enumerate(chosen) if variant]
+
+
 @pytest.mark.parametrize("device", sampled([H200, A100, T4], 3), ids=lambda device: f"sm_{device.arch}")
 def test_a_growing_cache_has_a_plan_at_every_length(device: Device) -> None:
     """The first step has no past; no length has kernels of its own."""
-    template = step_template(device)
-    chosen = [template.chosen([past]) for past in range(4097)]
-    assert all(chosen)
-    assert len(template.variants) <= 6
-    steps = [concrete_plan(template, variant, [past]).steps for past, variant in enumerate(chosen) if variant]
-    for past, each in enumerate(steps):
-        for step in each:
+    for past, plan in enumerate(plans_at_every_length(device)):
+        for step in plan.steps:
             assert isinstance(step, Launch)
             assert step.grid[0] > 0 and step.grid[0] % step.cluster == 0, f"at {past}"
             assert step.shared <= device.shared_per_block
@@ -85,11 +89,9 @@ def test_a_growing_cache_has_a_plan_at_every_length(device: Device) -> None:
 
 def test_blocks_of_a_growing_cache_have_even_work() -> None:
     """From one step to the next, the longest block reads at most one tile of 64 keys more than before."""
-    template, before = step_template(H200), 0
-    for past in range(4096):
-        variant = template.chosen([past])
-        assert variant
-        launch = concrete_plan(template, variant, [past]).steps[0]
+    before = 0
+    for past, plan in enumerate(plans_at_every_length(H200)):
+        launch = plan.steps[0]
         assert isinstance(launch, Launch)
         splits = launch.grid[0] // 8
         tiles = -(-(past + 1) // int(launch.kernel.defines["BLOCK_N"]))

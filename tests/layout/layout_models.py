@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import numpy_helper
+from runtimes import open_on_cpu
 
 from onnxfuse.dsl import catalogue
 from onnxfuse.fuse_model import FusedModel, fuse_model
@@ -40,11 +40,7 @@ def converted(model: onnx.ModelProto, layout: Any = "nhwc", **options: Any) -> F
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, optimize: bool = True) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not optimize:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"]).run(None, feeds)
+    return open_on_cpu(model, optimize=optimize).run(None, feeds)
 
 
 def drawn(model: onnx.ModelProto, **sizes: int) -> dict[str, np.ndarray]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import numpy_helper
+from runtimes import open_on_cpu
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.analysis.shape_info import ShapeInfo
@@ -47,10 +47,7 @@ def value(model: onnx.ModelProto, name: str) -> list:
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Return the outputs that onnxruntime computes without optimizing the model."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"]).run(None, feeds)
+    return open_on_cpu(model, optimize=False).run(None, feeds)
 
 
 def assert_same(

@@ -88,7 +88,12 @@ class Spelling:
     @functools.cached_property
     def terms(self) -> tuple[Term, ...]:
         """Return every term of the variant, every option of an Alternatives included."""
-        return tuple(reached(self, *self.outputs))
+        return reached(self, *self.outputs)
+
+    @functools.cached_property
+    def unfused(self) -> Unfused:
+        """Return a model of the spelling, which nobody changes.  Raises Unwritable."""
+        return _build(self)
 
 
 @dataclass(frozen=True)
@@ -120,20 +125,23 @@ def chosen(spelling: Spelling) -> dict[str, str]:
     return found
 
 
-def reached(spelling: Spelling, *roots: Term) -> Iterator[Term]:
-    """Yield every term of the variant below the roots, every option of an Alternatives included."""
-    seen: set[int] = set()
-    work = list(roots)
+def reached(spelling: Spelling, *roots: Term) -> tuple[Term, ...]:
+    """Return every term of the variant below the roots, every option of an Alternatives included."""
+    return _reached(roots, frozenset(spelling.choices.items()), _rank(spelling.fusion, spelling.leading))
+
+
+@functools.cache  # most spellings of a fusion have the same labels
+def _reached(roots: tuple[Term, ...], choices: frozenset[tuple[str, str]], rank: int) -> tuple[Term, ...]:
+    found: dict[Term, None] = {}
+    labels, work = dict(choices), list(roots)
     while work:
         term = work.pop()
-        if id(term) in seen:
+        if term in found or any(guard.names == ("rank",) and not guard.holds(rank) for guard in term.guards):
             continue
-        seen.add(id(term))
-        if any(guard.names == ("rank",) and not guard.holds(_rank(spelling)) for guard in term.guards):
-            continue
-        yield term
-        work += [term.labelled(_label(spelling, term))] if is_choice(term) else term.parts
+        found[term] = None
+        work += [term.labelled(labels.get(term.name, term.labels[0]))] if is_choice(term) else term.parts
         work += term.attribute_captures
+    return tuple(found)
 
 
 def is_choice(term: Term) -> TypeGuard[Alternatives]:
@@ -146,10 +154,11 @@ def has_spellings(term: Term) -> TypeGuard[Alternatives]:
     return isinstance(term, Alternatives) and term.name is None
 
 
-def _rank(spelling: Spelling) -> int:
-    """Return the rank of the first output."""
-    spec = re.sub(r"\([^)]*\)", "group", spelling.fusion.out[0])
-    return sum(spelling.leading if token == "..." else 1 for token in spec.split())
+@functools.cache
+def _rank(fusion: Fusion, leading: int) -> int:
+    """Return the rank of the first output, where "..." stands for so many axes."""
+    spec = re.sub(r"\([^)]*\)", "group", fusion.out[0])
+    return sum(leading if token == "..." else 1 for token in spec.split())
 
 
 def _label(spelling: Spelling, term: Alternatives) -> str:
@@ -188,18 +197,24 @@ def _dtype(spelling: Spelling, operand: Capture) -> int:
     int64 under a Cast that the pattern writes: those between floats are none of its terms.
     """
     for term in spelling.terms:
-        if isinstance(term, Apply) and term.op == "Cast" and any(t.unwrapped is operand for t in walk(term)):
-            return TensorProto.INT64
-        if not isinstance(term, Apply) or (found := schema(term.op, spelling.opset)) is None:
+        if not isinstance(term, Apply):
             continue
+        if term.op == "Cast" and any(t.unwrapped is operand for t in every_term((term,))):
+            return TensorProto.INT64
         for index, item in enumerate(term.inputs):
-            if item.unwrapped is operand and index < len(found.inputs):
-                types = set(found.inputs[index].types)
-                if types == {"tensor(bool)"}:
-                    return TensorProto.BOOL
-                if types <= {"tensor(int64)", "tensor(int32)"}:
-                    return TensorProto.INT64
+            if item.unwrapped is operand and (dtype := _only_dtype(term.op, index, spelling.opset)):
+                return dtype
     return spelling.dtype
+
+
+@functools.cache
+def _only_dtype(op: str, index: int, opset: int) -> int | None:
+    """Return bool or int64 where an operator's input takes nothing else."""
+    found = schema(op, opset)
+    types = set(found.inputs[index].types) if found and index < len(found.inputs) else set()
+    if types == {"tensor(bool)"}:
+        return TensorProto.BOOL
+    return TensorProto.INT64 if types and types <= {"tensor(int64)", "tensor(int32)"} else None
 
 
 # --- sizes and values --------------------------------------------------------------------------------------------
@@ -327,7 +342,11 @@ def _dynamic(spelling: Spelling) -> list[str]:
 
 
 def build(spelling: Spelling) -> Unfused:
-    """Return a model of a spelling.  Raises Unwritable."""
+    """Return a model of a spelling, the same one each time.  Raises Unwritable."""
+    return spelling.unfused
+
+
+def _build(spelling: Spelling) -> Unfused:
     shapes = {c.name: _axes(spelling, c) for c in operands(spelling)}
     known: dict[str, Any] = {}
     if None in shapes.values():
@@ -416,7 +435,7 @@ def _variant(
     spelling: Spelling, dims: Mapping[str, Any], parts: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 ) -> Variant:
     dtypes = {c.name: _dtype(spelling, c) for c in operands(spelling)}
-    rank = _rank(replace(spelling, leading=len(dims.get("...", ()))))
+    rank = _rank(spelling.fusion, len(dims.get("...", ())))
     out = (spelling.dtype,) * len(spelling.outputs)
     named = {operand: term.inner.name for operand, term in _parted(spelling).items()}
     found_numbers = {
@@ -458,11 +477,10 @@ def _inferred_dims(least: Spelling) -> dict[str, Any]:
     return dict(dims)
 
 
-def complete_options(spelling: Spelling, variant: Variant, term: Alternatives) -> list[Term]:
+def complete_options(spelling: Spelling, builder: BodyBuilder, term: Alternatives) -> list[Term]:
     """Return the options that can be written and that use every present operand."""
-    builder = BodyBuilder(variant)
     possible = [option for option in term.options if builder.can_write(option)]
-    used = [{c.name for c in captures(spelling, option)} & variant.dtypes.keys() for option in possible]
+    used = [{c.name for c in captures(spelling, option)} & builder.variant.dtypes.keys() for option in possible]
     every = set().union(*used)
     return [option for option, names in zip(possible, used, strict=True) if names == every]
 
@@ -473,7 +491,7 @@ def _body(spelling: Spelling, variant: Variant) -> tuple[list[onnx.NodeProto], l
     alike = {_looks(t): spelling.picks[id(t)] for t in terms}  # an exporter writes two products in the same way
 
     def pick(term: Alternatives, possible: Sequence[Term]) -> Term:
-        options = complete_options(spelling, variant, term)
+        options = complete_options(spelling, builder, term)
         wanted = spelling.picks.get(id(term), alike.get(_looks(term)))
         if wanted is not None and term.options[wanted] in options:
             options = [term.options[wanted]]
@@ -541,17 +559,31 @@ def _model(
 
 def _type_outputs(model: onnx.ModelProto, spelling: Spelling, variant: Variant) -> None:
     """Declare the types and shapes of the outputs, as an exporter does."""
-    graph = read_graph(model)
-    shapes = infer_shapes(graph)
-    made = {t.name: t for node in graph.nodes for t in node.outputs}
-    for info, dtype in zip(model.graph.output, variant.out, strict=False):
-        shape = shapes.shape(made[info.name])
-        assert shape is not None, f"the shape of '{info.name}' cannot be inferred"
+    shapes = _static_shapes(model) or _symbolic_shapes(model)
+    for info, dtype, shape in zip(model.graph.output, variant.out, shapes, strict=False):
         dims = [d if isinstance(d, int) else None if "?" in str(d) else str(d) for d in shape]
         info.CopyFrom(helper.make_tensor_value_info(info.name, dtype, dims))
-    first, spec = shapes.shape(made[model.graph.output[0].name]), spelling.fusion.out[0]
+    first, spec = shapes[0], spelling.fusion.out[0]
     said = f"{spelling.id}: out= names the axes '{spec}' of an output of shape {first}, where {dict(variant.dims)}"
-    assert first is not None and ("(" in spec or unify(spec, first, variant.dims) is not None), said
+    assert "(" in spec or unify(spec, first, variant.dims) is not None, said
+
+
+def _static_shapes(model: onnx.ModelProto) -> list[tuple[DimSize, ...]]:
+    """Return the shapes of the outputs as onnx infers them; none where it does not find all numbers."""
+    kinds = [output.type.tensor_type for output in onnx.shape_inference.infer_shapes(model).graph.output]
+    known = all(kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim) for kind in kinds)
+    return [tuple(d.dim_value for d in kind.shape.dim) for kind in kinds] if known else []
+
+
+def _symbolic_shapes(model: onnx.ModelProto) -> list[tuple[DimSize, ...]]:
+    """Return the shapes of the outputs as onnxfuse infers them."""
+    graph = read_graph(model)
+    shapes = infer_shapes(graph)
+    made = {t.name: shapes.shape(t) for node in graph.nodes for t in node.outputs}
+    found = [(output.name, made[output.name]) for output in model.graph.output]
+    unknown = [name for name, shape in found if shape is None]
+    assert not unknown, f"the shapes of {unknown} cannot be inferred"
+    return [shape for _, shape in found if shape is not None]
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: int) -> np.ndarray:
@@ -579,7 +611,7 @@ class Spellings:
 def spellings(fusion: Fusion) -> Spellings:
     """Generate spellings: the first variant with one thing changed, each in the newest opset that can express it."""
     collector = _Collector()
-    bases = [newest for s in _variants(fusion) if (newest := collector.take(s)) is not None]
+    bases = list(variants(fusion, collector))
     if not bases:
         raise collector.unwritable[0][1]
     for spelling in (*bases, *_crossed(bases)):
@@ -605,7 +637,7 @@ class _Collector:
     def take(self, spelling: Spelling, at_newest: bool = True) -> Spelling | None:
         first: Unwritable | None = None
         for opset in range(spelling.opset, OLDEST - 1, -1) if at_newest else (spelling.opset,):
-            tried = replace(spelling, opset=opset)
+            tried = spelling if opset == spelling.opset else replace(spelling, opset=opset)
             try:
                 unfused = build(tried)
             except Unwritable as error:
@@ -618,6 +650,12 @@ class _Collector:
         assert first is not None
         self.unwritable.append((spelling, first))
         return None
+
+
+def variants(fusion: Fusion, collector: _Collector | None = None) -> Iterator[Spelling]:
+    """Yield the variants, each in the newest opset that can express it; the collector takes note of all of them."""
+    collector = collector or _Collector()
+    yield from (newest for each in _variants(fusion) if (newest := collector.take(each)) is not None)
 
 
 def _variants(fusion: Fusion) -> Iterator[Spelling]:
@@ -734,7 +772,7 @@ def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -
     except Unwritable:
         return
     for opset in range(spelling.opset, OLDEST - 1, -1):
-        at_opset = replace(variant, opset=opset)
+        at_opset = BodyBuilder(replace(variant, opset=opset))
         for term, index, picks in _ways(spelling, at_opset, spelling.outputs, {}, set()):
             if (id(term), index) not in known:
                 known.add((id(term), index))
@@ -743,7 +781,7 @@ def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -
 
 def one_option_changed(spelling: Spelling, variant: Variant) -> Iterator[Spelling]:
     """Yield the spelling with each option of an Alternatives that is not the first one, and what leads there."""
-    for term, index, picks in _ways(spelling, variant, spelling.outputs, {}, set()):
+    for term, index, picks in _ways(spelling, BodyBuilder(variant), spelling.outputs, {}, set()):
         if picks.get(id(term)) == index:
             yield replace(spelling, picks=picks)
 
@@ -756,22 +794,22 @@ def _called(term: Alternatives, index: int) -> str:
 
 
 def _ways(
-    spelling: Spelling, variant: Variant, roots: Sequence[Term], picks: dict[int, int], seen: set[int]
+    spelling: Spelling, builder: BodyBuilder, roots: Sequence[Term], picks: dict[int, int], seen: set[int]
 ) -> Iterator[tuple[Alternatives, int, dict[int, int]]]:
     for term in roots:
         if id(term) in seen:
             continue
         seen.add(id(term))
         if has_spellings(term):
-            for i, option in enumerate(complete_options(spelling, variant, term)):
+            for i, option in enumerate(complete_options(spelling, builder, term)):
                 index = term.options.index(option)
                 path = {**picks, id(term): index} if i else picks
                 yield term, index, path
-                yield from _ways(spelling, variant, [option], path, seen)
+                yield from _ways(spelling, builder, [option], path, seen)
         elif is_choice(term):
-            yield from _ways(spelling, variant, [term.labelled(_label(spelling, term))], picks, seen)
+            yield from _ways(spelling, builder, [term.labelled(_label(spelling, term))], picks, seen)
         else:
-            yield from _ways(spelling, variant, term.parts, picks, seen)
+            yield from _ways(spelling, builder, term.parts, picks, seen)
 
 
 def every_option(fusion: Fusion) -> set[tuple[int, int]]:

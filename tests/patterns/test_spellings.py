@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -160,6 +161,7 @@ def expressions(
     weights = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     opset = model.opset_import[0].version
 
+    @functools.cache
     def of(name: str) -> Any:
         if name not in makers:
             return weights.get(leaves.get(name, name), leaves.get(name, name))

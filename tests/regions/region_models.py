@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.numpy_helper
-import onnxruntime
 from architectures import H200
 from kernel_hosts import first_plan, host_of, require_support
 from region_drafts import RegionProgram
+from runtimes import open_on_cpu
 
 from onnxfuse import Report, optimize
 from onnxfuse.ir.dtypes import Array
@@ -78,10 +78,7 @@ def run(model: onnx.ModelProto, feeds: Mapping[str, Array], names: Sequence[str]
     shown.CopyFrom(model)
     known = {output.name for output in shown.graph.output}
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(shown, optimize=False)
     wanted = list(names) or [output.name for output in session.get_outputs()]
     used = {each.name: feeds[each.name] for each in session.get_inputs()}
     return dict(zip(wanted, session.run(wanted, used), strict=True))

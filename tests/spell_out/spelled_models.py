@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from case_documents import with_weights
+from runtimes import open_on_cpu
 
 from onnxfuse.analysis.shape_inference import infer_shapes
 from onnxfuse.ir.serde import read_graph, write_model
@@ -63,9 +63,6 @@ def drawn(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Return what plain onnxruntime computes on the CPU, without its graph optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_on_cpu(model, optimize=False)
     used = {each.name: feeds[each.name] for each in session.get_inputs()}
     return list(session.run(None, used))

@@ -11,7 +11,8 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import FunctionProto, ModelProto, TensorProto, helper, numpy_helper
-from spellings import Unwritable, build, spellings
+from runtimes import open_on_cpu
+from spellings import Unwritable, build, variants
 
 from onnxfuse import Fusion, Report, optimize
 from onnxfuse.dsl import catalogue
@@ -164,12 +165,12 @@ def hidden(model: ModelProto, hide: Hide) -> ModelProto:
 @functools.cache
 def smallest(fusion: Fusion) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Return a model of a fusion that onnxruntime runs, in an opset of which it has random operators."""
-    for spelling in spellings(fusion).written:
+    for spelling in variants(fusion):
         if spelling.dtype != TensorProto.FLOAT or spelling.parts:
             continue
         try:
             unfused = build(dataclasses.replace(spelling, opset=OPSET))
-            onnxruntime.InferenceSession(unfused.model.SerializeToString(), providers=["CPUExecutionProvider"])
+            open_on_cpu(unfused.model)
         except (Unwritable, onnxruntime.capi.onnxruntime_pybind11_state.Fail):
             continue
         return unfused.model, dict(unfused.inputs)
@@ -234,5 +235,5 @@ def differ(right: ModelProto, wrong: ModelProto, inputs: dict[str, np.ndarray]) 
 
 
 def results(model: ModelProto, inputs: dict[str, np.ndarray]) -> Iterator[np.ndarray]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_on_cpu(model)
     yield from session.run(None, {i.name: inputs[i.name] for i in session.get_inputs()})
