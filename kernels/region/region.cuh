@@ -84,6 +84,23 @@ __device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; 
 template <class T>
 __device__ __forceinline__ T smaller(T a, T b) { return a < b || a != a ? a : b; }
 
+#if __CUDA_ARCH__ >= 900
+// ptxas of CUDA 13.0 loses the minus in max(max(a, -b), c) of signed words, which VIMNMX3 computes; these are unsigned.
+constexpr u32 SIGN = 0x80000000u;
+template <>
+__device__ __forceinline__ int larger(int a, int b) {
+    u32 y;
+    asm("max.u32 %0, %1, %2;" : "=r"(y) : "r"(u32(a) ^ SIGN), "r"(u32(b) ^ SIGN));
+    return int(y ^ SIGN);
+}
+template <>
+__device__ __forceinline__ int smaller(int a, int b) {
+    u32 y;
+    asm("min.u32 %0, %1, %2;" : "=r"(y) : "r"(u32(a) ^ SIGN), "r"(u32(b) ^ SIGN));
+    return int(y ^ SIGN);
+}
+#endif
+
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
 
