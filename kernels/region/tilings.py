@@ -267,8 +267,7 @@ def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:
     sizes = shapes.sizes
     known = sizes.divisor(extent)
     if known % widest and extent.constant is None and sizes.value(extent) % widest == 0:
-        if len(extent.terms) == 1 and len(extent.terms[0][0]) == 1:
-            sizes.divisors[extent.terms[0][0][0]] = widest
+        sizes.note_divisor(extent, widest)
         known = widest
     width = widest
     while width > 1:
