@@ -27,6 +27,10 @@ MATH: Final = {  # functions of the C library, with f behind their names for flo
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
+QUOTIENTS: Final = {  # of floats where the last bit does not matter
+    "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
+    "Softsign": "quotient({0}, {one} + magnitude({0}))",
+}  # fmt: skip
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
 
 
@@ -56,10 +60,17 @@ def keeps_exact(operation: Operation) -> bool:
     return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu")
 
 
-def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str) -> str:
-    """Return the result of an operator for inputs that are given as expressions, of these dtypes."""
+def expression(
+    operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str, nearest: bool = True
+) -> str:
+    """Return the result of an operator for inputs that are given as expressions, of these dtypes.
+
+    Quotients and roots of floats are the nearest ones if `nearest`, and else within 2 units in the last place.
+    """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
+    if not nearest and of in FLOATS and name in QUOTIENTS:
+        return QUOTIENTS[name].format(*given, one=literal(1, of))
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:

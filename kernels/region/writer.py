@@ -207,7 +207,8 @@ class Writer:
         )  # fmt: skip
         if operation.name == "Cast" and dtypes[0] == target:
             return given[0]
-        text = expression(operation, [each.lane for each in given], dtypes, target)
+        nearest = name in self.program.read_by_steps
+        text = expression(operation, [each.lane for each in given], dtypes, target, nearest)
         return self.declare(NUMBER[target], text, any(each.varies for each in given), exact)
 
     def _declared(self, name: str, varies: bool) -> Reference:
@@ -293,7 +294,8 @@ class Writer:
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
         target = self.program.dtypes[operation.outputs[0]]
-        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target])
+        nearest = operation.outputs[0] in self.program.read_by_steps
+        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target], nearest)
         varies = accumulator.varies or bool(given and given.varies)
         exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
         return self.declare(NUMBER[target], text, varies, exact)
