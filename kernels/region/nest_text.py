@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.indices import Index, flat, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
@@ -63,6 +63,9 @@ class NestText:
         """Write elements that do not depend on each other."""
         nest, writer, width = self.nest, self.writer, self.tiling.width
         variables = nest.lists[ELEMENTS]
+        if self.tiling.is_scattered:
+            self._scattered(variables)
+            return
         writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
@@ -72,6 +75,34 @@ class NestText:
             self._parts("at", variables, width)
             writer.lanes = Lanes(variables[-1].name, width)
         self._stores()
+
+    def _scattered(self, variables: Sequence[Variable]) -> None:
+        """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.
+
+        Beyond the end, threads compute the last element again.
+        """
+        writer, width, threads, kind = self.writer, self.tiling.width, self.tiling.threads, self.type
+        count = self.nest.count(ELEMENTS)
+        bound, at = writer.arguments.size(count), f"first + j * {threads}"
+        writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
+        writer.line(f"if (first >= {bound}) return;")
+        linear = flat(
+            [variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables]
+        )
+        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear)
+        is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
+        self._variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
+        self._parts("at", variables, 1)
+        self._stores()
+
+    def _variable(self, name: str, value: str) -> str:
+        """Write an index variable, which is an array if lanes are scattered; return what reads it."""
+        if not self.writer.lanes.scattered:
+            self.writer.line(f"const {self.type} {name} = {value};")
+            return name
+        self.writer.line(f"{self.type} {name}[{self.tiling.width}];")
+        self.writer.line(f"EACH({self.tiling.width}) {name}[j] = {value};")
+        return f"{name}[j]"
 
     def _elements_with_tail(self, variable: Variable) -> None:
         """Write whole vectors along the one variable, and single elements behind them."""
@@ -222,20 +253,20 @@ class NestText:
 
     def _parts(self, name: str, variables: Sequence[Variable], width: int) -> None:
         """Write variables as parts of a number, which counts vectors of `width` along the last one."""
-        writer, left = self.writer, name
+        writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
         for variable in reversed(variables):
             is_vector = variable is variables[-1] and width > 1
             factor = f" * {width}" if is_vector else ""
             if variable is variables[0]:
-                writer.line(f"const {self.type} {variable.name} = {left}{factor};")
+                self._variable(variable.name, f"{left}{factor}")
                 return
             by = self._vectors(variable.extent, width) if is_vector else variable.extent
             if by == ONE:
-                writer.line(f"const {self.type} {variable.name} = 0;")
+                self._variable(variable.name, "0")
                 continue
             part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
-            writer.line(f"const {self.type} {variable.name} = {part}{factor}, {variable.name}_left = {rest};")
-            left = f"{variable.name}_left"
+            self._variable(variable.name, f"{part}{factor}")
+            left = self._variable(f"{variable.name}_left", rest)
 
     @contextmanager
     def _loop(
@@ -278,7 +309,7 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            with self._loop(name, start, step, unrolled=self.tiling.way != "warp"):
+            with self._loop(name, start, step, unrolled=self.tiling.way != "warp" or self._rounds(name) != 1):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():

@@ -284,10 +284,7 @@ def _merges(index: Index, high: Variable, low: Variable) -> bool:
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]
-    return all(
-        not ({high.name, low.name} & set(atom.varies)) and (atom.of is None or _merges(atom.of, high, low))
-        for atom in inner
-    )
+    return all(atom.of is None or _merges(atom.of, high, low) for atom in inner)
 
 
 def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:

@@ -50,6 +50,23 @@ def literal(value: Any, dtype: str) -> str:
     return f"__uint_as_float({bits})"
 
 
+def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
+    """Return what an operator gives whose last two inputs are the same value of a dtype.
+
+    That is a literal, the number of an input, or None where it must be computed.
+    """
+    name, inputs = operation.name, operation.inputs
+    if len(inputs) < 2 or inputs[-1] != inputs[-2]:
+        return None
+    if name in ("Min", "Max", "And", "Or", "Where"):
+        return len(inputs) - 1
+    if name in ("Less", "Greater", "Xor"):
+        return "false"
+    if dtype not in FLOATS and name in ("Equal", "LessOrEqual", "GreaterOrEqual"):
+        return "true"
+    return literal(0, dtype) if dtype not in FLOATS and name == "Sub" else None
+
+
 def is_discontinuous(operation: Operation, target: str) -> bool:
     """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
     return operation.name in DISCONTINUOUS or (operation.name == "Cast" and target not in FLOATS)

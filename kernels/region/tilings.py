@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
-from onnxfuse.kernels.region.indices import Atom, flat
+from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost
+from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
@@ -15,7 +17,7 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.stored import StoredByKey
-from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along
+from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
@@ -24,14 +26,14 @@ MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
 TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
-WARP: Final = 32  # threads
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
+ROUND_COST: Final = 16  # instructions for one of them
+EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
 MAX_TILED_OUTPUTS: Final = 4  # whose tiles shared memory holds
-THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
-ACCESS_COST: Final = 4  # of a load or store
-DIVISION_COST: Final = 4  # by a number that the compiler knows
+CHEAPER: Final = 0.95  # of the cost of whole vectors: for less, other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
 MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
@@ -64,6 +66,7 @@ class Tiling:
     across: str = ""  # the variable along which a tile is read
     tile: int = 0  # elements of a tile along each of its axes
     store_width: int = 1  # elements of its vectors that are stored
+    is_scattered: bool = False  # a thread's elements are not neighbours
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     lanes: int = 32  # threads of a warp that have a row together
@@ -77,8 +80,10 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if tile:
         return tile
     if not nest.levels:
-        widest = width_along(nest, ELEMENTS, program, shapes, aligned)
-        width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
+        _, lanes = _best_lanes(nest, program, shapes, aligned)
+        width = _narrowed(sizes.value(nest.count(ELEMENTS)), lanes.width, device)
+        if lanes.scattered:
+            return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, has_tail=has_tail)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
@@ -89,7 +94,8 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
     counts = {each: sizes.value(nest.count(each)) for each in widths}
-    threads = _lanes(counts, widths, rows, device) if warp else ROW_THREADS
+    row_bytes = sum(each.moved for each in accesses(nest, program)) / max(1, typical(nest.count(ROWS)))
+    threads = _lanes(counts, widths, rows, row_bytes, device) if warp else ROW_THREADS
     for each, count in counts.items():
         while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
             widths[each] //= 2
@@ -100,15 +106,25 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares)
 
 
-def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, device: Device) -> int:
-    """Return how many lanes of a warp have a row: as many as it has vectors, and more where rows are few."""
+def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:
+    """Return how many lanes of a warp have a row: as many as cost least, at most one for each vector.
+
+    Fewer lanes go round more often; where rows are few, more have one.
+    """
     if is_symbolic(*counts.values()):
         return WARP
-    vectors, lanes = max(count // widths[name] for name, count in counts.items()), 1
+    vectors = max(count // widths[name] for name, count in counts.items())
     fewest = 0 if is_symbolic(rows) else SMALL_VECTORS * device.multiprocessors // rows
-    while lanes < WARP and lanes < max(vectors, fewest):
-        lanes *= 2
-    return lanes
+    found, least = WARP, math.inf
+    for lanes in (32, 16, 8, 4, 2, 1):
+        rounds = -(-vectors // lanes)
+        own = lanes * (THREAD_COST + ROUND_COST * rounds + EXCHANGE_COST * (lanes.bit_length() - 1))
+        taken = max(own, BYTE_COST * row_bytes)
+        if lanes < fewest or rounds > MAX_WARP_ROUNDS:
+            break
+        if taken < CHEAPER * least or lanes >= 2 * vectors:
+            found, least = lanes, taken
+    return found
 
 
 def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -147,7 +163,8 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     variables = nest.lists[ELEMENTS]
     if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
         return None
-    last, loads = variables[-1], [each for each in accesses(nest, program) if each.operand]
+    last = variables[-1]
+    loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
     moved = {each: sum(load.moved for load in loads if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
     if moved[across] < moved[last] or 2 * moved[across] < max(1, sum(load.moved for load in loads)):
@@ -178,23 +195,23 @@ def flat_if_faster(
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
         return nest
     flat = flattened(nest, program, shapes, stored)
-    is_faster = _cost(flat, program, shapes, aligned) < _cost(nest, program, shapes, aligned)
-    return flat if is_faster and not _tile(nest, program, shapes, aligned, device) else nest
+    if _tile(nest, program, shapes, aligned, device):
+        return nest
+    costs = [_best_lanes(each, program, shapes, aligned)[0] for each in (flat, nest)]
+    return flat if costs[0] < costs[1] else nest
 
 
-def _cost(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> float:
-    """Return about how many instructions an element takes.
-
-    A thread that does little takes as long as THREAD_COST instructions, because it waits for memory.
-    """
+def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> tuple[float, Lanes]:
+    """Return the lanes at which an element of a nest without reductions costs least, and what it costs."""
     variables = nest.lists[ELEMENTS]
-    lanes = Lanes(variables[-1].name, width_along(nest, ELEMENTS, program, shapes, aligned))
-    cost, divisions = THREAD_COST + DIVISION_COST * (len(variables) - 1), set[Atom]()
-    for _, address in dict.fromkeys((*nest.accesses, *nest.stored_read)):
-        is_gather = lanes.vary(address) and not lanes.are_contiguous(address, shapes.sizes)
-        cost += ACCESS_COST * (lanes.width if is_gather else 1)
-        divisions |= {atom for atom in address.atoms() if atom.kind in ("div", "mod")}
-    return (cost + DIVISION_COST * len(divisions) * lanes.width) / lanes.width
+    name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
+    whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
+    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, is_split=True))]
+    others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
+    costs = {lanes: cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
+    best = min(costs, key=lambda lanes: costs[lanes])
+    chosen = best if costs[best] < CHEAPER * costs[whole] else whole
+    return costs[chosen], chosen
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -227,12 +244,14 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
 
 
-def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool) -> int:
+def width_along(
+    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, is_split: bool = False
+) -> int:
     """Return the elements of a vector along a variable, or along the last one of a list.
 
-    Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
-    most bytes are moved by whole vectors, and the widest of these.  Vectors of what most bytes are of have 16 at most;
-    those of other accesses may be several loads.
+    Of the widths that divide the variable's extent, and that no store and no branch splits, unless `is_split` allows
+    that, it is the one with which most bytes are moved by whole vectors, and the widest of these.  Vectors of what most
+    bytes are of have 16 at most; those of other accesses may be several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not aligned:
@@ -245,7 +264,7 @@ def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shap
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
-        if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
+        if not is_split and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
         whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
         is_stored_so = all(each.operand or each in whole for each in along)

@@ -38,14 +38,15 @@ def accesses(nest: Nest, program: Program) -> list[Access]:
 
 
 def _extents(nest: Nest) -> dict[str, int]:
-    return {each.name: _typical(each.extent) for variables in nest.lists.values() for each in variables}
+    return {each.name: typical(each.extent) for variables in nest.lists.values() for each in variables}
 
 
 def _moved(address: Index, item_bytes: int, extents: Mapping[str, int]) -> int:
     return item_bytes * math.prod(extents.get(name, 1) for name in address.variables())
 
 
-def _typical(size: Size) -> int:
+def typical(size: Size) -> int:
+    """Return a size for dynamic dims as they usually are."""
     return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in size.terms)
 
 
