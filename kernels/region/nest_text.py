@@ -334,11 +334,11 @@ class NestText:
 
     def _stores(self, condition: str = "") -> None:
         """Write the values of the outputs, and then all stores."""
-        writer, place = self.writer, self.nest.place
-        if self.nest.stores:
-            self._store_accumulator(in_variables(self.nest.stores, self.nest), condition)
+        writer, nest = self.writer, self.nest
+        if nest.stores:
+            self._store_accumulator(in_variables(nest.stores, nest), condition)
             return
-        found = {name: writer.value(name, place) for name in self.nest.outputs}
+        found = {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
         self._store_all(found, condition)
@@ -348,14 +348,14 @@ class NestText:
         writer, nest = self.writer, self.nest
         if nest.row_outputs:
             with writer.branch(f"if ({condition})"):
-                places = {name: nest.place_of(writer.shapes.of[name]) for name in nest.row_outputs}
+                places = {name: nest.place_of(name, writer.shapes) for name in nest.row_outputs}
                 self._store_all({name: writer.value(name, place) for name, place in places.items()})
 
     def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
         for i, name in enumerate(self.writer.program.outputs):
             if name in values:
-                shape = self.writer.shapes.of[name]
-                self._store(i, flat(self.nest.place_of(shape), shape), values[name], condition)
+                place = self.nest.place_of(name, self.writer.shapes)
+                self._store(i, flat(place, self.writer.shapes.of[name]), values[name], condition)
 
     def _store_accumulator(self, instance: Instance, condition: str) -> None:
         """Write the store of what a block has reduced."""

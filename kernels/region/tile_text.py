@@ -39,7 +39,7 @@ class TileText:
         writer, width = self.writer, self.tiling.width
         with self._loop(self.across, self.last, width):
             for i, name in enumerate(self.nest.outputs):
-                value = writer.value(name, self.nest.place)
+                value = writer.value(name, self.nest.place_of(name, writer.shapes))
                 at = f"({self._low(self.across)} + j) * {self.pitch} + {self._low(self.last)}"
                 writer.line(f"EACH({width}) {self._memory(i)}[{at}] = {value.lane};")
 
