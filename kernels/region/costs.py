@@ -16,6 +16,7 @@ from typing import Final
 from onnxfuse.kernels.region.indices import Atom, Index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
+from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.traffic import ACCUMULATOR_BYTES, Access, accesses, typical
@@ -32,18 +33,18 @@ WARP: Final = 32
 
 
 def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes) -> float:
-    """Return about how many instructions an element takes, at least as many as issue while its bytes are moved.
+    """Return about how many instructions an element takes: as many as issue while it waits for what takes longest.
 
-    A thread that does little takes as long as THREAD_COST instructions, because it waits for memory.
+    That is memory's bandwidth, the first-level cache, or the instructions themselves.  A thread that does little takes
+    as long as THREAD_COST instructions, because it waits for memory.
     """
     variables, width = nest.lists[ELEMENTS], lanes.width
     instructions = float(DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1))
     instructions += width * len(program.operations)
-    divisions, lines, moved = set[Atom](), 0, 0
+    divisions, lines = set[Atom](), 0
     stored = [Access(str(key), at, ACCUMULATOR_BYTES, 0) for key, at in nest.stored_read]
     for access in dict.fromkeys([*accesses(nest, program), *stored]):
         times = 1 if access.operand else len(nest.outputs)
-        moved += access.moved
         parts, parts_bytes = _parts(access, lanes, shapes)
         instructions += times * parts * ACCESS_COST
         lines += times * parts * _lines(access.address, variables, lanes, parts_bytes, access.item_bytes)
@@ -51,8 +52,19 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes) -> float:
     instructions += DIVISION_COST * len(divisions) * width
     splits = {each for each in nest.bounds if not lanes.are_on_one_side(*each, shapes.sizes)}
     instructions += CHOICE_COST * len(splits) * width
-    count = math.prod(typical(each.extent) for each in variables)
-    return max(BYTE_COST * moved / max(1, count), (THREAD_COST + max(instructions, LINE_COST * lines)) / width)
+    own = max(THREAD_COST, instructions, LINE_COST * lines) / width
+    return max(cost_of_bytes(nest, program, shapes), own)
+
+
+def cost_of_bytes(nest: Nest, program: Program, shapes: Shapes) -> float:
+    """Return how many instructions issue while the bytes of an element are moved, an operand's no more than once."""
+    moved: dict[str, int] = {}
+    for each in accesses(nest, program):
+        moved[each.operand] = moved.get(each.operand, 0) + each.moved
+    for name in set(moved) - {""}:
+        whole = BYTES[program.dtypes[name]] * math.prod(map(typical, shapes.of[name]))
+        moved[name] = min(moved[name], whole)
+    return BYTE_COST * sum(moved.values()) / max(1, math.prod(typical(each.extent) for each in nest.lists[ELEMENTS]))
 
 
 def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:

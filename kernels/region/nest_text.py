@@ -130,8 +130,9 @@ class NestText:
         writer.line("__syncthreads();")
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
-        with text.stored() as values:
-            self._store_all(dict(zip(self.nest.outputs, values, strict=True)))
+        with text.stored():
+            nest = self.nest
+            self._store_all({name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs})
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""

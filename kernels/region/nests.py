@@ -110,7 +110,7 @@ def _is_of(instance: Instance, variables: set[str]) -> bool:
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
 
 
-def _draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
+def draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
     """Return a writer whose text nobody reads: it finds out what is read, and where."""
     return Writer(program, shapes, Arguments(shapes.sizes, False), False, stored)
 
@@ -155,7 +155,7 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest with the reductions that rows share: outside branches, at places that follow from the outputs."""
-    writer = _draft(program, shapes, stored)
+    writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
     if nest.stores:
@@ -177,7 +177,7 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
 
 def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredByKey) -> set[Instance]:
     """Return the reductions that are computed while one is."""
-    writer = _draft(program, shapes, stored)
+    writer = draft(program, shapes, stored)
     writer.in_place(instance)
     return {each for each, _ in writer.found}
 
@@ -238,7 +238,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest whose accesses and bounds are those of its text."""
-    writer = _draft(program, shapes, stored)
+    writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
             here = in_variables(instance, nest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
-from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost
+from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
 from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
@@ -16,6 +16,7 @@ from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.stored import StoredByKey
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
@@ -32,8 +33,11 @@ FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
-MAX_TILED_OUTPUTS: Final = 4  # whose tiles shared memory holds
-CHEAPER: Final = 0.95  # of the cost of whole vectors: for less, other lanes are taken
+MAX_TILED_WORDS: Final = 8  # of an element, of which shared memory holds a tile
+MIN_TILED: Final = 8  # elements along the axes of a tile
+MAX_TILE_WASTE: Final = 1.2  # by how much tiles may exceed an axis
+TILE_COST: Final = 30  # instructions for an element of a tile, about
+CHEAPER: Final = 0.9  # of the cost of whole vectors: for less, other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
 MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
@@ -64,7 +68,7 @@ class Tiling:
     width: int = 1
     columns: int = 0  # threads of a block side by side
     across: str = ""  # the variable along which a tile is read
-    tile: int = 0  # elements of a tile along each of its axes
+    tile: tuple[int, int] = (0, 0)  # elements of a tile along that variable, and along the last one
     store_width: int = 1  # elements of its vectors that are stored
     is_scattered: bool = False  # a thread's elements are not neighbours
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
@@ -161,23 +165,42 @@ def _shares(
 def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
     """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
-    if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
+    if nest.levels or nest.stores or len(variables) < 2:
         return None
     last = variables[-1]
     loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
-    moved = {each: sum(load.moved for load in loads if is_side_by_side(load.address, each)) for each in variables}
+    crossed = [each for each in loads if not is_side_by_side(each.address, last)]
+    moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if moved[across] < moved[last] or 2 * moved[across] < max(1, sum(load.moved for load in loads)):
+    if not moved[across] or any((each.extent.constant or TILE) < MIN_TILED for each in (across, last)):
         return None
-    if any((each.extent.constant or TILE) < TILE // 2 for each in (across, last)):
+    own, _ = _best_lanes(nest, program, shapes, aligned)
+    if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
+        return None
+    words = _staged_words(nest, across, program, shapes)
+    if words > MAX_TILED_WORDS:
         return None
     count = shapes.sizes.value(nest.count(ELEMENTS))
     is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
-    words = max(BYTES[program.dtypes[name]] for name in nest.outputs) // 4 or 1
-    side = 2 * TILE if is_large and len(nest.outputs) * words == 1 else TILE
-    width = width_along(nest, across, program, shapes, aligned)
+    width = width_along(nest, across, program, shapes, aligned, is_split=True)
     store_width = _store_width(nest, program, shapes) if aligned else 1
-    return Tiling("tile", THREADS, width, across=across.name, tile=side, store_width=store_width)
+    sides = _sides(across.extent, last.extent, 2 * TILE if is_large and words == 1 else TILE)
+    return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
+
+
+def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> int:
+    """Return how many words of an element of a tile are in shared memory."""
+    staged = staged_values(nest, across, program, shapes)
+    return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
+
+
+def _sides(across: Size, last: Size, side: int) -> tuple[int, int]:
+    """Return the elements of a tile along both of its axes: a square, or longer along one where the other is short."""
+    sides = {0: side, 1: side}
+    for i, extent in enumerate((across.constant, last.constant)):
+        while extent and sides[i] > MIN_TILED and -(-extent // sides[i]) * sides[i] > MAX_TILE_WASTE * extent:
+            sides = {i: sides[i] // 2, 1 - i: sides[1 - i] * 2}
+    return sides[0], sides[1]
 
 
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
@@ -197,7 +220,8 @@ def flat_if_faster(
     flat = flattened(nest, program, shapes, stored)
     if _tile(nest, program, shapes, aligned, device):
         return nest
-    costs = [_best_lanes(each, program, shapes, aligned)[0] for each in (flat, nest)]
+    found = [_best_lanes(each, program, shapes, aligned) for each in (flat, nest)]
+    costs = [(own, bool(lanes.scattered)) for own, lanes in found]  # where costs are equal, vectors are taken
     return flat if costs[0] < costs[1] else nest
 
 
