@@ -6,10 +6,12 @@ each lane chooses among the parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, literal
 from onnxfuse.kernels.region.program import Operation
@@ -19,16 +21,48 @@ from onnxfuse.kernels.region.sizes import ZERO, Size
 if TYPE_CHECKING:
     from onnxfuse.kernels.region.writer import Reference, Writer
 
+VIEWS: Final = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
+Load: TypeAlias = tuple[str, Index]  # an operand, and an address in it
 Part: TypeAlias = tuple[str, Size, Size]  # a Concat's input, where it begins, and where it ends
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that is read in one of several places: in each part, where an index is below its end."""
+
+    index: Index
+    parts: Sequence[tuple[Moved, Size]]
+
+    def loads(self) -> Iterator[Load]:
+        """Yield all operands, and where they are read."""
+        for part, _ in self.parts:
+            if isinstance(part, Choice):
+                yield from part.loads()
+            else:
+                yield part
+
+    def splits(self) -> Iterator[tuple[Index, Size]]:
+        """Yield all indices, and the sizes with which they are compared."""
+        for i, (part, end) in enumerate(self.parts):
+            if i < len(self.parts) - 1:
+                yield self.index, end
+            if isinstance(part, Choice):
+                yield from part.splits()
+
+
+Moved: TypeAlias = Load | Choice
 
 
 def joined(writer: Writer, operation: Operation, name: str, place: Place) -> Reference:
     """Write the value of a Concat at a place."""
     index, parts = place[axis_of(operation)], _parts(writer, operation, place)
     ends = [end for _, _, end in parts[:-1]]
-    writer.bounds += [(index, end) for end in ends]
     if not parts[1:]:
         return _part(writer, operation, place, parts[0])
+    moved = _moved(writer, name, place)
+    if isinstance(moved, Choice) and len({writer.program.dtypes[each] for each, _ in moved.loads()}) == 1:
+        return _loaded(writer, moved)
+    writer.bounds += [(index, end) for end in ends]
     if not all(writer.lanes.are_on_one_side(index, end, writer.shapes.sizes) for end in ends):
         return _joined_by_lanes(writer, operation, name, place, parts)
     found, exact, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), True, False
@@ -40,6 +74,53 @@ def joined(writer: Writer, operation: Operation, name: str, place: Place) -> Ref
             writer.assign(found, part)
             exact, masked = exact and part.exact, masked or part.masked
     return found.of(exact, masked)
+
+
+def _moved(writer: Writer, name: str, place: Place) -> Moved | None:
+    """Return where a value is read that operators only move; None if it is computed."""
+    operation = writer.program.producers.get(name)
+    if operation is None:
+        return name, flat(place, writer.shapes.of[name])
+    if operation.name == "Concat":
+        parts, axis = _parts(writer, operation, place), axis_of(operation)
+        found = [(_moved(writer, each, maps.before(place, axis, begin)), end) for each, begin, end in parts]
+        inner = [(each, end) for each, end in found if each]
+        return None if len(inner) < len(parts) else inner[0][0] if not parts[1:] else Choice(place[axis], inner)
+    if operation.name == "Identity":
+        return _moved(writer, operation.inputs[0], place)
+    if operation.name in VIEWS:
+        return _moved(writer, operation.inputs[0], maps.source(operation, name, place, writer.shapes))
+    return None
+
+
+def _loaded(writer: Writer, choice: Choice) -> Reference:
+    """Write one load from the operand that has the part in which an index lies."""
+    lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
+    writer.accesses += loads
+    writer.bounds += splits
+    kind = NUMBER[writer.program.dtypes[loads[0][0]]]
+    varies = lanes.vary(*(index for index, _ in splits), *(address for _, address in loads))
+    is_whole = all(writer.is_contiguous(address) for _, address in loads)
+    is_whole = is_whole and all(lanes.are_on_one_side(index, end, writer.shapes.sizes) for index, end in splits)
+    text = _pointer(writer, choice, varies and not is_whole)
+    if varies and is_whole:
+        found = writer.declared(loads[0][0], True)
+        writer.line(f"load({text}, {found.text});")
+        return found
+    if writer.masks:
+        text = f"{writer.masks[-1]}[j] ? load_one({text}) : ({kind})1"
+        return writer.declare(kind, text, True, masked=True)
+    return writer.declare(kind, f"load_one({text})", varies)
+
+
+def _pointer(writer: Writer, moved: Moved, in_lane: bool) -> str:
+    if not isinstance(moved, Choice):
+        return f"{moved[0]} + ({writer.index(moved[1], in_lane)})"
+    *parts, last = [(_pointer(writer, each, in_lane), end) for each, end in moved.parts]
+    index, text = writer.index(moved.index, in_lane), last[0]
+    for each, end in reversed(parts):
+        text = f"{index} < {writer.arguments.size(end)} ? {each} : ({text})"
+    return text
 
 
 def _parts(writer: Writer, operation: Operation, place: Place) -> list[Part]:

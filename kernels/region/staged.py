@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.branches import VIEWS
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable, draft
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.traffic import is_side_by_side
 from onnxfuse.region_operators import ELEMENTWISE
-
-VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
 
 
 def staged_values(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> list[tuple[str, Place]]:

@@ -76,12 +76,15 @@ def test_a_mask_does_not_narrow_the_vectors_of_scores(dtype: str) -> None:
     assert step.grid[0] == 64 * 256 * 512 // (8 * 128)
 
 
-def test_lanes_choose_among_the_parts_of_a_concat() -> None:
+@pytest.mark.parametrize("computed", [False, True])
+def test_lanes_choose_among_the_parts_of_a_concat(computed: bool) -> None:
+    """One load, where all parts are read as they are; else a load of each, of the lanes that need it."""
     program = RegionProgram()
     x, y = (program.operand(np.zeros((4096, columns), np.float16)) for columns in (384, 1))
-    program.outputs = [program.op("Concat", y, x, axis=1)]
+    program.outputs = [program.op("Concat", program.op("Neg", y) if computed else y, x, axis=1)]
     (step,) = launches_of(program)
-    assert "if (o1" not in step.kernel.text and "? load_one(x1" in step.kernel.text
+    assert "if (o1" not in step.kernel.text
+    assert ("[j] ? v0_" if computed else "load_one(o1[j] < 1 ? x1 + ") in step.kernel.text
     assert step.grid[0] == -(-4096 * 385 // (8 * 128))
 
 
