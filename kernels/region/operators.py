@@ -86,8 +86,9 @@ def expression(
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
-    if not nearest and of in FLOATS and name in QUOTIENTS:
-        return QUOTIENTS[name].format(*given, one=literal(1, of))
+    if of in FLOATS and name in QUOTIENTS and (not nearest or name != "Sqrt"):
+        text = QUOTIENTS[name].format(*given, one=literal(1, of))
+        return f"nearest_{text}" if nearest else text
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:

@@ -98,7 +98,9 @@ def finished(operation: Operation, accumulator: str, own: str, count: str, numbe
     """Return an operator's result; `own` is the element itself, for Softmax.  `nearest` is as in operators.py."""
     name, total = operation.name, f"{accumulator}.total"
     if name == "ReduceMean":
-        return f"{total} / ({number})({count})" if nearest else f"quotient({total}, ({number})({count}))"
+        is_float = number in ("float", "double")
+        way = "nearest_quotient" if nearest else "quotient"
+        return f"{way}({total}, ({number})({count}))" if is_float else f"{total} / ({number})({count})"
     if name == "ReduceL2":
         return f"{('sqrtf' if number == 'float' else 'sqrt') if nearest else 'root'}({total})"
     if name == "ReduceLogSumExp":

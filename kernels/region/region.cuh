@@ -127,6 +127,21 @@ __device__ __forceinline__ float quotient(float a, float b) {
 #endif
 }
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
+
+// The nearest quotient, or in rare cases a number beside it; exact where a number has it. It takes no branch, and what
+// depends on b alone is computed once for many a.
+__device__ __forceinline__ float nearest_quotient(float a, float b) {
+#if __CUDA_ARCH__ >= 750
+    const float near = reciprocal(b), size = fabsf(b);
+    const bool is_normal = size > 1e-18f && size < 1e18f;
+    const float inverse = is_normal ? fmaf(fmaf(-b, near, 1.0f), near, near) : near;
+    const float q = a * inverse, better = fmaf(fmaf(-b, q, a), inverse, q);
+    return is_normal && fabsf(q) < LARGEST ? better : q;
+#else
+    return a / b;
+#endif
+}
+__device__ __forceinline__ double nearest_quotient(double a, double b) { return a / b; }
 __device__ __forceinline__ float root(float x) {  // within 1 unit in the last place
 #if __CUDA_ARCH__ >= 750
     float y;
