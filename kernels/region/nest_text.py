@@ -43,7 +43,7 @@ class NestText:
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block") and self.tiling.shares == ONE:
+        if self.tiling.way in ("warp", "block", "columns") and self.tiling.shares == ONE:
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
             self.held = trial.repeated()
@@ -160,7 +160,13 @@ class NestText:
     @property
     def row_threads(self) -> int:
         """The threads that have a row together."""
+        if self.tiling.way == "columns":
+            return self.tiling.threads // self.tiling.columns
         return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+
+    def _held_width(self, name: str) -> int:
+        """Return the elements of a vector that registers hold of a list."""
+        return self.tiling.width if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
 
     def _row_of_lanes(self, lanes: int) -> str:
         """Write which row a thread has; return the condition of storing it where a warp has several rows.
@@ -189,7 +195,7 @@ class NestText:
         for name in dict.fromkeys(name for name, _ in self.reads):
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
             keys = [key for key, count in counts.items() if count > 1]
-            rounds, width = self._rounds(name), self.tiling.inner_widths.get(name, 1)
+            rounds, width = self._rounds(name), self._held_width(name)
             if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
@@ -201,7 +207,7 @@ class NestText:
 
     def _hold(self, name: str, start: str, step: int) -> None:
         """Write the loads of all vectors of a list that registers hold."""
-        writer, width = self.writer, self.tiling.inner_widths.get(name, 1)
+        writer, width = self.writer, self._held_width(name)
         for (operand, _), held in self.held[name].items():
             kind = NUMBER[writer.program.dtypes[operand]]
             writer.line(f"{kind} {held}[{self._rounds(name)}][{width}];")
@@ -218,6 +224,8 @@ class NestText:
         self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
         self._parts("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
+        for name in self.held:
+            self._hold(name, "part", parts)
         for level in nest.levels:
             self._level(level, *self._shared("part", parts))
         self._row_stores("exists && part == 0" if parts > 1 else "exists")
@@ -288,7 +296,9 @@ class NestText:
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
         unroll = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
         head = f"{unroll}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
-        head = f"if ({at} < {bound})" if held else head
+        if held:
+            is_whole = self.nest.count(name).constant == rounds * self.row_threads * width
+            head = "" if is_whole else f"if ({at} < {bound})"
         with writer.block(head):
             for key, text in held.items():
                 if not fills:

@@ -137,10 +137,12 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     width = width_along(nest, ROWS, program, shapes, aligned)
     many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+    shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
+    fewest = MANY_BLOCKS * device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
     if not many and not is_symbolic(rows):
-        while width > SMALL_WIDTH and rows // width < MANY_BLOCKS * device.multiprocessors * COLUMNS:
+        while width > SMALL_WIDTH and rows // width < fewest:
             width //= 2
-    if many or estimate(length) < MIN_SHARED_ELEMENTS:
+    if not shared:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
     shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
