@@ -19,6 +19,7 @@ class Lanes:
     variable: str = ""
     width: int = 1
     scattered: frozenset[str] = frozenset()
+    rest: Index | None = None  # where the variable is 0, of places of which the first lane's is a multiple of the width
     linear: Index | None = None  # of scattered lanes, what the array `at` has in the text: the place among all elements
 
     def differ(self, variables: Collection[str]) -> bool:
@@ -33,12 +34,13 @@ class Lanes:
     def are_contiguous(self, address: Index, sizes: Sizes) -> bool:
         """Return whether the lanes are neighbours in memory, the first at a multiple of the width."""
         is_one = not self.scattered and address.factor(self.variable) == ONE
-        return is_one and self._is_multiple(self._without_variable(address), sizes)
+        behind = self._without_variable(address)
+        return is_one and self._is_multiple(behind + self.rest * -1 if self.rest else behind, sizes)
 
     def are_on_one_side(self, index: Index, bound: Size, sizes: Sizes) -> bool:
         """Return whether an index is below a bound in all lanes or in none."""
         difference = index + -bound
-        return not self.vary(difference) or self.are_contiguous(difference, sizes)
+        return not self.vary(difference) or (self.rest is None and self.are_contiguous(difference, sizes))
 
     def _without_variable(self, index: Index) -> Index:
         return Index(index.constant, tuple(each for each in index.terms if each[0].name != self.variable))

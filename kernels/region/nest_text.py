@@ -151,7 +151,7 @@ class NestText:
             self._level(level, *self._shared("lane", lanes))
         self._row_stores(f"lane == 0{f' && {exists}' if exists else ''}")
         if nest.lists[ELEMENTS]:
-            with self._loop(ELEMENTS, "lane", lanes):
+            for _ in self._loops(ELEMENTS, "lane", lanes):
                 self._stores(exists)
         else:
             with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
@@ -203,6 +203,7 @@ class NestText:
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
+        count = None if name in self.tiling.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
@@ -311,6 +312,31 @@ class NestText:
         self.reads.append((name, writer.vectors[seen:]))
         writer.lanes = before
 
+    def _loops(self, name: str, start: str, step: int | str, unrolled: bool = False) -> Iterator[None]:
+        """Write the one loop over the elements of a list; or one over its vectors, and one over what they leave."""
+        lanes, writer = self.tiling.shifted.get(name), self.writer
+        if lanes is None:
+            with self._loop(name, start, step, unrolled=unrolled):
+                yield
+            return
+        assert lanes.rest is not None
+        (variable,), width, before = self.nest.lists[name], lanes.width, writer.lanes
+        at, head, count = (writer.new_name() for _ in range(3))
+        size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
+        shift = writer.arguments.quotient(rest, as_size(width), "%")
+        writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
+        pragma = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
+        with writer.block(f"{pragma}for ({self.type} {at} = {start}; {at} < {count}; {at} += {step})"):
+            writer.line(f"const {self.type} {variable.name} = {head} + {at} * {width};")
+            writer.lanes = lanes
+            yield
+        writer.lanes = before
+        with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):
+            writer.line(f"const {self.type} {variable.name} = {at} < {head} ? {at} : {at} + {count} * {width};")
+            writer.lanes = Lanes(variable.name, 1)
+            yield
+        writer.lanes = before
+
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
         nest, writer = self.nest, self.writer
@@ -320,7 +346,8 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            with self._loop(name, start, step, unrolled=self.tiling.way != "warp" or self._rounds(name) != 1):
+            unrolled = self.tiling.way != "warp" or self._rounds(name) != 1
+            for _ in self._loops(name, start, step, unrolled):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
-from onnxfuse.kernels.region.indices import flat
+from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
@@ -30,6 +30,7 @@ TILE: Final = 32  # elements of a tile along each of its axes; twice as many whe
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
@@ -73,6 +74,7 @@ class Tiling:
     is_scattered: bool = False  # a thread's elements are not neighbours
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
     lanes: int = 32  # threads of a warp that have a row together
     shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
@@ -105,9 +107,29 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
             widths[each] //= 2
     if warp:
         return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
-    rounds = length // (widths[name] * ROW_THREADS)
-    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if widths[name] > 1 else MIN_NARROW_SHARES)
-    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares)
+    found = {each: _shifted(nest, each, program, shapes) for each in widths if aligned and widths[each] == 1}
+    shifted = {each: lanes for each, lanes in found.items() if lanes}
+    width = shifted[name].width if name in shifted else widths[name]
+    rounds = length // (width * ROW_THREADS)
+    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if width > 1 else MIN_NARROW_SHARES)
+    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares, shifted=shifted)
+
+
+def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes | None:
+    """Return lanes of vectors along rows of an odd length, which begin at another place of a vector in each row.
+
+    All that lies along the rows must begin so together.
+    """
+    variables = nest.lists[name]
+    if len(variables) != 1 or (variables[0].extent.constant or 0) < MIN_SHIFTED:
+        return None
+    along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == ONE]
+    if not along:
+        return None
+    width = min(MAX_WIDTH, VECTOR_BYTES // min(each.item_bytes for each in along))
+    rest = replaced(along[0].address, {variables[0].name: NOTHING})
+    lanes = Lanes(variables[0].name, width, rest=rest)
+    return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
 
 
 def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:

@@ -149,6 +149,14 @@ def test_tiles_are_read_and_stored_by_vectors() -> None:
     assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
 
 
+def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((256, 50257), np.float16))
+    program.outputs = [program.op("ArgMax", x, dtype="int64", axis=1, keepdims=0, select_last_index=0)]
+    (step,) = launches_of(program)
+    assert "load(x0 + (50257 * o0 + r2_0), " in step.kernel.text and step.grid[0] == 256
+
+
 def test_a_warp_has_several_short_rows() -> None:
     program = RegionProgram()
     program.outputs = [program.op("Softmax", program.operand(np.zeros((40000, 32), np.float16)), axis=1)]
