@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from onnxfuse.kernels.region.indices import Index, flat, variable_index
+from onnxfuse.kernels.region.elements_text import ElementsText
+from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.parts_text import PartsText
 from onnxfuse.kernels.region.reductions import Instance
-from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.sizes import ONE, as_size
+from onnxfuse.kernels.region.store_text import StoreText
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
 from onnxfuse.kernels.region.tile_text import TileText, tiles
@@ -38,6 +41,7 @@ class NestText:
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
+        self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
 
@@ -54,76 +58,18 @@ class NestText:
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
         if self.tiling.way == "merge" and self.own:
-            merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
+            merge_shares(self.writer, self.own, self.tiling, self.parts.bound(ROWS, 1))
             return
-        ways = {"elements": self._elements, "tile": self._tile, "columns": self._columns}
+        elements = ElementsText(self.parts, self.store)
+        ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}
         ways.get(self.tiling.way, self._rows)()
-
-    def _elements(self) -> None:
-        """Write elements that do not depend on each other."""
-        nest, writer, width = self.nest, self.writer, self.tiling.width
-        variables = nest.lists[ELEMENTS]
-        if self.tiling.is_scattered:
-            self._scattered(variables)
-            return
-        writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
-        if self.tiling.has_tail:
-            self._elements_with_tail(variables[0])
-            return
-        writer.line(f"if (at >= {self._bound(ELEMENTS, width)}) return;")
-        if variables:
-            self._parts("at", variables, width)
-            writer.lanes = Lanes(variables[-1].name, width)
-        self._stores()
-
-    def _scattered(self, variables: Sequence[Variable]) -> None:
-        """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.
-
-        Beyond the end, threads compute the last element again.
-        """
-        writer, width, threads, kind = self.writer, self.tiling.width, self.tiling.threads, self.type
-        count = self.nest.count(ELEMENTS)
-        bound, at = writer.arguments.size(count), f"first + j * {threads}"
-        writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
-        writer.line(f"if (first >= {bound}) return;")
-        linear = flat(
-            [variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables]
-        )
-        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear)
-        is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
-        self._variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
-        self._parts("at", variables, 1)
-        self._stores()
-
-    def _variable(self, name: str, value: str) -> str:
-        """Write an index variable, which is an array if lanes are scattered; return what reads it."""
-        if not self.writer.lanes.scattered:
-            self.writer.line(f"const {self.type} {name} = {value};")
-            return name
-        self.writer.line(f"{self.type} {name}[{self.tiling.width}];")
-        self.writer.line(f"EACH({self.tiling.width}) {name}[j] = {value};")
-        return f"{name}[j]"
-
-    def _elements_with_tail(self, variable: Variable) -> None:
-        """Write whole vectors along the one variable, and single elements behind them."""
-        writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
-        whole, count = self._vectors(variable.extent, width), variable.extent
-        with writer.block(f"if (at < {writer.arguments.size(whole)})"):
-            writer.line(f"const {self.type} {variable.name} = at * {width};")
-            writer.lanes = Lanes(variable.name, width)
-            self._stores()
-        writer.lanes = Lanes()
-        skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
-        with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
-            writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
-            self._stores()
 
     def _tile(self) -> None:
         """Write a tile: what computes it, and behind a barrier what stores it."""
         writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
         text = TileText(self.nest, self.tiling, writer)
         writer.line(f"const {self.type} at = block;")
-        self._parts("at", variables, 1)
+        self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
             writer.line("__syncthreads();")  # which read the shared memory
         text.read()
@@ -132,7 +78,9 @@ class NestText:
             writer.line(f"if ({self.release}) release_successor();")
         with text.stored():
             nest = self.nest
-            self._store_all({name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs})
+            self.store.write_all(
+                {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
+            )
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""
@@ -144,18 +92,18 @@ class NestText:
             writer.line(f"const {self.type} row = {self._shared_block()};")
             writer.line("const int lane = threadIdx.x;")
         if nest.lists[ROWS]:
-            self._parts("row", nest.lists[ROWS], 1)
+            self.parts.split("row", nest.lists[ROWS], 1)
         for name in self.held:
             self._hold(name, "lane", lanes)
         for level in nest.levels:
             self._level(level, *self._shared("lane", lanes))
-        self._row_stores(f"lane == 0{f' && {exists}' if exists else ''}")
+        self.store.write_rows(f"lane == 0{f' && {exists}' if exists else ''}")
         if nest.lists[ELEMENTS]:
             for _ in self._loops(ELEMENTS, "lane", lanes):
-                self._stores(exists)
+                self.store.write(exists)
         else:
             with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
-                self._stores()
+                self.store.write()
 
     @property
     def row_threads(self) -> int:
@@ -173,7 +121,7 @@ class NestText:
 
         All its threads then have one, because they exchange what they reduce.
         """
-        writer, bound = self.writer, self._bound(ROWS, 1)
+        writer, bound = self.writer, self.parts.bound(ROWS, 1)
         writer.line(f"const int lane = threadIdx.x % {lanes};")
         number = f"({self.type})block * {self.tiling.threads // lanes} + threadIdx.x / {lanes}"
         if lanes == 32:
@@ -220,21 +168,21 @@ class NestText:
     def _columns(self) -> None:
         """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
         nest, writer, tiling = self.nest, self.writer, self.tiling
-        parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
+        parts, bound = tiling.threads // tiling.columns, self.parts.bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
         self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
-        self._parts("row", nest.lists[ROWS], tiling.width)
+        self.parts.split("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
         for name in self.held:
             self._hold(name, "part", parts)
         for level in nest.levels:
             self._level(level, *self._shared("part", parts))
-        self._row_stores("exists && part == 0" if parts > 1 else "exists")
+        self.store.write_rows("exists && part == 0" if parts > 1 else "exists")
         if nest.lists[ELEMENTS]:
             with self._loop(ELEMENTS, "part", parts):
-                self._stores("exists")
+                self.store.write("exists")
         else:
-            self._stores("exists && part == 0" if parts > 1 else "exists")
+            self.store.write("exists && part == 0" if parts > 1 else "exists")
 
     def _shared_block(self) -> str:
         """Return a block's number among those of different rows, and write which share of these it has."""
@@ -252,32 +200,6 @@ class NestText:
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
-    def _vectors(self, extent: Size, width: int) -> Size:
-        sizes = self.writer.shapes.sizes
-        exact = extent.divided(as_size(width))
-        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
-
-    def _bound(self, name: str, width: int) -> str:
-        """Return the number of vectors that a list's variables count."""
-        return self.writer.arguments.size(self._vectors(self.nest.count(name), width))
-
-    def _parts(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
-        writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
-        for variable in reversed(variables):
-            is_vector = variable is variables[-1] and width > 1
-            factor = f" * {width}" if is_vector else ""
-            if variable is variables[0]:
-                self._variable(variable.name, f"{left}{factor}")
-                return
-            by = self._vectors(variable.extent, width) if is_vector else variable.extent
-            if by == ONE:
-                self._variable(variable.name, "0")
-                continue
-            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
-            self._variable(variable.name, f"{part}{factor}")
-            left = self._variable(f"{variable.name}_left", rest)
-
     @contextmanager
     def _loop(
         self, name: str, start: str, step: int | str, fills: bool = False, unrolled: bool = False
@@ -290,7 +212,7 @@ class NestText:
         goes_along = self.tiling.way != "columns"
         width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
         before, at = writer.lanes, f"at_{writer.new_name()}"
-        bound, seen = self._bound(name, width), len(writer.vectors)
+        bound, seen = self.parts.bound(name, width), len(writer.vectors)
         held = self.held.get(name, {})
         if held:
             rounds = self._rounds(name)
@@ -305,7 +227,7 @@ class NestText:
                 if not fills:
                     writer.keep(key, Reference(f"{text}[k]", varies=True))
             if variables:
-                self._parts(at, variables, width)
+                self.parts.split(at, variables, width)
             if goes_along:
                 writer.lanes = Lanes(variables[-1].name if variables else "", width)
             yield
@@ -367,57 +289,3 @@ class NestText:
             width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
             own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
             writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")
-
-    # --- stores ---------------------------------------------------------------------------------------------------
-
-    def _stores(self, condition: str = "") -> None:
-        """Write the values of the outputs, and then all stores."""
-        writer, nest = self.writer, self.nest
-        if nest.stores:
-            self._store_accumulator(in_variables(nest.stores, nest), condition)
-            return
-        found = {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
-        self._store_all(found, condition)
-
-    def _row_stores(self, condition: str) -> None:
-        """Write the values and the stores of outputs of which a row has one element."""
-        writer, nest = self.writer, self.nest
-        if nest.row_outputs:
-            with writer.branch(f"if ({condition})"):
-                places = {name: nest.place_of(name, writer.shapes) for name in nest.row_outputs}
-                self._store_all({name: writer.value(name, place) for name, place in places.items()})
-
-    def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
-        for i, name in enumerate(self.writer.program.outputs):
-            if name in values:
-                place = self.nest.place_of(name, self.writer.shapes)
-                self._store(i, flat(place, self.writer.shapes.of[name]), values[name], condition)
-
-    def _store_accumulator(self, instance: Instance, condition: str) -> None:
-        """Write the store of what a block has reduced."""
-        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
-        accumulator = writer.known(instance)
-        assert own and accumulator
-        at = writer.index(address, in_lane=accumulator.varies)
-        if own.shares != ONE:
-            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
-        each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
-        head = f"if ({condition}) " if condition else ""
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
-        writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
-
-    def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
-        writer, head = self.writer, f"if ({condition}) " if condition else ""
-        if not writer.lanes.vary(address):
-            writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
-        elif writer.is_contiguous(address):
-            if not value.varies:
-                kind = NUMBER[writer.program.dtypes[writer.program.outputs[output]]]
-                value = writer.declare(kind, value.text, True)
-            writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
-        else:
-            at = writer.index(address, in_lane=True)
-            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")

@@ -24,7 +24,7 @@ from onnxfuse.kernels.region.operators import (
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, Size
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
@@ -53,13 +53,6 @@ class Reference:
     def of_text(self, text: str) -> Reference:
         """Return a reference to an expression that all lanes have in common."""
         return Reference(text)
-
-
-def _is_inside(place: Place, shape: Shape) -> bool:
-    """Return whether ranges of indices prove that a tensor has the place."""
-    limits = [index.range for index in place]
-    known = all(each is not None and each[0].is_nonnegative for each in limits)
-    return known and all(index.is_below(dim) is True for index, dim in zip(place, shape, strict=True))
 
 
 @dataclass
@@ -234,7 +227,7 @@ class Writer:
         address = flat(place, self.shapes.of[name])
         self.accesses.append((name, address))
         kind = NUMBER[self.program.dtypes[name]]
-        if self.masks and not _is_inside(place, self.shapes.of[name]):
+        if self.masks and not maps.is_inside(place, self.shapes.of[name]):
             text = f"{self.masks[-1]}[j] ? load_one({name} + ({self.index(address, in_lane=True)})) : ({kind})1"
             return self.declare(kind, text, True, masked=True)
         if not self.lanes.vary(address):
