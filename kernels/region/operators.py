@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.region_operators import ACTIVATION_OF, DISCONTINUOUS, FLOATS, HALVES
@@ -86,6 +88,12 @@ def expression(
     """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
+    if name == "Div" and number_in(given[1], of) and of != "float64":
+        return _divided_by_number(given[0], number_in(given[1], of), nearest)
+    if not nearest and name == "Log":
+        return f"logarithm({given[0]})"
+    if name == "Exp" and target in HALVES:
+        return f"exponential({given[0]})"
     if of in FLOATS and name in QUOTIENTS and (not nearest or name != "Sqrt"):
         text = QUOTIENTS[name].format(*given, one=literal(1, of))
         return f"nearest_{text}" if nearest else text
@@ -107,6 +115,22 @@ def expression(
     if name in ("Pow", "Mod"):
         return _power(given, dtypes) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
+
+
+def number_in(text: str, dtype: str) -> float:
+    """Return the number that a literal is; 0 for other expressions, and where its reciprocal is no good factor."""
+    try:
+        number = float(text.rstrip("f")) if dtype in FLOATS else 0.0
+    except ValueError:
+        return 0.0
+    return number if 1e-18 < abs(number) < 1e18 else 0.0
+
+
+def _divided_by_number(x: str, number: float, nearest: bool) -> str:
+    inverse = literal(float(np.float32(1.0 / number)), "float32")
+    if not nearest or math.frexp(number)[0] in (0.5, -0.5):
+        return f"{x} * {inverse}"
+    return f"divided({x}, {literal(number, 'float32')}, {inverse})"
 
 
 def _others(operation: Operation, x: str, of: str) -> str:

@@ -142,6 +142,12 @@ __device__ __forceinline__ float nearest_quotient(float a, float b) {
 #endif
 }
 __device__ __forceinline__ double nearest_quotient(double a, double b) { return a / b; }
+
+// The same by a number whose reciprocal is known, far from the limits of what a float holds.
+__device__ __forceinline__ float divided(float a, float by, float inverse) {
+    const float q = a * inverse, better = fmaf(fmaf(-by, q, a), inverse, q);
+    return fabsf(q) < LARGEST ? better : q;
+}
 __device__ __forceinline__ float root(float x) {  // within 1 unit in the last place
 #if __CUDA_ARCH__ >= 750
     float y;
@@ -235,7 +241,19 @@ struct Min {
 
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(LOG2_E * x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float logarithm(float x) { return logf(x); }
+
+// Within 6e-7 of the logarithm: near 1 by a series of (x - 1) / (x + 1), and elsewhere by the hardware's log2.
+__device__ __forceinline__ float logarithm(float x) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float t = (x - 1.0f) * reciprocal(x + 1.0f), s = t * t;
+    const float near = t * fmaf(s, fmaf(s, fmaf(s, 0.2857142857f, 0.4f), 0.6666666667f), 2.0f);
+    return x > 0.72f && x < 1.39f ? near : 0.6931471806f * y;
+#else
+    return logf(x);
+#endif
+}
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
 // The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential a number. `top` is finite
