@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -44,13 +44,24 @@ class NestText:
         self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
+        self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
+        self.number = 0  # of the next loop
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block", "columns") and self.tiling.shares == ONE:
+        if self.tiling.way in ("warp", "block", "columns"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
-            self.held = trial.repeated()
+            self.held = trial.repeated() if self.tiling.shares == ONE else {}
+            for number, (name, keys) in enumerate(trial.reads):
+                own = list(dict.fromkeys(keys))
+                if (
+                    name not in self.held
+                    and self._rounds(name) != 1
+                    and own
+                    and self._held_width(name) * len(own) <= 16
+                ):
+                    self.batched[number] = own
         self._write()
 
     def _write(self) -> None:
@@ -114,6 +125,8 @@ class NestText:
 
     def _held_width(self, name: str) -> int:
         """Return the elements of a vector that registers hold of a list."""
+        if name in self.tiling.shifted:
+            return self.tiling.shifted[name].width
         return self.tiling.width if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
 
     def _row_of_lanes(self, lanes: int) -> str:
@@ -142,8 +155,8 @@ class NestText:
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
-            keys = [key for key, count in counts.items() if count > 1]
             rounds, width = self._rounds(name), self._held_width(name)
+            keys = [key for key, count in counts.items() if count > 1 or rounds > 1]
             if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
@@ -161,9 +174,7 @@ class NestText:
             kind = NUMBER[writer.program.dtypes[operand]]
             writer.line(f"{kind} {held}[{self._rounds(name)}][{width}];")
         with self._loop(name, start, step, fills=True):
-            for (operand, place), held in self.held[name].items():
-                address = flat(place, writer.shapes.of[operand])
-                writer.line(f"load({operand} + ({writer.index(address)}), {held}[k]);")
+            self._load(self.held[name])
 
     def _columns(self) -> None:
         """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
@@ -179,7 +190,7 @@ class NestText:
             self._level(level, *self._shared("part", parts))
         self.store.write_rows("exists && part == 0" if parts > 1 else "exists")
         if nest.lists[ELEMENTS]:
-            with self._loop(ELEMENTS, "part", parts):
+            for _ in self._loops(ELEMENTS, "part", parts):
                 self.store.write("exists")
         else:
             self.store.write("exists && part == 0" if parts > 1 else "exists")
@@ -202,44 +213,99 @@ class NestText:
 
     @contextmanager
     def _loop(
-        self, name: str, start: str, step: int | str, fills: bool = False, unrolled: bool = False
+        self, name: str, start: str, step: int | str, fills: bool = False, head: str = "", count: str = ""
     ) -> Iterator[None]:
         """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
 
-        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.
+        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.  Shifted
+        vectors begin behind `head` elements, and are `count`.
         """
-        writer, variables = self.writer, self.nest.lists[name]
-        goes_along = self.tiling.way != "columns"
-        width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
-        before, at = writer.lanes, f"at_{writer.new_name()}"
-        bound, seen = self.parts.bound(name, width), len(writer.vectors)
-        held = self.held.get(name, {})
+        writer, before = self.writer, self.writer.lanes
+        seen, at, held = len(writer.vectors), f"at_{writer.new_name()}", self.held.get(name, {})
+        bound = count or self.parts.bound(name, self._width_along(name))
+        text = f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
         if held:
             rounds = self._rounds(name)
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
-        unroll = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
-        head = f"{unroll}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
-        if held:
-            is_whole = self.nest.count(name).constant == rounds * self.row_threads * width
-            head = "" if is_whole else f"if ({at} < {bound})"
-        with writer.block(head):
-            for key, text in held.items():
-                if not fills:
-                    writer.keep(key, Reference(f"{text}[k]", varies=True))
-            if variables:
-                self.parts.split(at, variables, width)
-            if goes_along:
-                writer.lanes = Lanes(variables[-1].name if variables else "", width)
+            text = "" if self._divides(name, rounds) else f"if ({at} < {bound})"
+        with writer.block(text):
+            if not fills:
+                self._keep(held)
+            self._enter(name, at, head)
             yield
-        self.reads.append((name, writer.vectors[seen:]))
+        if not fills:
+            self.reads.append((name, writer.vectors[seen:]))
         writer.lanes = before
 
-    def _loops(self, name: str, start: str, step: int | str, unrolled: bool = False) -> Iterator[None]:
-        """Write the one loop over the elements of a list; or one over its vectors, and one over what they leave."""
+    def _keep(self, held: Mapping[tuple[str, Place], str]) -> None:
+        for key, text in held.items():
+            self.writer.keep(key, Reference(f"{text}[k]", varies=True))
+
+    def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
+        """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
+
+        In the last batch, not all threads have all rounds.
+        """
+        writer, width, before = self.writer, self._held_width(name), self.writer.lanes
+        keys, at = self.batched[self.number], f"at_{writer.new_name()}"
+        most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
+        rounds = max(1, min(UNROLLED, most // (width * len(keys))))
+        bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
+        held = {key: f"{at}_{i}" for i, key in enumerate(keys)}
+        each = f'_Pragma("unroll") for (int k = 0, {at} = {first}; k < {rounds}; ++k, {at} += {step})'
+        writer.line(f"{self.type} {first} = {start};")
+        heads = [f"for (; {first} + {rounds - 1} * ({step}) < {bound}; {first} += {rounds} * ({step}))"]
+        if head or not self._divides(name, rounds):
+            heads.append(f"if ({first} < {bound})")
+        for text in heads:
+            condition = f"if ({at} < {bound})" if text is not heads[0] else ""
+            with writer.block(text):
+                for (operand, _), own in held.items():
+                    writer.line(f"{NUMBER[writer.program.dtypes[operand]]} {own}[{rounds}][{width}];")
+                writer.line(each)
+                with writer.block(condition):
+                    self._enter(name, at, head)
+                    self._load(held)
+                writer.lanes = before
+                writer.line(each)
+                with writer.block(condition):
+                    self._keep(held)
+                    self._enter(name, at, head)
+                    yield
+                writer.lanes = before
+
+    def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
+        """Write the loads of round k of vectors that registers hold."""
+        for (operand, place), text in held.items():
+            address = flat(place, self.writer.shapes.of[operand])
+            self.writer.line(f"load({operand} + ({self.writer.index(address)}), {text}[k]);")
+
+    def _enter(self, name: str, at: str, head: str) -> None:
+        """Write the variables of a list at a vector, along which lanes lie from here on."""
+        writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
+        if head:
+            writer.lanes = self.tiling.shifted[name]
+            writer.line(f"const {self.type} {variables[0].name} = {head} + {at} * {writer.lanes.width};")
+            return
+        if variables:
+            self.parts.split(at, variables, width)
+        if self.tiling.way != "columns":
+            writer.lanes = Lanes(variables[-1].name if variables else "", width)
+
+    def _width_along(self, name: str) -> int:
+        """Return the elements of a vector along a list."""
+        return 1 if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+
+    def _divides(self, name: str, rounds: int) -> bool:
+        """Return whether so many rounds of all threads divide the elements of a list."""
+        count, each = self.nest.count(name).constant, rounds * self.row_threads * self._width_along(name)
+        return self.tiling.shares == ONE and count is not None and count % each == 0
+
+    def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
+        """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""
         lanes, writer = self.tiling.shifted.get(name), self.writer
         if lanes is None:
-            with self._loop(name, start, step, unrolled=unrolled):
-                yield
+            yield from self._loops_of_vectors(name, start, str(step))
             return
         assert lanes.rest is not None
         (variable,), width, before = self.nest.lists[name], lanes.width, writer.lanes
@@ -247,17 +313,20 @@ class NestText:
         size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
         shift = writer.arguments.quotient(rest, as_size(width), "%")
         writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
-        pragma = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
-        with writer.block(f"{pragma}for ({self.type} {at} = {start}; {at} < {count}; {at} += {step})"):
-            writer.line(f"const {self.type} {variable.name} = {head} + {at} * {width};")
-            writer.lanes = lanes
-            yield
-        writer.lanes = before
+        yield from self._loops_of_vectors(name, start, str(step), head, count)
         with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):
             writer.line(f"const {self.type} {variable.name} = {at} < {head} ? {at} : {at} + {count} * {width};")
             writer.lanes = Lanes(variable.name, 1)
             yield
         writer.lanes = before
+
+    def _loops_of_vectors(self, name: str, start: str, step: str, head: str = "", count: str = "") -> Iterator[None]:
+        if self.number in self.batched:
+            yield from self._batches(name, start, step, head, count)
+        else:
+            with self._loop(name, start, step, head=head, count=count):
+                yield
+        self.number += 1
 
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
@@ -268,8 +337,7 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            unrolled = self.tiling.way != "warp" or self._rounds(name) != 1
-            for _ in self._loops(name, start, step, unrolled):
+            for _ in self._loops(name, start, step):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():
