@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, literal
 from onnxfuse.kernels.region.program import Operation
+from onnxfuse.kernels.region.references import Reference, ValueWriter
 from onnxfuse.kernels.region.shapes import axis_of
 from onnxfuse.kernels.region.sizes import ZERO, Size
-
-if TYPE_CHECKING:
-    from onnxfuse.kernels.region.writer import Reference, Writer
 
 VIEWS: Final = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
 Load: TypeAlias = tuple[str, Index]  # an operand, and an address in it
@@ -53,7 +51,7 @@ class Choice:
 Moved: TypeAlias = Load | Choice
 
 
-def joined(writer: Writer, operation: Operation, name: str, place: Place) -> Reference:
+def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -> Reference:
     """Write the value of a Concat at a place."""
     index, parts = place[axis_of(operation)], _parts(writer, operation, place)
     ends = [end for _, _, end in parts[:-1]]
@@ -76,7 +74,7 @@ def joined(writer: Writer, operation: Operation, name: str, place: Place) -> Ref
     return found.of(exact, masked)
 
 
-def _moved(writer: Writer, name: str, place: Place) -> Moved | None:
+def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
     """Return where a value is read that operators only move; None if it is computed."""
     operation = writer.program.producers.get(name)
     if operation is None:
@@ -93,7 +91,7 @@ def _moved(writer: Writer, name: str, place: Place) -> Moved | None:
     return None
 
 
-def _loaded(writer: Writer, choice: Choice) -> Reference:
+def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
     """Write one load from the operand that has the part in which an index lies."""
     lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
     writer.accesses += loads
@@ -113,7 +111,7 @@ def _loaded(writer: Writer, choice: Choice) -> Reference:
     return writer.declare(kind, f"load_one({text})", varies)
 
 
-def _pointer(writer: Writer, moved: Moved, in_lane: bool) -> str:
+def _pointer(writer: ValueWriter, moved: Moved, in_lane: bool) -> str:
     if not isinstance(moved, Choice):
         return f"{moved[0]} + ({writer.index(moved[1], in_lane)})"
     *parts, last = [(_pointer(writer, each, in_lane), end) for each, end in moved.parts]
@@ -123,7 +121,7 @@ def _pointer(writer: Writer, moved: Moved, in_lane: bool) -> str:
     return text
 
 
-def _parts(writer: Writer, operation: Operation, place: Place) -> list[Part]:
+def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
     """Return the inputs that may have the place."""
     axis, begin, parts = axis_of(operation), ZERO, list[Part]()
     for each in operation.inputs:
@@ -138,12 +136,14 @@ def _parts(writer: Writer, operation: Operation, place: Place) -> list[Part]:
     return parts
 
 
-def _part(writer: Writer, operation: Operation, place: Place, part: Part) -> Reference:
+def _part(writer: ValueWriter, operation: Operation, place: Place, part: Part) -> Reference:
     each, begin, _ = part
     return writer.value(each, maps.before(place, axis_of(operation), begin))
 
 
-def _joined_by_lanes(writer: Writer, operation: Operation, name: str, place: Place, parts: Sequence[Part]) -> Reference:
+def _joined_by_lanes(
+    writer: ValueWriter, operation: Operation, name: str, place: Place, parts: Sequence[Part]
+) -> Reference:
     index, size = writer.index(place[axis_of(operation)], in_lane=True), writer.arguments.size
     found: Reference | None = None
     for each in parts:
@@ -160,7 +160,7 @@ def _joined_by_lanes(writer: Writer, operation: Operation, name: str, place: Pla
     return found.of(found.exact, bool(writer.masks))
 
 
-def padded(writer: Writer, operation: Operation, inner: Place) -> Reference:
+def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
     """Write the value of a Pad with a constant, whose input has the element at `inner` or no such place."""
     x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):

@@ -15,13 +15,14 @@ from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
 from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import ONE, as_size
 from onnxfuse.kernels.region.store_text import StoreText
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
 from onnxfuse.kernels.region.tile_text import TileText, tiles
 from onnxfuse.kernels.region.tilings import Tiling
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
 
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time

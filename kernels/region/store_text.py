@@ -8,9 +8,10 @@ from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.nests import Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import ONE
 from onnxfuse.kernels.region.stored import Stored
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
 
 
 class StoreText:

@@ -23,6 +23,7 @@ from onnxfuse.kernels.region.operators import (
 )
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
@@ -30,29 +31,6 @@ from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDU
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A value that the text has: a variable of C++, or an array of one for each lane of a vector."""
-
-    text: str
-    varies: bool = False  # it is an array
-    exact: bool = True  # its dtype holds it
-    masked: bool = False  # lanes that do not need it may have another value
-
-    @property
-    def lane(self) -> str:
-        """The value in lane j."""
-        return f"{self.text}[j]" if self.varies else self.text
-
-    def of(self, exact: bool, masked: bool) -> Reference:
-        """Return the same variable, of which this is known."""
-        return replace(self, exact=exact, masked=masked)
-
-    def of_text(self, text: str) -> Reference:
-        """Return a reference to an expression that all lanes have in common."""
-        return Reference(text)
 
 
 @dataclass
