@@ -245,7 +245,7 @@ def flat_if_faster(
     if _tile(nest, program, shapes, aligned, device):
         return nest
     found = [_best_lanes(each, program, shapes, aligned) for each in (flat, nest)]
-    costs = [(own, bool(lanes.scattered)) for own, lanes in found]  # where costs are equal, vectors are taken
+    costs = [own / (CHEAPER if lanes.scattered else 1) for own, lanes in found]
     return flat if costs[0] < costs[1] else nest
 
 
