@@ -159,6 +159,23 @@ __device__ __forceinline__ float root(float x) {  // within 1 unit in the last p
 }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 
+__device__ __forceinline__ float exponential(float x) { return exp2_fast(LOG2_E * x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+// Within 6e-7 of the logarithm: near 1 by a series of (x - 1) / (x + 1), and elsewhere by the hardware's log2.
+__device__ __forceinline__ float logarithm(float x) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float t = (x - 1.0f) * reciprocal(x + 1.0f), s = t * t;
+    const float near = t * fmaf(s, fmaf(s, fmaf(s, 0.2857142857f, 0.4f), 0.6666666667f), 2.0f);
+    return x > 0.72f && x < 1.39f ? near : 0.6931471806f * y;
+#else
+    return logf(x);
+#endif
+}
+__device__ __forceinline__ double logarithm(double x) { return log(x); }
+
 template <class T>
 __device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : T(0); }
 
@@ -238,23 +255,6 @@ struct Min {
     __device__ __forceinline__ void add(T x) { total = smaller(total, x); }
     __device__ __forceinline__ void merge(const Min& other) { add(other.total); }
 };
-
-__device__ __forceinline__ float exponential(float x) { return exp2_fast(LOG2_E * x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-
-// Within 6e-7 of the logarithm: near 1 by a series of (x - 1) / (x + 1), and elsewhere by the hardware's log2.
-__device__ __forceinline__ float logarithm(float x) {
-#if __CUDA_ARCH__ >= 750
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    const float t = (x - 1.0f) * reciprocal(x + 1.0f), s = t * t;
-    const float near = t * fmaf(s, fmaf(s, fmaf(s, 0.2857142857f, 0.4f), 0.6666666667f), 2.0f);
-    return x > 0.72f && x < 1.39f ? near : 0.6931471806f * y;
-#else
-    return logf(x);
-#endif
-}
-__device__ __forceinline__ double logarithm(double x) { return log(x); }
 
 // The maximum of numbers and the sum of exp(x - maximum), in one pass with one exponential a number. `top` is finite
 // even if all are -inf, and the sum is NaN if one of them is inf or NaN.
