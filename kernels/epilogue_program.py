@@ -15,9 +15,10 @@ from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
 from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes, product
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.region_operators import HALVES
 from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorSpec
 

@@ -30,6 +30,7 @@ HEAD: Final = """\
 #include "region.cuh"
 
 #pragma nv_diag_suppress 177  // not every variable of a loop is read
+#pragma nv_diag_suppress 550
 #define EACH(width) _Pragma("unroll") for (int j = 0; j < width; ++j)
 
 extern "C" __global__ void __launch_bounds__({threads}) region({parameters}) {{

@@ -101,3 +101,10 @@ def _padded(operation: Operation, place: Place, x: Shape) -> Place:
             is_inside = mode == "constant" or (pads[axis] <= 0 and pads[axis + len(x)] <= 0)
             found[axis] = moved if is_inside else function(mode, moved, dim)
     return tuple(found)
+
+
+def is_inside(place: Place, shape: Shape) -> bool:
+    """Return whether ranges of indices prove that a tensor has the place."""
+    limits = [index.range for index in place]
+    known = all(each is not None and each[0].is_nonnegative for each in limits)
+    return known and all(index.is_below(dim) is True for index, dim in zip(place, shape, strict=True))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.elements_text import ElementsText
+from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, in_variables
+from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.parts_text import PartsText
 from onnxfuse.kernels.region.reductions import Instance
-from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.sizes import ONE, as_size
+from onnxfuse.kernels.region.store_text import StoreText
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
 from onnxfuse.kernels.region.tile_text import TileText, tiles
 from onnxfuse.kernels.region.tilings import Tiling
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
 
 MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
@@ -38,15 +42,27 @@ class NestText:
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
         self.type = writer.arguments.index_type
+        self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
+        self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
+        self.number = 0  # of the next loop
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block") and self.tiling.shares == ONE:
+        if self.tiling.way in ("warp", "block", "columns"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
-            self.held = trial.repeated()
+            self.held = trial.repeated() if self.tiling.shares == ONE else {}
+            for number, (name, keys) in enumerate(trial.reads):
+                own = list(dict.fromkeys(keys))
+                if (
+                    name not in self.held
+                    and self._rounds(name) != 1
+                    and own
+                    and self._held_width(name) * len(own) <= 16
+                ):
+                    self.batched[number] = own
         self._write()
 
     def _write(self) -> None:
@@ -54,53 +70,29 @@ class NestText:
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
         if self.tiling.way == "merge" and self.own:
-            merge_shares(self.writer, self.own, self.tiling, self._bound(ROWS, 1))
+            merge_shares(self.writer, self.own, self.tiling, self.parts.bound(ROWS, 1))
             return
-        ways = {"elements": self._elements, "tile": self._tile, "columns": self._columns}
+        elements = ElementsText(self.parts, self.store)
+        ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}
         ways.get(self.tiling.way, self._rows)()
-
-    def _elements(self) -> None:
-        """Write elements that do not depend on each other."""
-        nest, writer, width = self.nest, self.writer, self.tiling.width
-        variables = nest.lists[ELEMENTS]
-        writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
-        if self.tiling.has_tail:
-            self._elements_with_tail(variables[0])
-            return
-        writer.line(f"if (at >= {self._bound(ELEMENTS, width)}) return;")
-        if variables:
-            self._parts("at", variables, width)
-            writer.lanes = Lanes(variables[-1].name, width)
-        self._stores()
-
-    def _elements_with_tail(self, variable: Variable) -> None:
-        """Write whole vectors along the one variable, and single elements behind them."""
-        writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
-        whole, count = self._vectors(variable.extent, width), variable.extent
-        with writer.block(f"if (at < {writer.arguments.size(whole)})"):
-            writer.line(f"const {self.type} {variable.name} = at * {width};")
-            writer.lanes = Lanes(variable.name, width)
-            self._stores()
-        writer.lanes = Lanes()
-        skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
-        with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
-            writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
-            self._stores()
 
     def _tile(self) -> None:
         """Write a tile: what computes it, and behind a barrier what stores it."""
         writer, variables = self.writer, tiles(self.nest, self.tiling, self.writer.shapes.sizes)
         text = TileText(self.nest, self.tiling, writer)
         writer.line(f"const {self.type} at = block;")
-        self._parts("at", variables, 1)
+        self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
             writer.line("__syncthreads();")  # which read the shared memory
         text.read()
         writer.line("__syncthreads();")
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
-        with text.stored() as values:
-            self._store_all(dict(zip(self.nest.outputs, values, strict=True)))
+        with text.stored():
+            nest = self.nest
+            self.store.write_all(
+                {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
+            )
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""
@@ -112,30 +104,38 @@ class NestText:
             writer.line(f"const {self.type} row = {self._shared_block()};")
             writer.line("const int lane = threadIdx.x;")
         if nest.lists[ROWS]:
-            self._parts("row", nest.lists[ROWS], 1)
+            self.parts.split("row", nest.lists[ROWS], 1)
         for name in self.held:
             self._hold(name, "lane", lanes)
         for level in nest.levels:
             self._level(level, *self._shared("lane", lanes))
-        self._row_stores(f"lane == 0{f' && {exists}' if exists else ''}")
+        self.store.write_rows(f"lane == 0{f' && {exists}' if exists else ''}")
         if nest.lists[ELEMENTS]:
-            with self._loop(ELEMENTS, "lane", lanes):
-                self._stores(exists)
+            for _ in self._loops(ELEMENTS, "lane", lanes):
+                self.store.write(exists)
         else:
             with writer.branch(f"if (lane == 0{f' && {exists}' if exists else ''})"):
-                self._stores()
+                self.store.write()
 
     @property
     def row_threads(self) -> int:
         """The threads that have a row together."""
+        if self.tiling.way == "columns":
+            return self.tiling.threads // self.tiling.columns
         return self.tiling.lanes if self.tiling.way == "warp" else self.tiling.threads
+
+    def _held_width(self, name: str) -> int:
+        """Return the elements of a vector that registers hold of a list."""
+        if name in self.tiling.shifted:
+            return self.tiling.shifted[name].width
+        return self.tiling.width if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
 
     def _row_of_lanes(self, lanes: int) -> str:
         """Write which row a thread has; return the condition of storing it where a warp has several rows.
 
         All its threads then have one, because they exchange what they reduce.
         """
-        writer, bound = self.writer, self._bound(ROWS, 1)
+        writer, bound = self.writer, self.parts.bound(ROWS, 1)
         writer.line(f"const int lane = threadIdx.x % {lanes};")
         number = f"({self.type})block * {self.tiling.threads // lanes} + threadIdx.x / {lanes}"
         if lanes == 32:
@@ -156,8 +156,8 @@ class NestText:
         found: dict[str, dict[tuple[str, Place], str]] = {}
         for name in dict.fromkeys(name for name, _ in self.reads):
             counts = Counter(key for own, keys in self.reads if own == name for key in dict.fromkeys(keys))
-            keys = [key for key, count in counts.items() if count > 1]
-            rounds, width = self._rounds(name), self.tiling.inner_widths.get(name, 1)
+            rounds, width = self._rounds(name), self._held_width(name)
+            keys = [key for key, count in counts.items() if count > 1 or rounds > 1]
             if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
@@ -165,35 +165,36 @@ class NestText:
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
         count, width = self.nest.count(name).constant, self.tiling.inner_widths.get(name, 1)
+        count = None if name in self.tiling.shifted else count
         return -(-count // (width * self.row_threads)) if count else 0
 
     def _hold(self, name: str, start: str, step: int) -> None:
         """Write the loads of all vectors of a list that registers hold."""
-        writer, width = self.writer, self.tiling.inner_widths.get(name, 1)
+        writer, width = self.writer, self._held_width(name)
         for (operand, _), held in self.held[name].items():
             kind = NUMBER[writer.program.dtypes[operand]]
             writer.line(f"{kind} {held}[{self._rounds(name)}][{width}];")
         with self._loop(name, start, step, fills=True):
-            for (operand, place), held in self.held[name].items():
-                address = flat(place, writer.shapes.of[operand])
-                writer.line(f"load({operand} + ({writer.index(address)}), {held}[k]);")
+            self._load(self.held[name])
 
     def _columns(self) -> None:
         """Write rows that lie side by side; threads without a row compute the last one, and store nothing."""
         nest, writer, tiling = self.nest, self.writer, self.tiling
-        parts, bound = tiling.threads // tiling.columns, self._bound(ROWS, tiling.width)
+        parts, bound = tiling.threads // tiling.columns, self.parts.bound(ROWS, tiling.width)
         writer.line(f"const int column = threadIdx.x % {tiling.columns}, part = threadIdx.x / {tiling.columns};")
         self._row_that_exists(f"{self._shared_block()} * {tiling.columns} + column", bound)
-        self._parts("row", nest.lists[ROWS], tiling.width)
+        self.parts.split("row", nest.lists[ROWS], tiling.width)
         writer.lanes = Lanes(nest.lists[ROWS][-1].name, tiling.width)
+        for name in self.held:
+            self._hold(name, "part", parts)
         for level in nest.levels:
             self._level(level, *self._shared("part", parts))
-        self._row_stores("exists && part == 0" if parts > 1 else "exists")
+        self.store.write_rows("exists && part == 0" if parts > 1 else "exists")
         if nest.lists[ELEMENTS]:
-            with self._loop(ELEMENTS, "part", parts):
-                self._stores("exists")
+            for _ in self._loops(ELEMENTS, "part", parts):
+                self.store.write("exists")
         else:
-            self._stores("exists && part == 0" if parts > 1 else "exists")
+            self.store.write("exists && part == 0" if parts > 1 else "exists")
 
     def _shared_block(self) -> str:
         """Return a block's number among those of different rows, and write which share of these it has."""
@@ -211,63 +212,122 @@ class NestText:
 
     # --- loops ----------------------------------------------------------------------------------------------------
 
-    def _vectors(self, extent: Size, width: int) -> Size:
-        sizes = self.writer.shapes.sizes
-        exact = extent.divided(as_size(width))
-        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
-
-    def _bound(self, name: str, width: int) -> str:
-        """Return the number of vectors that a list's variables count."""
-        return self.writer.arguments.size(self._vectors(self.nest.count(name), width))
-
-    def _parts(self, name: str, variables: Sequence[Variable], width: int) -> None:
-        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
-        writer, left = self.writer, name
-        for variable in reversed(variables):
-            is_vector = variable is variables[-1] and width > 1
-            factor = f" * {width}" if is_vector else ""
-            if variable is variables[0]:
-                writer.line(f"const {self.type} {variable.name} = {left}{factor};")
-                return
-            by = self._vectors(variable.extent, width) if is_vector else variable.extent
-            if by == ONE:
-                writer.line(f"const {self.type} {variable.name} = 0;")
-                continue
-            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
-            writer.line(f"const {self.type} {variable.name} = {part}{factor}, {variable.name}_left = {rest};")
-            left = f"{variable.name}_left"
-
     @contextmanager
     def _loop(
-        self, name: str, start: str, step: int | str, fills: bool = False, unrolled: bool = False
+        self, name: str, start: str, step: int | str, fills: bool = False, head: str = "", count: str = ""
     ) -> Iterator[None]:
         """Write a loop over the elements of a list, with vectors along its last variable unless they go across rows.
 
-        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.
+        Where registers hold vectors of the list, the loop is unrolled, and knows them unless it `fills` them.  Shifted
+        vectors begin behind `head` elements, and are `count`.
         """
-        writer, variables = self.writer, self.nest.lists[name]
-        goes_along = self.tiling.way != "columns"
-        width = self.tiling.inner_widths.get(name, 1) if goes_along else 1
-        before, at = writer.lanes, f"at_{writer.new_name()}"
-        bound, seen = self._bound(name, width), len(writer.vectors)
-        held = self.held.get(name, {})
+        writer, before = self.writer, self.writer.lanes
+        seen, at, held = len(writer.vectors), f"at_{writer.new_name()}", self.held.get(name, {})
+        bound = count or self.parts.bound(name, self._width_along(name))
+        text = f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
         if held:
             rounds = self._rounds(name)
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
-        unroll = f'_Pragma("unroll {UNROLLED}") ' if unrolled else ""
-        head = f"{unroll}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
-        head = f"if ({at} < {bound})" if held else head
-        with writer.block(head):
-            for key, text in held.items():
-                if not fills:
-                    writer.keep(key, Reference(f"{text}[k]", varies=True))
-            if variables:
-                self._parts(at, variables, width)
-            if goes_along:
-                writer.lanes = Lanes(variables[-1].name if variables else "", width)
+            text = "" if self._divides(name, rounds) else f"if ({at} < {bound})"
+        with writer.block(text):
+            if not fills:
+                self._keep(held)
+            self._enter(name, at, head)
             yield
-        self.reads.append((name, writer.vectors[seen:]))
+        if not fills:
+            self.reads.append((name, writer.vectors[seen:]))
         writer.lanes = before
+
+    def _keep(self, held: Mapping[tuple[str, Place], str]) -> None:
+        for key, text in held.items():
+            self.writer.keep(key, Reference(f"{text}[k]", varies=True))
+
+    def _batches(self, name: str, start: str, step: str, head: str, count: str) -> Iterator[None]:
+        """Write a loop over batches of rounds, which loads all vectors of a batch first, and one over the rounds left.
+
+        In the last batch, not all threads have all rounds.
+        """
+        writer, width, before = self.writer, self._held_width(name), self.writer.lanes
+        keys, at = self.batched[self.number], f"at_{writer.new_name()}"
+        most = MAX_HELD // 2 if self.tiling.way == "columns" else MAX_HELD  # columns have accumulators for each lane
+        rounds = max(1, min(UNROLLED, most // (width * len(keys))))
+        bound, first = count or self.parts.bound(name, self._width_along(name)), f"{at}_first"
+        held = {key: f"{at}_{i}" for i, key in enumerate(keys)}
+        each = f'_Pragma("unroll") for (int k = 0, {at} = {first}; k < {rounds}; ++k, {at} += {step})'
+        writer.line(f"{self.type} {first} = {start};")
+        heads = [f"for (; {first} + {rounds - 1} * ({step}) < {bound}; {first} += {rounds} * ({step}))"]
+        if head or not self._divides(name, rounds):
+            heads.append(f"if ({first} < {bound})")
+        for text in heads:
+            condition = f"if ({at} < {bound})" if text is not heads[0] else ""
+            with writer.block(text):
+                for (operand, _), own in held.items():
+                    writer.line(f"{NUMBER[writer.program.dtypes[operand]]} {own}[{rounds}][{width}];")
+                writer.line(each)
+                with writer.block(condition):
+                    self._enter(name, at, head)
+                    self._load(held)
+                writer.lanes = before
+                writer.line(each)
+                with writer.block(condition):
+                    self._keep(held)
+                    self._enter(name, at, head)
+                    yield
+                writer.lanes = before
+
+    def _load(self, held: Mapping[tuple[str, Place], str]) -> None:
+        """Write the loads of round k of vectors that registers hold."""
+        for (operand, place), text in held.items():
+            address = flat(place, self.writer.shapes.of[operand])
+            self.writer.line(f"load({operand} + ({self.writer.index(address)}), {text}[k]);")
+
+    def _enter(self, name: str, at: str, head: str) -> None:
+        """Write the variables of a list at a vector, along which lanes lie from here on."""
+        writer, variables, width = self.writer, self.nest.lists[name], self._width_along(name)
+        if head:
+            writer.lanes = self.tiling.shifted[name]
+            writer.line(f"const {self.type} {variables[0].name} = {head} + {at} * {writer.lanes.width};")
+            return
+        if variables:
+            self.parts.split(at, variables, width)
+        if self.tiling.way != "columns":
+            writer.lanes = Lanes(variables[-1].name if variables else "", width)
+
+    def _width_along(self, name: str) -> int:
+        """Return the elements of a vector along a list."""
+        return 1 if self.tiling.way == "columns" else self.tiling.inner_widths.get(name, 1)
+
+    def _divides(self, name: str, rounds: int) -> bool:
+        """Return whether so many rounds of all threads divide the elements of a list."""
+        count, each = self.nest.count(name).constant, rounds * self.row_threads * self._width_along(name)
+        return self.tiling.shares == ONE and count is not None and count % each == 0
+
+    def _loops(self, name: str, start: str, step: int | str) -> Iterator[None]:
+        """Write the loops over the elements of a list; over shifted vectors, and over what these leave."""
+        lanes, writer = self.tiling.shifted.get(name), self.writer
+        if lanes is None:
+            yield from self._loops_of_vectors(name, start, str(step))
+            return
+        assert lanes.rest is not None
+        (variable,), width, before = self.nest.lists[name], lanes.width, writer.lanes
+        at, head, count = (writer.new_name() for _ in range(3))
+        size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
+        shift = writer.arguments.quotient(rest, as_size(width), "%")
+        writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
+        yield from self._loops_of_vectors(name, start, str(step), head, count)
+        with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):
+            writer.line(f"const {self.type} {variable.name} = {at} < {head} ? {at} : {at} + {count} * {width};")
+            writer.lanes = Lanes(variable.name, 1)
+            yield
+        writer.lanes = before
+
+    def _loops_of_vectors(self, name: str, start: str, step: str, head: str = "", count: str = "") -> Iterator[None]:
+        if self.number in self.batched:
+            yield from self._batches(name, start, step, head, count)
+        else:
+            with self._loop(name, start, step, head=head, count=count):
+                yield
+        self.number += 1
 
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""
@@ -278,7 +338,7 @@ class NestText:
         for name, instances in by_list.items():
             places = {in_variables(each, nest): nest.elements_of(each, writer.shapes)[1] for each in instances}
             accumulators = {each: writer.accumulator(each) for each in places}
-            with self._loop(name, start, step, unrolled=self.tiling.way != "warp"):
+            for _ in self._loops(name, start, step):
                 for each, place in places.items():
                     writer.add(each, accumulators[each], place)
             for each, accumulator in accumulators.items():
@@ -298,57 +358,3 @@ class NestText:
             width, parts = writer.lanes.width if accumulator.varies else 1, tiling.threads // tiling.columns
             own, memory = name if accumulator.varies else f"&{name}", writer.shared(tiling.threads * width * size)
             writer.line(f"merge_columns<{kind}, {width}, {tiling.columns}, {parts}>({own}, {memory}, column, part);")
-
-    # --- stores ---------------------------------------------------------------------------------------------------
-
-    def _stores(self, condition: str = "") -> None:
-        """Write the values of the outputs, and then all stores."""
-        writer, place = self.writer, self.nest.place
-        if self.nest.stores:
-            self._store_accumulator(in_variables(self.nest.stores, self.nest), condition)
-            return
-        found = {name: writer.value(name, place) for name in self.nest.outputs}
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
-        self._store_all(found, condition)
-
-    def _row_stores(self, condition: str) -> None:
-        """Write the values and the stores of outputs of which a row has one element."""
-        writer, nest = self.writer, self.nest
-        if nest.row_outputs:
-            with writer.branch(f"if ({condition})"):
-                places = {name: nest.place_of(writer.shapes.of[name]) for name in nest.row_outputs}
-                self._store_all({name: writer.value(name, place) for name, place in places.items()})
-
-    def _store_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
-        for i, name in enumerate(self.writer.program.outputs):
-            if name in values:
-                shape = self.writer.shapes.of[name]
-                self._store(i, flat(self.nest.place_of(shape), shape), values[name], condition)
-
-    def _store_accumulator(self, instance: Instance, condition: str) -> None:
-        """Write the store of what a block has reduced."""
-        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
-        accumulator = writer.known(instance)
-        assert own and accumulator
-        at = writer.index(address, in_lane=accumulator.varies)
-        if own.shares != ONE:
-            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
-        each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
-        head = f"if ({condition}) " if condition else ""
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
-        writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
-
-    def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
-        writer, head = self.writer, f"if ({condition}) " if condition else ""
-        if not writer.lanes.vary(address):
-            writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
-        elif writer.is_contiguous(address):
-            if not value.varies:
-                kind = NUMBER[writer.program.dtypes[writer.program.outputs[output]]]
-                value = writer.declare(kind, value.text, True)
-            writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
-        else:
-            at = writer.index(address, in_lane=True)
-            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import NOTHING, Atom, Index, divided, flat, replaced, variable_index
-from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.maps import Place, reshaped
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
@@ -50,7 +50,7 @@ class Nest:
     levels: tuple[tuple[Instance, ...], ...] = ()  # reductions that rows share; each reads those of levels before
     accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
-    row_outputs: tuple[str, ...] = ()  # outputs of other shapes, of which a row has one element each
+    row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # of which a row has one element; shapes in its axes
     stores: Instance | None = None  # the reduction whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
@@ -58,10 +58,15 @@ class Nest:
     @property
     def place(self) -> Place:
         """The place of the element that is computed, in the nest's variables."""
-        return self.place_of(self.shape)
+        return self._place_in(self.shape)
 
-    def place_of(self, shape: Shape) -> Place:
-        """Return the place of the element that is computed in outputs of a shape whose axes are the nest's first."""
+    def place_of(self, name: str, shapes: Shapes) -> Place:
+        """Return the place of the element that is computed in an output."""
+        own, shape = self.row_outputs.get(name, self.shape), shapes.of[name]
+        return self._place_in(own) if own == shape else reshaped(self._place_in(own), own, shape)
+
+    def _place_in(self, shape: Shape) -> Place:
+        """Return the place in a tensor whose axes are the nest's, some of them with one element."""
         return tuple(NOTHING if dim == ONE else self.places.get(f"o{axis}", NOTHING) for axis, dim in enumerate(shape))
 
     @property
@@ -105,14 +110,21 @@ def _is_of(instance: Instance, variables: set[str]) -> bool:
     return _variables(instance) <= variables and not any(atom.kind == "value" for atom in atoms)
 
 
-def _draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
+def draft(program: Program, shapes: Shapes, stored: StoredByKey) -> Writer:
     """Return a writer whose text nobody reads: it finds out what is read, and where."""
     return Writer(program, shapes, Arguments(shapes.sizes, False), False, stored)
 
 
-def make_nest(program: Program, shapes: Shapes, outputs: Sequence[str], stored: StoredByKey) -> Nest:
-    """Return the nest of outputs that have one shape; `stored` are reductions that it need not compute."""
-    return _made(Nest(tuple(outputs), shapes.of[outputs[0]], {}, {}), program, shapes, stored)
+def make_nest(
+    program: Program,
+    shapes: Shapes,
+    outputs: Sequence[str],
+    stored: StoredByKey,
+    row_outputs: Mapping[str, Shape] | None = None,
+) -> Nest:
+    """Return the nest of outputs that have equally many elements; `stored` are reductions that it need not compute."""
+    nest = Nest(tuple(outputs), shapes.of[outputs[0]], {}, {}, row_outputs=row_outputs or {})
+    return _made(nest, program, shapes, stored)
 
 
 def make_stored_nest(program: Program, shapes: Shapes, each: Stored, stored: StoredByKey) -> Nest:
@@ -143,9 +155,9 @@ def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> 
 
 def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest with the reductions that rows share: outside branches, at places that follow from the outputs."""
-    writer = _draft(program, shapes, stored)
-    for name in nest.outputs:
-        writer.value(name, nest.place)
+    writer = draft(program, shapes, stored)
+    for name in (*nest.outputs, *nest.row_outputs):
+        writer.value(name, nest.place_of(name, shapes))
     if nest.stores:
         writer.in_place(nest.stores)
     own = {f"o{axis}" for axis in range(len(nest.shape))}
@@ -165,7 +177,7 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
 
 def _reads(instance: Instance, program: Program, shapes: Shapes, stored: StoredByKey) -> set[Instance]:
     """Return the reductions that are computed while one is."""
-    writer = _draft(program, shapes, stored)
+    writer = draft(program, shapes, stored)
     writer.in_place(instance)
     return {each for each, _ in writer.found}
 
@@ -187,7 +199,8 @@ def with_row_outputs(nests: Sequence[Nest], program: Program, shapes: Shapes, st
         if nest.levels and not nest.inner and not nest.lists[ELEMENTS]:
             for i, other in enumerate(found):
                 if other.lists[ELEMENTS] and _reductions(nest) <= _reductions(other):
-                    found[i] = replace(other, row_outputs=(*other.row_outputs, *nest.outputs))
+                    rows = dict.fromkeys(nest.outputs, nest.shape)
+                    found[i] = replace(other, row_outputs={**other.row_outputs, **rows})
                     found[i] = traced(found[i], program, shapes, stored)
                     found.remove(nest)
                     break
@@ -225,7 +238,7 @@ def _refined(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) 
 
 def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
     """Return a nest whose accesses and bounds are those of its text."""
-    writer = _draft(program, shapes, stored)
+    writer = draft(program, shapes, stored)
     for level in nest.levels:
         for instance in level:
             here = in_variables(instance, nest)
@@ -234,10 +247,10 @@ def traced(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) ->
                 writer.add(here, accumulator, nest.elements_of(instance, shapes)[1])
             writer.keep(here, accumulator)
     for name in nest.row_outputs:
-        writer.value(name, nest.place_of(shapes.of[name]))
+        writer.value(name, nest.place_of(name, shapes))
     with writer.block(""):
         for name in nest.outputs:
-            writer.value(name, nest.place)
+            writer.value(name, nest.place_of(name, shapes))
     stores = [("", flat(nest.place, nest.shape))]
     accesses, bounds, read = (*writer.accesses, *stores), tuple(writer.bounds), tuple(writer.stored_read)
     return replace(nest, accesses=accesses, bounds=bounds, stored_read=read)
@@ -284,10 +297,7 @@ def _merges(index: Index, high: Variable, low: Variable) -> bool:
     if index.factor(high.name) != index.factor(low.name) * low.extent:
         return False
     inner = [atom for atom, _ in index.terms if atom.kind != "variable"]
-    return all(
-        not ({high.name, low.name} & set(atom.varies)) and (atom.of is None or _merges(atom.of, high, low))
-        for atom in inner
-    )
+    return all(atom.of is None or _merges(atom.of, high, low) for atom in inner)
 
 
 def _with_merged(nest: Nest, high: Variable, low: Variable) -> Nest:

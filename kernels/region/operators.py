@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from onnxfuse.activations import ACTIVATIONS
 from onnxfuse.kernels.region.program import Operation
 from onnxfuse.region_operators import ACTIVATION_OF, DISCONTINUOUS, FLOATS, HALVES
@@ -27,6 +29,10 @@ MATH: Final = {  # functions of the C library, with f behind their names for flo
     "Sqrt": "sqrt", "Exp": "exp", "Log": "log", "Erf": "erf", "Tanh": "tanh", "Sin": "sin", "Cos": "cos",
     "Floor": "floor", "Ceil": "ceil", "Round": "rint",
 }  # fmt: skip
+QUOTIENTS: Final = {  # of floats where the last bit does not matter
+    "Div": "quotient({}, {})", "Reciprocal": "quotient({one}, {})", "Sqrt": "root({})",
+    "Softsign": "quotient({0}, {one} + magnitude({0}))",
+}  # fmt: skip
 SELU: Final = (1.67326319217681884765625, 1.05070102214813232421875)  # alpha and gamma, ONNX's defaults
 
 
@@ -46,6 +52,23 @@ def literal(value: Any, dtype: str) -> str:
     return f"__uint_as_float({bits})"
 
 
+def of_equal_inputs(operation: Operation, dtype: str) -> str | int | None:
+    """Return what an operator gives whose last two inputs are the same value of a dtype.
+
+    That is a literal, the number of an input, or None where it must be computed.
+    """
+    name, inputs = operation.name, operation.inputs
+    if len(inputs) < 2 or inputs[-1] != inputs[-2]:
+        return None
+    if name in ("Min", "Max", "And", "Or", "Where"):
+        return len(inputs) - 1
+    if name in ("Less", "Greater", "Xor"):
+        return "false"
+    if dtype not in FLOATS and name in ("Equal", "LessOrEqual", "GreaterOrEqual"):
+        return "true"
+    return literal(0, dtype) if dtype not in FLOATS and name == "Sub" else None
+
+
 def is_discontinuous(operation: Operation, target: str) -> bool:
     """Return whether an operator that gives the dtype `target` is not continuous: it reads rounded values."""
     return operation.name in DISCONTINUOUS or (operation.name == "Cast" and target not in FLOATS)
@@ -56,10 +79,24 @@ def keeps_exact(operation: Operation) -> bool:
     return operation.name in ("Max", "Min", "Neg", "Abs", "Where", "Identity", "Relu")
 
 
-def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str) -> str:
-    """Return the result of an operator for inputs that are given as expressions, of these dtypes."""
+def expression(
+    operation: Operation, given: Sequence[str], dtypes: Sequence[str], target: str, nearest: bool = True
+) -> str:
+    """Return the result of an operator for inputs that are given as expressions, of these dtypes.
+
+    Quotients and roots of floats are the nearest ones if `nearest`, and else within 2 units in the last place.
+    """
     name, of = operation.name, dtypes[0]
     single = "f" if NUMBER[of] == "float" else ""
+    if name == "Div" and number_in(given[1], of) and of != "float64":
+        return _divided_by_number(given[0], number_in(given[1], of), nearest)
+    if not nearest and name == "Log":
+        return f"logarithm({given[0]})"
+    if name == "Exp" and target in HALVES:
+        return f"exponential({given[0]})"
+    if of in FLOATS and name in QUOTIENTS and (not nearest or name != "Sqrt"):
+        text = QUOTIENTS[name].format(*given, one=literal(1, of))
+        return f"nearest_{text}" if nearest else text
     if name in INFIX:
         return _of_width(f"{given[0]} {INFIX[name]} {given[1]}", target)
     if name in MATH:
@@ -78,6 +115,22 @@ def expression(operation: Operation, given: Sequence[str], dtypes: Sequence[str]
     if name in ("Pow", "Mod"):
         return _power(given, dtypes) if name == "Pow" else _remainder(operation, given, of)
     return _others(operation, given[0], of)
+
+
+def number_in(text: str, dtype: str) -> float:
+    """Return the number that a literal is; 0 for other expressions, and where its reciprocal is no good factor."""
+    try:
+        number = float(text.rstrip("f")) if dtype in FLOATS else 0.0
+    except ValueError:
+        return 0.0
+    return number if 1e-18 < abs(number) < 1e18 else 0.0
+
+
+def _divided_by_number(x: str, number: float, nearest: bool) -> str:
+    inverse = literal(float(np.float32(1.0 / number)), "float32")
+    if not nearest or math.frexp(number)[0] in (0.5, -0.5):
+        return f"{x} * {inverse}"
+    return f"divided({x}, {literal(number, 'float32')}, {inverse})"
 
 
 def _others(operation: Operation, x: str, of: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxfuse.region_operators import DTYPES, dtypes_of
+from onnxfuse.region_operators import DISCONTINUOUS, DTYPES, FLOATS, dtypes_of
 from onnxfuse.runtime.plan import FusedNode
 
 PAD_MODES: Final = ("constant", "reflect", "edge", "wrap")
@@ -46,6 +46,16 @@ class Program:
     def producers(self) -> Mapping[str, Operation]:
         """The operation that gives each value; operands have none."""
         return {name: each for each in self.operations for name in each.outputs}
+
+    @functools.cached_property
+    def read_by_steps(self) -> frozenset[str]:
+        """The values from which operators compute that are not continuous: the last bit of these may matter."""
+        found: set[str] = set()
+        for each in reversed(self.operations):
+            is_cut = each.name == "Cast" and self.dtypes[each.outputs[0]] not in FLOATS
+            if each.name in DISCONTINUOUS or is_cut or found & set(each.outputs):
+                found |= set(each.inputs)
+        return frozenset(found)
 
     def dtype_of_input(self, operation: Operation, index: int = 0) -> str:
         """Return the dtype of one of an operation's inputs."""

@@ -94,17 +94,19 @@ def term(instance: Instance, value: str) -> str:
     return instance.terms.format(value)
 
 
-def finished(operation: Operation, accumulator: str, own: str, count: str, number: str) -> str:
-    """Return an operator's result; `own` is the element itself, for Softmax."""
+def finished(operation: Operation, accumulator: str, own: str, count: str, number: str, nearest: bool) -> str:
+    """Return an operator's result; `own` is the element itself, for Softmax.  `nearest` is as in operators.py."""
     name, total = operation.name, f"{accumulator}.total"
     if name == "ReduceMean":
-        return f"{total} / ({number})({count})"
+        is_float = number in ("float", "double")
+        way = "nearest_quotient" if nearest else "quotient"
+        return f"{way}({total}, ({number})({count}))" if is_float else f"{total} / ({number})({count})"
     if name == "ReduceL2":
-        return f"{'sqrtf' if number == 'float' else 'sqrt'}({total})"
+        return f"{('sqrtf' if number == 'float' else 'sqrt') if nearest else 'root'}({total})"
     if name == "ReduceLogSumExp":
         return f"{accumulator}.top + logarithm({accumulator}.sum)"
     if name == "Softmax":
-        return f"exponential({own} - {accumulator}.top) / {accumulator}.sum"
+        return f"quotient(exponential({own} - {accumulator}.top), {accumulator}.sum)"
     if name == "LogSoftmax":
         return f"{own} - {accumulator}.top - logarithm({accumulator}.sum)"
     return f"(long long)({accumulator}.at)" if name in EXTREMES else total

@@ -177,3 +177,9 @@ class Sizes:
         return math.gcd(
             *(factor * math.prod(self.divisors.get(name, 1) for name in monomial) for monomial, factor in size.terms)
         )
+
+    def note_divisor(self, size: Size, by: int) -> None:
+        """Note what follows for the one variable of a size, if it has one, from an integer that divides the size."""
+        if len(size.terms) == 1 and len(size.terms[0][0]) == 1:
+            (name,), factor = size.terms[0]
+            self.divisors[name] = math.lcm(self.divisors.get(name, 1), by // math.gcd(by, factor))

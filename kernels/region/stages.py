@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, ZERO
-from onnxfuse.kernels.region.stored import Stored, stored
+from onnxfuse.kernels.region.sizes import ONE, ZERO, product
+from onnxfuse.kernels.region.stored import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
-from onnxfuse.kernels.region.traffic import with_contiguous_last
+from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
+from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
@@ -57,6 +59,7 @@ class Stages:
 def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
     """Return the launches that compute outputs, which are grouped by their shapes."""
     program, shapes, found = region.program, region.shapes, dict[Key, Stored]()
+    groups = _grouped(program, shapes, groups)
     while True:
         made = [make_nest(program, shapes, names, found) for names in groups]
         nests = [_arranged(region, nest, found) for nest in made]
@@ -65,9 +68,71 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
         }
         slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
         if all(each.key in found for each in slow):
-            return _in_order(region, with_row_outputs(nests, program, shapes, found), own, found)
+            nests = _with_rows(region, with_row_outputs(nests, program, shapes, found), found)
+            return _in_order(region, nests, own, found)
         for each in slow:
             found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
+
+
+def _grouped(program: Program, shapes: Shapes, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return groups of outputs of one nest each: with equally many elements, where operands are then read once."""
+    found, left = list[list[str]](), [list(each) for each in groups]
+    while left:
+        own = left.pop(0)
+        for other in list(left):
+            if _share_reads(program, shapes, own, other):
+                own += other
+                left.remove(other)
+        found.append(own)
+    return found
+
+
+def _share_reads(program: Program, shapes: Shapes, own: Sequence[str], other: Sequence[str]) -> bool:
+    """Return whether two groups of outputs read fewer bytes in one nest."""
+    a, b = shapes.of[own[0]], shapes.of[other[0]]
+    is_same = [dim for dim in a if dim != ONE] == [dim for dim in b if dim != ONE]
+    reduces = any(each.name in REDUCTIONS for each in program.operations)
+    if product(a) != product(b) or (reduces and not is_same):
+        return False
+    bytes_read = [
+        sum(each.moved for each in accesses(make_nest(program, shapes, names, {}), program) if each.operand)
+        for names in ([*own, *other], own, other)
+    ]
+    return bytes_read[0] < bytes_read[1] + bytes_read[2]
+
+
+def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> list[Nest]:
+    """Return nests of which those that compute one element for a row join one that reads the rows for something else.
+
+    The rows are then read once, or a second time while the first-level cache has them.
+    """
+    found = list(nests)
+    for rows in nests:
+        for i, other in enumerate(found):
+            joined = _joined(region, rows, other, stored)
+            if joined:
+                found[i] = joined
+                found.remove(rows)
+                break
+    return found
+
+
+def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
+    """Return the nest of the outputs of two, of which the first has one element for each row that the second reads."""
+    program, shapes = region.program, region.shapes
+    instances = [each for level in rows.levels for each in level]
+    if not instances or rows.inner or rows.lists[ELEMENTS] or other.levels or other.inner:
+        return None
+    places = tuple(variable_index(f"o{axis}", dim) for axis, dim in enumerate(other.shape))
+    for each in instances:
+        kept = [place for place, index in zip(places, each.kept, strict=False) if index is not None]
+        if shapes.of[each.value] != other.shape or [index for index in each.kept if index is not None] != kept:
+            return None
+    if not {operand for operand, _ in rows.accesses if operand} & {operand for operand, _ in other.accesses}:
+        return None
+    made = make_nest(program, shapes, other.outputs, stored, dict.fromkeys(rows.outputs, rows.shape))
+    joined = _arranged(region, made, stored)
+    return None if joined.inner or _tiling(region, joined).shares != ONE else joined
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.tilings import Tiling
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
 
 
 def merge_whole(writer: Writer, each: Stored, threads: int) -> None:

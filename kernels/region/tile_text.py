@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
+from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.sizes import Size, Sizes
+from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.tilings import Tiling
-from onnxfuse.kernels.region.writer import Reference, Writer
+from onnxfuse.kernels.region.writer import Writer
+
+SKEWS = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those in front of them
 
 
 def tiles(nest: Nest, tiling: Tiling, sizes: Sizes) -> list[Variable]:
@@ -18,10 +24,39 @@ def tiles(nest: Nest, tiling: Tiling, sizes: Sizes) -> list[Variable]:
     *others, last = nest.lists[ELEMENTS]
     across = next(each for each in others if each.name == tiling.across)
 
-    def count(each: Variable) -> Variable:
-        return Variable(f"tile_{each.name}", sizes.ceiling(each.extent, tiling.tile))
+    def count(each: Variable, side: int) -> Variable:
+        return Variable(f"tile_{each.name}", sizes.ceiling(each.extent, side))
 
-    return [*(each for each in others if each != across), count(across), count(last)]
+    return [*(each for each in others if each != across), count(across, tiling.tile[0]), count(last, tiling.tile[1])]
+
+
+@functools.lru_cache(maxsize=256)
+def layout(sides: tuple[int, int], width: int, store_width: int) -> tuple[int, int, int]:
+    """Return the words from a row of a tile to the next, and the skews of 32 rows and columns.
+
+    A row lies along the last variable.  The accesses of a warp that writes a vector of a column in each thread, and of
+    one that reads a vector of a row, then meet most banks.
+    """
+    rows, columns = sides
+
+    def conflicts(cells: Iterable[int]) -> int:
+        banks = [cell % WARP for cell in set(cells)]
+        return max(map(banks.count, banks))
+
+    def taken(found: tuple[int, int, int]) -> int:
+        pitch, row_skew, column_skew = found
+        if pitch < columns + (columns - 1) // WARP * column_skew + (row_skew if rows > WARP else 0):
+            return rows * columns
+
+        def cell(row: int, column: int) -> int:
+            return row * pitch + row // WARP * row_skew + column + column // WARP * column_skew
+
+        written = [cell(i % (rows // width) * width, i // (rows // width)) for i in range(WARP)]
+        read = [cell(i // (columns // store_width), i % (columns // store_width) * store_width) for i in range(WARP)]
+        return conflicts(written) + conflicts(read)
+
+    found = itertools.product(range(columns + 1, columns + 16), SKEWS, SKEWS)
+    return min(found, key=lambda each: (taken(each), each))
 
 
 class TileText:
@@ -32,55 +67,66 @@ class TileText:
         self.nest, self.tiling, self.writer = nest, tiling, writer
         self.last = nest.lists[ELEMENTS][-1]
         self.across = next(each for each in nest.lists[ELEMENTS] if each.name == tiling.across)
-        self.pitch = tiling.tile + 1  # numbers from one row to the next, so that columns lie in different banks
+        self.layout = layout(tiling.tile, tiling.width, tiling.store_width)
+        self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
+        self.exact: list[bool] = []  # by staged value
 
     def read(self) -> None:
-        """Write the loops that compute a tile, by vectors along the variable that is read, into shared memory."""
+        """Write the loop that computes what is staged, by vectors along the variable that is read."""
         writer, width = self.writer, self.tiling.width
-        with self._loop(self.across, self.last, width):
-            for i, name in enumerate(self.nest.outputs):
-                value = writer.value(name, self.nest.place)
-                at = f"({self._low(self.across)} + j) * {self.pitch} + {self._low(self.last)}"
-                writer.line(f"EACH({width}) {self._memory(i)}[{at}] = {value.lane};")
+        with self._loop(self.across, self.last, width, *self.tiling.tile):
+            for i, (name, place) in enumerate(self.staged):
+                value = writer.value(name, place)
+                self.exact.append(value.exact)
+                writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
 
     @contextmanager
-    def stored(self) -> Iterator[list[Reference]]:
-        """Write the loop over a tile by vectors along the variable that is stored; yield the outputs' vectors."""
-        writer, width, found = self.writer, self.tiling.store_width, []
-        with self._loop(self.last, self.across, width):
-            for i, name in enumerate(self.nest.outputs):
-                at = f"{self._low(self.across)} * {self.pitch} + {self._low(self.last)}{' + j' if width > 1 else ''}"
-                found.append(writer.declare(self._kind(name), f"{self._memory(i)}[{at}]", width > 1))
-            yield found
+    def stored(self) -> Iterator[None]:
+        """Write the loop over a tile by vectors along the variable that is stored, which has what was staged."""
+        writer, width = self.writer, self.tiling.store_width
+        with self._loop(self.last, self.across, width, *reversed(self.tiling.tile)):
+            for i, key in enumerate(self.staged):
+                text = f"{self._memory(i)}[{self._cell('', 'j' if width > 1 else '')}]"
+                writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, self.exact[i]))
+            yield
 
-    def _low(self, variable: Variable) -> str:
-        return f"low_{variable.name}"
+    def _cell(self, row_lane: str, column_lane: str) -> str:
+        """Return the place of an element in shared memory; lanes do not cross multiples of a warp."""
+        pitch, row_skew, column_skew = self.layout
+        row, column = (f"low_{each.name}" for each in (self.across, self.last))
+        parts = [f"({row} + {row_lane}) * {pitch}" if row_lane else f"{row} * {pitch}", column]
+        parts += [f"{row} / {WARP} * {row_skew}"] if row_skew and self.tiling.tile[0] > WARP else []
+        parts += [f"{column} / {WARP} * {column_skew}"] if column_skew and self.tiling.tile[1] > WARP else []
+        return " + ".join([*parts, *filter(None, [column_lane])])
 
     def _kind(self, name: str) -> str:
         return NUMBER[self.writer.program.dtypes[name]]
 
-    def _memory(self, output: int) -> str:
-        """Return the part of shared memory that has an output's tile."""
-        sizes = [8 if BYTES[self.writer.program.dtypes[name]] == 8 else 4 for name in self.nest.outputs]
-        cells = self.tiling.tile * self.pitch
-        begin = sum(sizes[:output]) * cells
-        self.writer.shared(begin + sizes[output] * cells)
-        place = f"shared + {begin // 8}" if output else "shared"
-        return f"reinterpret_cast<{self._kind(self.nest.outputs[output])}*>({place})"
+    def _memory(self, staged: int) -> str:
+        """Return the part of shared memory that has a staged value's tile."""
+        sizes = [8 if BYTES[self.writer.program.dtypes[name]] == 8 else 4 for name, _ in self.staged]
+        cells = self.tiling.tile[0] * self.layout[0] + self.tiling.tile[0] // WARP * self.layout[1]
+        cells += cells % 2
+        begin = sum(sizes[:staged]) * cells
+        self.writer.shared(begin + sizes[staged] * cells)
+        place = f"shared + {begin // 8}" if staged else "shared"
+        return f"reinterpret_cast<{self._kind(self.staged[staged][0])}*>({place})"
 
     @contextmanager
-    def _loop(self, along: Variable, other: Variable, width: int) -> Iterator[None]:
+    def _loop(self, along: Variable, other: Variable, width: int, side: int, other_side: int) -> Iterator[None]:
         """Write a loop over the vectors of a tile along a variable, without those beyond the ends of both."""
-        writer, side, kind = self.writer, self.tiling.tile, self.writer.arguments.index_type
+        writer, kind = self.writer, self.writer.arguments.index_type
         vectors, threads = side // width, self.tiling.threads
-        with writer.block(f'_Pragma("unroll 4") for (int i = threadIdx.x; i < {vectors * side}; i += {threads})'):
+        head = f'_Pragma("unroll 4") for (int i = threadIdx.x; i < {vectors * other_side}; i += {threads})'
+        with writer.block(head):
             starts = {along: f"i % {vectors}" + (f" * {width}" if width > 1 else ""), other: f"i / {vectors}"}
             conditions = []
             for variable, low in starts.items():
-                writer.line(f"const int {self._low(variable)} = {low};")
-                start = f"tile_{variable.name} * {side} + {self._low(variable)}"
+                own_side = side if variable == along else other_side
+                writer.line(f"const int low_{variable.name} = {low};")
+                start = f"tile_{variable.name} * {own_side} + low_{variable.name}"
                 writer.line(f"const {kind} {variable.name} = {start};")
-                if not _is_multiple(variable.extent, side):
+                if not _is_multiple(variable.extent, own_side):
                     conditions.append(f"{variable.name} < {writer.arguments.size(variable.extent)}")
             before, writer.lanes = writer.lanes, Lanes(along.name, width)
             with writer.branch(f"if ({' && '.join(conditions)})") if conditions else nullcontext():

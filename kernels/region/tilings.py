@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
-from onnxfuse.kernels.region.indices import Atom, flat
+from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
+from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.stored import StoredByKey
-from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along
+from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, minimum
@@ -24,14 +27,18 @@ MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
 TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
-WARP: Final = 32  # threads
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
-MAX_TILED_OUTPUTS: Final = 4  # whose tiles shared memory holds
-THREAD_COST: Final = 150  # instructions: 1.36 us for all threads that an H200 holds at a time, if each has one vector
-ACCESS_COST: Final = 4  # of a load or store
-DIVISION_COST: Final = 4  # by a number that the compiler knows
+MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
+MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
+ROUND_COST: Final = 16  # instructions for one of them
+EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
+MAX_TILED_WORDS: Final = 8  # of an element, of which shared memory holds a tile
+MIN_TILED: Final = 8  # elements along the axes of a tile
+MAX_TILE_WASTE: Final = 1.2  # by how much tiles may exceed an axis
+TILE_COST: Final = 30  # instructions for an element of a tile, about
+CHEAPER: Final = 0.9  # of the cost of whole vectors: for less, other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
 MANY_BLOCKS: Final = 2  # of columns on a multiprocessor: vectors are narrowed until there are so many
 MIN_SHARED_ELEMENTS: Final = 32  # of rows that threads share so
@@ -62,10 +69,12 @@ class Tiling:
     width: int = 1
     columns: int = 0  # threads of a block side by side
     across: str = ""  # the variable along which a tile is read
-    tile: int = 0  # elements of a tile along each of its axes
+    tile: tuple[int, int] = (0, 0)  # elements of a tile along that variable, and along the last one
     store_width: int = 1  # elements of its vectors that are stored
+    is_scattered: bool = False  # a thread's elements are not neighbours
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
+    shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
     lanes: int = 32  # threads of a warp that have a row together
     shares: Size = ONE  # blocks that have a row, or a column's threads, together
 
@@ -77,8 +86,10 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if tile:
         return tile
     if not nest.levels:
-        widest = width_along(nest, ELEMENTS, program, shapes, aligned)
-        width = _narrowed(sizes.value(nest.count(ELEMENTS)), widest, device)
+        _, lanes = _best_lanes(nest, program, shapes, aligned)
+        width = _narrowed(sizes.value(nest.count(ELEMENTS)), lanes.width, device)
+        if lanes.scattered:
+            return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, has_tail=has_tail)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
@@ -89,26 +100,57 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
     counts = {each: sizes.value(nest.count(each)) for each in widths}
-    threads = _lanes(counts, widths, rows, device) if warp else ROW_THREADS
+    row_bytes = sum(each.moved for each in accesses(nest, program)) / max(1, typical(nest.count(ROWS)))
+    threads = _lanes(counts, widths, rows, row_bytes, device) if warp else ROW_THREADS
     for each, count in counts.items():
         while widths[each] > 1 and not is_symbolic(count) and count // (widths[each] // 2) <= threads:
             widths[each] //= 2
     if warp:
         return Tiling("warp", THREADS, inner_widths=widths, lanes=threads)
-    rounds = length // (widths[name] * ROW_THREADS)
-    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if widths[name] > 1 else MIN_NARROW_SHARES)
-    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares)
+    found = {each: _shifted(nest, each, program, shapes) for each in widths if aligned and widths[each] == 1}
+    shifted = {each: lanes for each, lanes in found.items() if lanes}
+    width = shifted[name].width if name in shifted else widths[name]
+    rounds = length // (width * ROW_THREADS)
+    shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if width > 1 else MIN_NARROW_SHARES)
+    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares, shifted=shifted)
 
 
-def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, device: Device) -> int:
-    """Return how many lanes of a warp have a row: as many as it has vectors, and more where rows are few."""
+def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes | None:
+    """Return lanes of vectors along rows of an odd length, which begin at another place of a vector in each row.
+
+    All that lies along the rows must begin so together.
+    """
+    variables = nest.lists[name]
+    if len(variables) != 1 or (variables[0].extent.constant or 0) < MIN_SHIFTED:
+        return None
+    along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == ONE]
+    if not along:
+        return None
+    width = min(MAX_WIDTH, VECTOR_BYTES // min(each.item_bytes for each in along))
+    rest = replaced(along[0].address, {variables[0].name: NOTHING})
+    lanes = Lanes(variables[0].name, width, rest=rest)
+    return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
+
+
+def _lanes(counts: Mapping[str, int], widths: Mapping[str, int], rows: int, row_bytes: float, device: Device) -> int:
+    """Return how many lanes of a warp have a row: as many as cost least, at most one for each vector.
+
+    Fewer lanes go round more often; where rows are few, more have one.
+    """
     if is_symbolic(*counts.values()):
         return WARP
-    vectors, lanes = max(count // widths[name] for name, count in counts.items()), 1
+    vectors = max(count // widths[name] for name, count in counts.items())
     fewest = 0 if is_symbolic(rows) else SMALL_VECTORS * device.multiprocessors // rows
-    while lanes < WARP and lanes < max(vectors, fewest):
-        lanes *= 2
-    return lanes
+    found, least = WARP, math.inf
+    for lanes in (32, 16, 8, 4, 2, 1):
+        rounds = -(-vectors // lanes)
+        own = lanes * (THREAD_COST + ROUND_COST * rounds + EXCHANGE_COST * (lanes.bit_length() - 1))
+        taken = max(own, BYTE_COST * row_bytes)
+        if lanes < fewest or rounds > MAX_WARP_ROUNDS:
+            break
+        if taken < CHEAPER * least or lanes >= 2 * vectors:
+            found, least = lanes, taken
+    return found
 
 
 def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -117,10 +159,12 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
     width = width_along(nest, ROWS, program, shapes, aligned)
     many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
+    shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
+    fewest = MANY_BLOCKS * device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
     if not many and not is_symbolic(rows):
-        while width > SMALL_WIDTH and rows // width < MANY_BLOCKS * device.multiprocessors * COLUMNS:
+        while width > SMALL_WIDTH and rows // width < fewest:
             width //= 2
-    if many or estimate(length) < MIN_SHARED_ELEMENTS:
+    if not shared:
         return Tiling("columns", ROW_THREADS, width, ROW_THREADS)
     blocks, rounds = -(-rows // (width * COLUMNS)), length // (ROW_THREADS // COLUMNS)
     shares = _shares(blocks, rounds, sizes, device, MAX_COLUMN_SHARES)
@@ -145,22 +189,42 @@ def _shares(
 def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling | None:
     """Return tiles for an elementwise nest that reads along another variable than it stores; None for others."""
     variables = nest.lists[ELEMENTS]
-    if nest.levels or nest.stores or len(variables) < 2 or len(nest.outputs) > MAX_TILED_OUTPUTS:
+    if nest.levels or nest.stores or len(variables) < 2:
         return None
-    last, loads = variables[-1], [each for each in accesses(nest, program) if each.operand]
-    moved = {each: sum(load.moved for load in loads if is_side_by_side(load.address, each)) for each in variables}
+    last = variables[-1]
+    loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
+    crossed = [each for each in loads if not is_side_by_side(each.address, last)]
+    moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if moved[across] < moved[last] or 2 * moved[across] < max(1, sum(load.moved for load in loads)):
+    if not moved[across] or any((each.extent.constant or TILE) < MIN_TILED for each in (across, last)):
         return None
-    if any((each.extent.constant or TILE) < TILE // 2 for each in (across, last)):
+    own, _ = _best_lanes(nest, program, shapes, aligned)
+    if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
+        return None
+    words = _staged_words(nest, across, program, shapes)
+    if words > MAX_TILED_WORDS:
         return None
     count = shapes.sizes.value(nest.count(ELEMENTS))
     is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
-    words = max(BYTES[program.dtypes[name]] for name in nest.outputs) // 4 or 1
-    side = 2 * TILE if is_large and len(nest.outputs) * words == 1 else TILE
-    width = width_along(nest, across, program, shapes, aligned)
+    width = width_along(nest, across, program, shapes, aligned, is_split=True)
     store_width = _store_width(nest, program, shapes) if aligned else 1
-    return Tiling("tile", THREADS, width, across=across.name, tile=side, store_width=store_width)
+    sides = _sides(across.extent, last.extent, 2 * TILE if is_large and words == 1 else TILE)
+    return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
+
+
+def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> int:
+    """Return how many words of an element of a tile are in shared memory."""
+    staged = staged_values(nest, across, program, shapes)
+    return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
+
+
+def _sides(across: Size, last: Size, side: int) -> tuple[int, int]:
+    """Return the elements of a tile along both of its axes: a square, or longer along one where the other is short."""
+    sides = {0: side, 1: side}
+    for i, extent in enumerate((across.constant, last.constant)):
+        while extent and sides[i] > MIN_TILED and -(-extent // sides[i]) * sides[i] > MAX_TILE_WASTE * extent:
+            sides = {i: sides[i] // 2, 1 - i: sides[1 - i] * 2}
+    return sides[0], sides[1]
 
 
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
@@ -178,23 +242,24 @@ def flat_if_faster(
     if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
         return nest
     flat = flattened(nest, program, shapes, stored)
-    is_faster = _cost(flat, program, shapes, aligned) < _cost(nest, program, shapes, aligned)
-    return flat if is_faster and not _tile(nest, program, shapes, aligned, device) else nest
+    if _tile(nest, program, shapes, aligned, device):
+        return nest
+    found = [_best_lanes(each, program, shapes, aligned) for each in (flat, nest)]
+    costs = [own / (CHEAPER if lanes.scattered else 1) for own, lanes in found]
+    return flat if costs[0] < costs[1] else nest
 
 
-def _cost(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> float:
-    """Return about how many instructions an element takes.
-
-    A thread that does little takes as long as THREAD_COST instructions, because it waits for memory.
-    """
+def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> tuple[float, Lanes]:
+    """Return the lanes at which an element of a nest without reductions costs least, and what it costs."""
     variables = nest.lists[ELEMENTS]
-    lanes = Lanes(variables[-1].name, width_along(nest, ELEMENTS, program, shapes, aligned))
-    cost, divisions = THREAD_COST + DIVISION_COST * (len(variables) - 1), set[Atom]()
-    for _, address in dict.fromkeys((*nest.accesses, *nest.stored_read)):
-        is_gather = lanes.vary(address) and not lanes.are_contiguous(address, shapes.sizes)
-        cost += ACCESS_COST * (lanes.width if is_gather else 1)
-        divisions |= {atom for atom in address.atoms() if atom.kind in ("div", "mod")}
-    return (cost + DIVISION_COST * len(divisions) * lanes.width) / lanes.width
+    name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
+    whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
+    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, is_split=True))]
+    others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
+    costs = {lanes: cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
+    best = min(costs, key=lambda lanes: costs[lanes])
+    chosen = best if costs[best] < CHEAPER * costs[whole] else whole
+    return costs[chosen], chosen
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -227,12 +292,14 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
     return moved_along(nest, rows[-1], program) > moved_along(nest, elements[-1], program)
 
 
-def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool) -> int:
+def width_along(
+    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, is_split: bool = False
+) -> int:
     """Return the elements of a vector along a variable, or along the last one of a list.
 
-    Of the widths that divide the variable's extent, and that no branch and no store splits, it is the one with which
-    most bytes are moved by whole vectors, and the widest of these.  Vectors of what most bytes are of have 16 at most;
-    those of other accesses may be several loads.
+    Of the widths that divide the variable's extent, and that no store and no branch splits, unless `is_split` allows
+    that, it is the one with which most bytes are moved by whole vectors, and the widest of these.  Vectors of what most
+    bytes are of have 16 at most; those of other accesses may be several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not aligned:
@@ -245,7 +312,7 @@ def width_along(nest: Nest, name: str | Variable, program: Program, shapes: Shap
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
-        if not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
+        if not is_split and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
         whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
         is_stored_so = all(each.operand or each in whole for each in along)
@@ -267,8 +334,7 @@ def _widths(extent: Size, widest: int, shapes: Shapes) -> Iterator[int]:
     sizes = shapes.sizes
     known = sizes.divisor(extent)
     if known % widest and extent.constant is None and sizes.value(extent) % widest == 0:
-        if len(extent.terms) == 1 and len(extent.terms[0][0]) == 1:
-            sizes.divisors[extent.terms[0][0][0]] = widest
+        sizes.note_divisor(extent, widest)
         known = widest
     width = widest
     while width > 1:

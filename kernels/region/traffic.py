@@ -14,6 +14,7 @@ from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.sizes import ONE, Size
 
 DYNAMIC_DIM: Final = 64  # elements that a dynamic dim is taken to have
+PADDED: Final = ("reflect", "edge", "wrap")  # kinds of atoms that go along with an index but for its ends
 ACCUMULATOR_BYTES: Final = 8  # of a stored reduction, about
 
 
@@ -38,14 +39,15 @@ def accesses(nest: Nest, program: Program) -> list[Access]:
 
 
 def _extents(nest: Nest) -> dict[str, int]:
-    return {each.name: _typical(each.extent) for variables in nest.lists.values() for each in variables}
+    return {each.name: typical(each.extent) for variables in nest.lists.values() for each in variables}
 
 
 def _moved(address: Index, item_bytes: int, extents: Mapping[str, int]) -> int:
     return item_bytes * math.prod(extents.get(name, 1) for name in address.variables())
 
 
-def _typical(size: Size) -> int:
+def typical(size: Size) -> int:
+    """Return a size for dynamic dims as they usually are."""
     return sum(factor * DYNAMIC_DIM ** len(monomial) for monomial, factor in size.terms)
 
 
@@ -61,7 +63,9 @@ def moved_along(nest: Nest, variable: Variable, program: Program) -> int:
 
 def is_side_by_side(address: Index, variable: Variable) -> bool:
     """Return whether neighbouring values of a variable are neighbours in memory, forwards or backwards."""
-    return address.factor(variable.name) in (ONE, -ONE)
+    inner = (atom.of for atom, factor in address.terms if atom.kind in PADDED and factor == ONE)
+    is_one = address.factor(variable.name) in (ONE, -ONE)
+    return is_one or any(is_side_by_side(index, variable) for index in inner if index)
 
 
 def with_contiguous_last(nest: Nest, program: Program) -> Nest:

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region import branches, maps
 from onnxfuse.kernels.region.arguments import Arguments
 from onnxfuse.kernels.region.indices import Atom, Index, flat, text_of, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
-from onnxfuse.kernels.region.operators import NUMBER, STORED, expression, is_discontinuous, keeps_exact, literal
+from onnxfuse.kernels.region.operators import (
+    NUMBER,
+    STORED,
+    expression,
+    is_discontinuous,
+    keeps_exact,
+    literal,
+    of_equal_inputs,
+)
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
-from onnxfuse.region_operators import ELEMENTWISE, GATHERS, HALVES, REDUCTIONS
+from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
 FUNCTIONS: Final = {"reflect": "reflected", "edge": "nearest", "wrap": "modulo"}
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A value that the text has: a variable of C++, or an array of one for each lane of a vector."""
-
-    text: str
-    varies: bool = False  # it is an array
-    exact: bool = True  # its dtype holds it
-
-    @property
-    def lane(self) -> str:
-        """The value in lane j."""
-        return f"{self.text}[j]" if self.varies else self.text
 
 
 @dataclass
@@ -53,7 +48,9 @@ class Writer:
     depth: int = 1
     count: int = 0
     conditions: int = 0  # how many branches are open
+    masks: list[str] = field(default_factory=list)  # arrays that say which lanes need what is written; the last counts
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
+    masked_scopes: list[int] = field(default_factory=list)  # the numbers of those that masks opened
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # and where among its places
     accesses: list[tuple[str, Index]] = field(default_factory=list)
@@ -93,6 +90,21 @@ class Writer:
             yield
         self.conditions -= 1
 
+    @contextmanager
+    def mask(self, condition: str) -> Iterator[str]:
+        """Write for lanes that a condition on lane j chooses, without a branch; yield the array that says which."""
+        name = self.new_name()
+        self.line(f"bool {name}[{self.lanes.width}];")
+        outer = f"{self.masks[-1]}[j] && " if self.masks else ""
+        self.line(f"EACH({self.lanes.width}) {name}[j] = {outer}{condition};")
+        self.masks.append(name)
+        self.masked_scopes.append(len(self.scopes))
+        self.scopes.append({})
+        yield name
+        self.scopes.pop()
+        self.masked_scopes.pop()
+        self.masks.pop()
+
     def new_name(self) -> str:
         """Return a name that no variable has."""
         self.count += 1
@@ -108,11 +120,14 @@ class Writer:
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
     def keep(self, key: Any, reference: Reference) -> Reference:
-        """Note that the text has a value from here on."""
-        self.scopes[-1][key] = reference
+        """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
+        scope = len(self.scopes) - 1
+        while not reference.masked and scope in self.masked_scopes:
+            scope -= 1
+        self.scopes[scope][key] = reference
         return reference
 
-    def declare(self, kind: str, value: str, varies: bool, exact: bool = True) -> Reference:
+    def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
         """Write a variable with its value, an expression that may be of lane j."""
         name = self.new_name()
         if varies:
@@ -120,19 +135,26 @@ class Writer:
             self.line(f"EACH({self.lanes.width}) {name}[j] = {value};")
         else:
             self.line(f"const {kind} {name} = {value};")
-        return Reference(name, varies, exact)
+        return Reference(name, varies, exact, masked)
 
     # --- indices --------------------------------------------------------------------------------------------------
 
     def index(self, index: Index, in_lane: bool = False) -> str:
         """Return an index as an expression: in lane j if `in_lane`, else in the first lane."""
+        behind = index + self.lanes.linear * -1 if self.lanes.linear else index
+        if in_lane and self.lanes.linear and not behind.terms:
+            return text_of(
+                Index(behind.constant, ((Atom("value", ONE, "at[j]"), ONE),)),
+                self.arguments.size,
+                lambda each: each.name,
+            )
 
         def atom(each: Atom) -> str:
+            if each.kind == "value" or each.name in self.lanes.scattered:
+                varies = self.lanes.differ(each.varies or (each.name,))
+                return f"{each.name}[{'j' if in_lane else 0}]" if varies else each.name
             if each.kind == "variable":
                 return f"({each.name} + j)" if in_lane and each.name == self.lanes.variable else each.name
-            if each.kind == "value":
-                varies = self.lanes.width > 1 and self.lanes.variable in each.varies
-                return f"{each.name}[{'j' if in_lane else 0}]" if varies else each.name
             assert each.of is not None
             inner, kind = self.index(each.of, in_lane), self.arguments.index_type
             if each.kind in FUNCTIONS:
@@ -163,12 +185,12 @@ class Writer:
         if operation.name in REDUCTIONS:
             return self.keep(key, self._reduced(operation, place))
         if operation.name == "Concat":
-            return self.keep(key, self._joined(operation, name, place))
+            return self.keep(key, branches.joined(self, operation, name, place))
         if operation.name in GATHERS:
             return self.keep(key, self._gathered(operation, place))
         inner = maps.source(operation, name, place, self.shapes)
         if operation.name == "Pad" and operation.attributes.get("mode", "constant") == "constant":
-            return self.keep(key, self._padded(operation, inner))
+            return self.keep(key, branches.padded(self, operation, inner))
         return self.value(operation.inputs[0], inner)
 
     def rounded(self, name: str, reference: Reference) -> Reference:
@@ -176,12 +198,16 @@ class Writer:
         dtype = self.program.dtypes[name]
         if dtype not in HALVES or reference.exact:
             return reference
-        return self.declare("float", f"rounded<{STORED[dtype]}>({reference.lane})", reference.varies)
+        text = f"rounded<{STORED[dtype]}>({reference.lane})"
+        return self.declare("float", text, reference.varies, masked=reference.masked)
 
     def _load(self, name: str, place: Place) -> Reference:
         address = flat(place, self.shapes.of[name])
         self.accesses.append((name, address))
         kind = NUMBER[self.program.dtypes[name]]
+        if self.masks and not maps.is_inside(place, self.shapes.of[name]):
+            text = f"{self.masks[-1]}[j] ? load_one({name} + ({self.index(address, in_lane=True)})) : ({kind})1"
+            return self.declare(kind, text, True, masked=True)
         if not self.lanes.vary(address):
             return self.declare(kind, f"load_one({name} + ({self.index(address)}))", False)
         if self.is_contiguous(address):
@@ -194,23 +220,31 @@ class Writer:
         return self.declare(kind, f"load_one({name} + ({self.index(address, in_lane=True)}))", True)
 
     def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
-        target, given = self.program.dtypes[name], []
-        for each in operation.inputs:
+        target, given = self.program.dtypes[name], list[Reference]()
+        same = of_equal_inputs(operation, self.program.dtypes[operation.inputs[-1]])
+        if isinstance(same, str):
+            return Reference(same)
+        for each in operation.inputs if same is None else [operation.inputs[same]]:
             inner = maps.broadcast(place, self.shapes.of[name], self.shapes.of[each], self.shapes)
             reference = self.value(each, inner)
             given.append(self.rounded(each, reference) if is_discontinuous(operation, target) else reference)
-        if operation.name == "Identity":
+        if operation.name == "Identity" or same is not None:
             return given[0]
-        dtypes = [self.program.dtypes[each] for each in operation.inputs]
+        dtypes, masked = [self.program.dtypes[each] for each in operation.inputs], any(each.masked for each in given)
         exact = target not in HALVES or operation.name == "Cast" or (
             keeps_exact(operation) and all(each.exact for each in given)
         )  # fmt: skip
         if operation.name == "Cast" and dtypes[0] == target:
             return given[0]
-        text = expression(operation, [each.lane for each in given], dtypes, target)
-        return self.declare(NUMBER[target], text, any(each.varies for each in given), exact)
+        nearest = name in self.program.read_by_steps
+        lanes = [each.lane for each in given]
+        if masked and operation.name in ("Div", "Mod") and target not in FLOATS:  # by any number, even 0
+            lanes[1] = f"({self.masks[-1]}[j] ? {lanes[1]} : 1)"
+        text = expression(operation, lanes, dtypes, target, nearest)
+        return self.declare(NUMBER[target], text, any(each.varies for each in given) or masked, exact, masked)
 
-    def _declared(self, name: str, varies: bool) -> Reference:
+    def declared(self, name: str, varies: bool) -> Reference:
+        """Declare a variable for a value, without one."""
         found = Reference(self.new_name(), varies)
         self.line(f"{NUMBER[self.program.dtypes[name]]} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found
@@ -218,53 +252,6 @@ class Writer:
     def assign(self, to: Reference, value: Reference) -> None:
         """Write an assignment to a variable that was declared before."""
         self.line(f"EACH({self.lanes.width}) {to.lane} = {value.lane};" if to.varies else f"{to.text} = {value.text};")
-
-    def _joined(self, operation: Operation, name: str, place: Place) -> Reference:
-        axis, begin, head, parts = axis_of(operation), ZERO, "", []
-        for each in operation.inputs:
-            end = begin + self.shapes.of[each][axis]
-            if begin != end and place[axis].is_below(begin) is not True:
-                after_this = place[axis].is_below(end)
-                if after_this is not False:
-                    parts.append((each, begin, end))
-                if after_this:
-                    break
-            begin = end
-        if len(parts) == 1:
-            each, begin, _ = parts[0]
-            return self.value(each, maps.before(place, axis, begin))
-        found, exact = self._declared(name, self.lanes.vary(*place)), True
-        for i, (each, begin, end) in enumerate(parts):
-            if i < len(parts) - 1:
-                self.bounds.append((place[axis], end))
-                head = f"{'else ' if i else ''}if ({self.index(place[axis])} < {self.arguments.size(end)})"
-            else:
-                head = "else"
-            with self.branch(head):
-                part = self.value(each, maps.before(place, axis, begin))
-                self.assign(found, part)
-                exact = exact and part.exact
-        return Reference(found.text, found.varies, exact)
-
-    def _padded(self, operation: Operation, inner: Place) -> Reference:
-        x, conditions = operation.inputs[0], []
-        for index, dim in zip(inner, self.shapes.of[x], strict=True):
-            limits = index.range
-            if not (limits and limits[0].is_nonnegative):
-                self.bounds.append((index, ZERO))
-                conditions.append(f"{self.index(index)} >= 0")
-            if index.is_below(dim) is not True:
-                self.bounds.append((index, dim))
-                conditions.append(f"{self.index(index)} < {self.arguments.size(dim)}")
-        if not conditions:
-            return self.value(x, inner)
-        found = self._declared(x, self.lanes.vary(*inner))
-        value = Reference(literal(operation.attributes.get("value", 0), self.program.dtypes[x]))
-        self.assign(found, value)
-        with self.branch(f"if ({' && '.join(conditions)})"):
-            inside = self.value(x, inner)
-            self.assign(found, inside)
-        return Reference(found.text, found.varies, inside.exact)
 
     def _gathered(self, operation: Operation, place: Place) -> Reference:
         x, indices = operation.inputs
@@ -278,7 +265,7 @@ class Writer:
         chosen = self.known(key)
         if chosen is None:
             text = f"gathered<{kind}>({reference.lane}, {self.arguments.size(dim)})"
-            chosen = self.keep(key, self.declare(kind, text, reference.varies))
+            chosen = self.keep(key, self.declare(kind, text, reference.varies, masked=reference.masked))
         variables = {name for index in at for name in index.variables()}
         atom = Atom("value", dim, chosen.text, varies=tuple(sorted(variables)))
         return self.value(x, (*place[:axis], Index(ZERO, ((atom, ONE),)), *place[end:]))
@@ -293,10 +280,11 @@ class Writer:
         given = own() if operation.name in ("Softmax", "LogSoftmax") else None
         count = self.arguments.size(instance.count(self.shapes))
         target = self.program.dtypes[operation.outputs[0]]
-        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target])
+        nearest = operation.outputs[0] in self.program.read_by_steps
+        text = finished(operation, accumulator.lane, given.lane if given else "", count, NUMBER[target], nearest)
         varies = accumulator.varies or bool(given and given.varies)
         exact = target not in HALVES or operation.name in ("ReduceMax", "ReduceMin")
-        return self.declare(NUMBER[target], text, varies, exact)
+        return self.declare(NUMBER[target], text, varies, exact, masked=bool(self.masks))
 
     def _stored(self, instance: Instance) -> Reference:
         """Read the accumulator of a reduction that a launch before has computed, and merge its shares."""
@@ -307,10 +295,11 @@ class Writer:
             found = self.known(instance.key)
             assert found is not None
             return found
-        varies = self.lanes.vary(address)
+        varies, masked = self.lanes.vary(address), bool(self.masks)
         at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
         text = f"stored<{kind}>({each.pointer}, {at}, {shares})"
-        return self.keep(instance, self.declare(kind, text, varies))
+        text = f"{self.masks[-1]}[j] ? {text} : {kind}()" if masked else text
+        return self.keep(instance, self.declare(kind, text, varies or masked, masked=masked))
 
     def in_place(self, instance: Instance) -> Reference:
         """Write a loop in which each thread reduces all elements by itself."""
@@ -319,7 +308,7 @@ class Writer:
         with self.loops(coordinates, extents):
             self.add(instance, accumulator, coordinates)
         self.found.append((instance, self.conditions > 0))
-        return self.keep(instance, accumulator)
+        return self.keep(instance, replace(accumulator, masked=bool(self.masks)))
 
     @contextmanager
     def loops(self, coordinates: Sequence[Index], extents: Sequence[Size]) -> Iterator[None]:
@@ -335,7 +324,7 @@ class Writer:
 
     def accumulator(self, instance: Instance) -> Reference:
         """Declare the accumulator of a reduction, one for each lane whose places differ."""
-        varies = self.lanes.vary(*instance.kept)
+        varies = self.lanes.vary(*instance.kept) or bool(self.masks)
         found = Reference(self.new_name(), varies)
         self.line(f"{instance.accumulator(self.program)} {found.text}{f'[{self.lanes.width}]' if varies else ''};")
         return found

@@ -50,6 +50,11 @@ def operators() -> Iterator[Made]:
             yield one(f"Mod {dtype}, negative divisors, fmod {fmod}", "Mod", x, y, fmod=fmod)
     for op in ("Neg", "Abs", "Sign"):
         yield one(f"{op} int64", op, numbers((9,), "int64"))
+    for op in ("Max", "Min"):
+        yield made(f"{op} of negative int32", [numbers((4, 6), "int32", i) for i in range(3)],
+                   lambda p, x, y, z, op=op: p.op(op, p.op(op, x, p.op("Neg", y)), p.op("Neg", z)))  # fmt: skip
+        yield made(f"Reduce{op} of negative int32", [numbers((6, 24), "int32")],
+                   lambda p, x, op=op: p.op(f"Reduce{op}", p.op("Neg", x), axes=[0], keepdims=1))  # fmt: skip
     x = numbers((3, 8), "float32", 3, low=1)
     yield one("Pow", "Pow", x, numbers((8,), "float32", 4))
     yield one("Pow of float16", "Pow", x.astype(np.float16), np.array(2, np.float16))

@@ -64,13 +64,50 @@ def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> 
     assert isinstance(step, Launch) and "load(x0" in step.kernel.text and "put(" in step.kernel.text
 
 
-def test_vectors_are_as_wide_as_what_most_bytes_are_of() -> None:
-    """A mask of int64 that is broadcast does not narrow the vectors of the scores that it masks."""
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_mask_does_not_narrow_the_vectors_of_scores(dtype: str) -> None:
+    """One of 64 bits is read by neighbouring threads side by side, so that a thread's elements are far apart."""
     program = RegionProgram()
-    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, np.int64))
-    program.outputs = [program.op("Where", program.op("Cast", mask, dtype="bool", to="bool"), x, x, dtype="float16")]
+    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, dtype))
+    chosen = program.op("Cast", mask, dtype="bool", to="bool")
+    program.outputs = [program.op("Where", chosen, x, program.op("Neg", x), dtype="float16")]
     (step,) = launches_of(program)
-    assert "float v0_3[8];" in step.kernel.text and "long long v0_1[8];" in step.kernel.text
+    assert ("EACH(8) at[j] = first + j * 128;" if dtype == "int64" else "load(x1 + (o2), ") in step.kernel.text
+    assert step.grid[0] == 64 * 256 * 512 // (8 * 128)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_lanes_choose_among_the_parts_of_a_concat(computed: bool) -> None:
+    """One load, where all parts are read as they are; else a load of each, of the lanes that need it."""
+    program = RegionProgram()
+    x, y = (program.operand(np.zeros((4096, columns), np.float16)) for columns in (384, 1))
+    program.outputs = [program.op("Concat", program.op("Neg", y) if computed else y, x, axis=1)]
+    (step,) = launches_of(program)
+    assert "if (o1" not in step.kernel.text
+    assert ("[j] ? v0_" if computed else "load_one(o1[j] < 1 ? x1 + ") in step.kernel.text
+    assert step.grid[0] == -(-4096 * 385 // (8 * 128))
+
+
+def test_operands_are_read_once_for_outputs_of_several_shapes() -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((1024, 96, 112), np.float16))
+    clipped = program.op("Relu", x)
+    mean = program.op("ReduceMean", clipped, axes=[2], keepdims=0)
+    program.outputs = [clipped, program.op("Reshape", clipped, shape=[0, 1, 96, 112]), mean]
+    (step,) = launches_of(program)
+    assert step.kernel.text.count("load(x0") == 1
+
+
+def test_what_lies_as_it_is_stored_is_read_behind_a_tile() -> None:
+    """ConvNeXt's layer scale: the residual is channels-first, and added when the tile is stored."""
+    program = RegionProgram()
+    shapes = [(16, 56, 56, 96), (96,), (16, 96, 56, 56)]
+    x, gamma, residual = (program.operand(np.zeros(shape, np.float16)) for shape in shapes)
+    turned = program.op("Transpose", program.op("Mul", x, gamma), perm=[0, 3, 1, 2])
+    program.outputs = [program.op("Add", turned, residual)]
+    (step,) = launches_of(program)
+    read, stored = step.kernel.text.split("__syncthreads();")
+    assert "load(x0" in read and "load(x1" in read and "load(x2" in stored and "load_one" not in step.kernel.text
 
 
 def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis() -> None:
@@ -110,6 +147,14 @@ def test_tiles_are_read_and_stored_by_vectors() -> None:
     assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
     assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
     assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+
+
+def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
+    program = RegionProgram()
+    x = program.operand(np.zeros((256, 50257), np.float16))
+    program.outputs = [program.op("ArgMax", x, dtype="int64", axis=1, keepdims=0, select_last_index=0)]
+    (step,) = launches_of(program)
+    assert "load(x0 + (50257 * o0 + r2_0), " in step.kernel.text and step.grid[0] == 256
 
 
 def test_a_warp_has_several_short_rows() -> None:

@@ -59,7 +59,8 @@ def test_random_programs_whose_reductions_are_stored(
     part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"ROW_THREADS": 32, "FEW_ROWS_WARP_ELEMENTS": 4, "MAX_WARP_ELEMENTS": 4, "MIN_ROUNDS": 1,
-                        "MIN_SHARES": 2, "MIN_DIVIDED_ROUNDS": 2, "MIN_SHARED_ELEMENTS": 4}.items():  # fmt: skip
+                        "MIN_SHARES": 2, "MIN_DIVIDED_ROUNDS": 2, "MIN_SHARED_ELEMENTS": 4,
+                        "MIN_SHIFTED": 9}.items():  # fmt: skip
         monkeypatch.setattr(tilings, name, value)
     monkeypatch.setattr(stages, "MIN_STORED_ELEMENTS", 2)
     seeds = [seed for seed in range(5000 + 400 * part, 5400 + 400 * part) if reduces(random_program(seed))]

@@ -13,9 +13,11 @@ from architectures import H200
 from kernel_hosts import host_of
 from region_cases import all_cases, numbers
 from region_drafts import RegionProgram, check
-from region_emulation import compile_all
+from region_emulation import compile_all, results
+from region_random import random_program
 from template_checks import check_template, concrete_plan, template_of
 
+from onnxfuse.kernels.region.sizes import Sizes, variable
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 CASES = all_cases()
@@ -84,6 +86,22 @@ def test_plans_of_templates_at_other_sizes(tmp_path: Path) -> None:
     for program, plan in wanted:
         arrays = list(program.operands.values())
         found = emulate(plan, arrays, tmp_path, True, lambda kernel, _: compiled[repr(kernel)])
+        check(program, found, program.expected())
+
+
+def test_a_divisor_of_a_multiple_of_a_dim() -> None:
+    """That 8 divides 2 * n says that 4 divides n."""
+    sizes, n = Sizes({"n": 4}), variable("n")
+    sizes.note_divisor(n * 2, 8)
+    assert sizes.divisor(n) == 4 and sizes.divisor(n * 6) == 24
+    sizes.note_divisor(n * 12, 8)
+    assert sizes.divisor(n) == 4
+
+
+def test_vectors_along_a_multiple_of_a_dynamic_dim(tmp_path: Path) -> None:
+    """Vectors of 8 lie along 2 * n elements, where n is 4, but not along n."""
+    programs = [random_program(seed) for seed in (1344, 1792)]
+    for program, found in zip(programs, results(programs, H200, tmp_path), strict=True):
         check(program, found, program.expected())
 
 

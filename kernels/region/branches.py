@@ -1,0 +1,194 @@
+"""The text of what depends on where an element is: the parts of a Concat, and the inside of a Pad.
+
+All lanes of a vector take the same branch, or there is none: then each part is computed for the lanes that need it, and
+each lane chooses among the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from onnxfuse.kernels.region import maps
+from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.operators import NUMBER, literal
+from onnxfuse.kernels.region.program import Operation
+from onnxfuse.kernels.region.references import Reference, ValueWriter
+from onnxfuse.kernels.region.shapes import axis_of
+from onnxfuse.kernels.region.sizes import ZERO, Size
+
+VIEWS: Final = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split", "Tile")
+Load: TypeAlias = tuple[str, Index]  # an operand, and an address in it
+Part: TypeAlias = tuple[str, Size, Size]  # a Concat's input, where it begins, and where it ends
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value that is read in one of several places: in each part, where an index is below its end."""
+
+    index: Index
+    parts: Sequence[tuple[Moved, Size]]
+
+    def loads(self) -> Iterator[Load]:
+        """Yield all operands, and where they are read."""
+        for part, _ in self.parts:
+            if isinstance(part, Choice):
+                yield from part.loads()
+            else:
+                yield part
+
+    def splits(self) -> Iterator[tuple[Index, Size]]:
+        """Yield all indices, and the sizes with which they are compared."""
+        for i, (part, end) in enumerate(self.parts):
+            if i < len(self.parts) - 1:
+                yield self.index, end
+            if isinstance(part, Choice):
+                yield from part.splits()
+
+
+Moved: TypeAlias = Load | Choice
+
+
+def joined(writer: ValueWriter, operation: Operation, name: str, place: Place) -> Reference:
+    """Write the value of a Concat at a place."""
+    index, parts = place[axis_of(operation)], _parts(writer, operation, place)
+    ends = [end for _, _, end in parts[:-1]]
+    if not parts[1:]:
+        return _part(writer, operation, place, parts[0])
+    moved = _moved(writer, name, place)
+    if isinstance(moved, Choice) and len({writer.program.dtypes[each] for each, _ in moved.loads()}) == 1:
+        return _loaded(writer, moved)
+    writer.bounds += [(index, end) for end in ends]
+    if not all(writer.lanes.are_on_one_side(index, end, writer.shapes.sizes) for end in ends):
+        return _joined_by_lanes(writer, operation, name, place, parts)
+    found, exact, masked = writer.declared(name, writer.lanes.vary(*place) or bool(writer.masks)), True, False
+    for i, each in enumerate(parts):
+        condition = f"if ({writer.index(index)} < {writer.arguments.size(each[2])})"
+        head = "else" if each is parts[-1] else f"{'else ' if i else ''}{condition}"
+        with writer.branch(head):
+            part = _part(writer, operation, place, each)
+            writer.assign(found, part)
+            exact, masked = exact and part.exact, masked or part.masked
+    return found.of(exact, masked)
+
+
+def _moved(writer: ValueWriter, name: str, place: Place) -> Moved | None:
+    """Return where a value is read that operators only move; None if it is computed."""
+    operation = writer.program.producers.get(name)
+    if operation is None:
+        return name, flat(place, writer.shapes.of[name])
+    if operation.name == "Concat":
+        parts, axis = _parts(writer, operation, place), axis_of(operation)
+        found = [(_moved(writer, each, maps.before(place, axis, begin)), end) for each, begin, end in parts]
+        inner = [(each, end) for each, end in found if each]
+        return None if len(inner) < len(parts) else inner[0][0] if not parts[1:] else Choice(place[axis], inner)
+    if operation.name == "Identity":
+        return _moved(writer, operation.inputs[0], place)
+    if operation.name in VIEWS:
+        return _moved(writer, operation.inputs[0], maps.source(operation, name, place, writer.shapes))
+    return None
+
+
+def _loaded(writer: ValueWriter, choice: Choice) -> Reference:
+    """Write one load from the operand that has the part in which an index lies."""
+    lanes, loads, splits = writer.lanes, list(choice.loads()), list(choice.splits())
+    writer.accesses += loads
+    writer.bounds += splits
+    kind = NUMBER[writer.program.dtypes[loads[0][0]]]
+    varies = lanes.vary(*(index for index, _ in splits), *(address for _, address in loads))
+    is_whole = all(writer.is_contiguous(address) for _, address in loads)
+    is_whole = is_whole and all(lanes.are_on_one_side(index, end, writer.shapes.sizes) for index, end in splits)
+    text = _pointer(writer, choice, varies and not is_whole)
+    if varies and is_whole:
+        found = writer.declared(loads[0][0], True)
+        writer.line(f"load({text}, {found.text});")
+        return found
+    if writer.masks:
+        text = f"{writer.masks[-1]}[j] ? load_one({text}) : ({kind})1"
+        return writer.declare(kind, text, True, masked=True)
+    return writer.declare(kind, f"load_one({text})", varies)
+
+
+def _pointer(writer: ValueWriter, moved: Moved, in_lane: bool) -> str:
+    if not isinstance(moved, Choice):
+        return f"{moved[0]} + ({writer.index(moved[1], in_lane)})"
+    *parts, last = [(_pointer(writer, each, in_lane), end) for each, end in moved.parts]
+    index, text = writer.index(moved.index, in_lane), last[0]
+    for each, end in reversed(parts):
+        text = f"{index} < {writer.arguments.size(end)} ? {each} : ({text})"
+    return text
+
+
+def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part]:
+    """Return the inputs that may have the place."""
+    axis, begin, parts = axis_of(operation), ZERO, list[Part]()
+    for each in operation.inputs:
+        end = begin + writer.shapes.of[each][axis]
+        if begin != end and place[axis].is_below(begin) is not True:
+            after_this = place[axis].is_below(end)
+            if after_this is not False:
+                parts.append((each, begin, end))
+            if after_this:
+                break
+        begin = end
+    return parts
+
+
+def _part(writer: ValueWriter, operation: Operation, place: Place, part: Part) -> Reference:
+    each, begin, _ = part
+    return writer.value(each, maps.before(place, axis_of(operation), begin))
+
+
+def _joined_by_lanes(
+    writer: ValueWriter, operation: Operation, name: str, place: Place, parts: Sequence[Part]
+) -> Reference:
+    index, size = writer.index(place[axis_of(operation)], in_lane=True), writer.arguments.size
+    found: Reference | None = None
+    for each in parts:
+        _, begin, end = each
+        conditions = [f"{index} >= {size(begin)}"] if found else []
+        conditions += [f"{index} < {size(end)}"] if each is not parts[-1] else []
+        with writer.mask(" && ".join(conditions)) as mask:
+            part = _part(writer, operation, place, each)
+        if found:
+            text, exact = f"{mask}[j] ? {part.lane} : {found.lane}", found.exact and part.exact
+            part = writer.declare(NUMBER[writer.program.dtypes[name]], text, True, exact)
+        found = part
+    assert found
+    return found.of(found.exact, bool(writer.masks))
+
+
+def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
+    """Write the value of a Pad with a constant, whose input has the element at `inner` or no such place."""
+    x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
+    for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
+        low_high = index.range
+        if not (low_high and low_high[0].is_nonnegative):
+            limits.append((axis, ">=", ZERO))
+        if index.is_below(dim) is not True:
+            limits.append((axis, "<", dim))
+    if not limits:
+        return writer.value(x, inner)
+    writer.bounds += [(inner[axis], bound) for axis, _, bound in limits]
+    by_lanes = not all(
+        writer.lanes.are_on_one_side(inner[axis], bound, writer.shapes.sizes) for axis, _, bound in limits
+    )
+    condition = " && ".join(
+        f"{writer.index(inner[axis], in_lane=by_lanes)} {operator} {writer.arguments.size(bound)}"
+        for axis, operator, bound in limits
+    )
+    dtype = writer.program.dtypes[x]
+    value = literal(operation.attributes.get("value", 0), dtype)
+    if by_lanes:
+        with writer.mask(condition) as mask:
+            inside = writer.value(x, inner)
+        text = f"{mask}[j] ? {inside.lane} : {value}"
+        return writer.declare(NUMBER[dtype], text, True, inside.exact, bool(writer.masks))
+    found = writer.declared(x, writer.lanes.vary(*inner) or bool(writer.masks))
+    writer.assign(found, found.of_text(value))
+    with writer.branch(f"if ({condition})"):
+        inside = writer.value(x, inner)
+        writer.assign(found, inside)
+    return found.of(inside.exact, inside.masked)

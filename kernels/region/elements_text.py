@@ -1,0 +1,70 @@
+"""The text of elements that do not depend on each other: vectors of neighbours, or scattered lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxfuse.kernels.region.indices import flat, variable_index
+from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.nests import ELEMENTS, Variable
+from onnxfuse.kernels.region.parts_text import PartsText
+from onnxfuse.kernels.region.store_text import StoreText
+
+
+class ElementsText:
+    """Writes which elements a thread has, and their stores."""
+
+    def __init__(self, parts: PartsText, store: StoreText) -> None:
+        """Take what writes variables, and what writes stores."""
+        self.parts, self.store = parts, store
+        self.nest, self.tiling, self.writer, self.type = parts.nest, parts.tiling, parts.writer, parts.type
+
+    def write(self) -> None:
+        """Write elements that do not depend on each other."""
+        nest, writer, width = self.nest, self.writer, self.tiling.width
+        variables = nest.lists[ELEMENTS]
+        if self.tiling.is_scattered:
+            self._scattered(variables)
+            return
+        writer.line(f"const {self.type} at = ({self.type})block * {self.tiling.threads} + threadIdx.x;")
+        if self.tiling.has_tail:
+            self._elements_with_tail(variables[0])
+            return
+        writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
+        if variables:
+            self.parts.split("at", variables, width)
+            writer.lanes = Lanes(variables[-1].name, width)
+        self.store.write()
+
+    def _scattered(self, variables: Sequence[Variable]) -> None:
+        """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.
+
+        Beyond the end, threads compute the last element again.
+        """
+        writer, width, threads, kind = self.writer, self.tiling.width, self.tiling.threads, self.type
+        count = self.nest.count(ELEMENTS)
+        bound, at = writer.arguments.size(count), f"first + j * {threads}"
+        writer.line(f"const {kind} first = ({kind})block * {threads * width} + threadIdx.x;")
+        writer.line(f"if (first >= {bound}) return;")
+        linear = flat(
+            [variable_index(each.name, each.extent) for each in variables], [each.extent for each in variables]
+        )
+        writer.lanes = Lanes("", width, frozenset(each.name for each in variables), linear)
+        is_whole = writer.shapes.sizes.divisor(count) % (threads * width) == 0
+        self.parts.variable("at", at if is_whole else f"{at} < {bound} ? {at} : {bound} - 1")
+        self.parts.split("at", variables, 1)
+        self.store.write()
+
+    def _elements_with_tail(self, variable: Variable) -> None:
+        """Write whole vectors along the one variable, and single elements behind them."""
+        writer, width, sizes = self.writer, self.tiling.width, self.writer.shapes.sizes
+        whole, count = self.parts.vectors(variable.extent, width), variable.extent
+        with writer.block(f"if (at < {writer.arguments.size(whole)})"):
+            writer.line(f"const {self.type} {variable.name} = at * {width};")
+            writer.lanes = Lanes(variable.name, width)
+            self.store.write()
+        writer.lanes = Lanes()
+        skipped = sizes.named(f"(({count}) / {width}) * {width - 1}", sizes.value(whole) * (width - 1))
+        with writer.block(f"else if (at < {writer.arguments.size(count - skipped)})"):
+            writer.line(f"const {self.type} {variable.name} = at + {writer.arguments.size(skipped)};")
+            self.store.write()

@@ -1,0 +1,55 @@
+"""The text of a nest's variables, which are parts of a number that a thread knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnxfuse.kernels.region.nests import Nest, Variable
+from onnxfuse.kernels.region.sizes import ONE, Size, as_size
+from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.writer import Writer
+
+
+class PartsText:
+    """Writes variables, and how many vectors they count."""
+
+    def __init__(self, nest: Nest, tiling: Tiling, writer: Writer) -> None:
+        """Take what is written, how, and where."""
+        self.nest, self.tiling, self.writer = nest, tiling, writer
+        self.type = writer.arguments.index_type
+
+    def variable(self, name: str, value: str) -> str:
+        """Write an index variable, which is an array if lanes are scattered; return what reads it."""
+        if not self.writer.lanes.scattered:
+            self.writer.line(f"const {self.type} {name} = {value};")
+            return name
+        self.writer.line(f"{self.type} {name}[{self.tiling.width}];")
+        self.writer.line(f"EACH({self.tiling.width}) {name}[j] = {value};")
+        return f"{name}[j]"
+
+    def vectors(self, extent: Size, width: int) -> Size:
+        """Return how many whole vectors an extent has."""
+        sizes = self.writer.shapes.sizes
+        exact = extent.divided(as_size(width))
+        return exact or sizes.named(f"({extent}) / {width}", sizes.value(extent) // width)
+
+    def bound(self, name: str, width: int) -> str:
+        """Return the number of vectors that a list's variables count."""
+        return self.writer.arguments.size(self.vectors(self.nest.count(name), width))
+
+    def split(self, name: str, variables: Sequence[Variable], width: int) -> None:
+        """Write variables as parts of a number, which counts vectors of `width` along the last one."""
+        writer, left = self.writer, f"{name}[j]" if self.writer.lanes.scattered else name
+        for variable in reversed(variables):
+            is_vector = variable is variables[-1] and width > 1
+            factor = f" * {width}" if is_vector else ""
+            if variable is variables[0]:
+                self.variable(variable.name, f"{left}{factor}")
+                return
+            by = self.vectors(variable.extent, width) if is_vector else variable.extent
+            if by == ONE:
+                self.variable(variable.name, "0")
+                continue
+            part, rest = (writer.arguments.quotient(left, by, operator) for operator in "%/")
+            self.variable(variable.name, f"{part}{factor}")
+            left = self.variable(f"{variable.name}_left", rest)

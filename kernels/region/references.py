@@ -1,0 +1,77 @@
+"""Values that the text of a kernel has, and what writes them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from onnxfuse.kernels.region.arguments import Arguments
+from onnxfuse.kernels.region.indices import Index
+from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
+from onnxfuse.kernels.region.program import Program
+from onnxfuse.kernels.region.shapes import Shapes
+from onnxfuse.kernels.region.sizes import Size
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A value that the text has: a variable of C++, or an array of one for each lane of a vector."""
+
+    text: str
+    varies: bool = False  # it is an array
+    exact: bool = True  # its dtype holds it
+    masked: bool = False  # lanes that do not need it may have another value
+
+    @property
+    def lane(self) -> str:
+        """The value in lane j."""
+        return f"{self.text}[j]" if self.varies else self.text
+
+    def of(self, exact: bool, masked: bool) -> Reference:
+        """Return the same variable, of which this is known."""
+        return replace(self, exact=exact, masked=masked)
+
+    def of_text(self, text: str) -> Reference:
+        """Return a reference to an expression that all lanes have in common."""
+        return Reference(text)
+
+
+class ValueWriter(Protocol):
+    """What writer.py offers to those who write a part of its text."""
+
+    program: Program
+    shapes: Shapes
+    arguments: Arguments
+    lanes: Lanes
+    masks: list[str]
+    accesses: list[tuple[str, Index]]
+    bounds: list[tuple[Index, Size]]
+
+    def line(self, text: str) -> None:
+        """Add a line."""
+
+    def branch(self, head: str) -> AbstractContextManager[None]:
+        """Write a block that not every thread runs."""
+
+    def mask(self, condition: str) -> AbstractContextManager[str]:
+        """Write for the lanes that a condition chooses; yield the array that says which."""
+
+    def index(self, index: Index, in_lane: bool = False) -> str:
+        """Return an index as an expression."""
+
+    def is_contiguous(self, address: Index) -> bool:
+        """Return whether a vector access has all lanes at an address."""
+
+    def value(self, name: str, place: Place) -> Reference:
+        """Return a value at a place, which is written unless the text has it."""
+
+    def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
+        """Write a variable with its value."""
+
+    def declared(self, name: str, varies: bool) -> Reference:
+        """Declare a variable for a value, without one."""
+
+    def assign(self, to: Reference, value: Reference) -> None:
+        """Write an assignment to a variable that was declared before."""

@@ -1,0 +1,75 @@
+"""The text that stores the outputs of a nest, or the accumulator of a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onnxfuse.kernels.region.indices import Index, flat
+from onnxfuse.kernels.region.nests import Nest, in_variables
+from onnxfuse.kernels.region.operators import NUMBER
+from onnxfuse.kernels.region.reductions import Instance
+from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.sizes import ONE
+from onnxfuse.kernels.region.stored import Stored
+from onnxfuse.kernels.region.writer import Writer
+
+
+class StoreText:
+    """Writes values and their stores, where the nest's variables are known."""
+
+    def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Stored | None) -> None:
+        """Take what is stored, where, and what NestText has of it."""
+        self.nest, self.writer, self.release, self.leaving, self.own = nest, writer, release, leaving, own
+
+    def write(self, condition: str = "") -> None:
+        """Write the values of the outputs, and then all stores."""
+        writer, nest = self.writer, self.nest
+        if nest.stores:
+            self._store_accumulator(in_variables(nest.stores, nest), condition)
+            return
+        found = {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        self.write_all(found, condition)
+
+    def write_rows(self, condition: str) -> None:
+        """Write the values and the stores of outputs of which a row has one element."""
+        writer, nest = self.writer, self.nest
+        if nest.row_outputs:
+            with writer.branch(f"if ({condition})"):
+                places = {name: nest.place_of(name, writer.shapes) for name in nest.row_outputs}
+                self.write_all({name: writer.value(name, place) for name, place in places.items()})
+
+    def write_all(self, values: Mapping[str, Reference], condition: str = "") -> None:
+        """Write the stores of outputs whose values the text has."""
+        for i, name in enumerate(self.writer.program.outputs):
+            if name in values:
+                place = self.nest.place_of(name, self.writer.shapes)
+                self._store(i, flat(place, self.writer.shapes.of[name]), values[name], condition)
+
+    def _store_accumulator(self, instance: Instance, condition: str) -> None:
+        """Write the store of what a block has reduced."""
+        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
+        accumulator = writer.known(instance)
+        assert own and accumulator
+        at = writer.index(address, in_lane=accumulator.varies)
+        if own.shares != ONE:
+            at = f"({at}) * {writer.arguments.size(own.shares)} + share"
+        each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
+        head = f"if ({condition}) " if condition else ""
+        if self.release != "0":
+            writer.line(f"if ({self.release}) release_successor();")
+        writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
+
+    def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:
+        writer, head = self.writer, f"if ({condition}) " if condition else ""
+        if not writer.lanes.vary(address):
+            writer.line(f"{head}put_one({self.leaving}, y{output} + ({writer.index(address)}), {value.lane});")
+        elif writer.is_contiguous(address):
+            if not value.varies:
+                kind = NUMBER[writer.program.dtypes[writer.program.outputs[output]]]
+                value = writer.declare(kind, value.text, True)
+            writer.line(f"{head}put({self.leaving}, y{output} + ({writer.index(address)}), {value.text});")
+        else:
+            at = writer.index(address, in_lane=True)
+            writer.line(f"{head}EACH({writer.lanes.width}) put_one({self.leaving}, y{output} + ({at}), {value.lane});")
