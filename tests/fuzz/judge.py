@@ -42,6 +42,7 @@ SECONDS = 20.0  # of this process in one call of optimize(), or of one run of a 
 DRAWS = 3
 SHAKES = 4
 ULP = 2.0**-23
+NO_RANDOM_NUMBERS = 22  # the opset from which on onnxruntime 1.32 has no kernel for RandomUniformLike
 ULPS = {TensorProto.FLOAT: ULP, TensorProto.FLOAT16: 2.0**-10}  # onnxruntime multiplies no bfloat16
 RELATIVE = {"float64": 1e-5, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of the largest value
 MAX_ROUNDED_OTHERWISE = 0.02  # of an output's values, where a model rounds on purpose: their float32 value was a tie
@@ -178,15 +179,17 @@ def _beyond_rounding(
     """
     half, moved = half_precision_of(model), [TensorProto.FLOAT] if on_purpose else list(ULPS)
     near = [each[name] for way in (ULP, -ULP) if (each := outputs_of(original, _nudged(feeds, way)))]
-    near += [each[name] for other_way in _shaken(model, seed, moved) if (each := outputs_of(other_way, feeds))]
+    near += [
+        each[name] for other_way in rounded_otherwise(model, seed, moved) if (each := outputs_of(other_way, feeds))
+    ]
     wide = None
     if half and not on_purpose:
         wide = outputs_of(Session(model_to_float32(model)), arrays_to_float32(feeds))
     exact = wide[name] if wide else None
     reason = difference(want, got, near, exact, half, on_purpose, infinite)
     if reason and not half and (unbounded := without_overflow(model, feeds)):
-        exact_values, noise = unbounded
-        want, near = allow_exact(want, got, near, exact_values[name], noise)
+        exact_values, largest = unbounded
+        want, near = allow_exact(want, got, near, exact_values[name], largest)
         reason = difference(want, got, near, exact, half, on_purpose, infinite)
     return reason
 
@@ -203,12 +206,12 @@ class Session:
             self.error = " ".join(str(error).split())[:300]
 
 
-def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
+def rounded_otherwise(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
     """Yield the model with each result of these dtypes moved by an ulp, up or down at random.
 
     In float32 each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
     """
-    known = types(model)
+    known, opset = types(model), next((each.version for each in model.opset_import if not each.domain), 0)
     for shake in range(SHAKES):
         random, shaken = Random(seed + shake), onnx.ModelProto()
         shaken.CopyFrom(model)
@@ -220,29 +223,44 @@ def _shaken(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterato
                 dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
                 if name and dtype in dtypes:
                     node.output[index] = f"{name}::exact"
-                    moves += _move(node.output[index], name, dtype, random)
+                    moves += _move(node.output[index], name, dtype, random, opset)
             shaken.graph.node.extend([node, *moves])
         yield Session(shaken)
 
 
-def _move(source: str, target: str, dtype: int, random: Random) -> list[onnx.NodeProto]:
+def _move(source: str, target: str, dtype: int, random: Random, opset: int) -> list[onnx.NodeProto]:
     """Return nodes that move a tensor by an ulp: a float32 one element by element, others as a whole."""
     kind, ulp = helper.tensor_dtype_to_np_dtype(dtype), ULPS[dtype]
     alone = dtype == TensorProto.FLOAT
     value = np.asarray(ulp if alone else 1 + random.choice([ulp, -ulp])).astype(kind)
-    constants = [numpy_helper.from_array(value, f"{target}::factor")]
-    factor, nodes = constants[0].name, list[onnx.NodeProto]()
+    constants, factor, nodes = {"factor": value}, f"{target}::factor", list[onnx.NodeProto]()
     if alone:
-        constants.append(numpy_helper.from_array(np.asarray(1, kind), f"{target}::one"))
-        drawn, small, factor = (f"{target}::{name}" for name in ("drawn", "small", "moving"))
-        seed = float(random.randrange(2**16))
-        nodes = [
-            helper.make_node("RandomUniformLike", [source], [drawn], low=-1.0, high=1.0, seed=seed),
-            helper.make_node("Mul", [drawn, constants[0].name], [small]),
-            helper.make_node("Add", [small, constants[1].name], [factor]),
+        constants |= {"zero": np.float32(0), "one": np.float32(1), "apart": np.float32(random.uniform(9, 99))}
+        factor = f"{target}::moving"
+        drawn = [
+            _node("RandomUniformLike", target, "shaped", source, low=-1.0, high=1.0, seed=random.uniform(0, 2**16))
         ]
-    made = [helper.make_node("Constant", [], [each.name], value=each) for each in constants]
+        sines = [  # of numbers far apart, as onnxruntime draws none from opset 22 on
+            _node("Size", target, "size", source), _node("Cast", target, "count", "::size", to=TensorProto.FLOAT),
+            _node("Range", target, "numbers", "::zero", "::count", "::one"),
+            _node("Mul", target, "angles", "::numbers", "::apart"), _node("Sin", target, "drawn", "::angles"),
+            _node("Shape", target, "shape", source),
+            _node("Reshape", target, "shaped", "::drawn", "::shape", allowzero=1),
+        ]  # fmt: skip
+        moved = (
+            _node("Mul", target, "small", "::shaped", "::factor"),
+            _node("Add", target, "moving", "::small", "::one"),
+        )
+        nodes = [*(sines if opset >= NO_RANDOM_NUMBERS else drawn), *moved]
+    made = [_node("Constant", target, name, value=numpy_helper.from_array(np.asarray(each)))
+            for name, each in constants.items()]  # fmt: skip
     return [*made, *nodes, helper.make_node("Mul", [source, factor], [target])]
+
+
+def _node(op: str, target: str, output: str, *inputs: str, **attributes: Any) -> onnx.NodeProto:
+    """Return a node beside a tensor; names that begin with "::" are its own."""
+    named = [f"{target}{name}" if name.startswith("::") else name for name in inputs]
+    return helper.make_node(op, named, [f"{target}::{output}"], **attributes)
 
 
 def outputs_of(session: Session, feeds: Arrays) -> dict[str, Any] | None:

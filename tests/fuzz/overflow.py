@@ -24,30 +24,32 @@ LOST = 1e-6  # of a value: with more noise, float64 is no better than float32
 
 
 def without_overflow(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], float] | None:
-    """Return the outputs in float64, and how far they may be off; None if no value overflows in float32 alone."""
+    """Return the outputs in float64, and the largest value on the way; None if no value overflows in float32 alone."""
     names = [o.name for o in model.graph.output]
     open_model = _with_all_outputs(model)
     exact, rounded = _run(_to_float64(open_model), _to_float64_arrays(feeds)), _run(open_model, feeds)
     if exact is None or rounded is None:
         return None
     overflows = any(_overflows(value, exact[name]) for name, value in rounded.items())
-    noise = ROUNDING * max((_largest(value) for value in exact.values()), default=0.0)
-    return ({name: exact[name] for name in names}, noise) if overflows else None
+    largest = max((_largest(value) for value in exact.values()), default=0.0)
+    return ({name: exact[name] for name in names}, largest) if overflows else None
 
 
-def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, noise: float) -> tuple[Any, list[Any]]:
+def allow_exact(want: Any, got: Any, near: Sequence[Any], exact: Any, largest: float) -> tuple[Any, list[Any]]:
     """Return wanted values, and what they are where they are rounded otherwise, for a model in which values overflow.
 
-    A float that was found nearer to the exact one must be that one, unless float64 has lost it in `noise`.  Others,
-    such as indices, may be as in float64.
+    A float that was found nearer to the exact one must be that one, unless float64 has lost it beside the `largest`
+    value on the way to the outputs.  Where the wanted one is no number and that value is beyond float32, the order of
+    sums decides what is found.  Others, such as indices, may be as in float64.
     """
     if not all(isinstance(each, np.ndarray) and each.shape == want.shape for each in (want, got, exact)):
         return want, list(near)
     if want.dtype != np.float32:
         return want, [*near, exact]
     with np.errstate(all="ignore"):
-        is_nearer = np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
-        exact = np.where(noise > LOST * np.abs(exact), got, exact).astype(np.float32)
+        depends = np.isnan(want) & (largest > np.finfo(np.float32).max)
+        is_nearer = depends | np.isfinite(got) & np.isfinite(exact) & ~(np.abs(got - want) <= np.abs(got - exact))
+        exact = np.where(depends | (ROUNDING * largest > LOST * np.abs(exact)), got, exact).astype(np.float32)
     want, *near = (np.where(is_nearer, exact, each) if each.shape == want.shape else each for each in (want, *near))
     return want, near
 

@@ -19,7 +19,19 @@ from drafts import types
 from fuzz_cases import case_of, draw_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from judge import LOST_VALUE, SECONDS, Hang, Session, Verdict, compare, judge, limited, outputs_of
+from judge import (
+    LOST_VALUE,
+    SECONDS,
+    ULP,
+    Hang,
+    Session,
+    Verdict,
+    compare,
+    judge,
+    limited,
+    outputs_of,
+    rounded_otherwise,
+)
 from reduction import reduced
 from undetermined import joins_unequal_sizes, relies_on_empty_slices
 
@@ -285,6 +297,9 @@ def test_a_value_that_onnxruntime_loses_without_its_optimizations_counts_with_th
         ("t = Mul (x, a) u = Mul (t, b) i = ArgMax (u) y = Cast <to = 1> (i)",
          "t = Mul (a, b) u = Mul (x, t) i = ArgMax (u) y = Cast <to = 1> (i)", ""),
         ("t = Mul (x, a) u = Mul (t, a) s = Add (u, b) y = Sub (s, u)", "t = Sub (x, x) y = Add (t, b)", ""),
+        ("s = Mul (x, x) q = Add (s, a) t = Mul (q, a) u = Sub (t, t) y = Add (t, u)",
+         "s = Mul (x, x) q = Add (s, a) t = Mul (q, a) y = Neg (t)", ""),
+        ("s = Mul (x, x) q = Add (s, a) t = Mul (q, a) u = Sub (t, t) y = Relu (u)", "y = Sub (x, x)", ""),
         ("t = Mul (x, b) i = ArgMax (t) y = Cast <to = 1> (i)",
          "t = Mul (x, b) u = Neg (t) i = ArgMax (u) y = Cast <to = 1> (i)", "not"),
     ],
@@ -294,6 +309,16 @@ def test_an_overflow_that_an_order_of_products_avoids_is_no_difference(right: st
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n,3] x) => (float[] y)
         <float a = {1e38}, float b = {0.1}, float c = {0.1001}, float cap = {3.4e37}, float top = {3.4e38}> { NODES }"""
     require_verdict(text.replace("NODES", right), text.replace("NODES", other), {"n": 50}, said)
+
+
+@pytest.mark.parametrize("opset", [8, 13, 21, 23])
+def test_rounding_otherwise_moves_each_element_by_itself(opset: int) -> None:
+    text = f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[n] x) => (float[n] y) {{ y = Neg (x) }}'
+    model, ones = onnx.parser.parse_model(text), {"x": np.ones(64, np.float32)}
+    for session in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT]):
+        moved = outputs_of(session, ones)
+        assert moved, session.error
+        assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ULP
 
 
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
