@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ from onnxfuse.ir.graph import Graph, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, is_constant, op_of
 from onnxfuse.passes.fold_constants import MAX_GROWTH_BYTES
 
+LARGE_INPUT = 2.0**16  # that products with rescaled weights are to stand: numbers of float16 are no larger
 LINEAR_OPERATORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
@@ -175,7 +177,8 @@ def _read_bias(graph: Graph, node: Node) -> Array | None:
 def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> RescaledWeights | None:
     """Return the values in the dtype of the weights.
 
-    None if they leave its range, or if a large weight, which other nodes read, would be stored a second time.
+    None if they leave its range, if a sum of products could leave the range of sums where the scaled result does not,
+    or if a large weight, which other nodes read, would be stored a second time.
     """
     weight = weight_of(node)
     dtype = constant_value(graph, weight).dtype
@@ -186,6 +189,8 @@ def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> Res
         is_shared = len(weight.outputs) > 1 or graph.is_kept(weight)
         if is_shared and math.prod(weight.shape) * dtype.itemsize > MAX_GROWTH_BYTES:
             return None
+        if np.abs(blocks).sum(axis=(1, 3)).max(initial=0) * LARGE_INPUT > _largest_sum(dtype):
+            return None
         blocks = blocks.swapaxes(1, 2) if _is_output_first(node) else blocks
         new_weight = blocks.reshape(weight.shape).astype(dtype)
         largest = np.abs(blocks).max()
@@ -195,3 +200,8 @@ def _rounded(graph: Graph, node: Node, blocks: Array | None, bias: Array) -> Res
     if new_bias is not None and not np.isfinite(new_bias).all():
         return None
     return RescaledWeights(new_weight, new_bias)
+
+
+def _largest_sum(dtype: np.dtype[Any]) -> float:
+    """Return the largest number of the dtype in which products of these are added: float32, but for float64."""
+    return float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max)

@@ -194,6 +194,16 @@ def test_a_scale_that_overflows_or_vanishes_in_half_precision_stays() -> None:
     assert ops(apply(parse(text, **weights), fold_batch_norm)[0]) == "Conv"
 
 
+@pytest.mark.parametrize(("scale", "rest"), [(1e36, "MatMul Mul"), (1e30, "MatMul")])
+def test_a_scale_with_which_sums_could_overflow_stays(scale: float, rest: str) -> None:
+    """A sum of products of 1e36 may pass the largest float32 on the way to a result that does not."""
+    weights = {"w": random(10, 12), "s": np.full(12, scale, np.float32)}
+    assert (
+        ops(apply(parse("(float[n,10] x) => (y) { a = MatMul(x, w) y = Mul(a, s) }", **weights), fold_batch_norm)[0])
+        == rest
+    )
+
+
 def test_a_shared_weight_is_stored_twice_only_if_it_is_small() -> None:
     text = "(float[n,{0},4,4] x) => (y) {{ a = Conv(x, w) b = Mul(a, two) c = Conv(x, w) y = Add(b, c) }}"
     for channels, rest in ((8, "Conv Conv Add"), (256, "Conv Mul Conv Add")):
