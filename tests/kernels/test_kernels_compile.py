@@ -142,7 +142,8 @@ def test_what_sources_tell_apart() -> None:
     files = [path for folder in onnxfuse.kernels.__path__ for path in Path(folder).rglob("*.cu*")]
     assert len(files) > 40
     found = {text for path in files for text in re.findall(r"__CUDA_ARCH__[^\n)&|]*", path.read_text(encoding="utf-8"))}
-    assert {text.strip() for text in found} == set(TOLD_APART)
+    on_every_gpu = {"__CUDA_ARCH__ >= 750"}  # and not where kernels are emulated
+    assert {text.strip() for text in found} - on_every_gpu == set(TOLD_APART)
 
 
 @pytest.mark.parametrize("source", [*ROW_KERNELS, "activation", "gated_activation", "rotary_embedding"])
