@@ -305,8 +305,10 @@ class Writer:
         """Write a loop in which each thread reduces all elements by itself."""
         accumulator, extents = self.accumulator(instance), instance.extents(self.shapes)
         coordinates = [variable_index(f"q{self.new_name()}", extent) for extent in extents]
+        seen = len(self.vectors)
         with self.loops(coordinates, extents):
             self.add(instance, accumulator, coordinates)
+        del self.vectors[seen:]  # they depend on the variables of these loops, so that nothing outside can read them
         self.found.append((instance, self.conditions > 0))
         return self.keep(instance, replace(accumulator, masked=bool(self.masks)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from kernel_hosts import host_of
 from region_cases import all_cases
 from region_drafts import RegionProgram
 from region_emulation import plan_of
+from region_random import random_program
 from region_speed_cases import mean_pooling, quantized
 from sampling import by_parts
 
@@ -128,6 +130,15 @@ def test_vectors_lie_across_short_and_odd_rows(last: int) -> None:
     (step,) = launches_of(program)
     assert "load(x0 + (e), " in step.kernel.text and "put(0, y0 + (e), " in step.kernel.text
     assert step.grid[0] == -(-240 * 196 * last // (8 * 128))
+
+
+@pytest.mark.parametrize(("seed", "multiprocessors"), [(1125, 132), (2002, 2), (3108, 2), (5082, 132)])
+def test_what_a_reduction_in_place_reads_is_not_read_ahead(seed: int, multiprocessors: int) -> None:
+    """It depends on the variables of a loop of its own."""
+    device = dataclasses.replace(H200, multiprocessors=multiprocessors)
+    for aligned in (True, False):
+        for step in plan_of(random_program(seed), device, aligned).steps:
+            assert isinstance(step, Launch) and compile_cubin(step.kernel, 90).code
 
 
 @pytest.mark.parametrize("keepdims", [0, 1])
