@@ -59,7 +59,7 @@ from onnxfuse.errors import UsageError
 @click.option(
     "--epilogues",
     is_flag=True,
-    help="Let those behind a product or a convolution join its kernel, which has not run on a GPU so far.",
+    help="Let those behind a product or a convolution join its kernel, which was not timed so far.",
 )
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
