@@ -1,7 +1,7 @@
 """Nodes that elementwise operators have joined: the attribute `program` says what follows the node's own result.
 
 Such a node is a product with an epilogue of any operators.  Kernels have these as their epilogue, where epilogue.cuh
-can hold them (program.py); the plan that otherwise runs is that of the product, and behind it that of a region.
+can hold them (epilogue_program.py); otherwise the plan of the product runs, and behind it that of a region.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from onnxfuse.errors import UsageError
 @click.option(
     "--epilogues",
     is_flag=True,
-    help="Let those behind a product or a convolution join its kernel, which was not timed so far.",
+    help="Let elementwise operators that follow a product or convolution join its kernel. These kernels are not timed.",
 )
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")

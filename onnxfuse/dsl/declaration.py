@@ -85,8 +85,8 @@ def fusion(
     channels_last  operands (n, channels, spatial axes ...) that a channels-last node reads channels-last, as its output
             is then; the others it reads as they are.  Inside a channels-last region the fused node becomes such a node,
             with the attribute layout="nhwc".  Without this, a region ends at the fusion
-    epilogue  with regions, elementwise operators that alone read its one output join the fused node, which says them in
-            the attribute `program`, and reads their other operands behind its own; "nhwc": if it is channels-last
+    epilogue  with `--epilogues`, elementwise operators that alone read its one output join the fused node, which says
+            them in the attribute `program`, and reads their other operands behind its own; "nhwc": a channels-last one
     example shapes of operands that neither `dims` nor a rearrange() tells, and values for attributes, for generated
             models: {"x": (2, 4, 6, 6), "w": (6, 4, 3, 3), "strides": [2, 1]}
 

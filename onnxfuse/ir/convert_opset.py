@@ -6,6 +6,7 @@ import onnx
 import onnx.version_converter
 
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.inline_functions import inline_functions
 from onnxfuse.ir.load import EXTERNAL_THRESHOLD
 from onnxfuse.ir.protos import copy_without, nodes, overridable_initializers, replace_tensors
@@ -62,9 +63,8 @@ def _has_node(node: onnx.NodeProto, opset: int) -> bool:
     """Return whether an opset has a node's operator with its inputs, outputs and attributes."""
     if node.domain not in ONNX_DOMAINS:
         return True
-    try:
-        found = onnx.defs.get_schema(node.op_type, opset, "")
-    except onnx.defs.SchemaError:
+    found = schema(node.op_type, opset)
+    if found is None:
         return False
     attributes = all(each.name in found.attributes for each in node.attribute)
     return attributes and len(node.input) <= found.max_input and len(node.output) <= found.max_output

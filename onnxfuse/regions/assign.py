@@ -51,7 +51,7 @@ def assign_regions(
         elif is_worth_it(cluster) and (REGION, first) not in exclude:
             apart.append(cluster)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
-    if not graph.is_subgraph:
+    if joined and not graph.is_subgraph:
         drop_functions(graph, {each.inputs[0] for each in results.values()})
     functions = LocalFunctions(graph)
     made = [

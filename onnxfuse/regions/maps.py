@@ -129,7 +129,7 @@ def _gather(s: Steps) -> None:
 
 
 def _gather_elements(s: Steps) -> None:
-    s.end("GatherElements", [s.data(0), s.data(1)], axis=axis_of(s.integer("axis", 0), s.rank()))
+    s.end("GatherElements", [s.data(0), s.node.inputs[1].name], axis=axis_of(s.integer("axis", 0), s.rank()))
 
 
 def _tile(s: Steps) -> None:

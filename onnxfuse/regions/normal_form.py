@@ -6,10 +6,11 @@ import functools
 from collections.abc import Mapping
 from typing import Final
 
-import onnx
+from onnx import TensorProto
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.errors import ModelError
+from onnxfuse.ir.attributes import schema
 from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, is_constant, op_of
@@ -20,7 +21,6 @@ from onnxfuse.regions.reductions import REDUCTIONS
 from onnxfuse.regions.steps import StaysOut, Step, Steps, Writer, require_dtypes
 
 WRITERS: Final[Mapping[str, Writer]] = {**POINTWISE, **MAPS, **REDUCTIONS}
-TENSOR_TYPES: Final = {"float32": "float", "float64": "double"}  # as schemas name them, where it differs
 MIN_OPSET: Final = 9  # functions hold their constants as Constant nodes of integers
 
 
@@ -61,16 +61,20 @@ def _require_declared(steps: Steps) -> None:
     inputs, outputs = _declared_types(op_of(node), opset)
     for tensors, declared in ((node.inputs, inputs), (node.outputs, outputs)):
         for i, tensor in enumerate(tensors):
-            dtype = dtype_name(steps.shapes.dtype(tensor)) if tensor.name else ""
-            formal = TENSOR_TYPES.get(dtype, dtype)
+            dtype = steps.shapes.dtype(tensor) if tensor.name else TensorProto.UNDEFINED
+            formal = TensorProto.DataType.Name(dtype).lower()
             if dtype and f"tensor({formal})" not in declared[min(i, len(declared) - 1)]:
-                raise StaysOut(f"'{tensor.name}' is {dtype}, which ONNX does not declare for it in opset {opset}")
+                what = f"'{tensor.name}' is {dtype_name(dtype)}"
+                raise StaysOut(f"{what}, which ONNX does not declare for it in opset {opset}")
 
 
 @functools.cache
 def _declared_types(op: str, opset: int) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    schema = onnx.defs.get_schema(op, opset)
-    inputs, outputs = ([frozenset(each.types) for each in formal] for formal in (schema.inputs, schema.outputs))
+    """Return the types that an operator's inputs and outputs may have.  Raises StaysOut if the opset lacks it."""
+    found = schema(op, opset)
+    if found is None:
+        raise StaysOut(f"opset {opset} does not have it")
+    inputs, outputs = ([frozenset(each.types) for each in formal] for formal in (found.inputs, found.outputs))
     return tuple(inputs), tuple(outputs)
 
 

@@ -38,6 +38,7 @@ MAPS_OF_A: dict[str, tuple[int, str, str]] = {
         "k := int64[2,3,2] {0, -1, 2, 3, 1, -4, 1, 1, -2, 3, 0, 2}",
         "GatherElements <axis = -1> (a, k)",
     ),
+    "GatherElements of one": (17, "k := int64[1,1,1] {-1}", "GatherElements <axis = 1> (a, k)"),
     "Tile": (17, "r := int64[3] {1, 2, 3}", "Tile(a, r)"),
 }
 # Opset, nodes from x, y, i, b, h to z; another operator stands beside each, so that two are one region.
