@@ -5,10 +5,11 @@ Its operands have the shape of y, or one value for each column, for each row, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import RESULT, Joined
 from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.arguments import Arguments
@@ -19,8 +20,9 @@ from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes, product
 from onnxfuse.kernels.region.writer import Writer
+from onnxfuse.kernels.tensors import element_count
 from onnxfuse.region_operators import HALVES
-from onnxfuse.runtime.plan import Argument, Kernel, Pointer, TensorSpec
+from onnxfuse.runtime.plan import Argument, Kernel, Plan, Pointer, TensorSpec
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
@@ -136,6 +138,24 @@ def epilogue_program(
     text = _Text(both, program, shapes, dtypes.index(y.dtype))
     outputs = tuple(TensorSpec(y.shape, dtype, y.aligned) for dtype in dtypes)
     return text.made(takes_residual), outputs
+
+
+def plans_in_epilogue(
+    both: Joined,
+    y: TensorSpec,
+    inputs: Sequence[TensorSpec],
+    takes_residual: bool,
+    ways: Callable[[EpilogueProgram], Sequence[Implementation]],
+) -> list[Plan]:
+    """Return the plans, by `ways`, of a product with the program in its epilogue; none if epilogues cannot hold it.
+
+    The arguments are as in `epilogue_program`, which says what is raised.
+    """
+    made = epilogue_program(both, y, inputs, takes_residual)
+    if made is None or not element_count(y):
+        return []
+    program, outputs = made
+    return [Plan(outputs, each.steps, each.scratch) for each in ways(program)]
 
 
 class _Text:

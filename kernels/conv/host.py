@@ -21,7 +21,7 @@ from onnxfuse.kernels.conv import (
 from onnxfuse.kernels.conv.operands import conv_of, unsupported
 from onnxfuse.kernels.conv.plans import MAX_IMPLEMENTATIONS, plans, with_library
 from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
-from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
+from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import is_joined
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
@@ -80,11 +80,11 @@ def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device
     """Return the plans of a convolution that operators have joined: with these in its epilogue, and then behind it."""
     both = joined.joined(node)
     conv, y = conv_of(both.product, inputs[: both.own], device)
-    found = list[Plan]()
-    if (made := epilogue_program(both, y, inputs, conv.residual is None)) and conv.pixels * conv.m:
-        program, outputs = made
-        ways = _of_programs(of_fewer_axes(in_epilogue(conv, program)), device)
-        found = [Plan(outputs, each.steps, each.scratch) for each in ways[:MAX_EPILOGUES]]
+
+    def ways(program: EpilogueProgram) -> list[Implementation]:
+        return _of_programs(of_fewer_axes(in_epilogue(conv, program)), device)[:MAX_EPILOGUES]
+
+    found = plans_in_epilogue(both, y, inputs, conv.residual is None, ways)
     with for_later_plans(conv.pixels if found else 0):
         return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Final
 
 from onnxfuse.kernels import joined
-from onnxfuse.kernels.epilogue_program import epilogue_program, in_epilogue
+from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.gemm import hopper, small
 from onnxfuse.kernels.gemm.implementations import MAX_IMPLEMENTATIONS, implementations, implementations_if_any
 from onnxfuse.kernels.gemm.operands import gemm_of, unsupported
@@ -49,11 +49,11 @@ def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device
     """Return the plans of a product that operators have joined: with these in its epilogue, and then behind it."""
     both = joined.joined(node)
     gemm, y = gemm_of(both.product, inputs[: both.own], device)
-    found = list[Plan]()
-    if (made := epilogue_program(both, y, inputs, gemm.residual is None)) and gemm.m * gemm.n:
-        program, outputs = made
-        ways = implementations_if_any(in_epilogue(gemm, program), device)[:MAX_EPILOGUES]
-        found = [Plan(outputs, each.steps, each.scratch) for each in ways]
+
+    def ways(program: EpilogueProgram) -> list[Implementation]:
+        return implementations_if_any(in_epilogue(gemm, program), device)[:MAX_EPILOGUES]
+
+    found = plans_in_epilogue(both, y, inputs, gemm.residual is None, ways)
     with for_later_plans(gemm.m if found else 0):
         return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
 
