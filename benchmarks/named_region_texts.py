@@ -220,6 +220,11 @@ LANGUAGE: dict[str, tuple[Any, ...]] = {
             f = Cast <to = 1> (x) y = LogSoftmax <axis = 1> (f)
         """, 512,
     ),
+    "loss by labels": (
+        "GPT-2, loss", "float16[B,50257] x, int64[B,1] label", "y", """
+            f = Cast <to = 1> (x) l = LogSoftmax <axis = 1> (f) g = GatherElements <axis = 1> (l, label) y = Neg (g)
+        """, 512,
+    ),
     "top-1 token": (
         "GPT-2, greedy decoding", "float16[B,50257] x", "ended y", """
             eos := int64 {50256} f = Cast <to = 1> (x) y = ArgMax <axis = 1, keepdims = 0> (f) ended = Equal (y, eos)

@@ -13,6 +13,7 @@ from onnxfuse.ir.node import Tensor
 from onnxfuse.regions.cluster import Cluster
 from onnxfuse.regions.formation import form_regions, is_worth_it
 from onnxfuse.regions.join import joined_result, write_joined
+from onnxfuse.regions.side_by_side import side_by_side
 from onnxfuse.regions.write import order_by_reading, write_region
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, drop_functions
 
@@ -45,11 +46,13 @@ def assign_regions(
         order_by_reading(cluster, formed.forms)
         result = joined_result(graph, shapes, cluster, formed.forms, joining)
         record = records.get(result.inputs[0].name) if result is not None else None
-        first = next(iter(cluster.outputs))
-        if result is not None and record and (record.fusion, first) not in exclude:
+        if result is not None and record and (record.fusion, _first(cluster)) not in exclude:
             joined[record.node], results[record.node] = cluster, result
-        elif is_worth_it(cluster) and (REGION, first) not in exclude:
+        elif (REGION, _first(cluster)) not in exclude:
             apart.append(cluster)
+    apart = [one for one in side_by_side(formed, apart) if is_worth_it(one)]
+    for cluster in apart:
+        order_by_reading(cluster, formed.forms)
     bodies = {f.name: f for f in graph.functions if f.domain == DOMAIN}
     if joined and not graph.is_subgraph:
         drop_functions(graph, {each.inputs[0] for each in results.values()})
@@ -62,5 +65,10 @@ def assign_regions(
     if made:
         graph.remove_dead()
         graph.sort()
-    inside = {label for one in made for label in one.joined}
+    inside = {label for one in made for label in (*one.replaces, *one.joined)}
     return RegionResult(tuple(made), {label: why for label, why in formed.reasons.items() if label not in inside})
+
+
+def _first(cluster: Cluster) -> str:
+    """Return the name of the first output, by which a region is known."""
+    return next(iter(cluster.outputs))

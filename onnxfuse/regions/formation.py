@@ -28,6 +28,7 @@ class Formed:
     others: tuple[Cluster, ...] = ()
     forms: dict[Node, tuple[Step, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by the label of a node
+    merging: Merging | None = None  # which has merged them, and can go on
 
 
 @dataclass
@@ -95,7 +96,8 @@ def form_regions(graph: Graph, shapes: ShapeInfo) -> Formed:
         else:
             forms[node] = found
     clusters = Clusters(graph, shapes, forms)
-    _merge_all(Merging(graph, clusters, levels(graph, forms), reasons))
+    merging = Merging(graph, clusters, levels(graph, forms), reasons)
+    _merge_all(merging)
     distinct = {id(one): one for one in (clusters.of[node] for node in forms)}
     regions = [one for one in distinct.values() if is_worth_it(one)]
     inside = {node for one in regions for node in one.nodes}
@@ -104,7 +106,8 @@ def form_regions(graph: Graph, shapes: ShapeInfo) -> Formed:
             reasons.setdefault(node_label(node), "nothing beside it can be merged with it")
     outside = {node_label(node) for node in graph.nodes if node not in inside}
     others = tuple(one for one in distinct.values() if not is_worth_it(one))
-    return Formed(tuple(regions), others, forms, {label: why for label, why in reasons.items() if label in outside})
+    left = {label: why for label, why in reasons.items() if label in outside}
+    return Formed(tuple(regions), others, forms, left, merging)
 
 
 def is_worth_it(cluster: Cluster) -> bool:

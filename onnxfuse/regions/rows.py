@@ -90,6 +90,8 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
     if node.op in VIEWS and node.op != "Identity":
         is_row = kinds[node.inputs[0].name] is Kind.ROW and _is_row(out, rows)
         return Kind.ROW if is_row else None
+    if node.op == "GatherElements":
+        return Kind.ROW if _takes_one_of_each_row(shapes, node, rows, kinds) else None
     if node.op not in POINTWISE:
         return None
     read = [(shapes.shape(t) or (), kinds[t.name]) for t in node.inputs if t.name in kinds]
@@ -99,6 +101,15 @@ def _kind_behind(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, 
         return (Kind.ELEMENT if out == rows.shape else Kind.ROW) if aligned else None
     is_row = _is_row(out, rows) and all(kind is Kind.ROW and shape == out for shape, kind in read)
     return Kind.ROW if is_row else None
+
+
+def _takes_one_of_each_row(shapes: ShapeInfo, node: Node, rows: Rows, kinds: Mapping[str, Kind]) -> bool:
+    """Return whether a GatherElements takes one element of each row, as what picks the scores of labels does."""
+    data, indices = node.inputs
+    axis = node.attrs.get("axis", 0)
+    is_along = isinstance(axis, int) and rows.axes == (axis % len(rows.shape),)
+    is_of_rows = is_along and kinds.get(data.name) is Kind.ELEMENT and shapes.shape(data) == rows.shape
+    return is_of_rows and indices.name not in kinds and shapes.shape(indices) == rows.kept
 
 
 def _is_row(shape: Shape, rows: Rows) -> bool:

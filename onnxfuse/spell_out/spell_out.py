@@ -32,6 +32,7 @@ from onnxfuse.spell_out import (
     convolutions,
     embeddings,
     group_query_attention,
+    losses,
     norms,
     onnx_attention,
     products,
@@ -42,7 +43,8 @@ from onnxfuse.spell_out.call import Call, Rule, input_name
 CONTRIB: Final = "com.microsoft::"
 RULES: Final = RuleTable[Rule]()
 for _family in (
-    activations, attention, convolutions, embeddings, group_query_attention, norms, onnx_attention, products, rotary,
+    activations, attention, convolutions, embeddings, group_query_attention, losses, norms, onnx_attention, products,
+    rotary,
 ):  # fmt: skip
     RULES.update(_family.RULES)
 

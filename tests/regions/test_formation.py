@@ -135,6 +135,55 @@ def test_log_softmax_and_a_loss_by_labels() -> None:
     assert ops_of(nodes) == [["LogSoftmax", "Mul", "ReduceSum", "Neg"]]
 
 
+@pytest.mark.parametrize(
+    "loss, found",
+    [
+        ("SoftmaxCrossEntropyLoss(x, labels)", [["LogSoftmax", "Unsqueeze", "GatherElements", "Squeeze", "Neg"]]),
+        (
+            'SoftmaxCrossEntropyLoss <reduction = "none", ignore_index = 1> (x, labels)',
+            [["LogSoftmax", "Equal", "Where", "Unsqueeze", "GatherElements", "Squeeze", "Neg", "Where"]],
+        ),
+    ],
+)
+def test_scores_of_labels_are_taken_where_rows_are_reduced(loss: str, found: list[list[str]]) -> None:
+    """So the logarithms of all classes are not written; a mean of the losses is over the other axis."""
+    model, _ = optimized(parsed(f"z = {loss}", inputs="float[6, 7] x, int64[6] labels", outputs="z"))
+    assert assert_programs_agree(model, draw(model)) == len(found)
+    assert [sorted(region.ops) for region in regions(model)] == [sorted(ops) for ops in found]
+
+
+def test_scores_of_several_labels_are_not_of_one_row() -> None:
+    nodes = "l = LogSoftmax(x) g = GatherElements <axis = 1> (l, labels) z = Neg(g)"
+    inputs = "float[6, 7] x, int64[6, 2] labels"
+    assert ops_of(nodes, inputs=inputs) == [["GatherElements", "Neg"]]
+
+
+# --- what shares a launch -----------------------------------------------------------------------------------------
+
+
+def test_small_operators_that_are_independent_share_a_launch() -> None:
+    nodes = "a = Neg(x) b = Exp(y) c = MatMul(a, b) d = Abs(w) z = MatMul(c, d)"
+    assert ops_of(nodes) == [["Neg", "Exp", "Abs"]]
+
+
+def test_large_operators_keep_their_launches() -> None:
+    nodes = "a = Neg(x) b = Exp(y) z = MatMul(a, b)"
+    large = "float[1024, 1024] x, float[1024, 1024] y"
+    model, _ = optimized(parsed(nodes, inputs=large, outputs="z"))
+    assert not regions(model)
+
+
+def test_what_depends_on_each_other_through_a_product_does_not_share_a_launch() -> None:
+    nodes = "a = Neg(x) b = MatMul(a, w) c = Exp(b) z = MatMul(c, y)"
+    assert ops_of(nodes) == []
+
+
+def test_what_was_taken_back_shares_no_launch() -> None:
+    source = parsed("a = Neg(x) b = Exp(y) c = MatMul(a, b) d = Abs(w) z = MatMul(c, d)", inputs=MATRIX, outputs="z")
+    fused = fuse_model(source, None, [], regions=True, exclude={("region", "a")})
+    assert [one.replaces for one in fused.fusing.fused] == [("b", "d")]
+
+
 # --- what stays apart ---------------------------------------------------------------------------------------------
 
 

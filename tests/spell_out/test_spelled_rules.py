@@ -69,6 +69,19 @@ IN_ONNXRUNTIME = {
     '{ y = com.microsoft.FusedConv <activation = "HardSigmoid", activation_params = [0.1, 0.4]> (x, w) }',
     "fused_conv_leaky_relu": "(float[2,4,6,7] x) => (float[2,4,4,5] y) <float[4,1,3,3] w> "
     '{ y = com.microsoft.FusedConv <activation = "LeakyRelu", activation_params = [0.2], group = 4> (x, w) }',
+    # --- losses
+    "cross_entropy": "(float[4,7] x, int64[4] l) => (float y, float[4,7] p) { y, p = SoftmaxCrossEntropyLoss(x, l) }",
+    "cross_entropy_weights": "(float[4,7,3] x, int64[4,3] l) => (float y) <float[7] w> "
+    "{ y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, l, w) }",
+    "cross_entropy_each": "(float[4,7,3] x, int32[4,3] l) => (float[4,3] y, float[4,7,3] p) <float[7] w> "
+    '{ y, p = SoftmaxCrossEntropyLoss <reduction = "none"> (x, l, w) }',
+    "likelihood": "(float[4,7] x, int64[4] l) => (float y) { y = NegativeLogLikelihoodLoss(x, l) }",
+    "likelihood_ignored": "(float[4,7,2] x, int64[4,2] l) => (float y) "
+    "{ y = NegativeLogLikelihoodLoss <ignore_index = 0> (x, l) }",
+    "likelihood_sum": "(float[4,7] x, int64[4] l) => (float y) <float[7] w> "
+    '{ y = NegativeLogLikelihoodLoss <reduction = "sum"> (x, l, w) }',
+    "likelihood_half": "(float16[4,7] x, int64[4] l) => (float16 y) "
+    "{ y = NegativeLogLikelihoodLoss <ignore_index = -100> (x, l) }",
     # --- attention
     "attention": "(float[2,5,8] x) => (float[2,5,8] y) <float[8,24] w, float[24] b> "
     "{ y = com.microsoft.Attention <num_heads = 2> (x, w, b) }",
