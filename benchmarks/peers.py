@@ -142,6 +142,11 @@ def fused_without_regions(work: Work) -> onnx.ModelProto:
     return optimize(model_of(work), verify=False, regions=False)[0]
 
 
+def fused_without_epilogues(work: Work) -> onnx.ModelProto:
+    """Return the model that onnxfuse makes if no region joins a product."""
+    return optimize(model_of(work), verify=False, regions="apart")[0]
+
+
 def fused_in_nchw(work: Work) -> onnx.ModelProto:
     """Return the model that onnxfuse makes with images as the original has them."""
     return _fused(work, "nchw")
@@ -201,6 +206,8 @@ PEERS = (
     Peer("onnxfuse-static-graph", in_onnxruntime(fused_at_sizes, kernels=True, options=GRAPH), 2, _is_dynamic,
          by_default=False, compiles=True),
     Peer("onnxfuse-no-regions-graph", in_onnxruntime(fused_without_regions, kernels=True, options=GRAPH), 2,
+         by_default=False, compiles=True),
+    Peer("onnxfuse-no-epilogues-graph", in_onnxruntime(fused_without_epilogues, kernels=True, options=GRAPH), 2,
          by_default=False, compiles=True),
     Peer("onnxfuse-bodies", in_onnxruntime(fused), 2),
     Peer("onnxfuse-bodies-graph", in_onnxruntime(fused, options=GRAPH), 2, by_default=False),

@@ -87,8 +87,9 @@ def require_node(name: str, model: onnx.ModelProto) -> None:
 
 
 def where_fused(fused: Sequence[Fused], node: str) -> str | None:
-    """Return the fused node that replaced a node, in words; None where none did, or a region."""
-    found = next((one for one in fused if node in one.replaces and one.fusion != REGION), None)
+    """Return the fused node that a pattern put in place of a node, in words; None where none did."""
+    matched = (one for one in fused if one.fusion != REGION and node not in one.joined)
+    found = next((one for one in matched if node in one.replaces), None)
     if found is None:
         return None
     return f"'{node}' is part of the {found.fusion} node '{found.node}'" + (f" in {found.where}" if found.where else "")
@@ -96,9 +97,11 @@ def where_fused(fused: Sequence[Fused], node: str) -> str | None:
 
 def why_in_no_region(fused: Sequence[Fused], reasons: Mapping[str, str], node: str | None = None) -> list[str]:
     """Return why nodes are in no region, one line each; of a named node that alone, or its region."""
-    found = next((one for one in fused if node in one.replaces and one.fusion == REGION), None)
-    if found is not None:
+    found = next((one for one in fused if node in one.replaces), None)
+    if found is not None and found.fusion == REGION:
         return [f"'{node}' is part of the region node '{found.node}', which --regions makes"]
+    if found is not None and node in found.joined:
+        return [f"'{node}' is in the epilogue of the {found.fusion} node '{found.node}', which --epilogues makes"]
     return [f"region: not at '{name}': {why}" for name, why in reasons.items() if node in (None, name)]
 
 

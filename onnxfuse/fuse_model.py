@@ -65,7 +65,7 @@ class StageTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-Regions: TypeAlias = bool | Literal["epilogues"]  # whether there are any, and whether they may join a product's kernel
+Regions: TypeAlias = bool | Literal["apart"]  # whether there are any; "apart" if none may join a product's kernel
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        joins = settings.regions == "epilogues"
+        joins = settings.regions is True
         joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()

@@ -68,8 +68,8 @@ def optimize(
     layout    of images around convolutions: channels-last where that pays ("auto") or wherever it can be ("nhwc"), or
               channels-first everywhere ("nchw")
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
-              traffic or launches; `only` names "region" to make nothing else.  With "epilogues", elementwise ones that
-              follow a product or a convolution join its kernel too; these kernels are not timed
+              traffic or launches; `only` names "region" to make nothing else.  Elementwise ones that follow a product
+              or a convolution join its kernel, unless regions are "apart"
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen

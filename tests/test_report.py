@@ -67,7 +67,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Return the report of a model in which something is fused, folded and missed."""
     path = tmp_path_factory.mktemp("report") / "m.onnx"
     onnx.save(parse(EVERYTHING), path)
-    return optimize(path, regions="epilogues")[1].written(path.with_name("out.onnx"))
+    return optimize(path)[1].written(path.with_name("out.onnx"))
 
 
 def misfits(value: Any, schema: Any, place: str = "report") -> list[str]:

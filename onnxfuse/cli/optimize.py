@@ -57,9 +57,10 @@ from onnxfuse.errors import UsageError
     help="Let connected operators that no pattern names become fused nodes too.",
 )
 @click.option(
-    "--epilogues",
-    is_flag=True,
-    help="Let elementwise operators that follow a product or convolution join its kernel. These kernels are not timed.",
+    "--epilogues/--no-epilogues",
+    default=True,
+    show_default=True,
+    help="Let elementwise operators that follow a product or convolution join its kernel.",
 )
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
@@ -103,7 +104,7 @@ def optimize_command(
     with shown_progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
-            regions="epilogues" if epilogues and regions else regions, verify=verify, inputs=inputs, shapes=shapes,
+            regions="apart" if regions and not epilogues else regions, verify=verify, inputs=inputs, shapes=shapes,
             timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target:

@@ -196,13 +196,16 @@ def distinct_parts(
         own = {name: originals[name] for name in (*read, *node.output) if name in originals}
         as_original = _renamed(_renamed(node, sources), own)
         nodes, leaves = _between(unfused, as_original, replaced[node.name])
+        again = {name: (f"{name}/again", ()) for name in as_original.output if name and name in as_original.input}
+        as_original, part = _renamed(as_original, again, of_inputs=False), _renamed(node, again, of_inputs=False)
+        nodes += tuple(onnx.helper.make_node("Identity", [name], [copy]) for name, (copy, _) in again.items())
         perms = [own[name][1] if name in own else () for name in (*read, *node.output)]
         targets = [reshaped[name][1] if name in reshaped else () for name in node.input]
         key = _key(unfused, as_original, nodes, f"{functions.get(node.op_type, '')} {perms} {targets}")
         if key in parts:
             parts[key].equal.append(node)
         else:
-            parts[key] = Part(node, nodes, leaves, key, own, reshaped)
+            parts[key] = Part(part, nodes, leaves, key, own, reshaped)
     return list(parts.values())
 
 
@@ -219,13 +222,14 @@ def _original(originals: Mapping[str, Original], name: str) -> str:
     return originals[name][0] if name in originals else name
 
 
-def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original]) -> onnx.NodeProto:
-    """Return a fused node with the names that the original has for its tensors."""
+def _renamed(node: onnx.NodeProto, originals: Mapping[str, Original], of_inputs: bool = True) -> onnx.NodeProto:
+    """Return a fused node with the names that the original has for its tensors, or for its outputs alone."""
     if not originals:
         return node
     result = onnx.NodeProto()
     result.CopyFrom(node)
-    result.input[:] = [_original(originals, name) for name in node.input]
+    if of_inputs:
+        result.input[:] = [_original(originals, name) for name in node.input]
     result.output[:] = [_original(originals, name) for name in node.output]
     return result
 
@@ -236,6 +240,7 @@ def _between(
     """Return the nodes between the operands and the outputs of a fused node, and what else these read.
 
     Nodes that were only looked through belong to them where they lead to an operand.  At other tensors the walk stops.
+    An output that is an operand in another layout has none.
     """
     ends, gone = set(fused.input), set(replaced)
     distances: dict[tuple[str, int], bool] = {}
@@ -255,7 +260,7 @@ def _between(
 
     found: dict[int, onnx.NodeProto] = {}
     leaves: dict[str, None] = {}
-    work = [name for name in fused.output if name]
+    work = [name for name in fused.output if name and name not in ends]
     while work:
         name = work.pop()
         node = unfused.producer.get(name)

@@ -112,7 +112,7 @@ def test_a_session_runs_a_joined_node_as_one_kernel() -> None:
     drawn = {"w": normal((96, 72), "float16", 1, 0.1), "bias": normal((72,), "float16", 2)}
     model = onnx.parser.parse_model(MODEL)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in drawn.items())
-    fused, report = onnxfuse.optimize(model, regions="epilogues", verify=False)
+    fused, report = onnxfuse.optimize(model, verify=False)
     assert report.counts == {"gemm_bias_activation": 1} and len(fused.graph.node) == 1
     ort.preload_dlls()
     providers = [("CUDAExecutionProvider", {})]

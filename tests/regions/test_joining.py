@@ -51,7 +51,7 @@ def joined_of(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[tuple[str, 
 
     Every joined node has a plan, and the model computes what it did.
     """
-    result, _ = optimized(model, regions="epilogues")
+    result, _ = optimized(model)
     found = []
     for node in result.graph.node:
         own = attributes(node)
@@ -165,9 +165,9 @@ def test_what_does_not_join(what: str) -> None:
 def test_what_is_excluded_stays_a_region() -> None:
     source = model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)")
     fusions = optimize_fusions()
-    kept = fuse_model(source, None, fusions, regions="epilogues", exclude={("gemm_bias_activation", "z")})
+    kept = fuse_model(source, None, fusions, regions=True, exclude={("gemm_bias_activation", "z")})
     assert [one.fusion for one in kept.fusing.fused] == ["gemm_bias_activation", "region"]
-    joined = fuse_model(source, None, fusions, regions="epilogues")
+    joined = fuse_model(source, None, fusions, regions=True)
     (one,) = joined.fusing.fused
     assert (one.fusion, one.output, set(one.replaces)) == ("gemm_bias_activation", "z", {"a", "b", "c", "d", "z"})
     assert one.joined == ("d", "z") and not joined.no_region
@@ -178,22 +178,22 @@ def optimize_fusions() -> Sequence[Fusion]:
     return catalogue.select(catalogue.with_folders(()), (), (), also=["region"])
 
 
-def test_nothing_joins_by_default() -> None:
-    result, report = optimize(model_of(f"{PRODUCT} d = Neg(c) z = Mul(d, y)"))
+def test_regions_can_be_kept_apart() -> None:
+    result, report = optimize(model_of(f"{PRODUCT} d = Neg(c) z = Mul(d, y)"), regions="apart")
     assert report.counts == {"gemm_bias_activation": 1, "region": 1} and len(result.graph.node) == 2
 
 
 def test_unfusing_gives_the_operators_back() -> None:
     source = model_of(f"{PRODUCT} d = Tanh(c) e = Mul(d, y) z = Sub(e, r)")
-    result, _ = optimized(source, regions="epilogues")
+    result, _ = optimized(source)
     back, verified = unfuse(result)
     assert verified.passed and {node.op_type for node in back.graph.node} >= {"Relu", "Tanh", "Mul", "Sub"}
-    assert optimized(back, regions="epilogues")[1].counts == {"gemm_bias_activation": 1}
+    assert optimized(back)[1].counts == {"gemm_bias_activation": 1}
 
 
 def test_the_program_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
-    onnx.save(optimized(model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)", outputs="z c"), regions="epilogues")[0], path)
+    onnx.save(optimized(model_of(f"{PRODUCT} d = Tanh(c) z = Mul(d, y)", outputs="z c"))[0], path)
     run = CliRunner().invoke
     listed = run(main, ["show", "region", str(path)]).output
     assert listed == "c/gemm_bias_activation: operators 2, operands 4, outputs 2: Tanh Mul\n"
@@ -218,7 +218,7 @@ def test_control_flow() -> None:
         f"else_branch = g2 () => (float[batch, 6, 16] o2) {{ o2 = Neg(e) }}>"
     )
     source = model_of(nodes, INPUTS + ", bool[1] bool_like")
-    result, report = optimized(source, regions="epilogues")
+    result, report = optimized(source)
     assert report.counts["gemm_bias_activation"] == 2
     called = {node.op_type for node in (*result.graph.node, *result.graph.node[-1].attribute[0].g.node) if node.domain}
     assert called <= {function.name for function in result.functions}
@@ -233,12 +233,12 @@ def test_a_channels_last_convolution_takes_a_vector_of_each_image() -> None:
         "e = Relu(d) z = Conv(e, k2)"
     )
     source = model_of(nodes, inputs)
-    result, report = optimized(source, regions="epilogues", layout="nhwc")
+    result, report = optimized(source, layout="nhwc")
     programs = [
         json.loads(own["program"])["ops"] for node in result.graph.node if "program" in (own := attributes(node))
     ]
     assert [[op for op, *_ in ops] for ops in programs] == [["Add"]]
     assert report.counts == {"conv_bias_activation": 3} and report.regions.nodes == 0
     same(source, result)
-    apart, _ = optimized(source, regions="epilogues", layout="nchw")
+    apart, _ = optimized(source, layout="nchw")
     assert not any("program" in attributes(node) for node in apart.graph.node)
