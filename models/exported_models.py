@@ -1,6 +1,7 @@
 """Read and write models/exported/models.tar.xz, a compressed archive of all models that export.py exports.
 
 `tar -xOf models/exported/models.tar.xz index.json` prints the index: what feeds each model, and what it was made with.
+`python models/exported_models.py bert_sdpa_dynamo_fp16.onnx bert.onnx` writes one of the models to a file.
 The variants of an architecture share their random weights. So the floats of all models are in one file for each dtype,
 which holds each tensor once, and the models refer to them as ONNX refers to external data, without lengths. A float16
 tensor that is a float32 one rounded is a place in the float32 file.
@@ -14,6 +15,7 @@ import json
 import lzma
 import math
 import os
+import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -163,3 +165,8 @@ def node_tensors(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
             yield attribute.t
         if attribute.HasField("g"):
             yield from graph_tensors(attribute.g)
+
+
+if __name__ == "__main__":
+    _, wanted, target = sys.argv
+    Path(target).write_bytes(read(wanted))

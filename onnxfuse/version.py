@@ -1,5 +1,10 @@
-"""The version of onnxfuse, which files and reports name."""
+"""The version of onnxfuse, which files and reports name: that of the git tag from which it was installed."""
 
 from typing import Final
 
-__version__: Final = "0.1.0"
+try:
+    from onnxfuse._version import version  # written by setup.py
+except ImportError:  # sources without git, or without setuptools-scm
+    version = "0.1.0"
+
+__version__: Final[str] = version

@@ -1,0 +1,30 @@
+"""The results of benchmarks/results, by the names of their benchmarks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from result_text import read_result  # noqa: E402
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """Return the newest result of a name, such as "gemm-h200": the file gemm-h200-<date>.json.  Raises LookupError."""
+    found = sorted((ROOT / "benchmarks" / "results").glob(f"{name}-[0-9]*.json"))
+    if not found:
+        raise LookupError(f"benchmarks/results has no {name}-<date>.json")
+    return read_result(found[-1].read_text(encoding="utf-8"))
+
+
+def rows(name: str, table: str = "rows", /, **equal: object) -> list[dict[str, Any]]:
+    """Return the rows of a result whose fields equal the given ones.  Raises LookupError where there is none."""
+    found = [row for row in result(name)[table] if all(row.get(field) == value for field, value in equal.items())]
+    if not found:
+        raise LookupError(f"the newest result {name} has no row with {equal}")
+    return found
