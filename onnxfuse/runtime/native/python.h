@@ -6,7 +6,8 @@
 
 namespace onnxfuse {
 
-constexpr int kTf32 = 1;  // flag of a session's settings: TF32 is allowed
+// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted.
+constexpr int kTf32 = 1, kCountRuns = 8;
 
 // What Python is told about a node that meets new input shapes.  native_library.py declares the same layout.
 struct PlanRequest {

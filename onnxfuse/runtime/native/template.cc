@@ -237,6 +237,17 @@ Template::SharedPlan Template::plan(const Key& key) {
   return add(key, std::move(made));
 }
 
+std::vector<std::pair<Key, uint64_t>> Template::take_runs() {
+  std::vector<std::pair<Key, uint64_t>> found;
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  for (const Plans* plans : {&recent_, &earlier_}) {
+    for (const auto& [key, plan] : *plans) {
+      if (const uint64_t runs = plan->runs.take()) found.emplace_back(key, runs);
+    }
+  }
+  return found;
+}
+
 void Template::try_plan() {
   if (variants_.empty()) return;
   Key key = pattern_;

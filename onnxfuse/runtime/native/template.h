@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "expressions.h"
@@ -57,6 +58,12 @@ class Template {
   // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run.  Throws what
   // `plan` throws.
   void try_plan();
+
+  // Returns the inputs of the plans that ran since the last call, and how often; of dropped plans nothing is known.
+  std::vector<std::pair<Key, uint64_t>> take_runs();
+
+  // Whether the other template is for the same inputs.
+  bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
   // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
   // Returns the earlier count.
