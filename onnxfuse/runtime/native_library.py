@@ -22,6 +22,7 @@ VERDICTS: Final = 2
 MEASURE: Final = 4
 COUNT_RUNS: Final = 8
 CUDA_GRAPH: Final = 16
+ALL_KERNELS: Final = 32  # of a request, not of a session
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -71,6 +72,7 @@ class Request:
     measure: bool  # whether candidates may be timed now
     count_runs: bool  # whether the session's runs are counted, so that candidates are timed between them
     cuda_graph: bool  # whether the session captures its runs
+    all_kernels: bool  # whether those for other sizes must be loaded, too
 
 
 AnswerRequest = Callable[[Request], bytes]  # the bytes of a template
@@ -190,6 +192,7 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & MEASURE),
         bool(raw.settings & COUNT_RUNS),
         bool(raw.settings & CUDA_GRAPH),
+        bool(raw.settings & ALL_KERNELS),
     )
 
 

@@ -137,13 +137,14 @@ def answer_request(request: native.Request) -> bytes:
         prepared = _template_for(situation, request.inputs)
         sizes = sizes_of(prepared.template.inputs, request.inputs)
         assert sizes is not None, "a template fits the inputs that it is made for"
+        variant = None
         if request.measure:
             prepared = _measured(situation, prepared, sizes)
-        elif prepared.template.chosen(sizes) is None:
+        elif (variant := prepared.template.chosen(sizes)) is None:
             prepared = _with_sizes(situation, prepared, sizes, request.inputs)
         if prepared not in of_node:
             of_node.append(prepared)
-        return prepared.data()
+        return prepared.data(None if request.all_kernels else variant)
 
 
 def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
@@ -222,6 +223,11 @@ def measure(prepared: PreparedTemplate, sizes: tuple[int, ...], verdicts: Verdic
     Nodes can be planned meanwhile.  Raises what the host raises.
     """
     return _add_fastest(prepared.situation, prepared, sizes, measure=True, verdicts=verdicts)
+
+
+def complete(prepared: PreparedTemplate) -> None:
+    """Let nodes have all kernels of a template that lacked some.  Raises KernelError, NativeError."""
+    _give(prepared, list(_templates_of_nodes))
 
 
 def renew(prepared: PreparedTemplate) -> None:

@@ -310,18 +310,22 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  const std::shared_ptr<Template> added = ask(key, stream);
-  if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+  // Python loads the kernels of the variant that it would choose.  Should its arithmetic choose another one than ours,
+  // the second request is for all of them.
+  for (const int settings : {0, kAllKernels}) {
+    const std::shared_ptr<Template> added = ask(key, stream, settings);
+    if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+  }
   throw std::runtime_error("the template that was planned for these shapes has no plan for them");
 }
 
-std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream) {
+std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int settings) {
   if (driver_.is_capturing(stream)) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
   const PlanRequest request{id_, setup_.provider.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(), key.size(), device_, setup_.settings};
+                            attributes_.size(), key.data(), key.size(), device_, setup_.settings | settings};
   return add(ask_for_plan(request));
 }
 

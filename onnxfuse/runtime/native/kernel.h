@@ -59,7 +59,7 @@ class FusedKernel {
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
   SharedPlan known(const Key& key);
   SharedPlan make(const Key& key, Stream stream);
-  std::shared_ptr<Template> ask(const Key& key, Stream stream);
+  std::shared_ptr<Template> ask(const Key& key, Stream stream, int settings);
   std::shared_ptr<Template> add(const std::string& bytes);
 
   const Ort& ort_;

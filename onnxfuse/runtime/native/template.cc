@@ -192,6 +192,7 @@ Template::SharedPlan Template::make(const Key& key) const {
   if (!variant) return nullptr;
   std::vector<int64_t> words = variant->words;
   for (const Patch& patch : variant->patches) {
+    if (patch.kind == PatchKind::kFunction && !functions_[patch.index]) return nullptr;
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
