@@ -8,7 +8,7 @@ from typing import Final
 
 LIKELY_FIRST: Final = (1, 8)  # of the first dynamic dim, which is the batch in most models
 LIKELY: Final = (1, 128)  # of the others, such as the length of a sequence
-MAX_OTHERS: Final = 4  # that differ from each other
+MAX_OTHERS: Final = 2  # that differ from each other; choosing variants at 8 combinations takes 4 ms a template
 
 
 def likely_sizes(count: int) -> Iterator[tuple[int, ...]]:

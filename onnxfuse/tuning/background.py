@@ -75,6 +75,9 @@ class BackgroundTuning:
                     self._measure(*task)
             except MeasuringStopped:
                 self._stop.wait(PAUSE_SECONDS)
+            except Exception as error:  # no program should miss the thread
+                why = f"{type(error).__name__}: {error}"
+                log.warning("tune='background' measures nothing more: %s", why)
 
     def _stays(self, why: str | None) -> bool:
         """Return whether the thread has sessions; if not, the next session starts another one."""

@@ -17,7 +17,7 @@ from onnxfuse.runtime.cupy_backend import cupy_module, retry_without_disk_cache
 from onnxfuse.runtime.native_library import libcuda
 from onnxfuse.runtime.plan import Device, Plan, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
-from onnxfuse.tuning.runs_in_flight import Alone, at_once
+from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
 MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of what is free, if that is less
 MAX_CONSTANT_SETS: Final = 256
@@ -93,16 +93,21 @@ class GpuTrial:
             sets = self._memory(self._count())
             for plan in plans:
                 self._ready(plan)  # the largest scratch memory is allocated now, and stays where it is
-            graphs = [self._alone(partial(self._captured, plan, sets)) for plan in plans]
-            runs = _runs(sets)
-            longest = [max(map(self._time, graphs)) for _ in range(WARM_UP_REPLAYS)][-1]
-            rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS_PER_PLAN / longest)))
-            times: list[list[float]] = [[] for _ in plans]
-            for turn in range(rounds):
-                for step in range(len(plans)):
-                    which = (turn + step) % len(plans)
-                    times[which].append(self._time(graphs[which]) / runs)
-            graphs.clear()  # while this thread is relaxed: captures of other threads may forbid it later
+            runs, graphs = _runs(sets), list[Any]()
+            try:
+                for plan in plans:
+                    graphs.append(self._alone(partial(self._captured, plan, sets)))
+                longest = [max(map(self._time, graphs)) for _ in range(WARM_UP_REPLAYS)][-1]
+                rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS_PER_PLAN / longest)))
+                times: list[list[float]] = [[] for _ in plans]
+                for turn in range(rounds):
+                    for step in range(len(plans)):
+                        which = (turn + step) % len(plans)
+                        times[which].append(self._time(graphs[which]) / runs)
+            except MeasuringStopped as stopped:
+                raise stopped.with_traceback(None) from None  # its frames hold a graph
+            finally:
+                graphs.clear()  # while this thread is relaxed: captures of other threads may forbid it later
             self._sets = []  # the runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 

@@ -322,3 +322,16 @@ def test_registered_options_cannot_count_runs() -> None:
         UsageError, match=r"needs a session that counts its runs; make it by onnxfuse\.InferenceSession"
     ):
         register(ort.SessionOptions(), model(SHIFT), [CPU], tune="background")
+
+
+def test_an_error_ends_the_thread_and_is_told(
+    gpu: Stage, tuning: BackgroundTuning, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> Iterator[Any]:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(planner, "take_runs", fails)
+    run = session(model(SHIFT), tune="background")
+    assert comes_true(lambda: tuning._thread is None)
+    assert "tune='background' measures nothing more: OSError: no more files" in caplog.text
+    check(run, 2)
