@@ -17,6 +17,7 @@ import onnxruntime as ort
 from peers import TOLERANCE
 
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.runtime import later_kernels
 from onnxfuse.session import InferenceSession
 from onnxfuse.tuning.bound_session import (
     PROVIDERS,
@@ -51,6 +52,8 @@ class Served:
     def start(self, engine: str) -> ort.InferenceSession:
         """Open a session from a file: onnxruntime's of the original, or onnxfuse's of the optimized model.
 
+        All its kernels are compiled then; what that takes is measured by cold starts.
+
         Raises RuntimeError where the provider does not start.
         """
         check_available(self.provider)
@@ -60,6 +63,7 @@ class Served:
             session = ort.InferenceSession(self.original, options, [wanted])
         else:
             session = InferenceSession(self.fused, options, [wanted], tune=self.tune)
+            later_kernels.wait()
         if session.get_providers()[0] != wanted:
             raise RuntimeError(f"{wanted} does not start")
         return session

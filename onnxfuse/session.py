@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
@@ -33,6 +34,8 @@ from onnxfuse.runtime.support import make_alike, require_bodies, why_no_kernel, 
 from onnxfuse.runtime.target import NoTarget, PlanChoice, ProviderOptions, Providers, Target, find_target
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.autotune import MeasuredVerdicts
+from onnxfuse.tuning.background import background
+from onnxfuse.tuning.counted_session import CountedSession
 from onnxfuse.tuning.dispatch import (
     CUDA_GRAPH,
     PLAIN,
@@ -49,6 +52,7 @@ from onnxfuse.tuning.dispatch import (
 __all__ = ["InferenceSession", "NodeDispatch", "explain_session", "open_session", "register"]
 
 log: Final = logging.getLogger("onnxfuse")
+NO_KERNELS: Final = "no node of the model runs as a kernel"
 planner.choose_plans_with(MeasuredVerdicts())  # the planner knows nothing of measurements
 
 
@@ -68,6 +72,10 @@ def InferenceSession(
     tune    "cached": earlier measurements decide between kernel and body, and between the plans of a kernel; nodes
             without one run as kernels, by the plans that are expected to be the fastest.
             "now": nodes without one are measured first, at the sizes of the model's inputs.
+            "background": as "cached"; while no run of such a session is in flight, a thread measures the plans of the
+            kernels that run most, one node and shape after another, and later runs take the fastest. Their results
+            may then differ by rounding. The thread ends with the last of these sessions. Nodes that run by a plan file
+            keep its plans; nodes of a session with CUDA graphs do, too, and what was found counts in later sessions.
             "never": all nodes run as kernels, by the plans that are expected to be the fastest.
     shapes  for "now": the sizes of inputs with dynamic dims, as {"input_ids": (8, 512)}
     plans   a file that `onnxfuse compile` wrote, from which kernels are loaded instead of planned and compiled; by
@@ -138,11 +146,19 @@ def open_session(
     register_operators(options, target, kernels, bodies, choice)
     if kernels:
         arguments.setdefault("enable_fallback", 0)
+    is_observed = choice == "observed" and isinstance(target, Target) and bool(kernels)
+    make = partial(CountedSession, background.runs) if is_observed else ort.InferenceSession
     with preparation(kernels, target, choice), external_data_folder(folder, options, shared=sess_options is not None):
-        session = ort.InferenceSession(source, options, providers, provider_options, **arguments)
+        session = make(source, options, providers, provider_options, **arguments)
     if _stamp(path) != stamp:
         raise ModelError(f"'{path}' was written to while it was loaded; make the session again")
     record_dispatches(session, _dispatches(calls, reasons, preferred, given, target))
+    if isinstance(target, Target) and is_observed:
+        background.add(session, target.provider)
+    elif choice == "observed":
+        log.warning(
+            "tune='background' measures nothing: %s", target.why if isinstance(target, NoTarget) else NO_KERNELS
+        )
     return session
 
 
@@ -167,13 +183,18 @@ def register(
 ) -> tuple[NodeDispatch, ...]:
     """Let a session that onnxruntime makes with these options, this model and these providers run kernels.
 
-    `tune`, `shapes` and `plans` are those of `InferenceSession`. Because the model stays as it is, either all nodes
+    `tune`, `shapes` and `plans` are those of `InferenceSession`, but `tune` may not be "background", because nobody
+    counts the runs of a session that onnxruntime makes. Because the model stays as it is, either all nodes
     that call one function run as kernels or none does. Give onnxruntime.InferenceSession enable_fallback=0, so that it
     shows why CUDA failed.
 
     Returns how each fused node will run.
+
+    Raises what `InferenceSession` raises, and UsageError for "background".
     """
     _check_tune(tune)
+    if tune == "background":
+        raise UsageError("tune='background' needs a session that counts its runs; make it by onnxfuse.InferenceSession")
     plan_file = _plan_file(model, plans)
     if tune == "now":
         _tune_now(model, session_options, providers, provider_options, shapes or {})
@@ -292,7 +313,8 @@ def _choices(tune: TunePolicy) -> tuple[Prefer | None, PlanChoice]:
     """Return what decides between kernels and bodies, and between the plans of a kernel."""
     if tune == "never":
         return None, "first"
-    return None if cache.is_empty() else cached_preferences, "known"
+    prefer = None if cache.is_empty() else cached_preferences
+    return prefer, "observed" if tune == "background" else "known"
 
 
 def _check_tune(tune: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -73,7 +75,26 @@ def parsed(text: str) -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     config = message_factory.GetMessageClass(pool.FindMessageTypeByName("inference.ModelConfig"))()
+    if official := triton_messages():
+        text_format.Parse(text, official.ModelConfig())
     return text_format.Parse(text, config)
+
+
+@functools.cache
+def triton_messages() -> Any:
+    """Return Triton's own messages, of its client's package; None if that is not installed.
+
+    They are read from their file, because importing the package's module needs gRPC.
+    """
+    package = importlib.util.find_spec("tritonclient")
+    folders = package.submodule_search_locations if package else None
+    if not folders:
+        return None
+    spec = importlib.util.spec_from_file_location("model_config_pb2", Path(folders[0], "grpc", "model_config_pb2.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def configured(graph: str, **arguments: Any) -> Any:
@@ -86,6 +107,25 @@ def shown(tensors: Any) -> list[tuple[str, str, list[int], list[int] | None]]:
         (t.name, names[t.data_type], list(t.dims), list(t.reshape.shape) if t.HasField("reshape") else None)
         for t in tensors
     ]
+
+
+def test_the_messages_are_tritons() -> None:
+    """The transcription has the names, numbers and types of Triton 2.73."""
+    official = triton_messages()
+    if official is None:
+        pytest.skip("needs tritonclient, which has Triton's model_config.proto")
+    kinds = {number: kind for kind, number in TYPES.items()}
+
+    def kind(field: Any) -> str:
+        of = field.enum_type or field.message_type
+        sign = "*" * field.is_repeated + "=" * (field.enum_type is not None)
+        return sign + (of.name if of else kinds[field.type])
+
+    for message, fields in MESSAGES.items():
+        found = getattr(official, message).DESCRIPTOR.fields_by_name
+        assert {name: (found[name].number, kind(found[name])) for name in fields} == fields
+    kind_of_group = official.ModelInstanceGroup.Kind
+    assert {"DataType": official.DataType.keys(), "Kind": kind_of_group.keys()} == ENUMS
 
 
 # --- config.pbtxt -----------------------------------------------------------------------------------------------------
@@ -137,8 +177,9 @@ def test_initializers_are_no_inputs_and_outputs_may_be_inferred() -> None:
 
 
 def test_what_triton_does_not_know_is_named() -> None:
-    with pytest.raises(ModelError, match="'y' is of float8_e4m3fn, which Triton does not know"):
-        configured("g (float[4] x) => (float8e4m3fn[4] y) { y = Cast<to = 17>(x) }")
+    for dtype, number in ("bfloat16", 16), ("float8e4m3fn", 17):
+        with pytest.raises(ModelError, match=f"'y' is of {dtype[:6]}.*, which Triton's onnxruntime backend does not"):
+            configured(f"g (float[4] x) => ({dtype}[4] y) {{ y = Cast<to = {number}>(x) }}")
     unknown = onnx.parser.parse_model(f"{HEAD} g (float[4] x) => (float[4] y) {{ y = other.Op(x) }}")
     unknown.graph.output[0].type.tensor_type.ClearField("shape")
     with pytest.raises(ModelError, match="the shape of 'y' is not known, which Triton's configuration must name"):

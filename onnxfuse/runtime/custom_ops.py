@@ -22,7 +22,7 @@ class _Registration:
     """What session options have registered."""
 
     ops: frozenset[str]
-    settings: int  # native.TF32, native.VERDICTS, native.MEASURE
+    settings: int  # flags: native.TF32 and those behind it
 
 
 _registrations: Final[weakref.WeakKeyDictionary[ort.SessionOptions, _Registration]] = weakref.WeakKeyDictionary()
@@ -75,7 +75,13 @@ def _refuse_clash(
     if isinstance(target, NoTarget) or not ops:
         return
     settings = target.settings(choice)
-    for flag, name in (native.TF32, "use_tf32"), (native.VERDICTS, "tune other than 'never'"):
+    flags = (
+        (native.TF32, "use_tf32"),
+        (native.VERDICTS, "tune other than 'never'"),
+        (native.COUNT_RUNS, "tune='background'"),
+        (native.CUDA_GRAPH, "enable_cuda_graph with tune='background'"),
+    )
+    for flag, name in flags:
         if (registered.settings ^ settings) & flag:
             raise UsageError(
                 f"another model was registered with these session options and {name} = "

@@ -20,8 +20,9 @@ class LongestFirst:
     If its body raises an error, tasks that have not begun are dropped.
     """
 
-    def __init__(self) -> None:
-        """Start no thread yet: there may be nothing to do."""
+    def __init__(self, threads: int | None = None) -> None:
+        """Start no thread yet: there may be nothing to do.  There will be as many as processors, or `threads`."""
+        self._max_threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()
         self._numbers = count()  # of equal lengths, the task that was added first comes first
         self._threads: list[threading.Thread] = []
@@ -30,7 +31,7 @@ class LongestFirst:
     def add(self, length: int, task: _Task) -> None:
         """Add a task of such a length, in any unit."""
         self._put(length, task)
-        if len(self._threads) < min(MAX_THREADS, os.cpu_count() or 1):
+        if len(self._threads) < self._max_threads:
             thread = threading.Thread(target=self._work, name="onnxfuse loader", daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -16,10 +16,13 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime.plan import Attribute, TensorSpec
 from onnxfuse.runtime.plan_bytes import read_attributes, read_inputs
 
-ABI: Final = 10  # onnxfuse_abi in native/exports.cc
+ABI: Final = 11  # onnxfuse_abi in native/exports.cc
 TF32: Final = 1  # flags of a session's settings
 VERDICTS: Final = 2
 MEASURE: Final = 4
+COUNT_RUNS: Final = 8
+CUDA_GRAPH: Final = 16
+ALL_KERNELS: Final = 32  # of a request, not of a session
 PACKAGE: Final = Path(__file__).parent
 HINT: Final = "install a C++17 compiler and run `python -m onnxfuse.runtime.build_native`"
 
@@ -67,12 +70,16 @@ class Request:
     tf32: bool  # whether the session allows TF32
     verdicts: bool  # whether earlier measurements decide between candidates
     measure: bool  # whether candidates may be timed now
+    count_runs: bool  # whether the session's runs are counted, so that candidates are timed between them
+    cuda_graph: bool  # whether the session captures its runs
+    all_kernels: bool  # whether those for other sizes must be loaded, too
 
 
 AnswerRequest = Callable[[Request], bytes]  # the bytes of a template
 ForgetNode = Callable[[int], None]
 _PLAN: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Request), ctypes.c_void_p)
 _DROP: Final = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+_RUNS: Final = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_uint64)
 _FAILED, _INTERRUPT = 1, 2  # kInterrupt in native/python.h
 _kept_alive: list[object] = []  # what the library holds pointers to
 
@@ -121,6 +128,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "onnxfuse_reply": (None, [handle, ctypes.c_char_p, size]),
         "onnxfuse_add_attributes": (None, [text, text]),
         "onnxfuse_keep_plans": (size, [size]),
+        "onnxfuse_take_runs": (None, [ctypes.c_uint64, _RUNS]),
+        "onnxfuse_give": (text, [ctypes.c_uint64, text, size]),
         "onnxfuse_kernels_alive": (ctypes.c_int64, []),
         "onnxfuse_plans_made": (ctypes.c_int64, []),
         "onnxfuse_open_driver": (text, [text]),
@@ -181,7 +190,25 @@ def _read(raw: Any) -> Request:
         bool(raw.settings & TF32),
         bool(raw.settings & VERDICTS),
         bool(raw.settings & MEASURE),
+        bool(raw.settings & COUNT_RUNS),
+        bool(raw.settings & CUDA_GRAPH),
+        bool(raw.settings & ALL_KERNELS),
     )
+
+
+def take_runs(kernel: int) -> list[tuple[tuple[TensorSpec, ...], int]]:
+    """Return the inputs at which a node, or an equal one, ran since the last call, and how often.
+
+    There are none if its session is gone, or does not count its runs.
+    """
+    rows: list[tuple[list[int], int]] = []
+    load().onnxfuse_take_runs(kernel, _RUNS(lambda key, size, runs: rows.append((key[:size], runs))))
+    return [(read_inputs(key), runs) for key, runs in rows]
+
+
+def give_template(kernel: int, data: bytes) -> None:
+    """Make later runs of a node take the plans of a template; nothing happens if it is gone.  Raises NativeError."""
+    check(load().onnxfuse_give(kernel, data, len(data)))
 
 
 def check(message: bytes | None) -> None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -81,6 +81,7 @@ plan_files: Final[dict[PlanFileKey, TemplateSource]] = {}  # the one that was lo
 _templates_of_nodes: Final[
     dict[int, list[PreparedTemplate | GivenTemplate]]
 ] = {}  # by the native library's number of a node
+_observed: Final[dict[int, bool]] = {}  # by number of a node whose runs are counted: whether its plans may change
 _prepared: weakref.WeakValueDictionary[tuple[str, str, int, bool], PreparedTemplate] = weakref.WeakValueDictionary()
 _recent: deque[PreparedTemplate] = deque(maxlen=MAX_UNUSED_TEMPLATES)
 _patterns: Final[defaultdict[str, deque[Dims]]] = defaultdict(lambda: deque(maxlen=MAX_PATTERNS))
@@ -127,6 +128,8 @@ def answer_request(request: native.Request) -> bytes:
         device = device_of(request.provider, request.device, request.tf32)
         situation = Situation(node, device, request.provider, request.verdicts)
         of_node = _templates_of_nodes.setdefault(request.kernel, [])
+        if request.count_runs:
+            _observed[request.kernel] = not request.cuda_graph
         given = None if request.measure else _template_of_files(situation, request.inputs)
         if given is not None and given not in of_node and loads(given):  # else it has no plan for these sizes
             of_node.append(given)
@@ -134,13 +137,14 @@ def answer_request(request: native.Request) -> bytes:
         prepared = _template_for(situation, request.inputs)
         sizes = sizes_of(prepared.template.inputs, request.inputs)
         assert sizes is not None, "a template fits the inputs that it is made for"
+        variant = None
         if request.measure:
             prepared = _measured(situation, prepared, sizes)
-        elif prepared.template.chosen(sizes) is None:
+        elif (variant := prepared.template.chosen(sizes)) is None:
             prepared = _with_sizes(situation, prepared, sizes, request.inputs)
         if prepared not in of_node:
             of_node.append(prepared)
-        return prepared.data()
+        return prepared.data(None if request.all_kernels else variant)
 
 
 def add_plan_file(key: PlanFileKey, source: TemplateSource) -> None:
@@ -191,12 +195,56 @@ def prepare(situation: Situation, inputs: Sequence[TensorSpec]) -> PreparedTempl
 def forget_node(kernel: int) -> None:
     """Forget the templates of a node whose session is gone."""
     _templates_of_nodes.pop(kernel, None)
+    _observed.pop(kernel, None)
 
 
 def templates_in_use() -> list[PreparedTemplate | GivenTemplate]:
     """Return the templates of the nodes of sessions that have run, each of them once."""
     found = {id(each): each for of_node in list(_templates_of_nodes.values()) for each in list(of_node)}
     return list(found.values())
+
+
+def take_runs() -> Iterator[tuple[PreparedTemplate, tuple[int, ...], int]]:
+    """Yield the sizes at which nodes whose runs are counted ran since the last call, by template, and how often.
+
+    Nodes that run by templates of plan files are left out, and so are sizes that have a template for themselves.
+    """
+    for kernel in list(_observed):
+        templates = [each for each in _templates_of_nodes.get(kernel, ()) if isinstance(each, PreparedTemplate)]
+        for inputs, runs in native.take_runs(kernel):
+            fitting = ((each, sizes_of(each.template.inputs, inputs)) for each in templates)
+            if found := next(((each, sizes) for each, sizes in fitting if sizes is not None), None):
+                yield (*found, runs)
+
+
+def measure(prepared: PreparedTemplate, sizes: tuple[int, ...], verdicts: Verdicts) -> bool:
+    """Measure the plans of a template at these sizes, and return whether the fastest one is added.
+
+    Nodes can be planned meanwhile.  Raises what the host raises.
+    """
+    return _add_fastest(prepared.situation, prepared, sizes, measure=True, verdicts=verdicts)
+
+
+def complete(prepared: PreparedTemplate) -> None:
+    """Let nodes have all kernels of a template that lacked some.  Raises KernelError, NativeError."""
+    _give(prepared, list(_templates_of_nodes))
+
+
+def renew(prepared: PreparedTemplate) -> None:
+    """Let later runs of nodes whose runs are counted take the variants that their template has now.
+
+    Nodes of sessions that capture CUDA graphs keep the plans that they have.  Raises KernelError, NativeError.
+    """
+    _give(prepared, [kernel for kernel, may_change in list(_observed.items()) if may_change])
+
+
+def _give(prepared: PreparedTemplate, nodes: Iterable[int]) -> None:
+    """Give a template as it is now, with all its kernels, to those of the nodes that run by it."""
+    with _lock:
+        data = prepared.data()
+    for kernel in nodes:
+        if any(each is prepared for each in list(_templates_of_nodes.get(kernel, ()))):
+            native.give_template(kernel, data)
 
 
 def device_of(provider: str, ordinal: int, tf32: bool) -> Device:
@@ -297,14 +345,24 @@ def _measured(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int
     return PreparedTemplate(alone, backends[situation.provider], situation)
 
 
-def _add_fastest(situation: Situation, prepared: PreparedTemplate, sizes: tuple[int, ...], measure: bool) -> None:
-    """Add the plan that measurements say is the fastest at these sizes; none if they do not say it."""
-    template = prepared.template
-    variants = candidates_at(_host_of(situation), template, sizes)
+def _add_fastest(
+    situation: Situation,
+    prepared: PreparedTemplate,
+    sizes: tuple[int, ...],
+    measure: bool,
+    verdicts: Verdicts | None = None,
+) -> bool:
+    """Add the plan that measurements say is the fastest at these sizes, if they say it, and return whether they do."""
+    template, asked = prepared.template, [verdicts] if verdicts else _verdicts
+    with _lock:
+        variants = candidates_at(_host_of(situation), template, sizes)
     plans = [concrete(each.plan) for each in variants]
-    if not _verdicts or len(plans) < 2 or not plans[0].steps:
-        return
+    if not asked or len(plans) < 2 or not plans[0].steps:
+        return False
     inputs = with_sizes(template.inputs, sizes)
-    index = _verdicts[0].choose(plans, situation.node, inputs, situation.device, situation.provider, measure)
-    if index is not None:
+    index = asked[0].choose(plans, situation.node, inputs, situation.device, situation.provider, measure)
+    if index is None:
+        return False
+    with _lock:
         prepared.add(dataclasses.replace(variants[index], soft=(), tuned=True))
+    return True

@@ -12,9 +12,12 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import planner
 from onnxfuse.runtime.call_inputs import inputs_of
 from onnxfuse.runtime.fused_calls import Call
+from onnxfuse.runtime.later_kernels import load_later
+from onnxfuse.runtime.likely_sizes import likely_sizes
 from onnxfuse.runtime.prepared import GivenTemplate, PreparedTemplate, load_all
 from onnxfuse.runtime.situation import Situation
 from onnxfuse.runtime.target import NoTarget, PlanChoice, Target
+from onnxfuse.runtime.template import size_count
 
 log: Final = logging.getLogger("onnxfuse")
 
@@ -23,23 +26,38 @@ log: Final = logging.getLogger("onnxfuse")
 def preparation(calls: Sequence[Call], target: Target | NoTarget, choice: PlanChoice) -> Iterator[None]:
     """Prepare the nodes that run as kernels in a thread beside the body of the `with`, whose end waits for it.
 
+    Kernels that are hardly needed first are compiled behind it; a run that needs one of them waits for that one.
+
     A node that cannot be prepared, because its shapes are unknown or no kernel compiles, is left to its first run,
     whose error says more.
     """
     if isinstance(target, NoTarget) or not calls:
         yield
         return
-    thread = threading.Thread(target=_prepare, args=(calls, target, choice), name="onnxfuse preparation")
+    made: list[PreparedTemplate] = []
+    thread = threading.Thread(target=_prepare, args=(calls, target, choice, made), name="onnxfuse preparation")
     thread.start()
     try:
         yield
     finally:
         thread.join()
+        load_later(made)
 
 
-def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice) -> None:
+def _prepare(calls: Sequence[Call], target: Target, choice: PlanChoice, made: list[PreparedTemplate]) -> None:
+    """Make the templates, which `made` then has, and load the kernels for likely sizes."""
+
+    def templates() -> Iterator[PreparedTemplate]:
+        for template in _templates(calls, target, choice):
+            template.is_loaded_later = True
+            made.append(template)
+            yield template
+
+    def likely(of: PreparedTemplate) -> set[str]:
+        return of.keys_at(likely_sizes(size_count(of.template.inputs)))
+
     try:
-        load_all(_templates(calls, target, choice))
+        load_all(templates(), likely)
     except Exception as error:  # of CuPy or the driver, which have no common class
         log.info("kernels are compiled when their nodes first run: %s: %s", type(error).__name__, error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -74,7 +74,9 @@ class PreparedTemplate:
         self.situation: Final = situation
         self.kernels: dict[str, LoadedKernel] = {}  # by kernel_key
         self._backend, self._lock = backend, threading.RLock()
+        self.is_loaded_later = False  # whether threads load the kernels that the first runs do not need
         self._data = b""
+        self._absent: set[str] = set()  # kernels that stand as 0 in the bytes, by kernel_key
 
     def add(self, variant: Variant) -> None:
         """Add a variant."""
@@ -96,43 +98,74 @@ class PreparedTemplate:
                 found.setdefault(key, []).append(step)
         return found
 
-    def load(self, steps: Iterable[Launch]) -> None:
+    def load(self, steps: Iterable[Launch], goes_on: Callable[[], bool]) -> None:
         """Load the kernels of some launches, unless they are loaded, and allow these what they take.
 
-        Raises KernelError, NativeError.
+        Nothing is done if `goes_on` says that they are no longer wanted.  Raises KernelError, NativeError.
         """
         ordinal = self.situation.device.ordinal
-        for step in steps:
+        for step in steps if goes_on() else ():
             key = kernel_key(step.kernel)
             kernel = self.kernels.get(key) or self._backend.load(step.kernel, ordinal)
             with self._lock:
                 self.kernels[key] = allow_launch(kernel, step, ordinal)
 
-    def data(self) -> bytes:
-        """Return the template's bytes for the native library, with all its kernels loaded."""
-        load_all([self])  # without the lock, which the threads that load take
+    def keys(self) -> set[str]:
+        """Return the kernels of all variants, by kernel_key."""
+        return {kernel_key(step.kernel) for step in self.launches()}
+
+    def keys_at(self, points: Iterable[Sequence[int]]) -> set[str]:
+        """Return the kernels of the variants that are chosen at some combinations of sizes, by kernel_key."""
+        chosen = (self.template.chosen(sizes) for sizes in points)
+        return {kernel_key(kernel) for each in chosen if each for kernel in each.kernels}
+
+    def data(self, variant: Variant | None = None) -> bytes:
+        """Return the template's bytes for the native library, with its kernels loaded.
+
+        With a variant only its kernels need be, if the others are loaded later: those that are not loaded yet stand as
+        0, and a node that needs one of them asks again.  Raises KernelError, NativeError.
+        """
         with self._lock:
-            if not self._data:
+            if self._data and not self._absent:
+                return self._data
+        part = variant.kernels if variant and self.is_loaded_later else None
+        wanted = self.keys() if part is None else set(map(kernel_key, part))
+        load_all([self], lambda _: wanted)  # without the lock, which the threads that load take
+        with self._lock:
+            if not self._data or self._absent & wanted:
                 for variant in self.template.variants:
                     run_plan.open_libraries(variant.plan)
-                handles = {key: kernel.handle for key, kernel in sorted(self.kernels.items())}
-                self._data = template_bytes(self.template, handles)
+                missing = self.missing().keys()
+                handles = {key: kernel.handle for key, kernel in self.kernels.items()} | dict.fromkeys(missing, 0)
+                self._data, self._absent = template_bytes(self.template, dict(sorted(handles.items()))), set(missing)
             return self._data
 
 
-def load_all(templates: Iterable[PreparedTemplate]) -> None:
+def load_all(
+    templates: Iterable[PreparedTemplate],
+    wanted: Callable[[PreparedTemplate], Collection[str]] = PreparedTemplate.keys,
+    threads: int | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
     """Load the kernels of some templates, which are compiled in several threads while more templates come.
+
+    wanted   which kernels of a template are loaded, by kernel_key
+    threads  at most; as many as there are processors if it is None
+    goes_on  whether a kernel whose turn has come is still wanted
 
     Raises KernelError, NativeError.
     """
     compiled: set[tuple[int, str]] = set()
-    with LongestFirst() as pool:
+    with LongestFirst(threads) as pool:
         for template in templates:
+            of_template = wanted(template)
             for key, steps in template.missing().items():
+                if key not in of_template:
+                    continue
                 code = template.situation.device.ordinal, key
                 length = 0 if code in compiled else _length(steps[0].kernel)  # 0: it waits for another template's
                 compiled.add(code)
-                pool.add(length, partial(template.load, steps))
+                pool.add(length, partial(template.load, steps, goes_on))
 
 
 def _length(kernel: Kernel) -> int:

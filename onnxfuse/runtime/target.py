@@ -25,7 +25,8 @@ from onnxfuse.runtime.plan import Device
 
 ProviderOptions = Mapping[str, object]
 # Which candidate of a kernel runs: the first, the one that was measured to be the fastest, or one that is measured now.
-PlanChoice = Literal["first", "known", "measured"]
+# "observed" is "known", and runs are counted, so that candidates can be measured between them.
+PlanChoice = Literal["first", "known", "measured", "observed"]
 Providers = Sequence[str | tuple[str, ProviderOptions]]
 _working_providers: Final[set[tuple[str, int]]] = set()
 
@@ -53,8 +54,14 @@ class Target:
 
     def settings(self, choice: PlanChoice) -> int:
         """Return the flags that the native library repeats in requests for templates."""
-        measure = choice == "measured"
-        return native.TF32 * self.tf32 | native.VERDICTS * (choice != "first") | native.MEASURE * measure
+        measure, observe = choice == "measured", choice == "observed"
+        return (
+            native.TF32 * self.tf32
+            | native.VERDICTS * (choice != "first")
+            | native.MEASURE * measure
+            | native.COUNT_RUNS * observe
+            | native.CUDA_GRAPH * (observe and self.cuda_graph)
+        )
 
 
 @dataclass(frozen=True)

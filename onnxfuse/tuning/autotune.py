@@ -15,6 +15,7 @@ from onnxfuse.runtime.planner import ready_plan
 from onnxfuse.runtime.situation import signature
 from onnxfuse.tuning import cache
 from onnxfuse.tuning.cache import Data
+from onnxfuse.tuning.runs_in_flight import Alone, at_once
 from onnxfuse.tuning.trial import GpuTrial
 
 log: Final = logging.getLogger("onnxfuse")
@@ -40,12 +41,13 @@ class Trial(Protocol[Outputs]):
         """Give the memory back."""
 
 
-MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]]
+# Makes a trial of plans for these inputs, whose work on the GPU is given to Alone, piece by piece.
+MakeTrial = Callable[[Sequence[TensorSpec], Sequence[Plan], Device, Alone], Trial[Any]]
 
 
-def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device) -> GpuTrial:
+def gpu_trial(inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device, alone: Alone = at_once) -> GpuTrial:
     """Return a trial of these plans on a GPU of the CUDA provider."""
-    return GpuTrial(inputs, plans, device, lambda plan: ready_plan(plan, inputs, device.ordinal))
+    return GpuTrial(inputs, plans, device, lambda plan: ready_plan(plan, inputs, device.ordinal), alone)
 
 
 trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidates for others are not timed
@@ -53,6 +55,10 @@ trials: Final[dict[str, MakeTrial]] = {CUDA: gpu_trial}  # by provider; candidat
 
 class MeasuredVerdicts:
     """What measurements on this machine say of the plans of nodes: the planner's `Verdicts`."""
+
+    def __init__(self, alone: Alone = at_once) -> None:
+        """Measure by what `alone` does with each piece of work on the GPU."""
+        self._alone = alone
 
     def inputs_measured(
         self, node: FusedNode, inputs: Sequence[TensorSpec], device: Device, provider: str
@@ -72,8 +78,12 @@ class MeasuredVerdicts:
         provider: str,
         measure: bool,
     ) -> int | None:
-        """Return the index of the fastest of a node's plans, as it was measured before; else, with `measure`, now."""
-        trial = trials.get(provider) if measure else None
+        """Return the index of the fastest of a node's plans, as it was measured before; else, with `measure`, now.
+
+        Raises MeasuringStopped where `alone` does.
+        """
+        make = trials.get(provider) if measure else None
+        trial = (lambda inputs, plans, device: make(inputs, plans, device, self._alone)) if make else None
         environment = kernel_environment(provider, device)
         return fastest_plan(
             plans, inputs, inputs_of_trial(node, inputs), device, trial, environment, _subject(node, device)
@@ -111,7 +121,7 @@ def fastest_plan(
     inputs: Sequence[TensorSpec],
     inputs_of_trial: Sequence[TensorSpec],
     device: Device,
-    make_trial: MakeTrial | None,
+    make_trial: Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]] | None,
     environment: Environment,
     subject: Data,
 ) -> int | None:
@@ -145,7 +155,10 @@ def plan_digest(plan: Plan) -> str:
 
 
 def _measure(
-    plans: Sequence[Plan], inputs: Sequence[TensorSpec], device: Device, make_trial: MakeTrial
+    plans: Sequence[Plan],
+    inputs: Sequence[TensorSpec],
+    device: Device,
+    make_trial: Callable[[Sequence[TensorSpec], Sequence[Plan], Device], Trial[Any]],
 ) -> dict[str, float]:
     """Return the seconds, by digest, of the plans that run and compute the same; empty if nothing can be measured."""
     trial: Trial[Any] | None = None

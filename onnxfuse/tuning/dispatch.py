@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 log: Final = logging.getLogger("onnxfuse")
-TunePolicy = Literal["never", "cached", "now"]  # ignore measurements, use them, or make those that are missing first
+# Ignore measurements, use them, make those that are missing first, or make them between runs.
+TunePolicy = Literal["never", "cached", "now", "background"]
 Mode = Literal["plain", "cuda graph"]  # of a session
 PLAIN: Final = "plain"
 CUDA_GRAPH: Final = "cuda graph"

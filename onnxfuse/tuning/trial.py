@@ -17,6 +17,7 @@ from onnxfuse.runtime.cupy_backend import cupy_module, retry_without_disk_cache
 from onnxfuse.runtime.native_library import libcuda
 from onnxfuse.runtime.plan import Device, Plan, TensorSpec
 from onnxfuse.runtime.run_plan import ReadyPlan
+from onnxfuse.tuning.runs_in_flight import Alone, MeasuringStopped, at_once
 
 MAX_SCRATCH_BYTES: Final = 4 * 2**30  # or half of what is free, if that is less
 MAX_CONSTANT_SETS: Final = 256
@@ -40,11 +41,17 @@ class GpuTrial:
     """The Trial of autotune.py on a GPU, through CuPy."""
 
     def __init__(
-        self, inputs: Sequence[TensorSpec], plans: Sequence[Plan], device: Device, ready: Callable[[Plan], ReadyPlan]
+        self,
+        inputs: Sequence[TensorSpec],
+        plans: Sequence[Plan],
+        device: Device,
+        ready: Callable[[Plan], ReadyPlan],
+        alone: Alone = at_once,
     ) -> None:
-        """Open a stream and a memory pool; `ready` compiles a plan for the device."""
+        """Open a stream and a memory pool; `ready` compiles a plan for the device, `alone` is given what then runs."""
         self._cupy: Any = cupy_module()
         self._inputs, self._outputs, self._device, self._compile = tuple(inputs), plans[0].outputs, device, ready
+        self._alone = alone
         constants = [spec for spec in self._inputs if spec.constant]
         computed = [*(spec for spec in self._inputs if not spec.constant), *self._outputs]
         self._constant_bytes, self._computed_bytes = (
@@ -67,15 +74,7 @@ class GpuTrial:
 
     def outputs(self, plan: Plan) -> list[Any]:
         """Return copies of what a plan computes from the first set of inputs."""
-        with self._on_device():
-            inputs, outputs = self._memory(1)[0]
-            for buffer, spec in zip(outputs, self._outputs, strict=True):
-                buffer.memset_async(0xFF, size_of(spec), self._stream)  # what a plan does not write must not look right
-            self._start(plan, (inputs, outputs))
-            pairs = zip(outputs, self._outputs, strict=True)
-            copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]
-            self._stream.synchronize()
-            return copies
+        return self._alone(partial(self._outputs_of, plan))
 
     def difference(self, expected: Sequence[Any], outputs: Sequence[Any]) -> str | None:
         """Return how the first output that differs does so; None if all agree up to rounding."""
@@ -94,16 +93,21 @@ class GpuTrial:
             sets = self._memory(self._count())
             for plan in plans:
                 self._ready(plan)  # the largest scratch memory is allocated now, and stays where it is
-            graphs = [self._captured(plan, sets) for plan in plans]
-            runs = _runs(sets)
-            longest = [max(map(self._replay, graphs)) for _ in range(WARM_UP_REPLAYS)][-1]
-            rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS_PER_PLAN / longest)))
-            times: list[list[float]] = [[] for _ in plans]
-            for turn in range(rounds):
-                for step in range(len(plans)):
-                    which = (turn + step) % len(plans)
-                    times[which].append(self._replay(graphs[which]) / runs)
-            graphs.clear()  # while this thread is relaxed: captures of other threads may forbid it later
+            runs, graphs = _runs(sets), list[Any]()
+            try:
+                for plan in plans:
+                    graphs.append(self._alone(partial(self._captured, plan, sets)))
+                longest = [max(map(self._time, graphs)) for _ in range(WARM_UP_REPLAYS)][-1]
+                rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(SECONDS_PER_PLAN / longest)))
+                times: list[list[float]] = [[] for _ in plans]
+                for turn in range(rounds):
+                    for step in range(len(plans)):
+                        which = (turn + step) % len(plans)
+                        times[which].append(self._time(graphs[which]) / runs)
+            except MeasuringStopped as stopped:
+                raise stopped.with_traceback(None) from None  # its frames hold a graph
+            finally:
+                graphs.clear()  # while this thread is relaxed: captures of other threads may forbid it later
             self._sets = []  # the runs have overwritten their inputs
             return [statistics.median(each) for each in times]
 
@@ -119,6 +123,17 @@ class GpuTrial:
             del self._stream
 
     # --- running ---------------------------------------------------------------------------------------------------
+
+    def _outputs_of(self, plan: Plan) -> list[Any]:
+        with self._on_device():
+            inputs, outputs = self._memory(1)[0]
+            for buffer, spec in zip(outputs, self._outputs, strict=True):
+                buffer.memset_async(0xFF, size_of(spec), self._stream)  # what a plan does not write must not look right
+            self._start(plan, (inputs, outputs))
+            pairs = zip(outputs, self._outputs, strict=True)
+            copies = [retry_without_disk_cache(partial(self._array, buffer, spec)) for buffer, spec in pairs]
+            self._stream.synchronize()
+            return copies
 
     def _start(self, plan: Plan, memory: Buffers) -> None:
         ready = self._ready(plan)
@@ -145,8 +160,11 @@ class GpuTrial:
             graph = self._stream.end_capture()
         return graph
 
+    def _time(self, graph: Any) -> float:
+        """Return the seconds that a graph takes when it has the GPU for itself."""
+        return self._alone(partial(self._replay, graph))
+
     def _replay(self, graph: Any) -> float:
-        """Return the seconds that a graph takes."""
         before, after = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         before.record(self._stream)
         graph.launch(self._stream)

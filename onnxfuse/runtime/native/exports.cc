@@ -5,7 +5,7 @@
 
 using namespace onnxfuse;
 
-ONNXFUSE_EXPORT int onnxfuse_abi() { return 10; }
+ONNXFUSE_EXPORT int onnxfuse_abi() { return 11; }
 
 ONNXFUSE_EXPORT void onnxfuse_set_callbacks(PlanCallback plan, DropCallback drop,
                                             const Interrupt* interrupt) {
@@ -18,6 +18,18 @@ ONNXFUSE_EXPORT void onnxfuse_reply(void* reply, const char* bytes, size_t size)
 
 // Sets how many plans a template keeps while they take turns, and returns the earlier number.
 ONNXFUSE_EXPORT size_t onnxfuse_keep_plans(size_t count) { return Template::set_max_recent_plans(count); }
+
+// Tells `each` the inputs, as words, at which a node or an equal one ran since the last call, and how often.
+ONNXFUSE_EXPORT void onnxfuse_take_runs(uint64_t kernel, void (*each)(const int64_t* key, size_t size, uint64_t runs)) {
+  std::vector<std::pair<Key, uint64_t>> found;
+  FusedKernel::with(kernel, [&](FusedKernel& node) { found = node.take_runs(); });
+  for (const auto& [key, runs] : found) each(key.data(), key.size(), runs);
+}
+
+// Makes later runs of a node take the plans of a template; does nothing if the node is gone.
+ONNXFUSE_EXPORT const char* onnxfuse_give(uint64_t kernel, const char* bytes, size_t size) {
+  return reported([&] { FusedKernel::with(kernel, [&](FusedKernel& node) { node.give({bytes, size}); }); });
+}
 
 ONNXFUSE_EXPORT int64_t onnxfuse_plans_made() { return Template::plans_made(); }
 

@@ -1,8 +1,10 @@
 // Running a fused node: read its inputs, find or make the plan, allocate its outputs, start its steps.
 #include "kernel.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -16,6 +18,17 @@ namespace {
 
 std::atomic<uint64_t> next_id{1};
 std::atomic<int64_t> alive_count{0};
+
+// The nodes of all sessions by number.  Its mutex is held while a node is used from outside its session.
+struct Nodes {
+  std::mutex mutex;
+  std::map<uint64_t, FusedKernel*> by_id;
+};
+Nodes& nodes() {
+  static auto* nodes = new Nodes();  // never deleted: sessions may outlive static objects
+  return *nodes;
+}
+
 constexpr uintptr_t kAlignment = 16;  // bytes
 
 // Returns for each input whether the model holds its values.  Only the choice between plans depends on it, so that an
@@ -185,6 +198,8 @@ FusedKernel::FusedKernel(const Ort& ort, const OrtKernelInfo* info, std::string 
     throw;
   }
   ++alive_count;
+  const std::lock_guard<std::mutex> lock(nodes().mutex);
+  nodes().by_id[id_] = this;
 }
 
 void FusedKernel::read_node(const OrtKernelInfo* info) {
@@ -222,6 +237,10 @@ void FusedKernel::take_templates(const OrtKernelInfo* info, const std::vector<At
 }
 
 FusedKernel::~FusedKernel() {
+  {
+    const std::lock_guard<std::mutex> lock(nodes().mutex);
+    nodes().by_id.erase(id_);
+  }
   const RelaxedCapture relaxed(driver_);
   if (setup_.asks_python) tell_dropped(id_);
   ort_.ReleaseAllocator(allocator_);
@@ -291,23 +310,50 @@ FusedKernel::SharedPlan FusedKernel::make(const Key& key, Stream stream) {
     throw std::runtime_error("plan files have no plan for these inputs: " + onnxfuse::describe(setup_.files) +
                              "; make them again with these shapes");
   }
-  const std::shared_ptr<Template> added = ask(key, stream);
-  if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+  // Python loads the kernels of the variant that it would choose.  Should its arithmetic choose another one than ours,
+  // the second request is for all of them.
+  for (const int settings : {0, kAllKernels}) {
+    const std::shared_ptr<Template> added = ask(key, stream, settings);
+    if (SharedPlan plan = added->fits(key) ? added->plan(key) : nullptr) return plan;
+  }
   throw std::runtime_error("the template that was planned for these shapes has no plan for them");
 }
 
-std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream) {
+std::shared_ptr<Template> FusedKernel::ask(const Key& key, Stream stream, int settings) {
   if (driver_.is_capturing(stream)) {
     throw std::runtime_error(
         "these shapes are new while a CUDA graph is captured; run them once without capture first");
   }
   const PlanRequest request{id_, setup_.provider.c_str(), op_.c_str(), node_.c_str(), attributes_.data(),
-                            attributes_.size(), key.data(), key.size(), device_, setup_.settings};
-  auto added = Template::shared(ask_for_plan(request), output_dtypes_, device_);
+                            attributes_.size(), key.data(), key.size(), device_, setup_.settings | settings};
+  return add(ask_for_plan(request));
+}
+
+std::shared_ptr<Template> FusedKernel::add(const std::string& bytes) {
+  auto added = Template::shared(bytes, output_dtypes_, device_);
   std::unique_lock<std::shared_mutex> lock(mutex_);
+  const auto is_replaced = [&](const auto& each) { return each->is_for_inputs_of(*added); };
+  templates_.erase(std::remove_if(templates_.begin(), templates_.end(), is_replaced), templates_.end());
   templates_.insert(templates_.begin(), added);
   return added;
 }
+
+void FusedKernel::with(uint64_t id, const std::function<void(FusedKernel&)>& function) {
+  const std::lock_guard<std::mutex> lock(nodes().mutex);
+  const auto found = nodes().by_id.find(id);
+  if (found != nodes().by_id.end()) function(*found->second);
+}
+
+std::vector<std::pair<Key, uint64_t>> FusedKernel::take_runs() {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  std::vector<std::pair<Key, uint64_t>> found;
+  for (const auto& each : templates_) {
+    for (auto& row : each->take_runs()) found.push_back(std::move(row));
+  }
+  return found;
+}
+
+void FusedKernel::give(const std::string& bytes) { add(bytes); }
 
 void FusedKernel::compute(OrtKernelContext* context) {
   ReusedTensors reused;
@@ -328,6 +374,7 @@ void FusedKernel::compute(OrtKernelContext* context) {
     if (!any) return;
     if (!all_aligned) plan = plan_of(without_alignment(tensors.key));
     const Scratch scratch(ort_, context, allocator_, memory_, plan->scratch_bytes);
+    if (setup_.settings & kCountRuns) plan->runs.add();
     run_steps(*plan, device_, tensors.inputs.data(), tensors.outputs.data(), scratch.data, stream);
   } catch (const std::exception& error) {
     throw std::runtime_error(describe(&tensors.key) + ": " + error.what());

@@ -1,10 +1,12 @@
 // A fused node of one session, which holds its plans and runs them.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attributes.h"
@@ -39,6 +41,13 @@ class FusedKernel {
   std::string describe(const Key* key) const;
   static int64_t alive();
 
+  // Calls `function` with the node that has this number, unless it is gone; it is not deleted meanwhile.
+  static void with(uint64_t id, const std::function<void(FusedKernel&)>& function);
+  // Returns the inputs at which the node, or an equal one, ran since the last call, and how often, if runs are counted.
+  std::vector<std::pair<Key, uint64_t>> take_runs();
+  // Makes later runs take the plans of a template, in place of those of a template for the same inputs.
+  void give(const std::string& bytes);
+
  private:
   using SharedPlan = Template::SharedPlan;
   using Templates = std::vector<std::shared_ptr<Template>>;
@@ -50,7 +59,8 @@ class FusedKernel {
   SharedPlan first_fit(const Templates& templates, const Key& key, SharedPlan (Template::*plan)(const Key&)) const;
   SharedPlan known(const Key& key);
   SharedPlan make(const Key& key, Stream stream);
-  std::shared_ptr<Template> ask(const Key& key, Stream stream);
+  std::shared_ptr<Template> ask(const Key& key, Stream stream, int settings);
+  std::shared_ptr<Template> add(const std::string& bytes);
 
   const Ort& ort_;
   const Driver& driver_;

@@ -1,6 +1,7 @@
 // A plan: how a fused node runs for one combination of input shapes.  It is read from the words that Python sends.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -64,12 +65,25 @@ struct NoAlias {
 // A CublasMatmul takes 2 kB, and a CudnnConvolution cannot move.
 using Step = std::variant<Launch, std::unique_ptr<const CublasMatmul>, std::unique_ptr<const CudnnConvolution>>;
 
+// How often a plan ran since that was last asked; any thread may count.
+class RunCount {
+ public:
+  RunCount() = default;
+  RunCount(RunCount&&) noexcept {}  // a plan moves only before it runs
+  void add() const { count_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t take() const { return count_.exchange(0, std::memory_order_relaxed); }
+
+ private:
+  mutable std::atomic<uint64_t> count_{0};
+};
+
 struct Plan {
   std::vector<TensorType> outputs;
   std::vector<uint64_t> scratch;  // offsets of the scratch buffers in one allocation
   uint64_t scratch_bytes = 0;
   std::vector<Step> steps;
   std::vector<NoAlias> no_alias;
+  RunCount runs;
 };
 
 // Reads a plan for the device whose context is current.  Throws std::runtime_error that names the fault unless every

@@ -6,7 +6,10 @@
 
 namespace onnxfuse {
 
-constexpr int kTf32 = 1;  // flag of a session's settings: TF32 is allowed
+// Flags of a session's settings: TF32 is allowed, the runs of each plan are counted.
+constexpr int kTf32 = 1, kCountRuns = 8;
+// Flag of a request: no kernel of the template may be missing, not only none for these shapes.
+constexpr int kAllKernels = 32;
 
 // What Python is told about a node that meets new input shapes.  native_library.py declares the same layout.
 struct PlanRequest {
@@ -19,7 +22,7 @@ struct PlanRequest {
   const int64_t* key;
   uint64_t key_size;
   int32_t device;
-  int32_t settings;  // of the session, as onnxfuse_prepare received them
+  int32_t settings;  // of the session, as onnxfuse_prepare received them, and of the request
 };
 
 // Replies with a template and returns 0, or replies with the text of an error and returns another number: kInterrupt if the

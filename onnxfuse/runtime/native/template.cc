@@ -192,6 +192,7 @@ Template::SharedPlan Template::make(const Key& key) const {
   if (!variant) return nullptr;
   std::vector<int64_t> words = variant->words;
   for (const Patch& patch : variant->patches) {
+    if (patch.kind == PatchKind::kFunction && !functions_[patch.index]) return nullptr;
     words[patch.word] = patch.kind == PatchKind::kFunction ? functions_[patch.index] : values[patch.index];
   }
   const std::string bytes(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
@@ -235,6 +236,17 @@ Template::SharedPlan Template::plan(const Key& key) {
   ++plan_count;
   std::unique_lock<std::shared_mutex> lock(mutex_);
   return add(key, std::move(made));
+}
+
+std::vector<std::pair<Key, uint64_t>> Template::take_runs() {
+  std::vector<std::pair<Key, uint64_t>> found;
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  for (const Plans* plans : {&recent_, &earlier_}) {
+    for (const auto& [key, plan] : *plans) {
+      if (const uint64_t runs = plan->runs.take()) found.emplace_back(key, runs);
+    }
+  }
+  return found;
 }
 
 void Template::try_plan() {

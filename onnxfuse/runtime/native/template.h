@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "expressions.h"
@@ -32,8 +33,8 @@ class Template {
   // Returns the CUfunction that a template's word for a function stands for.
   using FunctionOf = std::function<int64_t(int64_t)>;
 
-  // Reads a template from its words, in which functions stand as CUfunctions unless `function_of` is given; throws
-  // std::runtime_error that names the fault if they are malformed.
+  // Reads a template from its words, in which functions stand as CUfunctions unless `function_of` is given, and those
+  // that are still compiled as 0; throws std::runtime_error that names the fault if they are malformed.
   Template(std::string_view bytes, std::vector<int64_t> output_dtypes, int device, const FunctionOf& function_of = {});
   Template(const Template&) = delete;
   Template& operator=(const Template&) = delete;
@@ -48,7 +49,8 @@ class Template {
   enum class Fit { kExact, kBetter, kNotConstant };
   bool fits(const Key& key, Fit fit = Fit::kExact) const;
 
-  // Returns the plan for inputs that fit; null if no variant is for their sizes.  Throws what `read_plan` throws.
+  // Returns the plan for inputs that fit; null if no variant is for their sizes, or if a function of the one that is
+  // was still compiled when the template was made: whoever made it has another one then.  Throws what `read_plan` throws.
   SharedPlan plan(const Key& key);
 
   // Returns the same plan if a call of `plan` has made it before, and null otherwise.
@@ -57,6 +59,12 @@ class Template {
   // Makes a plan at the sizes of the first variant, so that what cannot run is found before the first run.  Throws what
   // `plan` throws.
   void try_plan();
+
+  // Returns the inputs of the plans that ran since the last call, and how often; of dropped plans nothing is known.
+  std::vector<std::pair<Key, uint64_t>> take_runs();
+
+  // Whether the other template is for the same inputs.
+  bool is_for_inputs_of(const Template& other) const { return pattern_ == other.pattern_; }
 
   // A template whose sizes take turns keeps the plans of the last `count` of them; it holds up to twice as many.
   // Returns the earlier count.

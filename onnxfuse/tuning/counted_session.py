@@ -1,0 +1,60 @@
+"""A session of onnxruntime whose runs are counted while they are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnxruntime as ort
+
+from onnxfuse.tuning.runs_in_flight import RunsInFlight
+
+
+class CountedSession(ort.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
+    """An ordinary session whose every way to run is counted."""
+
+    def __init__(self, runs: RunsInFlight, *arguments: Any, **named: Any) -> None:
+        """Make a session that counts in `runs`, of the arguments of onnxruntime.InferenceSession."""
+        self._runs_in_flight = runs
+        super().__init__(*arguments, **named)
+
+    def _counted(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        self._runs_in_flight.begin()
+        try:
+            return run(*arguments)
+        finally:
+            self._runs_in_flight.end()
+
+    def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
+        """Run as onnxruntime does."""
+        return self._counted(super().run, output_names, input_feed, run_options)
+
+    def run_with_ort_values(self, output_names: Any, input_dict_ort_values: Any, run_options: Any = None) -> Any:
+        """Run as onnxruntime does."""
+        return self._counted(super().run_with_ort_values, output_names, input_dict_ort_values, run_options)
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> Any:
+        """Run as onnxruntime does."""
+        return self._counted(super().run_with_iobinding, iobinding, run_options)
+
+    def run_with_ortvaluevector(self, *arguments: Any) -> Any:
+        """Run as onnxruntime does."""
+        return self._counted(super().run_with_ortvaluevector, *arguments)
+
+    def run_async(
+        self, output_names: Any, input_feed: Any, callback: Callable[..., Any], user_data: Any, run_options: Any = None
+    ) -> Any:
+        """Run as onnxruntime does; the run is in flight until `callback` returns."""
+
+        def ended(*results: Any) -> None:
+            try:
+                callback(*results)
+            finally:
+                self._runs_in_flight.end()
+
+        self._runs_in_flight.begin()
+        try:
+            return super().run_async(output_names, input_feed, ended, user_data, run_options)
+        except BaseException:  # then no callback will come
+            self._runs_in_flight.end()
+            raise
