@@ -42,7 +42,7 @@ def unfuse_command(
     """
     from onnxfuse.ir.load import read
     from onnxfuse.ir.save import save
-    from onnxfuse.report.report import verification_lines
+    from onnxfuse.report.lines import verification_lines
     from onnxfuse.unfuse_model import unfuse
 
     checked_target(source, target, overwrite)
@@ -54,5 +54,5 @@ def unfuse_command(
     before = len(read(source).graph.node)
     save(model, target, folder=source.parent)
     for line in (f"Nodes: {before} -> {len(model.graph.node)}", *verification_lines(verified)):
-        console().print(line, soft_wrap=True)
+        console().print(line)
     sys.exit(EXIT_CODES[verified.status] if verify else 0)
