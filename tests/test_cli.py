@@ -619,6 +619,7 @@ COMMANDS = [
     "env",
     "unfuse",
     "plan",
+    "inspect",
 ]
 HEAVY = ("onnx", "onnxruntime", "numpy", "onnx_graphsurgeon", "rich", "importlib.metadata")
 

@@ -17,6 +17,7 @@ from onnxfuse.cli.env import env_command
 from onnxfuse.cli.explain import explain_command
 from onnxfuse.cli.export_triton import export_triton_command
 from onnxfuse.cli.fusions import list_command, show_command
+from onnxfuse.cli.inspect import inspect_command
 from onnxfuse.cli.optimize import optimize_command
 from onnxfuse.cli.plan import plan_command
 from onnxfuse.cli.terminal import console
@@ -58,6 +59,7 @@ for command in (
     env_command,
     explain_command,
     export_triton_command,
+    inspect_command,
     list_command,
     show_command,
     optimize_command,
