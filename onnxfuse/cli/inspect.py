@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import file_path
+from onnxfuse.cli.options import examples, file_path
 from onnxfuse.cli.terminal import console
 
 
-@click.command("inspect")
+@click.command("inspect", epilog=examples("onnxfuse inspect model.onnx", "onnxfuse inspect model.onnx --all | less"))
 @click.argument("model", type=file_path)
 @click.option("--all", "everything", is_flag=True, help="Print all operators.")
 def inspect_command(model: Path, everything: bool) -> None:

@@ -11,6 +11,7 @@ import click
 from onnxfuse.cli.options import (
     EXIT_CODES,
     checked_target,
+    examples,
     file_path,
     fusing_options,
     given_inputs,
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
     from onnxfuse.layout.assign import Layout
 
 
-@click.command("optimize")
+@click.command(
+    "optimize",
+    epilog=examples(
+        "onnxfuse optimize model.onnx fused.onnx",
+        "onnxfuse optimize model.onnx --dry-run --report report.html",
+        "onnxfuse optimize model.onnx fused.onnx --shape input_ids:8x128",
+        "onnxfuse optimize model.onnx fused.onnx --plan plan.json",
+    ),
+)
 @click.argument("source", type=file_path)
 @click.argument("target", type=file_path, required=False)
 @fusing_options

@@ -30,6 +30,11 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
+def examples(*commands: str) -> str:
+    """Return the end of a command's help text: calls of it, a line each."""
+    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+
+
 file_path = click.Path(path_type=Path)
 patterns_option = click.option(
     "--patterns", multiple=True, type=file_path, metavar="DIR", help="Also use the fusions in this folder (repeatable)."

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import file_path, fusing_options
+from onnxfuse.cli.options import examples, file_path, fusing_options
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
     from onnxfuse.layout.assign import Layout
 
 
-@click.command("plan")
+@click.command(
+    "plan",
+    epilog=examples(
+        "onnxfuse plan model.onnx -o plan.json",
+        "onnxfuse plan model.onnx -o plan.json --only attention --only layer_norm",
+    ),
+)
 @click.argument("source", type=file_path)
 @click.option("-o", "--output", "target", type=file_path, required=True, metavar="FILE", help="The file to write.")
 @fusing_options

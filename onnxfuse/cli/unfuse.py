@@ -10,6 +10,7 @@ import click
 from onnxfuse.cli.options import (
     EXIT_CODES,
     checked_target,
+    examples,
     file_path,
     given_inputs,
     overwrite_option,
@@ -19,7 +20,7 @@ from onnxfuse.cli.options import (
 from onnxfuse.cli.terminal import console, shown_progress
 
 
-@click.command("unfuse")
+@click.command("unfuse", epilog=examples("onnxfuse unfuse fused.onnx plain.onnx"))
 @click.argument("source", type=file_path)
 @click.argument("target", type=file_path)
 @verify_options

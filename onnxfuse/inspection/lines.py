@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.inspection.inspect_model import Inspection, Value
-from onnxfuse.report.lines import MAX_SHOWN, Line, bytes_text, columns, counted
+from onnxfuse.printing import Line, bytes_text, columns, counted
+from onnxfuse.report.lines import MAX_SHOWN
 
 
 def inspection_text(found: Inspection, everything: bool = False) -> Group:

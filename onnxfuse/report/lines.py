@@ -1,60 +1,25 @@
-"""The lines of a report in the terminal: sentences that wrap under their beginning, and figures in columns."""
+"""The lines of a report in the terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
+from onnxfuse.printing import Line, columns, counted
 from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.similar import group
 from onnxfuse.rewrite.select import has_softmax
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-
 MAX_SHOWN: Final = 10  # operators, reasons and outputs, unless all are asked for
-NARROWEST: Final = 30  # columns for a sentence
-
-
-@dataclass(frozen=True)
-class Line:
-    """A sentence with rich's markup, which wraps under its beginning, or `indent` columns farther right."""
-
-    text: str
-    start: str = ""
-    indent: int = 2
-
-    def __str__(self) -> str:
-        """Return the line as markup."""
-        return self.start + self.text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Yield the lines for the width of the console."""
-        rest = " " * (len(self.start) or self.indent)
-        wrapped = Text.from_markup(self.text).wrap(console, max(options.max_width - len(rest), NARROWEST))
-        for i, line in enumerate(wrapped):
-            line.rstrip()
-            yield Text(rest if i else self.start) + line
-
-
-def columns(title: str, *names: str) -> Table:
-    """Return a table with a title over its first column, and numbers in the others."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Table | None:
@@ -183,17 +148,3 @@ def folded_line(kinds: Sequence[str]) -> Line:
     """Return how many nodes were folded, by kind."""
     counts = sorted(Counter(kinds).items())
     return Line(f"Folded: {', '.join(f'{count} {kind}' for kind, count in counts) or 'nothing'}")
-
-
-def counted(count: int, what: str, several: str = "") -> str:
-    """Return a number with its noun."""
-    return f"{count} {what}" if count == 1 else f"{count} {several or f'{what}s'}"
-
-
-def bytes_text(count: float) -> str:
-    """Return a number of bytes with three digits, in decimal units."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -22,11 +22,8 @@ from onnxfuse.ir.load import read
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
+from onnxfuse.printing import Line, bytes_text, columns, counted
 from onnxfuse.report.lines import (
-    Line,
-    bytes_text,
-    columns,
-    counted,
     estimate_line,
     folded_line,
     function_lines,
