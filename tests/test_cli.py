@@ -358,6 +358,27 @@ def test_show_prints_the_operator_and_the_pattern() -> None:
     assert "patterns/layer_norm.py:" in text
 
 
+@pytest.mark.parametrize("shown", ["attention", "layer_norm"])
+def test_show_prints_source_as_it_is(shown: str) -> None:
+    """Lines that are wider than the terminal are neither cut off nor wrapped, and a pipe gets no colours."""
+    printed = run("show", shown).stdout
+    source = Path(__file__).parent.parent.joinpath("patterns", f"{shown}.py").read_text(encoding="utf-8")
+    body = source[source.index(f"def {shown}(") :]
+    assert body.rstrip() == printed[printed.index(f"def {shown}(") :].rstrip() and "\x1b" not in printed
+
+
+def test_piped_output_is_not_wrapped(block: Path, tmp_path: Path) -> None:
+    """Without a terminal, and without COLUMNS, a sentence is one line, however long the name of a node is."""
+    model = onnx.load(block)
+    model.graph.node[2].name = "layer/" * 40
+    model.graph.node[2].op_type = "Celu"
+    onnx.save(model, tmp_path / "long.onnx")
+    command = [sys.executable, "-m", "onnxfuse", "inspect", str(tmp_path / "long.onnx")]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANGS, env=environment)
+    assert f"     1x the CUDA provider has no kernel of Celu: '{'layer/' * 40}'\n" in done.stdout
+
+
 def test_verify_compares_two_models(block: Path, tmp_path: Path) -> None:
     run("optimize", block, tmp_path / "out.onnx")
     result = run("verify", block, tmp_path / "out.onnx")
@@ -644,6 +665,17 @@ def test_every_command_has_a_help_text_that_fits_the_list() -> None:
     lines = run("--help").stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == sorted(COMMANDS)
     assert not [line for line in lines if line.endswith("...")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_help_text_are_calls_of_the_command(command: str) -> None:
+    text = run(command, "--help").stdout
+    examples = [line.strip() for line in text.partition("Examples:\n")[2].splitlines() if line.strip()]
+    assert examples and max(map(len, text.splitlines())) <= 80
+    for example in examples:
+        program_name, name, *words = example.partition(" | ")[0].split()
+        assert (program_name, name) == ("onnxfuse", command)
+        main.commands[command].make_context(command, words)
 
 
 def test_the_package_is_a_program() -> None:

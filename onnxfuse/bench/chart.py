@@ -75,7 +75,7 @@ def tables(result: Bench) -> Group:
     """Return what the terminal shows."""
     on_gpu = result.provider == "cuda"
     parts: list[RenderableType] = [Line(escape(_subtitle(result))), "", _models(result.contenders, on_gpu)]
-    parts += [Line(f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}")
+    parts += [Line(f"[red]{escape(_label(each))}[/]: {escape(each.reason)}")
               for each in result.contenders if each.reason]  # fmt: skip
     parts += [Line(f"Operators were not timed alone: {escape(result.ops_error)}")] if result.ops_error else []
     fused = [op for op in result.ops if op.how != UNFUSED]
@@ -93,6 +93,11 @@ def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:
             cells = [f"{1e3 * times.median:.3f}", f"{1e3 * times.q1:.3f} - {1e3 * times.q3:.3f}", str(times.runs)]
         table.add_row(escape(each.name), *([each.mode] if on_gpu else []), *cells, _outcome(each))
     return table
+
+
+def _label(each: Contender) -> str:
+    """Return the name of a model, with the mode where that is a CUDA graph."""
+    return each.name if each.mode == PLAIN else f"{each.name}, {each.mode}"
 
 
 def _outcome(each: Contender) -> str:
@@ -164,8 +169,7 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
             outcome = _outcome(each)
             note = f"{1e3 * each.times.median:.3f} ms" + (f", {outcome}" if outcome else "")
             quartiles = 1e3 * each.times.q1, 1e3 * each.times.q3
-            name = each.name if each.mode == PLAIN else f"{each.name}, {each.mode}"
-            yield Bar(name, 1e3 * each.times.median, quartiles, note, kind)
+            yield Bar(_label(each), 1e3 * each.times.median, quartiles, note, kind)
 
 
 def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
@@ -190,7 +194,7 @@ def page(result: Bench) -> str:
     charts = [("Milliseconds of a run, with quartiles", list(bars_of_models(result.contenders))),
               ("Microseconds in fused operators, all nodes", of_ops)]  # fmt: skip
     parts = [f"<h2>{escaped(title)}</h2>\n{svg(bars)}" for title, bars in charts if bars]
-    parts += [f"<p>{escaped(f'{each.name}, {each.mode}: {each.reason}')}</p>"
+    parts += [f"<p>{escaped(f'{_label(each)}: {each.reason}')}</p>"
               for each in result.contenders if each.reason]  # fmt: skip
     title = f"onnxfuse bench {Path(result.model).name}"
     colors = " ".join(f".{kind} {{ fill: {color}; }}" for kind, color in COLORS.items())
