@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -192,6 +192,8 @@ def _optimize(
         result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
     if chosen:
         chosen.check_known()
+    off = chosen.switched_off if chosen else ()
+    told = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
     path = Path(model) if isinstance(model, str | os.PathLike) else None
     size = file_bytes(path, original) if path else None
     report = Report(
@@ -202,8 +204,8 @@ def _optimize(
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only),
-        chosen.switched_off if chosen else (),
+        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, told),
+        off,
     )  # fmt: skip
     return result.written, report
 
@@ -214,9 +216,11 @@ def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
     return {name: assumed_size(name) for name in dims if name}
 
 
-def _unmatched(result: FusedModel, fusions: Sequence[Fusion], only: Sequence[str]) -> dict[str, str]:
-    """Return for each fusion that `only` names and that matches nothing why that is."""
-    made = {one.fusion for one in result.fused}
+def _unmatched(
+    result: FusedModel, fusions: Sequence[Fusion], only: Sequence[str], told: Collection[str]
+) -> dict[str, str]:
+    """Return for each fusion that `only` names and that matches nothing why that is; not for those in `told`."""
+    made = {*told, *(one.fusion for one in result.fused)}
     lacking = [fusion for fusion in fusions if fusion.name in only and fusion.name not in made]
     present = {node.op_type for node in nodes(result.model.graph)} if lacking else set()
     found = why_unmatched(lacking, result.missed, present)
