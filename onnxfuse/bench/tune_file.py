@@ -78,7 +78,7 @@ def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]
 
 def tuning_tables(tuning: Tuning) -> Group:
     """Return what the terminal shows: the nodes, the whole model, and where the measurements are kept."""
-    parts: list[RenderableType] = [_nodes(tuning)] if tuning.ops else []
+    parts: list[RenderableType] = [_nodes(tuning), ""] if tuning.ops else []
     parts += [f"Nodes were not timed alone: {escape(tuning.ops_error)}"] if tuning.ops_error else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
     parts += [*map(escape, failed), _models(tuning.models)]
