@@ -7,10 +7,10 @@ distance behind it.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ MAX_PERIOD: Final = 600  # nodes in one copy of a block
 MIN_SAVED: Final = 3  # nodes that need not be drawn because their block repeats
 MAX_ITEMS: Final = 60  # nodes and blocks that stand side by side; more are divided into sections
 SECTION: Final = 36  # nodes and blocks in a section
-DISTANCES: Final = (None, 4, 12, 40)  # between two readers of a value, from which on it is computed ahead of both
+DISTANCES: Final = (4, 12, 40, None)  # between two readers of a value, from which on it is computed ahead of both
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,14 @@ def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: in
 
 
 def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
-    """Return whether the nodes of each copy read the same nodes of their copy, and else what is computed before it."""
+    """Return whether the nodes of each copy read the same nodes of their copy."""
 
     def inside(copy: int, node: int) -> list[int]:
         begin = start + copy * period
-        return [each - begin if each >= begin else -1 for each in reads[begin + node]]
+        return [each - begin for each in reads[begin + node] if each >= begin]
 
-    return all(inside(copy, node) == inside(0, node) for copy in range(1, copies) for node in range(period))
+    first = [inside(0, node) for node in range(period)]
+    return all(inside(copy, node) == first[node] for copy in range(1, copies) for node in range(period))
 
 
 def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tuple[Item, ...]:
@@ -206,7 +207,7 @@ def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tup
         return items
     count = round(len(items) / SECTION)
     bounds = [0, *(_narrowest(items, reads, i * len(items) // count) for i in range(1, count)), len(items)]
-    sections = [_section(items[a:b]) for a, b in pairwise(bounds) if a < b]
+    sections = [_section(items[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
     return _in_sections(tuple(sections), reads)
 
 
