@@ -194,10 +194,10 @@ def _optimize(
         chosen.check_known()
     off = chosen.switched_off if chosen else ()
     told = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
-    path = Path(model) if isinstance(model, str | os.PathLike) else None
-    size = file_bytes(path, original) if path else None
+    path = str(model) if isinstance(model, str | os.PathLike) else None
+    size = file_bytes(Path(path), original) if path else None
     report = Report(
-        {"path": str(path) if path else None, "nodes": len(original.graph.node), "opset": opset_of(original),
+        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
          "bytes": size, "digest": graph_digest(original)},
         {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
         result.fused_of_model, result.all_folded, tuple(result.near()),
