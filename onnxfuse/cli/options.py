@@ -11,6 +11,7 @@ import click
 from onnxfuse.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnxfuse.fuse_model import Regions
     from onnxfuse.ir.dtypes import Array
     from onnxfuse.tuning.bound_session import Provider
 
@@ -28,6 +29,11 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
         return command
 
     return decorate
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help text: calls of it, a line each."""
+    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
 
 
 file_path = click.Path(path_type=Path)
@@ -58,6 +64,30 @@ run_options = together(  # of commands that run a model to time it
     ),
     click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file."),
 )
+fusing_options = together(  # of commands that fuse a model
+    click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable)."),
+    click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable)."),
+    patterns_option,
+    click.option(
+        "--layout",
+        type=click.Choice(["auto", "nchw", "nhwc"]),
+        default="auto",
+        show_default=True,
+        help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
+    ),
+    click.option(
+        "--regions/--no-regions",
+        default=True,
+        show_default=True,
+        help="Let connected operators that no pattern names become fused nodes too.",
+    ),
+    click.option(
+        "--epilogues/--no-epilogues",
+        default=True,
+        show_default=True,
+        help="Let elementwise operators that follow a product or convolution join its kernel.",
+    ),
+)
 verify_options = together(
     click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file."),
     click.option(
@@ -77,6 +107,11 @@ verify_options = together(
         help="How long opening a model in onnxruntime, or one run of it, may take.",
     ),
 )
+
+
+def given_regions(regions: bool, epilogues: bool) -> Regions:
+    """Return what --regions and --epilogues say together, as `optimize` takes it."""
+    return "apart" if regions and not epilogues else regions
 
 
 def options_by_name(options: tuple[str, ...]) -> dict[str, str]:
