@@ -23,6 +23,8 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
+from onnxfuse.report.facts import gather_facts
+from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
@@ -150,6 +152,7 @@ def _optimize(
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
+        gather_facts(original, result.written, path, fusions, _graphs(result), result.no_region),
     )  # fmt: skip
     return result.written, report
 
@@ -184,6 +187,14 @@ def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
             counts = Counter(one.fusion for one in each.fusing.fused)
             nodes = len(each.graph.model.graph.node), len(each.model.graph.node)
             yield Subgraph(where, *nodes, dict(sorted(counts.items())))
+
+
+def _graphs(result: FusedModel) -> Iterator[Rewritten]:
+    """Yield the main graph and each body of an If, Loop or Scan as it was and as it is."""
+    for where, each in result.everywhere():
+        new = each.model if where else result.written
+        originals = {name: original for name, (original, _) in each.layout.originals.items()}
+        yield Rewritten(where, outline(each.graph.model.graph), outline(new.graph), originals)
 
 
 @dataclass

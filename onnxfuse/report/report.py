@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnx
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +19,8 @@ from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
+from onnxfuse.report.facts import Facts
+from onnxfuse.report.page import write_page, write_summary
 from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused
@@ -87,6 +88,7 @@ class Report:
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
     standard: Standard | None = None  # what stands for the fused nodes, with emit="standard"
+    facts: Facts | None = None  # of the model and the run, for the page
 
     @property
     def counts(self) -> dict[str, int]:
@@ -147,6 +149,14 @@ class Report:
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as `to_json` does."""
+        return self.to_json()
+
+    def _repr_html_(self) -> str:
+        """Return a compact summary, which notebooks show."""
+        return write_summary(self)
+
     def written(self, path: Path) -> Report:
         """Return the report with the path that the model was written to."""
         return replace(self, output={**self.output, "path": str(path)})
@@ -158,9 +168,7 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
-            console = Console(record=True, width=120, file=io.StringIO())
-            console.print(self.table())
-            text = console.export_html()
+            text = write_page(self)
         else:
             text = json.dumps(self.to_json(), indent=1) + "\n"
         try:

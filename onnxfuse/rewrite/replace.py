@@ -41,6 +41,11 @@ class Fused:
     where: str = ""  # "the body of Loop 'x'", or "" for the main graph
     joined: tuple[str, ...] = ()  # those of `replaces` that no pattern names, and that regions put into its epilogue
 
+    @property
+    def match(self) -> str:
+        """The name of the match, which is the same in every run; in several bodies, matches may have one name."""
+        return f"{self.fusion}:{self.output}"
+
 
 @dataclass
 class LocalFunctions:

@@ -1,0 +1,236 @@
+"""Find the blocks of a graph that repeat, such as the equal layers of a transformer, so that each is drawn once.
+
+The nodes are put into an order that follows the data from the outputs back (`reading_order`), in which the nodes of one
+layer stand together.  A block that repeats is then a run of nodes in which each node equals the one that stands a fixed
+distance behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from onnxfuse.ir.dtypes import Array
+
+MAX_PERIOD: Final = 600  # nodes in one copy of a block
+MIN_SAVED: Final = 3  # nodes that need not be drawn because their block repeats
+MAX_ITEMS: Final = 60  # nodes and blocks that stand side by side; more are divided into sections
+SECTION: Final = 36  # nodes and blocks in a section
+DISTANCES: Final = (4, 12, 40, None)  # between two readers of a value, from which on it is computed ahead of both
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nodes that follow each other: `copies` times the items, the first copy of which is listed.
+
+    `length` is the number of nodes in one copy, so that the node `i` of the first copy is the node `i + k * length`, in
+    the order, of the copy k.  A block of one copy is a section of a long graph.
+    """
+
+    items: tuple[Item, ...]
+    copies: int
+    length: int
+
+
+Item: TypeAlias = "int | Block"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The nodes in reading order, by their indices in the graph, and the items, by the positions in that order."""
+
+    order: tuple[int, ...]
+    items: tuple[Item, ...]
+
+
+def find_blocks(labels: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> Blocks:
+    """Return the repeated blocks of an acyclic graph.
+
+    labels  what must be equal of equal nodes, such as the operator and its attributes
+    reads   for each node the nodes that compute what it reads, input by input
+    """
+    interned: dict[Hashable, int] = {}
+    numbers = np.array([interned.setdefault(label, len(interned)) for label in labels], np.int64)
+    best: tuple[int, tuple[int, ...], tuple[Item, ...], list[list[int]]] | None = None
+    tried: set[tuple[int, ...]] = set()
+    base = reading_order(reads, ())
+    for distance in DISTANCES:
+        ahead = _shared_values(numbers, reads, base, distance) if distance else set[int]()
+        order = tuple(reading_order(reads, ahead)) if ahead else tuple(base)
+        if order in tried:
+            continue
+        tried.add(order)
+        position = {node: i for i, node in enumerate(order)}
+        moved = [[position[each] for each in reads[node]] for node in order]
+        items = tuple(_repeats(numbers[list(order)], moved, 0, len(order)))
+        drawn = _drawn(items)
+        if best is None or drawn < best[0]:
+            best = drawn, order, items, moved
+    assert best is not None
+    _, order, items, moved = best
+    return Blocks(order, _in_sections(items, moved))
+
+
+def reading_order(reads: Sequence[Sequence[int]], ahead: Iterable[int]) -> list[int]:
+    """Return the nodes so that each stands behind those that it reads, and right behind the last of them.
+
+    Nodes that nothing reads are followed back in their order; `ahead` and what they read come first.
+    """
+    read = {each for one in reads for each in one}
+    roots = [*sorted(ahead), *(node for node in range(len(reads)) if node not in read)]
+    order: list[int] = []
+    seen: set[int] = set()
+    for root in roots:
+        work: list[tuple[int, Iterator[int]]] = [(root, iter(reads[root]))] if root not in seen else []
+        seen.add(root)
+        while work:
+            node, inputs = work[-1]
+            new = next((each for each in inputs if each not in seen), None)
+            if new is None:
+                order.append(node)
+                work.pop()
+            else:
+                seen.add(new)
+                work.append((new, iter(reads[new])))
+    return order
+
+
+def _shared_values(labels: Array, reads: Sequence[Sequence[int]], order: Sequence[int], distance: int) -> Set[int]:
+    """Return the nodes that equal nodes far from each other read, such as the mask that all layers share."""
+    position = {node: i for i, node in enumerate(order)}
+    readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for node, inputs in enumerate(reads):
+        for index, each in enumerate(inputs):
+            readers[each, int(labels[node]), index].append(position[node])
+    return {node for (node, _, _), found in readers.items() if max(found) - min(found) >= distance}
+
+
+def _drawn(items: Iterable[Item]) -> int:
+    """Return how many nodes are drawn, a repeated block counting as one more."""
+    return sum(1 if isinstance(item, int) else 1 + _drawn(item.items) for item in items)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Copies of a block: where the first begins, the nodes in each, and how many there are."""
+
+    start: int
+    period: int
+    copies: int
+
+    @property
+    def saved(self) -> int:
+        return (self.copies - 1) * self.period
+
+
+def _repeats(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int) -> Iterator[Item]:
+    """Yield the nodes and the repeated blocks between two positions, the block that saves the most first found."""
+    work = [(start, end)]
+    while work:
+        start, end = work.pop()
+        run = _longest_run(labels, reads, start, end)
+        if run is None:
+            yield from range(start, end)
+            continue
+        stop = run.start + run.copies * run.period
+        if start < run.start:
+            work += [(stop, end), (run.start, stop), (start, run.start)]
+            continue
+        inner = tuple(_repeats(labels, reads, run.start, run.start + run.period)) if run.period > 1 else (run.start,)
+        yield Block(inner, run.copies, run.period)
+        if stop < end:
+            work.append((stop, end))
+
+
+def _longest_run(labels: Array, reads: Sequence[Sequence[int]], start: int, end: int) -> _Run | None:
+    """Return the copies of a block that save the most nodes between two positions; None where none save enough."""
+    part = labels[start:end]
+    found: list[_Run] = []
+    for period in range(1, min(len(part) // 2, MAX_PERIOD) + 1):
+        equal = np.concatenate([[0], (part[:-period] == part[period:]).astype(np.int8), [0]])
+        edges = np.flatnonzero(np.diff(equal))
+        for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            if last - first >= max(period, MIN_SAVED):
+                found.append(_Run(start + first, period, (last - first) // period + 1))
+    for run in sorted(found, key=lambda each: (-each.saved, each.period)):
+        if exact := _exact_run(labels, reads, run, end):
+            return exact
+    return None
+
+
+def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: int) -> _Run | None:
+    """Return the run from the node on where the fewest values enter a copy, if the copies are linked inside alike.
+
+    Labels repeat from `run.start` on for some nodes more than the copies have, so that the first copy may begin there.
+    """
+    period = run.period
+    last = run.start + run.copies * period
+    while last < end and labels[last] == labels[last - period]:
+        last += 1
+    choices = []
+    for shift in range(min(period, last - run.start)):
+        copies = (last - run.start - shift) // period
+        first = run.start + shift
+        if copies < 2 or (copies - 1) * period < MIN_SAVED or not _linked_alike(reads, first, period, copies):
+            continue
+        crossing = {each for node in range(first + period, first + 2 * period) for each in reads[node]}
+        choices.append((-copies, sum(each < first + period for each in crossing), first))
+    if not choices:
+        return None
+    copies, _, first = min(choices)
+    return _Run(first, period, -copies)
+
+
+def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
+    """Return whether the nodes of each copy read the same nodes of their copy, and else what is computed before it."""
+
+    def inside(copy: int, node: int) -> list[int]:
+        begin = start + copy * period
+        return [each - begin if each >= begin else -1 for each in reads[begin + node]]
+
+    first = [inside(0, node) for node in range(period)]
+    return all(inside(copy, node) == first[node] for copy in range(1, copies) for node in range(period))
+
+
+def _in_sections(items: tuple[Item, ...], reads: Sequence[Sequence[int]]) -> tuple[Item, ...]:
+    """Return the items, in sections where they are too many to be looked at at once."""
+    items = tuple(
+        item if isinstance(item, int) else Block(_in_sections(item.items, reads), item.copies, item.length)
+        for item in items
+    )
+    if len(items) <= MAX_ITEMS:
+        return items
+    count = round(len(items) / SECTION)
+    bounds = [0, *(_narrowest(items, reads, i * len(items) // count) for i in range(1, count)), len(items)]
+    sections = [_section(items[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
+    return _in_sections(tuple(sections), reads)
+
+
+def _narrowest(items: Sequence[Item], reads: Sequence[Sequence[int]], near: int) -> int:
+    """Return the index near this one at which the fewest values pass from earlier to later items."""
+    reach = SECTION // 4
+    starts = {at: _span(items[at])[0] for at in range(near - reach, near + reach)}
+    window = range(min(starts.values()), min(max(starts.values()) + 4 * SECTION, len(reads)))
+
+    def crossing(at: int) -> int:
+        return len({each for node in window if node >= starts[at] for each in reads[node] if each < starts[at]})
+
+    return min(starts, key=lambda at: (crossing(at), abs(at - near)))
+
+
+def _section(items: tuple[Item, ...]) -> Block:
+    start, end = _span(items[0])[0], _span(items[-1])[1]
+    return Block(items, 1, end - start)
+
+
+def _span(item: Item) -> tuple[int, int]:
+    """Return the positions where an item begins and ends, with all its copies."""
+    if isinstance(item, int):
+        return item, item + 1
+    start = _span(item.items[0])[0]
+    return start, start + item.copies * item.length
