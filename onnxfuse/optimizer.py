@@ -22,6 +22,7 @@ from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.layout.assign import LAYOUT, Layout
+from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.outline import Rewritten, outline
@@ -152,7 +153,7 @@ def _optimize(
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        gather_facts(original, result.written, path, fusions, _graphs(result), result.no_region),
+        gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
     )  # fmt: skip
     return result.written, report
 
@@ -195,6 +196,23 @@ def _graphs(result: FusedModel) -> Iterator[Rewritten]:
         new = each.model if where else result.written
         originals = {name: original for name, (original, _) in each.layout.originals.items()}
         yield Rewritten(where, outline(each.graph.model.graph), outline(new.graph), originals)
+
+
+def _why_not_fused(result: FusedModel) -> dict[str, str]:
+    """Return what the fusion that came nearest, and the regions, say against nodes, by the labels of the nodes."""
+    nearest: dict[str, Miss] = {}
+    for miss in result.missed:
+        known = nearest.get(miss.node)
+        if miss.matched and (known is None or miss.matched > known.matched):
+            nearest[miss.node] = miss
+    reasons: dict[str, str] = {}
+    for label in (node.name or node.output[0] for _, each in result.everywhere() for node in each.model.graph.node):
+        found = [f"{nearest[label].fusion.name}: {nearest[label].reason}"] if label in nearest else []
+        if label in result.no_region:
+            found.append(f"{REGION}: {result.no_region[label]}")
+        if found:
+            reasons[label] = "; ".join(found)
+    return reasons
 
 
 @dataclass

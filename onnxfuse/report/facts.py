@@ -30,7 +30,8 @@ class FusionNote:
 class Facts:
     """The model's name, maker and digest, the weights' bytes, the versions and the time of the run, and the graphs.
 
-    `graphs` are the main graph and the bodies in it, before and after.  `no_region` says why nodes are in no region.
+    `graphs` are the main graph and the bodies in it, before and after.  `why_not` says why nodes are not fused, by
+    their labels.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Facts:
     at: datetime
     versions: Mapping[str, str]
     fusions: Mapping[str, FusionNote] = field(default_factory=dict)
-    no_region: Mapping[str, str] = field(default_factory=dict)
+    why_not: Mapping[str, str] = field(default_factory=dict)
     graphs: tuple[Rewritten, ...] = ()
 
 
@@ -51,7 +52,7 @@ def gather_facts(
     path: str | None,
     fusions: Iterable[Fusion],
     graphs: Iterable[Rewritten],
-    no_region: Mapping[str, str],
+    why_not: Mapping[str, str],
 ) -> Facts:
     """Return the facts of a run that fused `original` and ends now."""
     name = Path(path).name if path else original.graph.name
@@ -60,7 +61,7 @@ def gather_facts(
     now = datetime.now(UTC).replace(microsecond=0)
     return Facts(
         name, producer, graph_digest(original), _weight_bytes(original), _weight_bytes(written), now, _versions(),
-        notes, no_region, tuple(graphs),
+        notes, why_not, tuple(graphs),
     )  # fmt: skip
 
 

@@ -92,16 +92,18 @@ def _templates() -> Environment:
         loader=PackageLoader("onnxfuse.report", "assets"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"bytes": bytes_text, "count": counted, "code": code_text}
+    environment.filters |= {"bytes": bytes_text, "count": counted, "code": code_text, "soft": soft_text}
     return environment
 
 
 def _shown(report: Shown) -> dict[str, Any]:
     """Return the values of the templates."""
     plain, misses, left = report.to_dict(), miss_groups(report), stayed(report)
+    graphs = report.facts.graphs if report.facts else ()
     return {
         "report": plain,
         "facts": report.facts,
+        "nodes": (sum(len(each.before.nodes) for each in graphs), sum(len(each.after.nodes) for each in graphs)),
         "sizes": report.verified.sizes,
         "verdict": verdict(report.verified, len(report.fused)),
         "fates": fate_counts(report),
@@ -109,10 +111,15 @@ def _shown(report: Shown) -> dict[str, Any]:
         "groups": groups(report),
         "misses": misses,
         "stayed": left,
-        "advice": list(advice(report, plain, misses)),
+        "advice": list(advice(report, plain, misses, left)),
     }
 
 
 def code_text(text: str) -> Markup:
     """Return a sentence as HTML, in which what stands between backticks is code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def soft_text(name: str) -> Markup:
+    """Return a name as HTML that may be broken behind its underlines."""
+    return Markup(str(escape(name)).replace("_", "_<wbr>"))

@@ -29,6 +29,9 @@ HUES: Final = (
     ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("activation", 50),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
+ON_HOST: Final = "runs on the host"  # in the reason why shape arithmetic is in no region
+MANY_STAY: Final = 0.2  # of the nodes: where more stay than that, the page says so at its top
+CONSTANT: Final = "Constant"  # the operator, which computes nothing
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -97,12 +100,13 @@ class Bar:
 
 
 def operators(facts: Facts | None) -> list[Bar]:
-    """Return how many nodes of each operator there are before and after, the most frequent first."""
+    """Return how many nodes of each operator there are before and after, the most frequent first; no Constants."""
     graphs = facts.graphs if facts else ()
     before = Counter(node.op for each in graphs for node in each.before.nodes)
-    after = Counter(node.op for each in graphs for node in each.after.nodes if not node.is_fused)
-    fused = Counter(node.op for each in graphs for node in each.after.nodes if node.is_fused)
-    rows = [Bar(name, before[name], after[name], False) for name in before | after]
+    new = [node for each in graphs for node in each.after.nodes]
+    after = Counter(node.op for node in new if not node.is_fused)
+    rows = [Bar(name, before[name], after[name], False) for name in before | after if name != CONSTANT]
+    fused = Counter(node.op for node in new if node.is_fused)
     rows += [Bar(name, 0, count, True) for name, count in fused.items()]
     return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
 
@@ -163,6 +167,12 @@ class MissGroup:
     reason: str
     nodes: tuple[str, ...]
     source: tuple[str, ...]
+    fused_as: Mapping[str, int]  # how many of the nodes are part of other fused nodes, by their fusion
+
+    @property
+    def unfused(self) -> int:
+        """How many of the nodes are part of no other fused node."""
+        return len(self.nodes) - sum(self.fused_as.values())
 
     @property
     def is_near(self) -> bool:
@@ -173,11 +183,14 @@ class MissGroup:
 def miss_groups(report: Shown) -> list[MissGroup]:
     """Return the misses in groups that differ in the names that the reason quotes alone, the nearest first."""
     found = _grouped(report.missed, lambda miss: (miss.fusion.name, _without_names(miss.reason), str(miss.span)))
+    fusion = {label: one.fusion for one in report.fused for label in one.replaces}
     made = [
-        MissGroup(some[0], some[0].reason, tuple(miss.node for miss in some), tuple(source_lines(some[0].span)))
-        for some in found.values()
-    ]
-    return sorted(made, key=lambda each: (not each.is_near, -len(each.nodes)))
+        MissGroup(
+            some[0], some[0].reason, tuple(miss.node for miss in some), tuple(source_lines(some[0].span)),
+            Counter(fusion[miss.node] for miss in some if miss.node in fusion),
+        ) for some in found.values()
+    ]  # fmt: skip
+    return sorted(made, key=lambda each: (not each.is_near, -each.unfused, -len(each.nodes)))
 
 
 def source_lines(span: Span) -> Iterator[str]:
@@ -214,10 +227,8 @@ def stayed(report: Shown) -> list[Stayed]:
 
 def reasons_of(report: Shown) -> dict[str, str]:
     """Return why nodes are not fused, by their labels."""
-    reasons = {miss.node: f"{miss.fusion.name}: {miss.reason}" for miss in reversed(report.missed)}
-    return (
-        reasons | dict(report.facts.no_region if report.facts else {}) | {one.node: one.reason for one in report.stays}
-    )
+    found = dict(report.facts.why_not) if report.facts else {}
+    return found | {one.node: one.reason for one in report.stays}
 
 
 def _grouped(values: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
@@ -241,7 +252,9 @@ class Advice:
     section: str
 
 
-def advice(report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup]) -> Iterator[Advice]:
+def advice(
+    report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup], left: Sequence[Stayed]
+) -> Iterator[Advice]:
     """Yield what the reader may want to do next, what concerns the trust in the result first."""
     verified = report.verified
     if not verified.passed:
@@ -261,13 +274,19 @@ def advice(report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup])
             f"{dropped[0]['fusion']} at '{dropped[0]['node']}': {dropped[0]['reason']}. The model is right without it.",
             "trust",
         )  # fmt: skip
-    near = [each for each in misses if each.is_near]
+    near = [each for each in misses if each.is_near and each.unfused]
     if near:
-        largest = near[0]
+        most = near[0]
+        hint = f" {most.first.hint}" if most.first.hint else ""
         yield Advice(
-            f"{counted(sum(len(each.nodes) for each in near), 'place')} nearly fused",
-            f"Most often {largest.first.fusion.name}, {len(largest.nodes)}x: {largest.reason}."
-            + (f" {largest.first.hint}" if largest.first.hint else ""), "missed",
+            f"{counted(sum(each.unfused for each in near), 'place')} nearly fused",
+            f"Most often {most.first.fusion.name}, {most.unfused}x: {most.reason}.{hint}", "missed",
+        )  # fmt: skip
+    computing = [each for each in left if ON_HOST not in each.reason]
+    if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:
+        yield Advice(
+            f"{counted(sum(len(each.nodes) for each in computing), 'node')} stayed as they were",
+            f"Most often {len(computing[0].nodes)}x {computing[0].op}: {computing[0].reason}.", "stayed",
         )  # fmt: skip
     if quantized := plain["quantized"]:
         listed = ", ".join(f"{count} {op}" for op, count in quantized.items())

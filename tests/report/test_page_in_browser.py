@@ -6,6 +6,7 @@ skipped. With ONNXFUSE_SCREENSHOTS=FOLDER, every test leaves a screenshot there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -89,9 +90,14 @@ def text(page: Any, selector: str) -> str:
     return " ".join(page.locator(selector).first.inner_text().split())
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", SCREENS)
-@pytest.mark.parametrize("name", MODELS)
+SAMPLE = {("bert", 390, "light"), ("detector", 1280, "dark"), ("unet", 3840, "light")}  # of what a plain run looks at
+EACH_SCREEN = [
+    pytest.param(*each, marks=[] if each in SAMPLE else pytest.mark.slow)
+    for each in itertools.product(MODELS, SCREENS, ("light", "dark"))
+]
+
+
+@pytest.mark.parametrize(("name", "width", "scheme"), EACH_SCREEN)
 def test_each_screen(opened: Callable[..., Any], name: str, width: int, scheme: str) -> None:
     """Nothing is wider than the screen, both graphs are drawn, and axe finds nothing serious."""
     page = opened(name, width, scheme)
@@ -106,7 +112,7 @@ def test_each_screen(opened: Callable[..., Any], name: str, width: int, scheme: 
     assert serious == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["unet", pytest.param("10000 nodes", marks=pytest.mark.slow)])
 def test_the_page_opens_at_once(opened: Callable[..., Any], name: str) -> None:
     """The page is there, with its picture, within a second; the best of three, as other processes may run."""
     ready = "performance.mark('ready').startTime - performance.getEntriesByType('navigation')[0].startTime"

@@ -12,8 +12,8 @@ function haystack(match) {
 
 function matchRow(match) {
   const row = element("div", { class: "match" }, switchOf(match));
-  const inside = element("details", {}, element("summary", {}, element("code", {}, match.node),
-    element("span", { class: "tag" }, `replaces ${match.replaced.length}${match.where ? `, in ${match.where}` : ""}`)));
+  const inside = element("details", {}, element("summary", {}, element("span", {},
+    element("code", {}, match.node), element("span", { class: "tag" }, ` replaces ${match.replaced.length}${match.where ? `, in ${match.where}` : ""}`))));
   inside.addEventListener("toggle", () => {
     if (!inside.open || inside.children.length > 1) return;
     const go = element("button", { type: "button", onclick: () => showInPicture(match) }, "Show in the picture");

@@ -237,7 +237,9 @@ function startPanes() {
   stage.dataset.shows = side;
   document.getElementById("sides").addEventListener("change", (event) => showSides(event.target.value));
   const where = document.getElementById("where");
-  GRAPHS.forEach((graph, i) => where.append(element("option", { value: i }, graph.where || "the main graph")));
+  const fusedIn = GRAPHS.map((graph) => graph.made.size);
+  const order = GRAPHS.map((_, i) => i).sort((a, b) => fusedIn[b] - fusedIn[a] || GRAPHS[b].after.length - GRAPHS[a].after.length);
+  order.forEach((i) => where.append(element("option", { value: i }, `${cut(GRAPHS[i].where || "the main graph", 90)} (${counted(fusedIn[i], "fused node")})`)));
   document.getElementById("where-label").hidden = GRAPHS.length < 2;
   where.addEventListener("change", () => showGraph(Number(where.value)));
   document.getElementById("picture").addEventListener("click", ({ target }) => {
@@ -254,7 +256,7 @@ function startPanes() {
     }
   });
   for (const each of ["before", "after"]) startPane(each);
-  showGraph(0);
+  showGraph(order[0]);
 }
 
 function startPane(side) {
