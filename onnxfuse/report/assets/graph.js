@@ -152,8 +152,10 @@ function placed(units, edges) {
   dagre.layout(g);
   units.forEach((unit, i) => { const { x, y } = g.node(String(i)); unit.x = x - unit.width / 2; unit.y = y - unit.height / 2; });
   const lines = g.edges().map((e) => g.edge(e).points);
-  const size = g.graph();
-  return { lines, width: Math.max(size.width || 0, 40), height: Math.max(size.height || 0, 20) };
+  const left = Math.min(0, ...lines.flat().map(({ x }) => x - 6)), right = Math.max(...lines.flat().map(({ x }) => x + 6), g.graph().width || 40);
+  units.forEach((unit) => { unit.x -= left; });
+  const moved = lines.map((points) => points.map(({ x, y }) => ({ x: x - left, y })));
+  return { lines: moved, width: right - left, height: Math.max(g.graph().height || 0, 20) };
 }
 
 function nodeUnit(graph, side, node) {
