@@ -187,11 +187,11 @@ def _exact_run(labels: Array, reads: Sequence[Sequence[int]], run: _Run, end: in
 
 
 def _linked_alike(reads: Sequence[Sequence[int]], start: int, period: int, copies: int) -> bool:
-    """Return whether the nodes of each copy read the same nodes of their copy, and else what is computed before it."""
+    """Return whether the nodes of each copy read the same nodes of their copy."""
 
     def inside(copy: int, node: int) -> list[int]:
         begin = start + copy * period
-        return [each - begin if each >= begin else -1 for each in reads[begin + node]]
+        return [each - begin for each in reads[begin + node] if each >= begin]
 
     first = [inside(0, node) for node in range(period)]
     return all(inside(copy, node) == first[node] for copy in range(1, copies) for node in range(period))

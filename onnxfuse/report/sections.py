@@ -258,9 +258,7 @@ def advice(
     """Yield what the reader may want to do next, what concerns the trust in the result first."""
     verified = report.verified
     if not verified.passed:
-        yield Advice(
-            "Verify before you deploy", f"{verified.reason}. `onnxfuse verify A B` compares two models.", "trust"
-        )
+        yield Advice("Verify before you deploy", "`onnxfuse verify A B` compares two models.", "trust")
     if verified.not_compared:
         first = verified.not_compared[0]
         yield Advice(

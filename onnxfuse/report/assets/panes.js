@@ -43,7 +43,8 @@ function unitsMarkup(graph, side, laid) {
       return nodeMarkup(unit, look, `data-node="${unit.node}" data-fusion="${look[2] || ""}" role="button" tabindex="-1" aria-label="${escaped(label)}"`);
     }
     const { block } = unit;
-    const times = block.copies > 1 ? `<g class="copies" transform="translate(${unit.width - 46} -11)"><rect width="40" height="22" rx="11"/><text x="20" y="16" text-anchor="middle">×${block.copies}</text></g>` : "";
+    const badge = `×${block.copies}`, wide = widthOf(badge, true) + 18;
+    const times = block.copies > 1 ? `<g class="copies" transform="translate(${unit.width - wide - 6} -11)"><rect width="${wide}" height="22" rx="11"/><text x="${wide / 2}" y="16" text-anchor="middle">${badge}</text></g>` : "";
     const inner = unit.isOpen
       ? `<g transform="translate(${(unit.width - unit.inner.width) / 2} ${HEAD + MARGIN})">${unitsMarkup(graph, side, unit.inner)}</g>`
       : unit.rows.map((row, i) => `<text class="sub" x="12" y="${HEAD + 12 + 15 * i}">${escaped(row)}</text>`).join("");
