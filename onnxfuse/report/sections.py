@@ -263,8 +263,8 @@ def advice(
         first = verified.not_compared[0]
         yield Advice(
             f"{counted(len(verified.not_compared), 'value')} could not be compared",
-            f"'{first.name}': {first.reason}. Give inputs that the model meets in practice with --inputs FILE.npz, or "
-            "sizes with --shapes INPUT:1x3x640x640.", "trust",
+            f"'{first.name}': {first.reason}. Give inputs that the model meets in practice with `--input FILE.npz`, "
+            "or sizes with `--shape INPUT:1x3x640x640`.", "trust",
         )  # fmt: skip
     if dropped := plain["dropped"]:
         yield Advice(
@@ -293,6 +293,6 @@ def advice(
         yield Advice("A function of the model is not inlined", f"{why}; its nodes are not fused.", "stayed")
     yield Advice(
         "Measure on your GPU",
-        "Launches and memory traffic are estimates. `onnxfuse bench` times both models, and `onnxfuse tune` chooses "
-        "the fastest way to run each fused node.", "steps",
+        "Launches and memory traffic are estimates. `onnxfuse bench MODEL` times the model as it was and fused, and "
+        "compares their outputs there; `onnxfuse tune` chooses the fastest way to run each fused node.", "trust",
     )  # fmt: skip

@@ -176,7 +176,7 @@ def test_the_picture_by_keyboard(opened: Callable[..., Any]) -> None:
         labels.append(page.evaluate("document.activeElement.getAttribute('aria-label')"))
     assert len(set(labels)) == 6
     page.keyboard.press("Enter")
-    assert page.locator("#detail h3").is_visible()
+    assert page.locator("#detail h3").first.is_visible()
 
 
 def test_search(opened: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ const MATCH = DATA.matches.map(([fusion, node, output, where, dims, joined, repl
     names: replaced.map((each) => typeof each === "number" ? graph.before[each][LABEL] : each),
   };
 });
+const NODES_LISTED = 12;
 const OFF = new Set();  // names of matches that are switched off
 const FATE_TEXTS = {
   fused: "fused", weights: "folded into weights", merged: "rewritten or dropped", constant: "computed in advance",
@@ -30,7 +31,14 @@ const FATE_TEXTS = {
 };
 
 const chips = (values) => values.length ? element("ul", { class: "chips" }, ...values.map((value) => element("li", {}, value))) : null;
-const part = (title, ...content) => content.some(Boolean) ? element("div", {}, element("h4", {}, title), ...content) : null;
+const part = (title, ...content) => content.some(Boolean) ? element("div", {}, element("h3", { class: "part" }, title), ...content) : null;
+/** Return a list of nodes, of which the first are shown at once. */
+function nodeList(entries) {
+  const rest = entries.slice(NODES_LISTED);
+  const more = rest.length ? element("details", { class: "more" }, element("summary", {}, counted(rest.length, "more node")), element("ol", { start: NODES_LISTED + 1 }, ...rest)) : null;
+  return element("div", {}, element("ol", {}, ...entries.slice(0, NODES_LISTED)), ...(more ? [more] : []));
+}
+
 const hueStyle = (fusion) => fusion in DATA.hues ? `--hue:${DATA.hues[fusion]}` : "";
 
 /** Return the attributes of a fused node that its sizes do not say already. */
@@ -59,18 +67,18 @@ function switchOf(match) {
 function matchRecord(match) {
   const { graph } = match;
   const operator = (i) => typeof i === "number" ? ` ${text(graph.before[i][OP])}` : " (made while the graph was simplified)";
-  const replaced = element("ol", {}, ...match.replaced.map((each, i) => element("li", {},
+  const replaced = nodeList(match.replaced.map((each, i) => element("li", {},
     element("code", {}, match.names[i]), operator(each), match.joined.has(match.names[i]) ? " (in the epilogue)" : "")));
   const others = graph ? graph.replacedBy[match.after].filter((i) => !match.replaced.includes(i)) : [];
   return [
     part("Sizes", chips(match.dims)),
+    graph && part("What it replaced", drawing(graph, match.after)),
+    part(`Replaces ${counted(match.replaced.length, "node")}`, replaced),
+    others.length && part(`Takes the place of ${counted(others.length, "more node")}, folded or rewritten`,
+      nodeList(others.map((i) => element("li", {}, element("code", {}, graph.before[i][LABEL]), ` ${text(graph.before[i][OP])}`)))),
     part("Variant", chips(variantOf(match))),
     part("Gives", chips(match.types)),
     graph && part("Weights", chips(lines(text(graph.after[match.after][WEIGHTS]).replaceAll("], ", "]\n")))),
-    part(`Replaces ${counted(match.replaced.length, "node")}`, replaced),
-    others.length && part(`Takes the place of ${counted(others.length, "more node")}, folded or rewritten`,
-      element("ol", {}, ...others.map((i) => element("li", {}, element("code", {}, graph.before[i][LABEL]), ` ${text(graph.before[i][OP])}`)))),
-    graph && part("What it replaced", drawing(graph, match.after)),
     match.where && part("Where", match.where),
     part("Ends with the tensor", element("code", {}, match.output)),
   ].filter(Boolean);
