@@ -112,7 +112,7 @@ function showInPicture(match) {
   document.getElementById("where").value = index;
   if (shown.graph !== match.graph) showGraph(index);
   document.getElementById("picture").scrollIntoView();
-  choose("after", match.after, { show: true });
+  choose("after", match.after);
 }
 
 // --- the plan ---

@@ -141,7 +141,7 @@ function drawnFor(graph, after) {
   }
 }
 
-function choose(side, node, { show = false } = {}) {
+function choose(side, node) {
   const { graph } = shown;
   const after = afterOf(graph, side, node);
   const drawn = after >= 0 ? drawnFor(graph, after) : { after, path: [] };
@@ -149,8 +149,8 @@ function choose(side, node, { show = false } = {}) {
   closed.forEach(({ block }) => graph.open.add(block.path));
   shown.chosen = { side, node, after: drawn.after, real: after };
   if (closed.length) draw(); else mark();
-  for (const other of ["before", "after"]) if (show || other !== side) reveal(other);
   showDetail();
+  for (const each of ["before", "after"]) reveal(each);
 }
 
 /** Scroll a pane to the nodes that are marked in it. */
