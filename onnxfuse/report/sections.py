@@ -211,12 +211,16 @@ class Stayed:
     nodes: tuple[str, ...]
 
 
-def stayed(report: Shown) -> list[Stayed]:
+def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
     """Return what is not fused, by operator and reason, the most frequent first."""
     if report.facts is None:
         return []
     reasons = reasons_of(report)
     left = [node for each in report.facts.graphs for node in each.after.nodes if not node.is_fused]
+    if plain["standard"]:  # what stands for fused nodes is no fused node then
+        known = {node.label for each in report.facts.graphs for node in each.before.nodes}
+        known -= {label for one in report.fused for label in one.replaces}
+        left = [node for node in left if node.label in known]
     found = _grouped(left, lambda node: (node.op, _without_names(reasons.get(node.label, NO_REASON))))
     made = [
         Stayed(op, reasons.get(some[0].label, NO_REASON), tuple(node.label for node in some))
