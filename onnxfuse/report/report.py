@@ -20,7 +20,6 @@ from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.report.facts import Facts
-from onnxfuse.report.page import write_page, write_summary
 from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused
@@ -155,6 +154,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return a compact summary, which notebooks show."""
+        from onnxfuse.report.page import write_summary  # which imports Jinja2
+
         return write_summary(self)
 
     def written(self, path: Path) -> Report:
@@ -168,6 +169,8 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
+            from onnxfuse.report.page import write_page  # which imports Jinja2
+
             text = write_page(self)
         else:
             text = json.dumps(self.to_json(), indent=1) + "\n"
