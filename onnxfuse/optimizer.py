@@ -27,8 +27,11 @@ from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import LAYOUT, Layout
+from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
+from onnxfuse.report.facts import gather_facts
 from onnxfuse.report.operators import count_operators
+from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
@@ -206,6 +209,7 @@ def _optimize(
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
         count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, told),
         off,
+        gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
     )  # fmt: skip
     return result.written, report
 
@@ -259,6 +263,31 @@ def _subgraphs(result: FusedModel) -> Iterator[Subgraph]:
             counts = Counter(one.fusion for one in each.fusing.fused)
             nodes = len(each.graph.model.graph.node), len(each.model.graph.node)
             yield Subgraph(where, *nodes, dict(sorted(counts.items())))
+
+
+def _graphs(result: FusedModel) -> Iterator[Rewritten]:
+    """Yield the main graph and each body of an If, Loop or Scan as it was and as it is."""
+    for where, each in result.everywhere():
+        new = each.model if where else result.written
+        originals = {name: original for name, (original, _) in each.layout.originals.items()}
+        yield Rewritten(where, outline(each.graph.model.graph), outline(new.graph), originals)
+
+
+def _why_not_fused(result: FusedModel) -> dict[str, str]:
+    """Return what the fusion that came nearest, and the regions, say against nodes, by the labels of the nodes."""
+    nearest: dict[str, Miss] = {}
+    for miss in result.missed:
+        known = nearest.get(miss.node)
+        if miss.matched and (known is None or miss.matched > known.matched):
+            nearest[miss.node] = miss
+    reasons: dict[str, str] = {}
+    for label in (node.name or node.output[0] for _, each in result.everywhere() for node in each.model.graph.node):
+        found = [f"{nearest[label].fusion.name}: {nearest[label].reason}"] if label in nearest else []
+        if label in result.no_region:
+            found.append(f"{REGION}: {result.no_region[label]}")
+        if found:
+            reasons[label] = "; ".join(found)
+    return reasons
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import onnx
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
 from onnxfuse.printing import Line, bytes_text, columns, counted
+from onnxfuse.report.facts import Facts
 from onnxfuse.report.lines import (
     estimate_line,
     folded_line,
@@ -104,6 +104,7 @@ class Report:
     assumed: Mapping[str, int] = field(default_factory=dict)  # sizes of the inputs' dynamic dims, for the estimate
     unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
     switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
+    facts: Facts | None = None  # of the model and the run, for the page
 
     @property
     def counts(self) -> dict[str, int]:
@@ -169,6 +170,16 @@ class Report:
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as `to_json` does."""
+        return self.to_json()
+
+    def _repr_html_(self) -> str:
+        """Return a compact summary, which notebooks show."""
+        from onnxfuse.report.page import write_summary  # which imports Jinja2
+
+        return write_summary(self)
+
     def written(self, path: Path) -> Report:
         """Return the report with the path that the model was written to, and the bytes of its files."""
         size = file_bytes(path, read(path))
@@ -181,9 +192,9 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
-            console = Console(record=True, width=120, file=io.StringIO())
-            console.print(self.table())
-            text = console.export_html()
+            from onnxfuse.report.page import write_page  # which imports Jinja2
+
+            text = write_page(self)
         else:
             text = json.dumps(self.to_json(), indent=1) + "\n"
         try:

@@ -1,0 +1,218 @@
+// The graphs before and after, their blocks, and where everything stands in the picture.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const text = (number) => DATA.texts[number];
+const LABEL = 0, OP = 1, ATTRIBUTES = 2, TYPES = 3, WEIGHTS = 4, READS = 5, FATE = 6, STANDS_FOR = 7;  // columns of nodes
+const PAD = 18, MAX_CHARS = 34;
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map();
+
+/** Return how wide a text is in the picture: a name, or a smaller line under it. */
+function widthOf(value, isName) {
+  const key = `${isName} ${value}`;
+  if (!widths.has(key)) {
+    pen.font = isName ? "600 13px system-ui, sans-serif" : "11px system-ui, sans-serif";
+    widths.set(key, pen.measureText(value).width);
+  }
+  return widths.get(key);
+}
+
+const counted = (count, what, several) => `${count.toLocaleString("en")} ${count === 1 ? what : several || what + "s"}`;
+const escaped = (value) => String(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+const cut = (value, length = MAX_CHARS) => value.length > length ? value.slice(0, length - 1) + "…" : value;
+
+/** Link one graph of the data: positions, who reads whom, what each node stands for, and the matches. */
+function linked(graph) {
+  const position = new Map(graph.order.map((node, i) => [node, i]));
+  const made = new Map(Object.entries(graph.matches).map(([number, [after]]) => [after, Number(number)]));
+  const isDrawn = drawnBefore(graph);
+  const replacedBy = graph.after.map(() => []), drawnBy = graph.after.map(() => []);
+  graph.before.forEach((node, i) => {
+    if (node[STANDS_FOR] < 0) return;
+    replacedBy[node[STANDS_FOR]].push(i);
+    if (isDrawn[i]) drawnBy[node[STANDS_FOR]].push(i);
+  });
+  const readers = (nodes) => {
+    const found = nodes.map(() => []);
+    nodes.forEach((node, i) => node[READS].forEach((each) => found[each].push(i)));
+    return found;
+  };
+  const sides = {
+    after: { nodes: graph.after, readers: readers(graph.after), position: (i) => position.get(i), at: (p) => [graph.order[p]] },
+    before: {
+      nodes: graph.before, readers: readers(graph.before),
+      position: (i) => isDrawn[i] ? position.get(graph.before[i][STANDS_FOR]) : undefined,
+      at: (p) => drawnBy[graph.order[p]],
+    },
+  };
+  const root = asBlock([1, graph.order.length, graph.items], 0, "");
+  return { ...graph, made, replacedBy, drawnBy, sides, root, open: new Set() };
+}
+
+/**
+ * Return which nodes before fusing are drawn: those that a node after fusing stands for, without the arithmetic on
+ * shapes and masks that was rewritten, which reads nothing that flows through the model.
+ */
+function drawnBefore(graph) {
+  const flows = [];
+  return graph.before.map((node, i) => {
+    const fate = DATA.fates[node[FATE]];
+    const reads = !["Shape", "Size"].includes(text(node[OP])) && node[READS].some((each) => flows[each]);
+    flows[i] = fate !== "constant" && (fate === "fused" || fate === "weights" || reads);
+    return node[STANDS_FOR] >= 0 && (flows[i] || fate === "stays");
+  });
+}
+
+/** Turn an item of the data into a block or a position; `start` is where the block begins. */
+function asBlock([copies, length, items], start, path) {
+  const block = { copies, length, start, path, items: [] };
+  let at = start;
+  for (const item of items) {
+    if (typeof item === "number") {
+      block.items.push(item);
+      at = item + 1;
+    } else {
+      const inner = asBlock(item, at, `${path}/${at}`);
+      block.items.push(inner);
+      at += inner.copies * inner.length;
+    }
+  }
+  return block;
+}
+
+const isBlock = (item) => typeof item === "object";
+const spanOf = (item) => isBlock(item) ? [item.start, item.start + item.copies * item.length] : [item, item + 1];
+
+/** Return how many nodes a block draws on a side when all of it is open. */
+function drawnIn(graph, side, block) {
+  return block.items.reduce((sum, item) => sum + (isBlock(item) ? drawnIn(graph, side, item) : graph.sides[side].at(item).length), 0);
+}
+
+/** Open blocks from the outermost in, as long as not too many nodes are drawn. */
+function openWithin(graph, budget) {
+  graph.open.clear();
+  let left = budget - graph.root.items.filter((item) => !isBlock(item)).length;
+  const queue = graph.root.items.filter(isBlock);
+  while (queue.length) {
+    const block = queue.shift();
+    const own = block.items.reduce((sum, item) => sum + (isBlock(item) ? 1 : graph.sides.before.at(item).length), 0);
+    if (own > left) continue;
+    left -= own;
+    graph.open.add(block.path);
+    queue.push(...block.items.filter(isBlock));
+  }
+}
+
+/** Lay out the first copy of a block: units with places, and edges with points. */
+function layOut(graph, side, block) {
+  const { nodes, readers, position, at } = graph.sides[side];
+  const units = [], unitOfNode = new Map(), ranges = [];
+  for (const item of block.items) {
+    if (isBlock(item)) {
+      const [start, end] = spanOf(item);
+      ranges.push([start, end, units.length]);
+      units.push(blockUnit(graph, side, item));
+    } else {
+      for (const node of at(item)) {
+        unitOfNode.set(node, units.length);
+        units.push(nodeUnit(graph, side, node));
+      }
+    }
+  }
+  const first = block.start, last = block.start + block.length;
+  const unitOf = (node) => {
+    const known = unitOfNode.get(node);
+    if (known !== undefined) return known;
+    const p = position(node);
+    return p === undefined ? undefined : ranges.find(([start, end]) => start <= p && p < end)?.[2];
+  };
+  const isInside = (node) => { const p = position(node); return p !== undefined && first <= p && p < last; };
+  const edges = new Map(), entering = new Set(), leaving = new Set();
+  for (let p = first; p < last; p++) {
+    for (const node of at(p)) {
+      const to = unitOf(node);
+      if (to === undefined) continue;
+      for (const read of nodes[node][READS]) {
+        const from = isInside(read) ? unitOf(read) : undefined;
+        if (from === undefined) { if (position(read) !== undefined) entering.add(to); }
+        else if (from !== to) edges.set(`${from} ${to}`, [from, to]);
+      }
+      if (readers[node].some((reader) => position(reader) !== undefined && !isInside(reader))) leaving.add(to);
+    }
+  }
+  return { ...placed(units, [...edges.values()]), units, entering, leaving };
+}
+
+/** Place units by dagre, which ranks them from top to bottom. */
+function placed(units, edges) {
+  const g = new dagre.graphlib.Graph();
+  g.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 26, marginx: 6, marginy: 6 });
+  g.setDefaultEdgeLabel(() => ({}));
+  units.forEach((unit, i) => g.setNode(String(i), { width: unit.width, height: unit.height }));
+  edges.forEach(([from, to]) => g.setEdge(String(from), String(to)));
+  dagre.layout(g);
+  units.forEach((unit, i) => { const { x, y } = g.node(String(i)); unit.x = x - unit.width / 2; unit.y = y - unit.height / 2; });
+  const lines = g.edges().map((e) => g.edge(e).points);
+  const left = Math.min(0, ...lines.flat().map(({ x }) => x - 6)), right = Math.max(...lines.flat().map(({ x }) => x + 6), g.graph().width || 40);
+  units.forEach((unit) => { unit.x -= left; });
+  const moved = lines.map((points) => points.map(({ x, y }) => ({ x: x - left, y })));
+  return { lines: moved, width: right - left, height: Math.max(g.graph().height || 0, 20) };
+}
+
+function nodeUnit(graph, side, node) {
+  const row = graph.sides[side].nodes[node];
+  const name = cut(text(row[OP]));
+  const sub = cut(side === "after" ? subtitle(graph, node) : "");
+  const width = Math.max(widthOf(name, true), widthOf(sub, false), 34) + PAD;
+  return { kind: "node", node, name, sub, width, height: sub ? 40 : 26 };
+}
+
+/** Return what a fused node's box says in its second line: its sizes, and what it computes at its end. */
+function subtitle(graph, node) {
+  const match = graph.made.get(node);
+  if (match === undefined) return "";
+  const sizes = lines(text(DATA.matches[match][4])).filter((line) => / = \d+$/.test(line)).map((line) => line.replace(" = ", " "));
+  const found = Object.fromEntries(lines(text(graph.after[node][ATTRIBUTES])).map((line) => line.split(" = ")));
+  const words = [found.program, found.activation !== "none" && found.activation].filter(Boolean);
+  return [...words, ...sizes].join(" · ");
+}
+
+const lines = (value) => value ? value.split("\n").filter(Boolean) : [];
+const HEAD = 24, MARGIN = 10;
+
+function blockUnit(graph, side, block) {
+  const isOpen = graph.open.has(block.path);
+  const count = [...Array(block.length).keys()].reduce((sum, i) => sum + graph.sides[side].at(block.start + i).length, 0);
+  const unit = { kind: "block", block, isOpen, count, name: blockTitle(graph, side, block, count) };
+  if (isOpen) {
+    unit.inner = layOut(graph, side, block);
+    unit.width = Math.max(unit.inner.width, widthOf(unit.name, true) + 92) + 2 * MARGIN;
+    unit.height = unit.inner.height + HEAD + 2 * MARGIN;
+  } else {
+    const ops = new Map();
+    for (let i = 0; i < block.length; i++) for (const node of graph.sides[side].at(block.start + i)) {
+      const op = text(graph.sides[side].nodes[node][OP]);
+      ops.set(op, (ops.get(op) || 0) + 1);
+    }
+    unit.rows = [...ops].sort((a, b) => b[1] - a[1]).slice(0, 3).map(([op, n]) => cut(`${n} ${op}`));
+    unit.width = Math.max(widthOf(unit.name, true) + 92, ...unit.rows.map((row) => widthOf(row, false) + 28), 150);
+    unit.height = HEAD + MARGIN + 15 * unit.rows.length;
+  }
+  return unit;
+}
+
+/** Return "7 nodes", with the names that all nodes of a block begin with, such as /encoder/layer.0. */
+function blockTitle(graph, side, block, count) {
+  const labels = [];
+  for (let i = 0; i < block.length; i++) for (const node of graph.sides.before.at(block.start + i)) labels.push(graph.before[node][LABEL]);
+  const prefix = commonScope(labels);
+  return `${prefix ? `${cut(prefix)}: ` : ""}${counted(count, "node")}${block.copies > 1 ? " each" : ""}`;
+}
+
+function commonScope(labels) {
+  if (labels.length < 2) return "";
+  const sorted = [...labels].sort(), [a, b] = [sorted[0], sorted.at(-1)];
+  let i = 0;
+  while (i < a.length && a[i] === b[i]) i++;
+  const scope = a.slice(0, Math.max(a.slice(0, i).lastIndexOf("/"), 0));
+  return scope.length > 3 ? scope : "";
+}

@@ -1,0 +1,82 @@
+"""What a report says of the model and of the run beside what was fused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.ir.digest import graph_digest
+from onnxfuse.ir.protos import tensors
+from onnxfuse.ir.validate import size_of
+from onnxfuse.report.outline import Rewritten
+from onnxfuse.version import __version__
+
+
+@dataclass(frozen=True)
+class FusionNote:
+    """What a fusion computes, in one line, and where its pattern stands."""
+
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The model's name, maker and digest, the weights' bytes, the versions and the time of the run, and the graphs.
+
+    `graphs` are the main graph and the bodies in it, before and after.  `why_not` says why nodes are not fused, by
+    their labels.
+    """
+
+    name: str
+    producer: str
+    digest: str
+    weights_before: int
+    weights_after: int
+    at: datetime
+    versions: Mapping[str, str]
+    fusions: Mapping[str, FusionNote] = field(default_factory=dict)
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    graphs: tuple[Rewritten, ...] = ()
+
+
+def gather_facts(
+    original: onnx.ModelProto,
+    written: onnx.ModelProto,
+    path: str | None,
+    fusions: Iterable[Fusion],
+    graphs: Iterable[Rewritten],
+    why_not: Mapping[str, str],
+) -> Facts:
+    """Return the facts of a run that fused `original` and ends now."""
+    name = Path(path).name if path else original.graph.name
+    producer = " ".join(filter(None, (original.producer_name, original.producer_version)))
+    notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
+    now = datetime.now(UTC).replace(microsecond=0)
+    return Facts(
+        name, producer, graph_digest(original), _weight_bytes(original), _weight_bytes(written), now, _versions(),
+        notes, why_not, tuple(graphs),
+    )  # fmt: skip
+
+
+def _weight_bytes(model: onnx.ModelProto) -> int:
+    return sum(map(size_of, tensors(model.graph, *model.functions)))
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """Return the versions of onnxfuse and of the packages that it works with, as far as they are installed."""
+    found = {"onnxfuse": __version__}
+    for package in "onnx", "onnxruntime", "onnxruntime-gpu":
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

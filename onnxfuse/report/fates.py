@@ -1,0 +1,100 @@
+"""What became of each node of a graph: fused, folded away, merged with others, or kept."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.outline import Rewritten
+from onnxfuse.rewrite.replace import Fused
+
+Fate: TypeAlias = Literal["fused", "weights", "merged", "constant", "stays"]
+FATES: Final[tuple[Fate, ...]] = get_args(Fate)
+CONSTANT_KINDS: Final = frozenset({"constant", "shape", "branch", "carried"})  # of Folded: what needs no computing
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What became of the nodes of a graph, by their indices there, and the node of the new graph that stands for each.
+
+    fused     a fused node computes it
+    weights   its effect is folded into the weights of the node that stands for it
+    merged    it was rewritten, or is no longer needed; the node that computes what it led to stands for it
+    constant  its value is known before the model runs
+    stays     it is in the new graph as it was
+
+    `stands_for` is None where no node of the new graph computes what it did.  Names in `replaced` are
+    of nodes that were made while the graph was simplified.
+    """
+
+    fates: tuple[Fate, ...]
+    stands_for: tuple[int | None, ...]
+    records: Mapping[int, Fused]  # by the index of the fused node in the new graph
+    replaced: Mapping[int, tuple[int | str, ...]]  # by the same: indices of nodes, or names of nodes made on the way
+
+    @property
+    def counts(self) -> dict[Fate, int]:
+        """The number of nodes by fate."""
+        counted = Counter(self.fates)
+        return {fate: counted[fate] for fate in FATES}
+
+
+def find_fates(graph: Rewritten, fused: Iterable[Fused], folded: Iterable[Folded]) -> Fates:
+    """Return what became of each node, as the records and the tensors of both graphs say."""
+    before, after = graph.before.nodes, graph.after.nodes
+    by_label = {node.label: i for i, node in enumerate(before)}
+    new_by_label = {node.label: i for i, node in enumerate(after)}
+    new_by_output = {name: i for i, node in enumerate(after) for name in node.outputs}
+    records = {}
+    for one in fused:
+        index = new_by_label.get(one.node, new_by_output.get(one.output))
+        if index is not None:
+            records[index] = one
+    replaced = {index: tuple(by_label.get(label, label) for label in one.replaces) for index, one in records.items()}
+    stands_for: list[int | None] = [None] * len(before)
+    fates: list[Fate] = ["merged"] * len(before)
+    into = {one.node: one for one in folded}
+    for i, node in enumerate(before):
+        if node.label in into:
+            fates[i] = "constant" if into[node.label].kind in CONSTANT_KINDS else "weights"
+        elif (same := new_by_label.get(node.label)) is not None and same not in records:
+            fates[i], stands_for[i] = "stays", same
+    for index, nodes in replaced.items():
+        for each in nodes:
+            if isinstance(each, int):
+                fates[each], stands_for[each] = "fused", index
+    for i, node in enumerate(before):
+        target = by_label.get(into[node.label].into) if fates[i] == "weights" else None
+        if target is not None:
+            stands_for[i] = stands_for[target]
+    _follow_outputs(graph, records, fates, stands_for)
+    return Fates(tuple(fates), tuple(stands_for), records, replaced)
+
+
+def _follow_outputs(
+    graph: Rewritten, records: Mapping[int, Fused], fates: Sequence[Fate], stands_for: list[int | None]
+) -> None:
+    """Let a new node stand for the nodes without one that lead to its outputs from what other new nodes compute."""
+    producer = {name: i for i, node in enumerate(graph.before.nodes) for name in node.outputs}
+    ends: dict[int, list[int]] = defaultdict(list)  # by the new node: the nodes that compute its outputs
+    computed = set()
+    for index, node in enumerate(graph.after.nodes):
+        names = [graph.originals.get(name, name) for name in node.outputs]
+        if index in records:
+            names.append(records[index].output)
+        computed.update(names)
+        ends[index] = list({producer[name]: None for name in names if name in producer})
+    for index, work in ends.items():
+        seen = set(work)
+        while work:
+            i = work.pop()
+            if stands_for[i] is None and fates[i] not in ("constant", "stays"):
+                stands_for[i] = index
+            if stands_for[i] == index:
+                read = graph.before.nodes[i].inputs
+                inputs = {producer[name] for name in read if name in producer and name not in computed}
+                work += inputs - seen
+                seen |= inputs

@@ -1,0 +1,118 @@
+"""The outline of a graph: what reports show of its nodes once the model itself is gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import onnx
+from onnx import AttributeProto, TensorProto
+
+from onnxfuse.ir.domain import DOMAIN
+
+MAX_ATTRIBUTE_CHARACTERS: Final = 80
+BOOKKEEPING: Final = frozenset({"fusion", "operands", "output_types", "attributes", "output_ranks"})  # of fused nodes
+PROGRAM: Final = "program"  # of regions, and of fused nodes with operators in their epilogue: what they compute
+
+
+@dataclass(frozen=True)
+class OutlineNode:
+    """A node: its label, its operator, the tensors that it reads and computes, and its attributes as text."""
+
+    label: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    is_fused: bool = False
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A graph without its weights: its nodes in execution order, and the types of tensors as text."""
+
+    nodes: tuple[OutlineNode, ...]
+    types: Mapping[str, str] = field(default_factory=dict)  # "float16[batch, 8]", of tensors whose type is recorded
+    constants: frozenset[str] = frozenset()  # names of initializers
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A graph before and after fusing: the main graph, or a body of an If, Loop or Scan.
+
+    `originals` says for tensors of the second graph which one of the first they are another layout of.
+    """
+
+    where: str
+    before: Outline
+    after: Outline
+    originals: Mapping[str, str] = field(default_factory=dict)
+
+
+def outline(graph: onnx.GraphProto) -> Outline:
+    """Return the outline of a graph, without what is inside its subgraphs."""
+    weights = {tensor.name: _weight_text(tensor) for tensor in graph.initializer}
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {value.name: text for value in values if (text := _type_text(value.type))}
+    return Outline(tuple(_outline_nodes(graph.node)), types | weights, frozenset(weights))
+
+
+def _outline_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterable[OutlineNode]:
+    for node in nodes:
+        inputs, outputs = tuple(filter(None, node.input)), tuple(filter(None, node.output))
+        label = node.name or next(iter(outputs), "")
+        domain = node.domain if node.domain not in ("", "ai.onnx", DOMAIN) else ""
+        op = f"{domain}::{node.op_type}" if domain else node.op_type
+        attributes = {each.name: text for each in node.attribute if (text := _attribute_text(each))}
+        is_fused = node.domain == DOMAIN
+        if is_fused:
+            op = attributes.get("fusion", op)
+            attributes = {name: text for name, text in attributes.items() if name not in BOOKKEEPING}
+        yield OutlineNode(label, op, inputs, outputs, attributes, is_fused)
+
+
+def _attribute_text(attribute: AttributeProto) -> str:
+    """Return an attribute's value as text; of a tensor its type, and of a graph ""."""
+    value: object = ""
+    match attribute.type:
+        case AttributeProto.INT | AttributeProto.INTS:
+            value = attribute.i if attribute.type == AttributeProto.INT else list(attribute.ints)
+        case AttributeProto.FLOAT:
+            value = f"{attribute.f:g}"
+        case AttributeProto.FLOATS:
+            value = [float(f"{each:g}") for each in attribute.floats]
+        case AttributeProto.STRING if attribute.name == PROGRAM:
+            value = ", ".join(op for op, *_ in json.loads(attribute.s)["ops"] if op != "Constant")
+        case AttributeProto.STRING:
+            value = attribute.s.decode(errors="replace")
+        case AttributeProto.STRINGS:
+            value = [each.decode(errors="replace") for each in attribute.strings]
+        case AttributeProto.TENSOR:
+            value = _weight_text(attribute.t)
+    text = str(value)
+    return text if len(text) <= MAX_ATTRIBUTE_CHARACTERS else text[: MAX_ATTRIBUTE_CHARACTERS - 3] + "..."
+
+
+def _weight_text(tensor: TensorProto) -> str:
+    return _tensor_text(tensor.data_type, list(tensor.dims))
+
+
+def _type_text(value: onnx.TypeProto) -> str:
+    """Return "float16[batch, 8]"; "" for what is no tensor."""
+    if not value.HasField("tensor_type") or not value.tensor_type.elem_type:
+        return ""
+    kind = value.tensor_type
+    if not kind.HasField("shape"):
+        return _dtype_text(kind.elem_type)
+    dims = [d.dim_param or (d.dim_value if d.HasField("dim_value") else "?") for d in kind.shape.dim]
+    return _tensor_text(kind.elem_type, dims)
+
+
+def _tensor_text(dtype: int, dims: Sequence[object]) -> str:
+    return f"{_dtype_text(dtype)}[{', '.join(map(str, dims))}]"
+
+
+def _dtype_text(dtype: int) -> str:
+    return str(TensorProto.DataType.Name(dtype)).lower()

@@ -1,0 +1,126 @@
+"""The report as a page: one HTML file that needs no network and holds everything it shows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib.resources import files
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from onnxfuse.report.fates import FATES
+from onnxfuse.report.picture import Table, picture
+from onnxfuse.report.sections import (
+    NO_REASON,
+    Shown,
+    advice,
+    fate_counts,
+    groups,
+    hues_of,
+    miss_groups,
+    operators,
+    reasons_of,
+    stayed,
+    verdict,
+)
+from onnxfuse.report.wording import bytes_text, counted
+from onnxfuse.rewrite.replace import Fused
+
+ASSETS: Final = files("onnxfuse.report") / "assets"
+
+
+def write_page(report: Shown) -> str:
+    """Return the whole page."""
+    return _render("page.html.j2", report, asset=_asset, data=_as_script(data(report)))
+
+
+def write_summary(report: Shown) -> str:
+    """Return a compact fragment of HTML, for notebooks: what was fused, what it saves, whether it was verified."""
+    return _render("summary.html.j2", report)
+
+
+def data(report: Shown) -> dict[str, Any]:
+    """Return what the page draws, searches and writes plans of, as plain data.
+
+    A match is a list: its fusion, node, output, body, dims and the nodes in its epilogue; "graphs" says what it
+    replaces.
+    """
+    texts, facts = Table(), report.facts
+    reasons = reasons_of(report)
+    graphs = [
+        picture(each, report.fused, report.folded, texts) | {"why": {
+            i: texts.number(reasons.get(node.label, NO_REASON))
+            for i, node in enumerate(each.after.nodes) if not node.is_fused
+        }}
+        for each in (facts.graphs if facts else ())
+    ]  # fmt: skip
+    drawn = {number for each in graphs for number in each["matches"]}
+    matches = [
+        [one.fusion, one.node, one.output, one.where, texts.number(_dims_text(one)), list(one.joined),
+         [] if number in drawn else list(one.replaces)]
+        for number, one in enumerate(report.fused)
+    ]  # fmt: skip
+    plan = {"name": facts.name, "digest": facts.digest} if facts else None
+    hues = hues_of(one.fusion for one in report.fused)
+    return {"plan": plan, "fates": FATES, "hues": hues, "graphs": graphs, "matches": matches, "texts": texts.texts}
+
+
+def _dims_text(one: Fused) -> str:
+    return "\n".join(f"{name} = {size}" for name, size in one.dims.items())
+
+
+def _render(template: str, report: Shown, **values: Any) -> str:
+    return _templates().get_template(template).render(**_shown(report), **values)
+
+
+def _as_script(value: Any) -> Markup:
+    """Return plain data as JSON that may stand in a script element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+
+
+def _asset(name: str) -> Markup:
+    return Markup((ASSETS / name).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("onnxfuse.report", "assets"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"bytes": bytes_text, "count": counted, "code": code_text, "soft": soft_text}
+    return environment
+
+
+def _shown(report: Shown) -> dict[str, Any]:
+    """Return the values of the templates."""
+    plain, misses = report.to_dict(), miss_groups(report)
+    left = stayed(report, plain)
+    graphs = report.facts.graphs if report.facts else ()
+    return {
+        "report": plain,
+        "facts": report.facts,
+        "nodes": (sum(len(each.before.nodes) for each in graphs), sum(len(each.after.nodes) for each in graphs)),
+        "sizes": report.verified.sizes,
+        "verdict": verdict(report.verified, len(report.fused)),
+        "fates": fate_counts(report),
+        "operators": operators(report.facts),
+        "groups": groups(report),
+        "misses": misses,
+        "stayed": left,
+        "advice": list(advice(report, plain, misses, left)),
+    }
+
+
+def code_text(text: str) -> Markup:
+    """Return a sentence as HTML, in which what stands between backticks is code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def soft_text(name: str) -> Markup:
+    """Return a name as HTML that may be broken behind its underlines."""
+    return Markup(str(escape(name)).replace("_", "_<wbr>"))

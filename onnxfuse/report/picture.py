@@ -1,0 +1,91 @@
+"""The picture of a graph before and after fusing, as data that the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.blocks import Block, Item, find_blocks
+from onnxfuse.report.fates import FATES, find_fates
+from onnxfuse.report.outline import Outline, OutlineNode, Rewritten
+from onnxfuse.rewrite.replace import Fused
+
+
+class Table:
+    """Values that are written once and referred to by their number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """Return the number of a text."""
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts by number."""
+        return list(self.numbers)
+
+
+def picture(graph: Rewritten, fused: Sequence[Fused], folded: Iterable[Folded], texts: Table) -> dict[str, Any]:
+    """Return both graphs, what became of each node, and the repeated blocks of the graph after fusing.
+
+    `fused` are those of all graphs; "matches" gives for the number of each that is in this one its node after fusing,
+    and the nodes that it replaced: their numbers, or names where they were made while the graph was simplified.
+
+    A node is a list: its label, operator, the nodes that it reads, its attributes and the types of its outputs, all
+    texts as numbers in `texts` but the label.  Nodes before fusing end with their fate, by its number in FATES, and the
+    node that stands for them, or -1.
+    """
+    numbers = {id(one): i for i, one in enumerate(fused)}
+    fates = find_fates(graph, [one for one in fused if one.where == graph.where], folded)
+    before, after = graph.before, graph.after
+    old = [
+        [*row, FATES.index(fate), -1 if by is None else by]
+        for row, fate, by in zip(_rows(before, texts), fates.fates, fates.stands_for, strict=True)
+    ]
+    blocks = find_blocks(
+        [_label(node, after) for node in after.nodes], [_drop_unknown(row) for row in _readings(after)]
+    )
+    return {
+        "where": graph.where,
+        "before": old,
+        "after": list(_rows(after, texts)),
+        "fates": dict(fates.counts),
+        "matches": {numbers[id(one)]: [index, list(fates.replaced[index])] for index, one in fates.records.items()},
+        "order": list(blocks.order),
+        "items": [_item(item) for item in blocks.items],
+    }
+
+
+def _rows(graph: Outline, texts: Table) -> list[list[Any]]:
+    rows = []
+    for node, reads in zip(graph.nodes, _readings(graph), strict=True):
+        attributes = "\n".join(f"{name} = {text}" for name, text in node.attributes.items() if text)
+        types = "\n".join(graph.types.get(name, "") for name in node.outputs)
+        weights = ", ".join(graph.types[name] for name in node.inputs if name in graph.constants)
+        read = list(dict.fromkeys(_drop_unknown(reads)))
+        rows.append([node.label, *map(texts.number, (node.op, attributes, types, weights)), read])
+    return rows
+
+
+def _readings(graph: Outline) -> list[list[int | None]]:
+    producer = {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+    return [[producer.get(name) for name in node.inputs] for node in graph.nodes]
+
+
+def _drop_unknown(nodes: Sequence[int | None]) -> list[int]:
+    return [each for each in nodes if each is not None]
+
+
+def _label(node: OutlineNode, graph: Outline) -> tuple[object, ...]:
+    """Return what is equal of equal nodes: the operator, the attributes, and the types of weights and of results."""
+    weights = tuple(graph.types[name] for name in node.inputs if name in graph.constants)
+    types = tuple(graph.types.get(name, "") for name in node.outputs)
+    return node.op, tuple(sorted(node.attributes.items())), weights, types, len(node.inputs)
+
+
+def _item(item: Item) -> int | list[Any]:
+    """Return a node as its position in the order, and a block as its copies, its length, and its items."""
+    return [item.copies, item.length, [_item(each) for each in item.items]] if isinstance(item, Block) else item

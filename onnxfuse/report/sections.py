@@ -1,0 +1,302 @@
+"""What the sections of a page say: the verdict, the charts, what was fused, nearly fused and not, and what to do."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from onnxfuse.dsl.spans import Span
+from onnxfuse.match import Miss
+from onnxfuse.passes.folded import Folded
+from onnxfuse.report.facts import Facts, FusionNote
+from onnxfuse.report.fates import FATES, find_fates
+from onnxfuse.report.wording import counted
+from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.spell_out import Stays
+from onnxfuse.verify.compare import Verification
+
+QUOTED: Final = re.compile(r"'[^']*'")
+NUMBER: Final = re.compile(r"(?<![\w.])[-+]?\d[\d.]*(?:e[-+]?\d+)?(?![\w.])")
+REGION_FORMULA: Final = "operators that no pattern names, in one kernel that is generated from them"
+NO_REASON: Final = "no fusion has this operator in this place"
+# The hue of a fusion's family in the picture, by a word of the fusion's name.
+HUES: Final = (
+    ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
+    ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("activation", 50),
+)  # fmt: skip
+OTHER_HUE, HUE_STEP = 0, 12
+ON_HOST: Final = "runs on the host"  # in the reason why shape arithmetic is in no region
+MANY_STAY: Final = 0.2  # of the nodes: where more stay than that, the page says so at its top
+CONSTANT: Final = "Constant"  # the operator, which computes nothing
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Shown(Protocol):
+    """What a page is written of: the report of an optimization."""
+
+    @property
+    def fused(self) -> Sequence[Fused]:
+        """The fused nodes."""
+
+    @property
+    def folded(self) -> Sequence[Folded]:
+        """The nodes that vanished."""
+
+    @property
+    def missed(self) -> Sequence[Miss]:
+        """The near misses."""
+
+    @property
+    def stays(self) -> Sequence[Stays]:
+        """The operators that could be spelled out, and stay."""
+
+    @property
+    def verified(self) -> Verification:
+        """What was compared."""
+
+    @property
+    def facts(self) -> Facts | None:
+        """What else is known of the model and the run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the result can be trusted: a word, its tone (good, fair or bad), and how this is known."""
+
+    word: str
+    tone: str
+    how: str
+
+
+def verdict(verified: Verification, fused: int) -> Verdict:
+    """Return what the verification says in a word and a sentence."""
+    outputs, parts = counted(len(verified.outputs), "output"), counted(verified.equal_parts, "fused node")
+    if not verified.passed:
+        return Verdict("Not verified", "bad", f"Nothing was compared with the original: {verified.reason}.")
+    equal = " and ".join([*([outputs] if verified.outputs else []), *([parts] if verified.equal_parts else [])])
+    how = f"{equal} of {counted(fused, 'fused node')}" if verified.equal_parts < fused else equal
+    sentence = f"{how} computed what the original computes, in onnxruntime on the CPU"
+    if verified.status == "verified":
+        return Verdict("Verified", "good", f"{sentence}.")
+    return Verdict("Partly verified", "fair", f"{sentence}; {len(verified.not_compared)} could not be compared.")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a chart."""
+
+    name: str
+    before: int
+    after: int
+    is_fused: bool
+
+
+def operators(facts: Facts | None) -> list[Bar]:
+    """Return how many nodes of each operator there are before and after, the most frequent first; no Constants."""
+    graphs = facts.graphs if facts else ()
+    before = Counter(node.op for each in graphs for node in each.before.nodes)
+    new = [node for each in graphs for node in each.after.nodes]
+    after = Counter(node.op for node in new if not node.is_fused)
+    rows = [Bar(name, before[name], after[name], False) for name in before | after if name != CONSTANT]
+    fused = Counter(node.op for node in new if node.is_fused)
+    rows += [Bar(name, 0, count, True) for name, count in fused.items()]
+    return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
+
+
+def fate_counts(report: Shown) -> dict[str, int]:
+    """Return how many nodes of the original had each fate."""
+    graphs = report.facts.graphs if report.facts else ()
+    total: Counter[str] = Counter()
+    for each in graphs:
+        fused = [one for one in report.fused if one.where == each.where]
+        total.update(find_fates(each, fused, report.folded).counts)
+    return {fate: total[fate] for fate in FATES}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The fused nodes of one fusion: how many there are, and how many nodes they replace."""
+
+    name: str
+    count: int
+    replaced: int
+    note: FusionNote
+    hue: int
+
+
+def groups(report: Shown) -> list[Group]:
+    """Return the fusions that were applied, those that replace the most nodes first."""
+    notes = report.facts.fusions if report.facts else {}
+    replaced: Counter[str] = Counter()
+    for one in report.fused:
+        replaced[one.fusion] += len(one.replaces)
+    hues = hues_of(replaced)
+    counts = Counter(one.fusion for one in report.fused)
+    known = {REGION: FusionNote(REGION_FORMULA, "")} | dict(notes)
+    found = [
+        Group(name, counts[name], count, known.get(name, FusionNote("", "")), hues[name])
+        for name, count in replaced.items()
+    ]
+    return sorted(found, key=lambda each: (-each.replaced, each.name))
+
+
+def hues_of(fusions: Iterable[str]) -> dict[str, int]:
+    """Return a hue in degrees for each fusion: that of its family, moved on where another fusion has it."""
+    taken: dict[str, int] = {}
+    for name in sorted(set(fusions)):
+        hue = next((hue for word, hue in HUES if word in name), OTHER_HUE)
+        while any(abs(hue - other) < HUE_STEP for other in taken.values()):
+            hue = (hue + HUE_STEP) % 360
+        taken[name] = hue
+    return taken
+
+
+@dataclass(frozen=True)
+class MissGroup:
+    """Near misses of one fusion for one reason: the first of them, all nodes, and the pattern's line with carets."""
+
+    first: Miss
+    reason: str
+    nodes: tuple[str, ...]
+    source: tuple[str, ...]
+    fused_as: Mapping[str, int]  # how many of the nodes are part of other fused nodes, by their fusion
+
+    @property
+    def unfused(self) -> int:
+        """How many of the nodes are part of no other fused node."""
+        return len(self.nodes) - sum(self.fused_as.values())
+
+    @property
+    def is_near(self) -> bool:
+        """Whether at least half of the pattern agreed."""
+        return 2 * self.first.matched >= self.first.of
+
+
+def miss_groups(report: Shown) -> list[MissGroup]:
+    """Return the misses in groups that differ in the names that the reason quotes alone, the nearest first."""
+    found = _grouped(report.missed, lambda miss: (miss.fusion.name, _without_names(miss.reason), str(miss.span)))
+    fusion = {label: one.fusion for one in report.fused for label in one.replaces}
+    made = [
+        MissGroup(
+            some[0], some[0].reason, tuple(miss.node for miss in some), tuple(source_lines(some[0].span)),
+            Counter(fusion[miss.node] for miss in some if miss.node in fusion),
+        ) for some in found.values()
+    ]  # fmt: skip
+    return sorted(made, key=lambda each: (not each.is_near, -each.unfused, -len(each.nodes)))
+
+
+def source_lines(span: Span) -> Iterator[str]:
+    """Yield the pattern's line that a span points into, and carets under it; nothing where the file is gone."""
+    if text := linecache.getline(span.file, span.line).rstrip("\n"):
+        end = span.end_column if span.end_column > span.column else len(text)
+        indent = len(text) - len(text.lstrip())
+        yield text[indent:]
+        yield " " * (span.column - indent) + "^" * max(end - span.column, 1)
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """Nodes of one operator that are in the optimized model as they were, and why."""
+
+    op: str
+    reason: str
+    nodes: tuple[str, ...]
+
+
+def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
+    """Return what is not fused, by operator and reason, the most frequent first."""
+    if report.facts is None:
+        return []
+    reasons = reasons_of(report)
+    left = [node for each in report.facts.graphs for node in each.after.nodes if not node.is_fused]
+    if plain["standard"]:  # what stands for fused nodes is no fused node then
+        known = {node.label for each in report.facts.graphs for node in each.before.nodes}
+        known -= {label for one in report.fused for label in one.replaces}
+        left = [node for node in left if node.label in known]
+    found = _grouped(left, lambda node: (node.op, _without_names(reasons.get(node.label, NO_REASON))))
+    made = [
+        Stayed(op, reasons.get(some[0].label, NO_REASON), tuple(node.label for node in some))
+        for (op, _), some in found.items()
+    ]
+    return sorted(made, key=lambda each: (-len(each.nodes), each.op))
+
+
+def reasons_of(report: Shown) -> dict[str, str]:
+    """Return why nodes are not fused, by their labels."""
+    found = dict(report.facts.why_not) if report.facts else {}
+    return found | {one.node: one.reason for one in report.stays}
+
+
+def _grouped(values: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
+    found: dict[Key, list[T]] = defaultdict(list)
+    for value in values:
+        found[key(value)].append(value)
+    return found
+
+
+def _without_names(reason: str) -> str:
+    """Return a reason without the names and numbers in it, which is equal where the same thing differs."""
+    return NUMBER.sub("#", QUOTED.sub("'...'", reason))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to know or do, in a few words and in sentences, and the section of the page that has more."""
+
+    title: str
+    text: str
+    section: str
+
+
+def advice(
+    report: Shown, plain: Mapping[str, Any], misses: Sequence[MissGroup], left: Sequence[Stayed]
+) -> Iterator[Advice]:
+    """Yield what the reader may want to do next, what concerns the trust in the result first."""
+    verified = report.verified
+    if not verified.passed:
+        yield Advice("Verify before you deploy", "`onnxfuse verify A B` compares two models.", "trust")
+    if verified.not_compared:
+        first = verified.not_compared[0]
+        yield Advice(
+            f"{counted(len(verified.not_compared), 'value')} could not be compared",
+            f"'{first.name}': {first.reason}. Give inputs that the model meets in practice with `--input FILE.npz`, "
+            "or sizes with `--shape INPUT:1x3x640x640`.", "trust",
+        )  # fmt: skip
+    if dropped := plain["dropped"]:
+        yield Advice(
+            f"{counted(len(dropped), 'change')} taken back",
+            f"{dropped[0]['fusion']} at '{dropped[0]['node']}': {dropped[0]['reason']}. The model is right without it.",
+            "trust",
+        )  # fmt: skip
+    near = [each for each in misses if each.is_near and each.unfused]
+    if near:
+        most = near[0]
+        hint = f" {most.first.hint}" if most.first.hint else ""
+        yield Advice(
+            f"{counted(sum(each.unfused for each in near), 'place')} nearly fused",
+            f"Most often {most.first.fusion.name}, {most.unfused}x: {most.reason}.{hint}", "missed",
+        )  # fmt: skip
+    computing = [each for each in left if ON_HOST not in each.reason]
+    if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:
+        yield Advice(
+            f"{counted(sum(len(each.nodes) for each in computing), 'node')} stayed as they were",
+            f"Most often {len(computing[0].nodes)}x {computing[0].op}: {computing[0].reason}.", "stayed",
+        )  # fmt: skip
+    if quantized := plain["quantized"]:
+        listed = ", ".join(f"{count} {op}" for op, count in quantized.items())
+        yield Advice("Quantized operators are not fused", f"{listed}. Fuse the model before it is quantized.", "stayed")
+    for why in plain["functions"].get("kept", ())[:1]:
+        yield Advice("A function of the model is not inlined", f"{why}; its nodes are not fused.", "stayed")
+    yield Advice(
+        "Measure on your GPU",
+        "Launches and memory traffic are estimates. `onnxfuse bench MODEL` times the model as it was and fused, and "
+        "compares their outputs there; `onnxfuse tune` chooses the fastest way to run each fused node.", "trust",
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""Test the report as a page: its size, that it is valid, needs no network, and says what the report says."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from exported_models import load_exported
+from large_models import transformer_like
+from test_optimize import BLOCK, parse
+from test_report import EVERYTHING
+
+from onnxfuse import Report, optimize
+from onnxfuse.report.page import data, write_page
+from onnxfuse.report.sections import miss_groups, stayed
+
+VOID = {"meta", "link", "input", "br", "path", "circle", "rect"}
+
+
+class Checker(html.parser.HTMLParser):
+    """Notes elements that are not closed in turn, ids that stand twice, and what a browser would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.targets: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loads += [str(found[name]) for name in ("src", "srcset", "data") if name in found]
+        if href := found.get("href"):
+            (self.targets if href.startswith("#") else self.loads).append(href)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID and (not self.open or self.open.pop() != tag):
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, text: str) -> None:
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(text)
+
+
+def checked(page: str) -> Checker:
+    """Return what the checker noted of a page that is valid and complete."""
+    checker = Checker()
+    checker.feed(page.replace("<wbr>", ""))  # where names may be broken
+    assert (checker.wrong, checker.open) == ([], [])
+    assert len(checker.ids) == len(set(checker.ids))
+    assert {target[1:] for target in checker.targets} <= set(checker.ids)
+    assert checker.loads == ["data:,"]
+    return checker
+
+
+def embedded(page: str) -> dict[str, object]:
+    """Return the data that a page holds."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return dict(json.loads(text))
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """Return the report of a model in which something is fused, folded and missed."""
+    return optimize(parse(EVERYTHING))[1]
+
+
+def test_the_page_is_valid_and_complete(report: Report) -> None:
+    page = write_page(report)
+    text = " ".join(" ".join(checked(page).texts).split())
+    for each in ("10 nodes became", "Verified", "conv_bias_activation", "required 0.707107", "_activations.py:"):
+        assert each in text
+    assert "root" in text and "_____^" not in text
+
+
+def test_what_is_quoted_cannot_end_the_page() -> None:
+    model = parse(EVERYTHING)
+    model.graph.node[-1].name = "</script><script>alert(1)</script><!--"
+    page = write_page(optimize(model, verify=False)[1])
+    checked(page)
+    assert "<script>alert" not in page and "</script><!--" not in page
+
+
+def test_the_page_holds_what_plans_are_made_of(report: Report) -> None:
+    found = data(report)
+    assert report.facts and found["plan"] == {"name": "g", "digest": report.facts.digest}
+    assert len(report.facts.digest) == 64
+    (graph,) = found["graphs"]
+    before = [row[0] for row in graph["before"]]
+    for number, (fusion, node, output, *_) in enumerate(found["matches"]):
+        one = report.fused[number]
+        assert (one.match, one.node) == (f"{fusion}:{output}", node)
+        after, replaced = graph["matches"][number]
+        assert graph["after"][after][0] == node
+        assert [before[each] if isinstance(each, int) else each for each in replaced] == list(one.replaces)
+
+
+def test_each_node_has_a_fate(report: Report) -> None:
+    (graph,) = data(report)["graphs"]
+    assert graph["fates"] == {"fused": 9, "weights": 1, "merged": 0, "constant": 0, "stays": 0}
+    stands = {row[0]: graph["after"][row[-1]][0] for row in graph["before"]}
+    assert stands["norm"] == stands["conv"] != stands["h"] == stands["product"]
+    assert stands["last_of_gelu"] == stands["erf"] == stands["h"] == "h/gemm_bias_activation"
+
+
+def test_misses_are_grouped_by_what_differs(report: Report) -> None:
+    found = miss_groups(report)
+    assert sum(len(each.nodes) for each in found) == len(report.missed)
+    group = next(each for each in found if "required 0.707107" in each.reason)
+    line, carets = group.source
+    assert line.strip() and set(carets.strip()) == {"^"} and len(carets) <= len(line)
+
+
+def test_what_stayed_has_a_reason() -> None:
+    model = parse("g (float[n,n] x) => (float[n,n] y) { y = MatMul (x, x) }")
+    report = optimize(model, verify=False)[1]
+    (left,) = stayed(report, report.to_dict())
+    assert (left.op, left.nodes) == ("MatMul", ("y",)) and "MatMul" in left.reason
+
+
+def test_standard_operators_in_place_of_fused_nodes_did_not_stay() -> None:
+    report = optimize(parse(BLOCK), emit="standard", verify=False)[1]
+    assert report.standard and report.standard.counts and stayed(report, report.to_dict()) == []
+    (graph,) = data(report)["graphs"]
+    assert graph["fates"]["fused"] == 4 and len(graph["matches"]) == 2
+    checked(write_page(report))
+
+
+def test_a_model_in_which_nothing_is_fused_has_a_page() -> None:
+    page = write_page(optimize(parse("g (float[n] x) => (float[n] y) { y = Exp (x) }"))[1])
+    assert "nothing was fused" in " ".join(checked(page).texts)
+
+
+def test_a_body_is_drawn_too() -> None:
+    model = parse("""
+        g (bool c, float[2,8] x) => (float[2,6] y) <float[8,6] w, float[6] b>
+        { y = If (c) <then_branch = t () => (float[2,6] p) { m = MatMul (x, w) a = Add (m, b) p = Relu (a) },
+                      else_branch = f () => (float[2,6] q) { q = MatMul (x, w) }> }""")
+    report = optimize(model)[1]
+    found = data(report)
+    assert [graph["where"] for graph in found["graphs"]][1:] == [
+        "the then branch of If 'y'", "the else branch of If 'y'"
+    ]  # fmt: skip
+    assert "the then branch" in write_page(report)
+
+
+def test_a_report_without_facts_is_a_page_too(report: Report) -> None:
+    assert "conv_bias_activation" in write_page(replace(report, facts=None))
+
+
+def test_the_summary_for_notebooks(report: Report) -> None:
+    summary = report._repr_html_()
+    assert len(summary) < 5000 and "<script" not in summary
+    assert "gemm_bias_activation" in summary and "Verified" in summary
+
+
+def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    optimize(parse(EVERYTHING))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_page_of_an_exported_model(tmp_path: Path) -> None:
+    optimize(load_exported("llama_sdpa_ts_fp32.onnx"), verify=False)[1].write(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    checked(page)
+    assert len(embedded(page)["matches"]) > 10  # type: ignore[arg-type]
+
+
+def test_ten_thousand_nodes_are_less_than_two_megabytes() -> None:
+    model = transformer_like(500, tuple(range(9, 203, 2)))
+    assert len(model.graph.node) == 10_000
+    page = write_page(optimize(model, verify=False, only=["gemm_bias_activation", "layer_norm"])[1])
+    assert len(page.encode()) < 2e6
+    checked(page)
