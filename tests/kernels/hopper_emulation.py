@@ -18,18 +18,19 @@ MAX_RANK = 5
 class Map(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * MAX_RANK), ("strides", ctypes.c_long * MAX_RANK)]
     _fields_ += [("box", ctypes.c_int * MAX_RANK), ("walks", ctypes.c_int)]
-    _fields_ += [("lower", ctypes.c_int * 2), ("upper", ctypes.c_int * 2)]
+    _fields_ += [("lower", ctypes.c_int * 2), ("upper", ctypes.c_int * 2), ("rounds", ctypes.c_int)]
 
 
 def map_of(argument: TensorMap, address: int) -> Map:
-    """Return a map of 16-bit elements as the emulation has it."""
+    """Return a map of 16-bit elements, or of float32 that loads round to TF32, as the emulation has it."""
 
     def padded(kind: type[ctypes.c_long | ctypes.c_int], values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
         return (kind * MAX_RANK)(*values, *[1] * (MAX_RANK - len(values)))
 
+    item = 4 if argument.dtype == "tfloat32" else 2
     found = Map(
-        address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (2, *argument.strides)),
-        padded(ctypes.c_int, argument.box), int(argument.im2col is not None),
+        address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (item, *argument.strides)),
+        padded(ctypes.c_int, argument.box), int(argument.im2col is not None), rounds=int(item == 4),
     )  # fmt: skip
     if argument.im2col is not None:
         assert argument.im2col.steps == (1, 1)
