@@ -27,6 +27,7 @@ MAX_FEW_OF_PADS: Final = 2  # for each combination of dynamic pads, which are co
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
 MAX_STRIDE: Final = 8
+WALK_CYCLES: Final = 4.1  # of TMA for a pixel: tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
 CONFIGS: Final = (
     *hopper.CONFIGS,
     HopperConfig(256, 32),
@@ -51,7 +52,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return []
     conv = plain_pads(conv)
     gemm = gemm_of_blocks(conv)
-    found = best_first(fitting(conv, device), lambda config: hopper.cycles(gemm, config, device))
+    found = best_first(fitting(conv, device), lambda config: cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
@@ -68,9 +69,14 @@ def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperConfig]:
     def cost(gemm: Gemm, config: HopperConfig) -> float:
-        return hopper.cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
+        return cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
 
     return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, most)
+
+
+def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+    """Estimate the clock cycles of a convolution, whose product is `gemm`."""
+    return hopper.cycles(gemm, config, device, WALK_CYCLES)
 
 
 def is_supported(conv: Conv, device: Device) -> bool:

@@ -23,6 +23,8 @@ MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # of a cluster whose blocks share a tile: they start late, and wait for each other
+TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the next one is not under way
+SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
 PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
 MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
 PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
@@ -106,28 +108,34 @@ def stage_k(gemm: Gemm) -> int:
     return ROW_BYTES // ITEM_BYTES[gemm.dtype]
 
 
-def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles without the launch, well enough for the fastest to be among the first three.
 
-    The constants are of an H200, from times of all configs at 22 shapes with m from 128 to 6304 and k from 768 to 8192.
-    CLUSTER_CYCLES is from 112 products and convolutions of convolutional networks, with m from 196 to 25088: where the
-    slower one of a split and no split has the lower estimate, that costs 0.2 us in all of them together, and 34.7 us
-    without CLUSTER_CYCLES.
+    row_cycles  that TMA takes at least for a row of x in a stage
+
+    The constants are of an H200: times of two to six configs at each of 92 products and convolutions with m from 128 to
+    262144 and k from 64 to 8192, of which the one with the lowest estimate takes 1.0 % longer than the fastest in the
+    geometric mean, and 9 % at most; of twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
+    convolutions of convolutional networks, with m from 196 to 25088.
     """
-    multiply = config.tile_m * config.tile_n * TILE_K / 2048 / 0.73  # what power and shared memory leave; as in TF32
-    load = (config.tile_m + config.tile_n) * ROW_BYTES / 56  # bytes a cycle from L2
-    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * max(multiply, load)
+    rows, columns = config.tile_m, config.tile_n
+    multiply = rows * columns * TILE_K / 2048  # in TF32 as well, of half as many elements
+    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
+    load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
+    step = max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
+    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * step
     if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
         others = config.split_k - 1
         exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    epilogue = config.tile_m * tile_columns(gemm, config) * instructions / 128
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
+    epilogue = rows * tile_columns(gemm, config) * max(instructions / 128, moved)
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
-    if config.pingpong:  # a seventh of an epilogue is hidden
-        return rounds * (mainloop + 250 + 6 / 7 * epilogue) + epilogue / 7
-    return rounds * (mainloop + epilogue)
+    if config.pingpong:  # the other consumer multiplies meanwhile, and waits for what is left
+        return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
+    return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
