@@ -1,17 +1,17 @@
 // The main loop of the Hopper GEMMs and convolutions (sm_90a): a producer keeps a ring of operand tiles filled by TMA,
-// consumers multiply them by wgmma. gemm_hopper_tiles.cuh and gemm_hopper_split.cuh add what happens to the
-// accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
+// consumers multiply them by wgmma. gemm_hopper_tiles.cuh, gemm_hopper_threads.cuh and gemm_hopper_split.cuh add what
+// happens to the accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
 // w.
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
 // in fp32; epilogue.cuh does the rest. Of fp32, TMA rounds x and w to TF32 on their way to shared memory; it is
 // TRANSPOSED, because wgmma reads TF32 along k alone.
 //
-// A stage of the ring holds 128 bytes of k, which are 64 elements or 32 of TF32: TILE_M rows of x and TILE_N columns of w (and of up), in blocks of K_BLOCK
-// elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two mbarriers: the producer waits for `empty`, and
-// consumers wait for `full`, which is complete when all bytes have arrived. Warpgroup 0 is the producer, of which one
-// thread issues all loads; warpgroups 1 to CONSUMERS multiply. The producer gives registers to the consumers
-// (setmaxnreg).
+// A stage of the ring holds 128 bytes of k, which are 64 elements or 32 of fp32: TILE_M rows of x and TILE_N columns of w
+// (and of up), in blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two
+// mbarriers: the producer waits for `empty`, and consumers wait for `full`, which is complete when all bytes have
+// arrived. Warpgroup 0 is the producer, of which one thread issues all loads; warpgroups 1 to CONSUMERS multiply. The
+// producer gives registers to the consumers (setmaxnreg).
 //
 // Macros:
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side

@@ -11,9 +11,9 @@
 namespace {
 
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
-constexpr int EIGHTS = TILE_N / 8;                  // groups of eight columns that a thread has accumulators of
-constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;  // of them, whose operands are
-                                                    // loaded before the first is finished
+constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns that a thread has accumulators of, in an atom
+// Of them, whose operands are loaded before the first is finished: as many as there are registers for.
+constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
 
 static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
 

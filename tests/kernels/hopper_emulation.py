@@ -13,6 +13,8 @@ from onnxfuse.runtime.plan import Kernel, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 MAX_RANK = 5
+# What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.
+NULL_POINTERS = ("-fsanitize=null", "-fsanitize-undefined-trap-on-error")
 
 
 class Map(ctypes.Structure):
@@ -46,4 +48,4 @@ def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) ->
     assert memory in text
     text = text.replace(memory, "char* memory = emulated::here->memory;")
     text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
-    return load(text, kernel.defines, ["-pthread"], folder / "kernel.cc")
+    return load(text, kernel.defines, ["-pthread", *NULL_POINTERS], folder / "kernel.cc")

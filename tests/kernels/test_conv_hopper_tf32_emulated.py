@@ -58,7 +58,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return ((values.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
 
 
-@pytest.mark.parametrize(("case", "config"), [*sampled(CASES, 4), *sampled(VECTORS, 1)], ids=str)
+@pytest.mark.parametrize(("case", "config"), [*sampled(CASES, 4), *sampled(VECTORS, 4)], ids=str)
 def test_matches_float64_of_rounded_operands(case: ConvCase, config: HopperConfig, tmp_path: Path) -> None:
     conv = case.problem()
     assert hopper.is_supported(conv, H200)
