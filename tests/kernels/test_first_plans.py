@@ -106,6 +106,13 @@ def test_tiles_of_convolutions(case: ConvCase, tile: tuple[int, ...]) -> None:
     assert len(tile) == 3 or launch.kernel.defines["SPLIT_K"] == 1
 
 
+def test_depthwise_strips_keep_all_quarters_of_a_multiprocessor_busy() -> None:
+    case = ConvCase(16, 384, 384, (14, 14), (7, 7), (), (3,) * 4, group=384, w_hwio=True)
+    step = conv_host.implementations(case.problem(), H200)[0].steps[0]
+    assert isinstance(step, Launch)
+    assert (step.kernel.defines["TW"], step.block[0]) == (4, 128)  # 5.5 us; strips of 7 columns in blocks of 64 8.6
+
+
 def test_convolutions_in_tf32_run_on_wgmma() -> None:
     case = ConvCase(32, 64, 64, (56, 56), (3, 3), (), SAME, dtype="float32", tf32=True)
     assert kernel_of(conv_host.implementations(case.problem(), H200)[0].steps[0]) == "conv_hopper_tf32"
