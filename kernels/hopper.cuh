@@ -178,12 +178,12 @@ __device__ __forceinline__ void load_matrices(u32 from, u32 (&words)[4]) {
 }
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
-// d (64 x N, fp32) += a (64 x 16) b (16 x N). Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below
+// d (64 x N, fp32) += a (64 x 16) b (16 x N), or for TF32 a (64 x 8) b (8 x N): 32 bytes of k. Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and 8 below
 // that, columns 2 (t % 4) and the next of every 8: d[4 j], d[4 j + 1] are above, d[4 j + 2], d[4 j + 3] below.
 
 // Describes an operand in shared memory, in rows of SWIZZLE bytes as TMA writes them, from a multiple of 8 rows on.
 //   contiguous along k:        `stride` from 8 rows of m or n to the next 8 (8 SWIZZLE); `leading` unused;
-//                              16 elements of k further on: address + 32
+//                              32 bytes of k further on: address + 32
 //   contiguous along m or n:   `leading` from SWIZZLE bytes of m or n to the next, `stride` from 8 rows of k to the
 //                              next 8 (8 SWIZZLE); 16 rows of k further on: address + 16 SWIZZLE
 template <int SWIZZLE>
@@ -266,7 +266,18 @@ __device__ __forceinline__ void settle(float (&d)[COUNT]) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), \
                        "n"(int(ALONG_N))); \
     }
-#define WGMMAS(N, ...) WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__)
+// The same of fp32 as TMA rounds it to TF32; wgmma ignores the bits beyond. Both operands are contiguous along k.
+#define WGMMA_TF32(N, n0, n1, n2, n3, n4, n5, n6) \
+    template <bool ALONG_N> \
+    __device__ __forceinline__ void wgmma(f32, float (&d)[N / 2], u64 a, u64 b, bool accumulate) { \
+        static_assert(!ALONG_N); \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS_##n0 "}, %" #n0 \
+                     ", %" #n1 ", p, 1, 1; }" \
+                     : RESULTS_##n0 : "l"(a), "l"(b), "r"(int(accumulate))); \
+    }
+#define WGMMAS(N, ...) \
+    WGMMA(N, f16, "f16", __VA_ARGS__) WGMMA(N, bf16, "bf16", __VA_ARGS__) WGMMA_TF32(N, __VA_ARGS__)
 
 WGMMAS(16, 8, 9, 10, 11, 12, 13, 14)
 WGMMAS(32, 16, 17, 18, 19, 20, 21, 22)
@@ -287,6 +298,7 @@ WGMMAS(256, 128, 129, 130, 131, 132, 133, 134)
 
 #undef WGMMAS
 #undef WGMMA
+#undef WGMMA_TF32
 #undef OPERANDS
 #undef EIGHT
 

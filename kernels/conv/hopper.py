@@ -1,4 +1,4 @@
-"""The host side of conv_hopper.cu and conv_hopper_split.cu: which tiles cut up a convolution on a Hopper GPU."""
+"""The host side of conv_hopper.cu, conv_hopper_split.cu and conv_hopper_tf32.cu: tiles of convolutions on Hopper."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from onnxfuse.kernels.gemm.hopper import HopperConfig
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.menu import few
-from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, VECTOR_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Im2col, Scalar, TensorMap
 from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
-K_BLOCKS: Final = (64, 32, 16)  # channels of a block of k
+K_BLOCK_BYTES: Final = (128, 64, 32)  # of the channels of a block of k
 MAX_CONFIGS: Final = 6
 MAX_FEW_OF_PADS: Final = 2  # for each combination of dynamic pads, which are constants of the kernel
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
 MAX_STRIDE: Final = 8
+WALK_CYCLES: Final = 4.1  # of TMA for a pixel: tiles of 64 filters and 192 or 256 pixels take 4.4 in all on an H200
 CONFIGS: Final = (
     *hopper.CONFIGS,
     HopperConfig(256, 32),
@@ -51,7 +52,7 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return []
     conv = plain_pads(conv)
     gemm = gemm_of_blocks(conv)
-    found = best_first(fitting(conv, device), lambda config: hopper.cycles(gemm, config, device))
+    found = best_first(fitting(conv, device), lambda config: cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
@@ -68,20 +69,26 @@ def fitting(conv: Conv, device: Device) -> list[HopperConfig]:
 @functools.lru_cache(maxsize=512)
 def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperConfig]:
     def cost(gemm: Gemm, config: HopperConfig) -> float:
-        return hopper.cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
+        return cycles(gemm, config, device) if hopper.fits(gemm, config, device) else math.inf
 
     return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, most)
 
 
+def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+    """Estimate the clock cycles of a convolution, whose product is `gemm`."""
+    return hopper.cycles(gemm, config, device, WALK_CYCLES)
+
+
 def is_supported(conv: Conv, device: Device) -> bool:
     """Return whether the kernels take a convolution."""
-    if device.arch != 90 or conv.dtype not in ("float16", "bfloat16"):
-        return False  # wgmma of 16-bit types is an instruction of compute capability 90 alone
+    if device.arch != 90 or (conv.dtype == "float32" and not conv.tf32):
+        return False  # wgmma is an instruction of compute capability 90 alone, of 16-bit types and TF32
     axes = len(conv.kernel)
     if conv.group != 1 or conv.x_nchw or conv.w_hwio or axes not in MAX_CORNER:
         return False
-    if not conv.aligned or conv.c % 8 or conv.m % 8:
-        return False  # TMA reads and writes pixels that begin at multiples of 16 bytes
+    vector = VECTOR_BYTES // ITEM_BYTES[conv.dtype]
+    if not conv.aligned or conv.c % vector or (conv.dtype != "float32" and conv.m % vector):
+        return False  # TMA reads, and writes those of 16 bits, pixels that begin at multiples of 16 bytes
     if not conv.pixels * conv.m * conv.c * conv.taps or maximum(conv.pixels, conv.c * conv.taps) >= 2**31 - 2**16:
         return False  # coordinates are ints
     reach = _reach(conv)
@@ -96,7 +103,8 @@ def _reach(conv: Conv) -> list[int]:
 
 def k_block(conv: Conv) -> int:
     """Return the channels of a block of k: those that leave the fewest zeros behind the last channel."""
-    return min(K_BLOCKS, key=lambda size: (-(-conv.c // size) * size, -size))
+    blocks = (size // ITEM_BYTES[conv.dtype] for size in K_BLOCK_BYTES)
+    return min(blocks, key=lambda size: (-(-conv.c // size) * size, -size))
 
 
 def gemm_of_blocks(conv: Conv) -> Gemm:
@@ -107,9 +115,10 @@ def gemm_of_blocks(conv: Conv) -> Gemm:
 
 def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
     """Return the one launch by that config."""
-    gemm, source = gemm_of_blocks(conv), "conv_hopper_split" if config.split_k > 1 else "conv_hopper"
+    gemm, name = gemm_of_blocks(conv), "conv_hopper_split" if config.split_k > 1 else "conv_hopper"
+    source = "conv_hopper_tf32" if conv.dtype == "float32" and config.split_k == 1 else name
     launch = hopper.kernel_launch(source, gemm, config, device, defines(conv, config, device), arguments(conv, config))
-    return Implementation(f"{source} {config.name}", (launch,))
+    return Implementation(f"{name} {config.name}", (launch,))
 
 
 def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
@@ -127,7 +136,7 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     gemm, y_sizes = gemm_of_blocks(conv), three(conv.y_sizes)
     maps = [pixel_map(conv, config), weight_map(conv, config)]
-    if config.split_k > 1:
+    if config.split_k > 1 or conv.dtype == "float32":
         results: list[Argument] = [conv.y, conv.residual or ABSENT]
     else:
         results = [hopper.result_map(gemm, config, each, conv.m) for each in (conv.y, conv.residual) if each]
@@ -139,27 +148,28 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the map of x, whose loads take the pixels that one tap of the filter reads for a tile's rows."""
-    block, inward = k_block(conv), conv.sizes[::-1]  # the innermost axis first
+    inward = conv.sizes[::-1]  # the innermost axis first
     walk = Im2col(
         tuple(-before for before in reversed(conv.pads_begin)),
         tuple(behind - far for behind, far in zip(conv.pads_end, _reach(conv), strict=True))[::-1],
         conv.strides[::-1],
     )
-    pitches = tuple(itertools.accumulate((2 * conv.c, *inward), operator.mul))
-    box = (block, config.tile_m)
-    return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, _swizzle(block), walk)
+    pitches = tuple(itertools.accumulate((ITEM_BYTES[conv.dtype] * conv.c, *inward), operator.mul))
+    box = (k_block(conv), config.tile_m)
+    return TensorMap(conv.x, _dtype(conv), (conv.c, *inward, conv.n), pitches, box, _swizzle(conv), walk)
 
 
 def weight_map(conv: Conv, config: HopperConfig) -> TensorMap:
     """Return the map of w: channels, taps, filters."""
-    block, pitches = k_block(conv), (2 * conv.c, 2 * conv.c * conv.taps)
-    sizes, box = (conv.c, conv.taps, conv.m), (block, 1, config.tile_n)
-    return TensorMap(conv.w, _dtype(conv), sizes, pitches, box, _swizzle(block))
+    pitch = ITEM_BYTES[conv.dtype] * conv.c
+    sizes, box = (conv.c, conv.taps, conv.m), (k_block(conv), 1, config.tile_n)
+    return TensorMap(conv.w, _dtype(conv), sizes, (pitch, pitch * conv.taps), box, _swizzle(conv))
 
 
-def _dtype(conv: Conv) -> Literal["float16", "bfloat16"]:
-    return "float16" if conv.dtype == "float16" else "bfloat16"
+def _dtype(conv: Conv) -> Literal["float16", "bfloat16", "tfloat32"]:
+    return "float16" if conv.dtype == "float16" else "bfloat16" if conv.dtype == "bfloat16" else "tfloat32"
 
 
-def _swizzle(block: int) -> Literal[32, 64, 128]:
-    return 128 if block == 64 else 64 if block == 32 else 32
+def _swizzle(conv: Conv) -> Literal[32, 64, 128]:
+    row = k_block(conv) * ITEM_BYTES[conv.dtype]
+    return 128 if row == 128 else 64 if row == 64 else 32

@@ -24,12 +24,13 @@ from onnxfuse.kernels.conv.problem import Conv, of_fewer_axes
 from onnxfuse.kernels.epilogue_program import EpilogueProgram, in_epilogue, plans_in_epilogue
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import is_joined
-from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.plan import Device, FusedNode, Launch, Matmul, Plan, TensorSpec
 from onnxfuse.runtime.symint import for_later_plans, is_symbolic
 
 # Of the implementations of a depthwise convolution that have several kernels.
 MAX_MMA: Final = 3
 MAX_DEPTHWISE: Final = 2
+MAX_OF_PRODUCTS: Final = 3  # of the kernels of convolutions, for a pointwise one in float32
 # Matrix units compute the columns of y that a stride leaves out as well. For eight strided filters of 3x3 and 5x5, with
 # 64 to 672 channels and batch 32, they take 1.1 to 1.6 times as long as fma on an H200.
 FEW_STRIDED_TAPS: Final = 25
@@ -46,9 +47,33 @@ def _depthwise(conv: Conv, device: Device) -> list[Implementation]:
     return [way for found, most in every for way in found[:most]]
 
 
+def _pointwise(conv: Conv, device: Device) -> list[Implementation]:
+    """Return the ways to run a pointwise convolution as a product, and of float32 those of other convolutions too.
+
+    The kernels of products leave TF32 on Hopper's matrix units to cuBLASLt. Those of convolutions are faster where k is
+    not the short side, on an H200 in us: 100352x64x256 40.7 and 47.7, 25088x128x512 22.8 and 26.8. 100352x256x64, which
+    mostly reads and writes y, takes 76.5 and 68.7.
+    """
+    products = matrix.implementations(conv, device)
+    if not products or conv.dtype != "float32" or not _is_of_many_rows(products[0]):
+        return products
+    library = [each for each in products if isinstance(each.steps[0], Matmul)]
+    others = [each for each in products if each not in library]
+    is_first = conv.c >= conv.m or not library
+    with for_later_plans(0 if is_first else conv.pixels):
+        own = hopper.implementations(conv, device)[:MAX_OF_PRODUCTS]
+    first, second = (own, library) if is_first else (library, own)
+    return [*first, *second, *others]
+
+
+def _is_of_many_rows(product: Implementation) -> bool:
+    step = product.steps[0]
+    return isinstance(step, Matmul) or (isinstance(step, Launch) and step.kernel.source == "gemm_mma")
+
+
 # Kernels for one kind of convolution, of which at most one kind takes each; then those that take any.
 KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
-    matrix.implementations,
+    _pointwise,
     _depthwise,
     stem.implementations,
     grouped.implementations,
@@ -57,7 +82,7 @@ KINDS: Final[tuple[Callable[[Conv, Device], list[Implementation]], ...]] = (
 )
 
 
-WITH_PROGRAMS: Final = (matrix.implementations, hopper.implementations, mma.implementations)
+WITH_PROGRAMS: Final = (_pointwise, hopper.implementations, mma.implementations)
 MAX_EPILOGUES: Final = MAX_IMPLEMENTATIONS - joined.MAX_TWO_STEPS  # implementations with a program in their epilogue
 
 

@@ -1,16 +1,17 @@
 // The main loop of the Hopper GEMMs and convolutions (sm_90a): a producer keeps a ring of operand tiles filled by TMA,
-// consumers multiply them by wgmma. gemm_hopper_tiles.cuh and gemm_hopper_split.cuh add what happens to the
-// accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
+// consumers multiply them by wgmma. gemm_hopper_tiles.cuh, gemm_hopper_threads.cuh and gemm_hopper_split.cuh add what
+// happens to the accumulators. gemm_operands.cuh, conv_operands.cuh and conv_transpose_operands.cuh say where the producer finds x and
 // w.
 //
 // x is m x k, y and residual are m x n, all row-major; w and up are k x n, or n x k if TRANSPOSED. Products are summed
-// in fp32; epilogue.cuh does the rest.
+// in fp32; epilogue.cuh does the rest. Of fp32, TMA rounds x and w to TF32 on their way to shared memory; it is
+// TRANSPOSED, because wgmma reads TF32 along k alone.
 //
-// A stage of the ring holds 64 elements of k: TILE_M rows of x and TILE_N columns of w (and of up), in blocks of K_BLOCK
-// elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two mbarriers: the producer waits for `empty`, and
-// consumers wait for `full`, which is complete when all bytes have arrived. Warpgroup 0 is the producer, of which one
-// thread issues all loads; warpgroups 1 to CONSUMERS multiply. The producer gives registers to the consumers
-// (setmaxnreg).
+// A stage of the ring holds 128 bytes of k, which are 64 elements or 32 of fp32: TILE_M rows of x and TILE_N columns of w
+// (and of up), in blocks of K_BLOCK elements of k, whose rows TMA swizzles as wgmma reads them. Each stage has two
+// mbarriers: the producer waits for `empty`, and consumers wait for `full`, which is complete when all bytes have
+// arrived. Warpgroup 0 is the producer, of which one thread issues all loads; warpgroups 1 to CONSUMERS multiply. The
+// producer gives registers to the consumers (setmaxnreg).
 //
 // Macros:
 //   TILE_M, TILE_N   rows and columns of y in a tile. GATED: two products of that size, side by side
@@ -18,7 +19,7 @@
 //               0: the consumers share a tile, and each has an equal number of its rows (CUTLASS: cooperative)
 //   CONSUMERS   warpgroups that multiply: 2, or 3 that share a tile
 //   STAGES      of the ring
-//   K_BLOCK     elements of k in a block of a stage: 64, 32 or 16. Below 64, TRANSPOSED and not GATED
+//   K_BLOCK     elements of k in a block of a stage: those of 128, 64 or 32 bytes. Below 128, TRANSPOSED and not GATED
 //   SPLIT_K     blocks of a cluster, which share a tile, each with a slice of k: 1 but in gemm_hopper_split.cu
 //   PRODUCTS    of x with as many weights, each with its own n, y and bias: 1 to 3. Above 1, not GATED, and with a bias
 //               at most
@@ -34,10 +35,11 @@
 
 namespace {
 
-constexpr int TILE_K = 64;
 constexpr int ROW_BYTES = 128;                                         // of a box that TMA swizzles
+constexpr int TILE_K = ROW_BYTES / sizeof(T);
+constexpr int K_BYTES = 32;                                            // of k that a wgmma multiplies
 constexpr int BLOCKS = TILE_K / K_BLOCK;                               // of a stage
-constexpr int BLOCK_ROW_BYTES = 2 * K_BLOCK;                           // TMA's swizzle covers them
+constexpr int BLOCK_ROW_BYTES = sizeof(T) * K_BLOCK;                   // TMA's swizzle covers them
 constexpr int COLUMNS = TILE_N * (1 + GATED);                          // of accumulators: those of up follow those of w
 constexpr int CONSUMER_ROWS = PINGPONG ? TILE_M : TILE_M / CONSUMERS;  // rows of a tile that a consumer computes
 constexpr int ATOMS = CONSUMER_ROWS / 64;                              // wgmmas of 64 rows, one above the other
@@ -46,7 +48,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;         // or 128
 
 constexpr int X_BYTES = TILE_M * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + COLUMNS * ROW_BYTES;
-static_assert(K_BLOCK == 64 || (TRANSPOSED && !GATED));
+static_assert((K_BLOCK == TILE_K && sizeof(T) == 2) || (TRANSPOSED && !GATED));
 static_assert(TILE_M % 64 == 0 && TILE_N % (TRANSPOSED && !GATED ? 32 : 64) == 0 && COLUMNS <= 256);
 static_assert(PINGPONG ? CONSUMERS == 2 : TILE_M % (64 * CONSUMERS) == 0);
 static_assert(PRODUCTS == 1 || !(GATED || HAS_EXTRA || HAS_COLUMN_SCALE || HAS_RESIDUAL || SPLIT_K > 1));
@@ -208,7 +210,7 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
                                                              8 * BLOCK_ROW_BYTES);
     const u64 w = hopper::matrix_descriptor<BLOCK_ROW_BYTES>(
         shared + X_BYTES, TRANSPOSED ? 16 : TILE_K * ROW_BYTES, 8 * BLOCK_ROW_BYTES);
-    constexpr int X_STEP = 32 / 16, W_STEP = (TRANSPOSED ? 32 : 16 * ROW_BYTES) / 16;  // 16 of k, in units of 16 bytes
+    constexpr int X_STEP = K_BYTES / 16, W_STEP = (TRANSPOSED ? K_BYTES : 16 * ROW_BYTES) / 16;  // in units of 16 bytes
     constexpr int X_BLOCK = TILE_M * BLOCK_ROW_BYTES / 16, W_BLOCK = TILE_N * BLOCK_ROW_BYTES / 16;
     const u32 x_low = u32(x), w_low = u32(w);  // only the low words, which hold addresses, change
     u32 before = 0;
@@ -222,7 +224,7 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
         for (int block = 0; block < BLOCKS; ++block) {
             if (BLOCKS > 1 && step * BLOCKS + block >= blocks) break;
 #pragma unroll
-            for (int i = 0; i < K_BLOCK / 16; ++i)
+            for (int i = 0; i < BLOCK_ROW_BYTES / K_BYTES; ++i)
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; ++atom)
                     hopper::wgmma<!TRANSPOSED>(
@@ -242,9 +244,11 @@ __device__ __forceinline__ void multiply(float (&d)[ATOMS][COLUMNS / 2], Ring<ST
     for (int atom = 0; atom < ATOMS; ++atom) hopper::settle(d[atom]);
 }
 
-__device__ __forceinline__ float2 widen_pair(u32 word) {
+using Pair = Pack<T, 2>;
+
+__device__ __forceinline__ float2 widen_pair(const Pair& pair) {
     float both[2];
-    widen(T(), word, both);
+    unpack(pair, both);
     return {both[0], both[1]};
 }
 
@@ -254,10 +258,13 @@ __device__ __forceinline__ void copy_pair(float2 both, float (&to)[2]) {
 }
 
 // Loads two neighbouring elements of a row that has `left` elements from `from` on; those beyond it are zeros.
-__device__ __forceinline__ u32 load_pair(const T* from, int left) {
-    if constexpr (!STORE_BY_THREADS) return left > 0 ? load_cached<2>(from).words[0] : 0;
+template <class Element>
+__device__ __forceinline__ Pack<Element, 2> load_pair(const Element* from, int left) {
+    if constexpr (!STORE_BY_THREADS) return left > 0 ? load_cached<2>(from) : Pack<Element, 2>{};
     const u32 first = left > 0 ? load_cached<1>(from).words[0] : 0;
-    return left > 1 ? load_cached<1>(from + 1).words[0] << 16 | first : first;
+    const u32 second = left > 1 ? load_cached<1>(from + 1).words[0] : 0;
+    if constexpr (sizeof(Element) == 2) return {second << 16 | first};
+    else return {first, second};
 }
 
 // The epilogue for four accumulators of a thread, in wgmma's order: two columns of two rows; `y` holds the residual.

@@ -8,7 +8,7 @@
 //
 // Macros: those of gemm_hopper.cuh; not PINGPONG. Every block has at least one step of k.
 #pragma once
-#include "gemm_hopper.cuh"
+#include "gemm_hopper_fragments.cuh"
 
 namespace {
 
@@ -48,72 +48,8 @@ struct Exchange {
     }
 };
 
-struct SplitOutput {
-    const T *bias, *extra, *scale, *residual;
-    T* y;
-    float alpha, beta;
-    int m, n;
-    Program program;
-};
-
-// A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
-struct Fragment {
-    int row, column;
-    u32 bias, extra, scale, residual[2];
-    ProgramLoads<HAS_PROGRAM, 1> loads;
-
-    // The columns of row i that are left; 0 beyond the last row.
-    __device__ __forceinline__ int left(const SplitOutput& of, int i) const {
-        return row + 8 * i < of.m ? of.n - column : 0;
-    }
-    __device__ __forceinline__ size_t at(const SplitOutput& of, int i) const {
-        return size_t(row + 8 * i) * of.n + column;
-    }
-
-    __device__ __forceinline__ void fetch(const SplitOutput& of) {
-        if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
-        if constexpr (HAS_EXTRA) extra = load_pair(of.extra + column, of.n - column);
-        if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.scale + column, of.n - column);
-        if constexpr (HAS_RESIDUAL)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) residual[i] = load_pair(of.residual + at(of, i), left(of, i));
-        loads.load(of.program, {row, column}, of.m, of.n);
-    }
-
-    __device__ __forceinline__ void finish(const float* d, const float* up, const SplitOutput& of) const {
-        ColumnValues<2> values;
-        if constexpr (HAS_BIAS) widen(T(), bias, values.bias);
-        if constexpr (HAS_EXTRA) widen(T(), extra, values.extra);
-        if constexpr (HAS_COLUMN_SCALE) widen(T(), scale, values.scale);
-        float results[4] = {};
-        if constexpr (HAS_RESIDUAL)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float2 both = widen_pair(residual[i]);
-                results[2 * i] = both.x;
-                results[2 * i + 1] = both.y;
-            }
-        const float added[4] = {results[0], results[1], results[2], results[3]};
-        finish_four(d, up, values, of.alpha, of.beta, results);
-        loads.apply(of.program, results, added, 0);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (left(of, i) <= 0) continue;
-            const float both[2] = {results[2 * i], results[2 * i + 1]};
-            T* to = of.y + at(of, i);
-            if constexpr (STORE_BY_THREADS) {
-                const float first[1] = {both[0]}, second[1] = {both[1]};
-                store<false>(to, first);
-                if (left(of, i) > 1) store<false>(to + 1, second);
-            } else {
-                store<false>(to, both);
-            }
-        }
-    }
-};
-
 __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, const Tiles& tiles, int blocks,
-                                        const SplitOutput& of) {
+                                        const FragmentOutput& of) {
     const int consumer = warpgroup() - 1, thread = threadIdx.x % 128, rank = blockIdx.x % SPLIT_K;
     const int above = consumer * CONSUMER_ROWS;
     Ring<STAGES> ring;
@@ -149,7 +85,7 @@ __device__ __forceinline__ void consume(char* memory, const Barriers& barriers, 
 
 // The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
 template <class Operands>
-__device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const SplitOutput& output,
+__device__ __forceinline__ void run_split(Operands operands, const Weights& weights, const FragmentOutput& output,
                                           int blocks, int group_m) {
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = hopper::shared_address(memory);

@@ -36,7 +36,7 @@ constexpr int SUBTILE_N = TILE_N % 64 ? 32 : 64;
 constexpr int SUBTILE_ROW_BYTES = 2 * SUBTILE_N;  // TMA's swizzle covers them
 constexpr int SUBTILE_COLUMNS = TILE_N / SUBTILE_N;
 constexpr int SUBTILES = ATOMS * SUBTILE_COLUMNS;  // of a consumer's rows of a tile
-static_assert(!STORE_BY_THREADS || SUBTILE_N == 64);
+static_assert(sizeof(T) == 2 && (!STORE_BY_THREADS || SUBTILE_N == 64));
 constexpr int VECTORS = HAS_BIAS + HAS_EXTRA + HAS_COLUMN_SCALE;
 
 constexpr int SUBTILE_BYTES = 64 * SUBTILE_ROW_BYTES;
@@ -46,18 +46,18 @@ constexpr int BARRIERS_AT = VECTORS_AT + CONSUMERS * VECTORS * TILE_N * 4;
 
 // The column vectors on their way to shared memory: a thread has two elements of each.
 struct Vectors {
-    u32 words[VECTORS > 0 ? VECTORS : 1];
+    Pair pairs[VECTORS > 0 ? VECTORS : 1];
 
     __device__ __forceinline__ void fetch(const T* bias, const T* extra, const T* scale, int column, int n) {
         int i = 0;
-        if constexpr (HAS_BIAS) words[i++] = !OPTIONAL_BIAS || bias ? load_pair(bias + column, n - column) : 0;
-        if constexpr (HAS_EXTRA) words[i++] = load_pair(extra + column, n - column);
-        if constexpr (HAS_COLUMN_SCALE) words[i++] = load_pair(scale + column, n - column);
+        if constexpr (HAS_BIAS) pairs[i++] = !OPTIONAL_BIAS || bias ? load_pair(bias + column, n - column) : Pair{};
+        if constexpr (HAS_EXTRA) pairs[i++] = load_pair(extra + column, n - column);
+        if constexpr (HAS_COLUMN_SCALE) pairs[i++] = load_pair(scale + column, n - column);
     }
 
     __device__ __forceinline__ void put(float2* vectors) const {
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) vectors[i * TILE_N / 2] = widen_pair(words[i]);
+        for (int i = 0; i < VECTORS; ++i) vectors[i * TILE_N / 2] = widen_pair(pairs[i]);
     }
 };
 
@@ -156,7 +156,7 @@ struct Output {
                 hopper::load_matrices(address, words);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float2 both = widen_pair(words[j]);
+                    const float2 both = widen_pair({words[j]});
                     results[j / 2][j % 2 * 2] = both.x;
                     results[j / 2][j % 2 * 2 + 1] = both.y;
                 }

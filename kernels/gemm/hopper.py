@@ -9,11 +9,11 @@ from onnxfuse.kernels.epilogue_program import with_program
 from onnxfuse.kernels.gemm.pad import launches, padded, padded_columns, scratch_bytes
 from onnxfuse.kernels.gemm.problem import Gemm
 from onnxfuse.kernels.implementation import Implementation
-from onnxfuse.kernels.tensors import ABSENT, Defines
+from onnxfuse.kernels.tensors import ABSENT, ITEM_BYTES, Defines
 from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar, TensorMap
 from onnxfuse.runtime.symint import always, best_first, maximum, minimum
 
-TILE_K: Final = 64  # elements of k in a stage: the 128 bytes that TMA swizzles
+TILE_K: Final = 64  # elements of 16 bits of k in a stage: the 128 bytes that TMA swizzles
 ROW_BYTES: Final = 128
 SUBTILE: Final = 64  # rows of y that one TMA store writes, and columns where they divide those of a tile
 NARROW_SUBTILE: Final = 32  # columns of y that one TMA store writes of other tiles
@@ -23,7 +23,10 @@ MAX_CONFIGS: Final = 4
 BARRIER_BYTES: Final = 256  # reserved for mbarriers
 GROUP_ROWS: Final = 2048  # rows of y that are computed before the next columns
 CLUSTER_CYCLES: Final = 2700  # of a cluster whose blocks share a tile: they start late, and wait for each other
+TURN_CYCLES: Final = 25  # of a step of a consumer that multiplies alone: the next one is not under way
+SHARED_TILE_CYCLES: Final = 300  # of a tile whose consumers share it, and begin and end together
 PROGRAM_REGISTERS: Final = 64  # beside accumulators and what a program reads; with fewer, some of these are spilled
+MAX_ACCUMULATORS_OF_THREADS: Final = 128  # beside what a thread loads for the epilogue of fp32
 PENALTY: Final = 1e9  # clock cycles, more than any product takes, for a block whose cluster waits for others to end
 
 
@@ -100,47 +103,60 @@ def is_supported(gemm: Gemm, device: Device) -> bool:
     )
 
 
-def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+def stage_k(gemm: Gemm) -> int:
+    """Return the elements of k in a stage."""
+    return ROW_BYTES // ITEM_BYTES[gemm.dtype]
+
+
+def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float = 0.0) -> float:
     """Estimate the clock cycles without the launch, well enough for the fastest to be among the first three.
 
-    The constants are of an H200, from times of all configs at 22 shapes with m from 128 to 6304 and k from 768 to 8192.
-    CLUSTER_CYCLES is from 112 products and convolutions of convolutional networks, with m from 196 to 25088: where the
-    slower one of a split and no split has the lower estimate, that costs 0.2 us in all of them together, and 34.7 us
-    without CLUSTER_CYCLES.
+    row_cycles  that TMA takes at least for a row of x in a stage
+
+    The constants are of an H200: times of two to six configs at each of 92 products and convolutions with m from 128 to
+    262144 and k from 64 to 8192, of which the one with the lowest estimate takes 1.0 % longer than the fastest in the
+    geometric mean, and 9 % at most; of twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
+    convolutions of convolutional networks, with m from 196 to 25088.
     """
-    multiply = config.tile_m * config.tile_n * TILE_K / 2048 / 0.73  # what power and shared memory leave of wgmma
-    load = (config.tile_m + config.tile_n) * ROW_BYTES / 56  # bytes a cycle from L2
-    mainloop = -(-gemm.k // (TILE_K * config.split_k)) * max(multiply, load)
+    rows, columns = config.tile_m, config.tile_n
+    multiply = rows * columns * TILE_K / 2048  # in TF32 as well, of half as many elements
+    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
+    load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
+    step = max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
+    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * step
     if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
         others = config.split_k - 1
         exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
         waiting: int = maximum(0, blocks_beyond_room(gemm, config, device))
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
-    epilogue = config.tile_m * tile_columns(gemm, config) * instructions / 128
+    moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
+    epilogue = rows * tile_columns(gemm, config) * max(instructions / 128, moved)
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
-    if config.pingpong:  # a seventh of an epilogue is hidden
-        return rounds * (mainloop + 250 + 6 / 7 * epilogue) + epilogue / 7
-    return rounds * (mainloop + epilogue)
+    if config.pingpong:  # the other consumer multiplies meanwhile, and waits for what is left
+        return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
+    return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:
     """Return whether registers and shared memory have room for the config, and whether a split of k has its use."""
     if config.split_k > 1:
-        if gemm.grouped or gemm.k <= (config.split_k - 1) * TILE_K:  # then a block would have nothing of k
+        if gemm.grouped or gemm.k <= (config.split_k - 1) * stage_k(gemm):  # then a block would have nothing of k
             return False
         beyond = blocks_beyond_room(gemm, config, device)
         if always(lambda: beyond > 0, beyond):  # where that depends on dynamic sizes, `cycles` says so
             return False
+    if not _has_registers(gemm, config) or stages(gemm, config, device) < MIN_STAGES:
+        return False
+    if gemm.dtype == "float32":
+        return config.accumulators <= MAX_ACCUMULATORS_OF_THREADS
     vectors = column_vectors(gemm) + bool(gemm.residual)
     if config.pingpong and config.tile_m * config.tile_n > 128 * 128 and vectors > 2:
         return False  # they would not fit into registers beside the accumulators
-    if not _has_registers(gemm, config):
-        return False
     narrow = tile_columns(gemm, config) % SUBTILE  # threads store rows of whole subtiles
     if narrow and (gemm.up or not gemm.transposed or stores_by_threads(gemm)):
         return False
-    return narrow % NARROW_SUBTILE == 0 and stages(gemm, config, device) >= MIN_STAGES
+    return narrow % NARROW_SUBTILE == 0
 
 
 def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
@@ -152,9 +168,10 @@ def _has_registers(gemm: Gemm, config: HopperConfig, subtiles: int = 1) -> bool:
 def blocks_beyond_room(gemm: Gemm, config: HopperConfig, device: Device) -> int:
     """Return how many blocks of clusters that share tiles would have to wait for others; none if it is not positive.
 
-    Clusters of four do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks of them, 8.8 as 64 of two.
+    Larger clusters than pairs do not fill the chip: 128x2048x2048 took 13.3 us as 128 blocks in fours, 8.8 as 64 in
+    pairs; a convolution of 512x1280x11520 49.6 as 120 blocks in threes, 35.6 as 80 in pairs.
     """
-    room = device.multiprocessors * {2: 20, 3: 19}.get(config.split_k, 15) // 20
+    room = device.multiprocessors if config.split_k == 2 else device.multiprocessors * 3 // 4
     return tile_count(gemm, config) * config.split_k - room
 
 
@@ -164,7 +181,9 @@ def tile_count(gemm: Gemm, config: HopperConfig) -> int:
 
 
 def stores_by_threads(gemm: Gemm) -> bool:
-    """Return whether TMA cannot write y of some product of the launch, because its rows are not aligned."""
+    """Return whether y of some product of the launch has rows that TMA, or pairs of fp32, do not take."""
+    if gemm.dtype == "float32":
+        return not gemm.aligned or gemm.n % 2 > 0
     return not gemm.aligned or any(each.n < padded_columns(each.n, each.dtype) for each in gemm.products)
 
 
@@ -185,6 +204,8 @@ def fixed_bytes(gemm: Gemm, config: HopperConfig) -> int:
         eights = config.tile_m // SUBTILE // config.consumers * tile_columns(gemm, config) // 8  # of a thread, of y
         sums = (config.split_k - 1) * -(-eights // config.split_k) * gemm.weight_count
         return sums * config.consumers * 128 * 16 + BARRIER_BYTES
+    if gemm.dtype == "float32":  # results and column vectors stay in registers
+        return BARRIER_BYTES
     results = config.tile_m * tile_columns(gemm, config) * 2 * (2 if config.pingpong else 1)
     return results + config.consumers * column_vectors(gemm) * tile_columns(gemm, config) * 4 + BARRIER_BYTES
 
@@ -241,7 +262,8 @@ def defines(gemm: Gemm, config: HopperConfig, device: Device) -> Defines:
         **gemm.epilogue_defines(), "TRANSPOSED": int(gemm.transposed),
         "TILE_M": config.tile_m, "TILE_N": tile_columns(gemm, config), "PINGPONG": int(config.pingpong),
         "STORE_BY_THREADS": int(stores_by_threads(gemm)), "STAGES": stages(gemm, config, device),
-        "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": TILE_K, "PRODUCTS": len(gemm.products),
+        "SPLIT_K": config.split_k, "CONSUMERS": config.consumers, "K_BLOCK": stage_k(gemm),
+        "PRODUCTS": len(gemm.products),
         "WEIGHTS_CONSTANT": int(all(each.weights_constant for each in gemm.products)), **ahead,
     }  # fmt: skip
 

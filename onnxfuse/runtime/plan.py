@@ -131,7 +131,7 @@ class TensorMap:
     """
 
     pointer: Pointer
-    dtype: Literal["float16", "bfloat16", "float32", "uint8"]
+    dtype: Literal["float16", "bfloat16", "float32", "uint8", "tfloat32"]  # tfloat32: float32, rounded to TF32 by loads
     sizes: tuple[int, ...]  # elements, one to five dimensions
     strides: tuple[int, ...]  # multiples of 16
     box: tuple[int, ...]  # elements, at most 256 each; with `im2col`, channels and pixels

@@ -27,6 +27,7 @@ PLAN_MARK: Final = 0x6F6E66780005  # kPlanMark in native/plan.h
 MEMORY_KINDS: Final = {"input": 0, "output": 1, "scratch": 2}
 SCALAR: Final = 3
 TENSOR_MAP: Final = 4
+TFLOAT32: Final = 1000  # kTfloat32 in native/steps.cc: the number of a tensor map's dtype that ONNX has not
 LAUNCH: Final = 0
 MATMUL: Final = 1
 CONVOLUTION: Final = 2
@@ -110,7 +111,8 @@ def _tensor_map(argument: TensorMap) -> list[int]:
             f"a tensor map of {rank} dimensions has {rank - 1} strides and a box of {box}, "
             f"found {len(argument.strides)} and {len(argument.box)}"
         )
-    pointer, dtype = _pointer(argument.pointer), DTYPE_NUMBERS[argument.dtype]
+    pointer = _pointer(argument.pointer)
+    dtype = TFLOAT32 if argument.dtype == "tfloat32" else DTYPE_NUMBERS[argument.dtype]
     words = [TENSOR_MAP, *pointer, dtype, rank, *argument.sizes, *argument.strides, int(walk is not None)]
     if walk:
         if any(len(of) != rank - 2 for of in (walk.lower, walk.upper, walk.steps)):

@@ -13,23 +13,26 @@ from onnxfuse.runtime.plan import Kernel, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 MAX_RANK = 5
+# What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.
+NULL_POINTERS = ("-fsanitize=null", "-fsanitize-undefined-trap-on-error")
 
 
 class Map(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), ("sizes", ctypes.c_long * MAX_RANK), ("strides", ctypes.c_long * MAX_RANK)]
     _fields_ += [("box", ctypes.c_int * MAX_RANK), ("walks", ctypes.c_int)]
-    _fields_ += [("lower", ctypes.c_int * 2), ("upper", ctypes.c_int * 2)]
+    _fields_ += [("lower", ctypes.c_int * 2), ("upper", ctypes.c_int * 2), ("rounds", ctypes.c_int)]
 
 
 def map_of(argument: TensorMap, address: int) -> Map:
-    """Return a map of 16-bit elements as the emulation has it."""
+    """Return a map of 16-bit elements, or of float32 that loads round to TF32, as the emulation has it."""
 
     def padded(kind: type[ctypes.c_long | ctypes.c_int], values: Sequence[int]) -> ctypes.Array[ctypes.c_long]:
         return (kind * MAX_RANK)(*values, *[1] * (MAX_RANK - len(values)))
 
+    item = 4 if argument.dtype == "tfloat32" else 2
     found = Map(
-        address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (2, *argument.strides)),
-        padded(ctypes.c_int, argument.box), int(argument.im2col is not None),
+        address, padded(ctypes.c_long, argument.sizes), padded(ctypes.c_long, (item, *argument.strides)),
+        padded(ctypes.c_int, argument.box), int(argument.im2col is not None), rounds=int(item == 4),
     )  # fmt: skip
     if argument.im2col is not None:
         assert argument.im2col.steps == (1, 1)
@@ -45,4 +48,4 @@ def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) ->
     assert memory in text
     text = text.replace(memory, "char* memory = emulated::here->memory;")
     text = f'#include "hopper_emulated.h"\n{text}\n{last}\n'
-    return load(text, kernel.defines, ["-pthread"], folder / "kernel.cc")
+    return load(text, kernel.defines, ["-pthread", *NULL_POINTERS], folder / "kernel.cc")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from architectures import H200
 from conv_cases import ConvCase
@@ -80,3 +82,39 @@ CONVOLUTIONS = [
 def test_of_convolutions(case: ConvCase, expected: str) -> None:
     first = conv_host.implementations(case.problem(), H200)[0]
     assert kernel_of(first.steps[0]) == expected
+
+
+WITH_RESIDUAL = ("bias", "residual")
+TILES = [
+    (ConvCase(32, 64, 64, (56, 56), (3, 3), (), SAME, extra=WITH_RESIDUAL), (192, 64)),  # 20.5 us; 256x64 20.9
+    (ConvCase(32, 128, 128, (28, 28), (3, 3), (), SAME, extra=WITH_RESIDUAL), (192, 128)),  # 14.4; 128x128 16.2
+    (ConvCase(32, 256, 256, (14, 14), (3, 3), (), SAME, extra=WITH_RESIDUAL), (128, 128)),  # 14.9; 192x64 16.7
+    (ConvCase(2, 320, 320, (64, 64), (3, 3), (), SAME, extra=WITH_RESIDUAL), (128, 160)),  # 22.4; 128x192 28.8
+    (ConvCase(2, 1280, 1280, (16, 16), (3, 3), (), SAME, extra=WITH_RESIDUAL), (128, 128, 2)),  # 35.6; in threes 49.6
+    (ConvCase(8, 64, 64, (80, 80), (3, 3), (), SAME, extra=WITH_RESIDUAL), (64, 64)),  # 12.6; 256x64 14.7
+    (ConvCase(1, 128, 128, (512, 512), (3, 3), (), SAME, extra=WITH_RESIDUAL), (128, 128)),  # 139.5; 192x128 157.5
+    (ConvCase(1, 256, 256, (512, 512), (3, 3), (), SAME, activation="none"), (128, 256)),  # 419; 192x128 463
+]
+
+
+@pytest.mark.parametrize(("case", "tile"), TILES, ids=str)
+def test_tiles_of_convolutions(case: ConvCase, tile: tuple[int, ...]) -> None:
+    """A tile is rows, columns, and the slices of k if there are several."""
+    (launch,) = conv_host.implementations(case.problem(), H200)[0].steps
+    assert isinstance(launch, Launch)
+    assert tuple(launch.kernel.defines[name] for name in ("TILE_M", "TILE_N", "SPLIT_K"))[: len(tile)] == tile
+    assert len(tile) == 3 or launch.kernel.defines["SPLIT_K"] == 1
+
+
+def test_depthwise_strips_keep_all_quarters_of_a_multiprocessor_busy() -> None:
+    case = ConvCase(16, 384, 384, (14, 14), (7, 7), (), (3,) * 4, group=384, w_hwio=True)
+    step = conv_host.implementations(case.problem(), H200)[0].steps[0]
+    assert isinstance(step, Launch)
+    assert (step.kernel.defines["TW"], step.block[0]) == (4, 128)  # 5.5 us; strips of 7 columns in blocks of 64 8.6
+
+
+def test_convolutions_in_tf32_run_on_wgmma() -> None:
+    case = ConvCase(32, 64, 64, (56, 56), (3, 3), (), SAME, dtype="float32", tf32=True)
+    assert kernel_of(conv_host.implementations(case.problem(), H200)[0].steps[0]) == "conv_hopper_tf32"
+    exact = replace(case, tf32=False)  # a session that forbids TF32
+    assert {kernel_of(way.steps[0]) for way in conv_host.implementations(exact.problem(), H200)} == {"conv_mma"}

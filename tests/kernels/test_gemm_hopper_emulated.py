@@ -91,8 +91,9 @@ EPILOGUES = [
 
 
 def library(kernel: Kernel, folder: Path) -> ctypes.CDLL:
-    tiles = "gemm/gemm_hopper_split.cuh" if "split" in kernel.source else "gemm/gemm_hopper_tiles.cuh"
-    sources = ("gemm/gemm_hopper.cuh", tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
+    split = ("gemm/gemm_hopper_fragments.cuh", "gemm/gemm_hopper_split.cuh")
+    tiles = split if "split" in kernel.source else ("gemm/gemm_hopper_tiles.cuh",)
+    sources = ("gemm/gemm_hopper.cuh", *tiles, "gemm/gemm_operands.cuh", f"gemm/{kernel.source}.cu")
     return compiled(kernel, sources, '#include "gemm_hopper_emulated.h"', folder)
 
 

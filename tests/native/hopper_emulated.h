@@ -89,6 +89,9 @@ static u32 narrowed(f32, float value) {
     return bits;
 }
 
+static void widen(f32, u32 word, float* to) { to[0] = __uint_as_float(word); }
+static u32 narrow(f32 type, const float* from) { return narrowed(type, from[0]); }
+
 template <class T>
 void widen(T, u32 word, float* to) {
     to[0] = widened(T{static_cast<unsigned short>(word)});
@@ -157,14 +160,14 @@ void store_bytes(char* to, const u32* from) {
 
 // ---- blocks and their threads ------------------------------------------------------------------------------------
 
-// A tensor of 16-bit elements in memory, and the box that a copy moves; the innermost dimension is the first. Missing
-// dimensions have size 1. With `walks`, a box is channels and pixels, and lower and upper are those of
-// cuTensorMapEncodeIm2col along W and H, at unit steps.
+// A tensor of the kernel's elements in memory, and the box that a copy moves; the innermost dimension is the first.
+// Missing dimensions have size 1. With `walks`, a box is channels and pixels, and lower and upper are those of
+// cuTensorMapEncodeIm2col along W and H, at unit steps. With `rounds`, loads round fp32 to TF32.
 struct Map {
     char* start;
     long sizes[5], strides[5];
     int box[5];
-    int walks, lower[2], upper[2];
+    int walks, lower[2], upper[2], rounds;
 };
 struct TensorMap { const Map* map; };
 
@@ -204,6 +207,11 @@ struct Stored {
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 #else
 constexpr int THREADS = 384;
+#endif
+#ifdef ELEMENT
+constexpr int ITEM = sizeof(ELEMENT);
+#else
+constexpr int ITEM = 2;
 #endif
 constexpr std::chrono::seconds MAX_WAIT(60);
 
@@ -278,26 +286,29 @@ void each_element(const Map& map, u32 to, const Corner& corner, Move move) {
                                 corner.c[2] + row / map.box[1] % map.box[2],
                                 corner.c[3] + row / map.box[1] / map.box[2] % map.box[3],
                                 corner.c[4] + row / map.box[1] / map.box[2] / map.box[3]};
-            move(element_at(map, at), swizzled(to + row * 128 + column * 2));
+            move(element_at(map, at), swizzled(to + row * 128 + column * ITEM));
         }
 }
 
 static void perform(const Stored& stored) {
     each_element(*stored.map, stored.from, stored.at, [](char* element, u32 address) {
-        if (element) memcpy(element, here->memory + address, 2);
+        if (element) memcpy(element, here->memory + address, ITEM);
     });
 }
 
-static void load_element(Block* block, const char* element, u32 address) {
-    memset(block->memory + address, 0, 2);
-    if (element) memcpy(block->memory + address, element, 2);
+static void load_element(Block* block, const Map& map, const char* element, u32 address) {
+    u32 bits = 0;
+    if (element) memcpy(&bits, element, ITEM);
+    if (map.rounds) bits += 0x1000;  // the last 13 bits are ignored
+    memcpy(block->memory + address, &bits, ITEM);
 }
 
 static void load_into(Block* block, const Map& map, u32 to, u32 barrier, const Corner& corner) {
     require(to % 1024 == 0, "a load to an address that is no multiple of 1024");
     require(!map.walks, "a box of a map that walks");
-    each_element(map, to, corner, [block](const char* element, u32 address) { load_element(block, element, address); });
-    count(block, barrier, 0, -2L * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4]);
+    each_element(map, to, corner,
+                 [&](const char* element, u32 address) { load_element(block, map, element, address); });
+    count(block, barrier, 0, -long(ITEM) * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4]);
 }
 
 // The pixels of a walk from the one at w, h, n on, moved by the offsets.
@@ -310,7 +321,7 @@ static void walk_into(Block* block, const Map& map, u32 to, u32 barrier, int c, 
     for (int row = 0; row < map.box[1]; ++row) {
         for (int column = 0; column < map.box[0]; ++column) {
             const long at[5] = {c + column, w + offset_w, h + offset_h, n, 0};
-            load_element(block, element_at(map, at), swizzled(to + row * 128 + column * 2));
+            load_element(block, map, element_at(map, at), swizzled(to + row * 128 + column * ITEM));
         }
         if (++w < end_w) continue;
         w = map.lower[0];
@@ -318,7 +329,7 @@ static void walk_into(Block* block, const Map& map, u32 to, u32 barrier, int c, 
         h = map.lower[1];
         ++n;
     }
-    count(block, barrier, 0, -2L * map.box[0] * map.box[1]);
+    count(block, barrier, 0, -long(ITEM) * map.box[0] * map.box[1]);
 }
 
 // All four warps execute a wgmma together.
@@ -341,9 +352,10 @@ float element(u64 descriptor, bool along_rows, int row, int k) {
     const u32 stride = (descriptor >> 32 & 0x3fff) << 4;
     require(descriptor >> 62 == 1, "a descriptor without the 128-byte swizzle");
     const u32 address = along_rows ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
-                              : start + row / 8 * stride + row % 8 * 128 + k * 2;
+                              : start + row / 8 * stride + row % 8 * 128 + k * int(sizeof(T));
     T value;
-    memcpy(&value, here->memory + swizzled(address), 2);
+    memcpy(&value, here->memory + swizzled(address), sizeof(T));
+    if constexpr (sizeof(T) == 4) value.bits &= 0xffffe000u;  // TF32
     return widened(value);
 }
 
@@ -433,6 +445,8 @@ inline void load_im2col(const TensorMap& map, u32 to, u32 barrier, int c, int w,
                         int offset_h) {
     walk_into(here, *map.map, to, barrier, c, w, h, n, offset_w, offset_h);
 }
+inline void load_im2col(const TensorMap&, u32, u32, int, int, int, int) { fail("a walk over one axis"); }
+inline void load_im2col(const TensorMap&, u32, u32, int, int, int, int, int, int, int, int) { fail("one over three"); }
 template <class... Coordinates>
 void store(const TensorMap& map, u32 from, Coordinates... at) {
     if (stores.empty()) stores.emplace_back();
@@ -484,7 +498,7 @@ void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
             const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
             float sum = 0;
-            for (int k = 0; k < 16; ++k) sum += element<T>(a, false, row, k) * element<T>(b, ALONG_N, column, k);
+            for (int k = 0; k < 32 / int(sizeof(T)); ++k) sum += element<T>(a, false, row, k) * element<T>(b, ALONG_N, column, k);
             sums[i] = accumulate ? sums[i] + sum : sum;
         }
     });

@@ -344,7 +344,7 @@ MALFORMED_MAPS = {
     "a tensor map's box is 12 bytes wide, required a multiple of 16": {"box": (3, 8)},
     "a tensor map's box is 256 bytes wide, its swizzle covers 128": {"box": (64, 8)},
     "a tensor map's swizzle is 48, required 0, 32, 64 or 128": {"swizzle": 48},
-    "a tensor map is of int64, required float32, float16, bfloat16 or uint8": {"dtype": "int64"},
+    "a tensor map is of int64, required float32, float16, bfloat16, uint8 or tfloat32": {"dtype": "int64"},
     "a tensor map ends beyond its tensor's 2048 bytes": {"sizes": (64, 9)},
     "a tensor map's memory does not start at a multiple of 16 bytes": {"pointer": Pointer("input", 0, 8)},
     "a pointer's index is 1, required 0 to 0": {"pointer": Pointer("input", 1)},

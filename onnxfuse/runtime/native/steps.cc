@@ -36,11 +36,12 @@ const Extent& extent_of(const Extents& extents, const Pointer& pointer) {
 // --- tensor maps -----------------------------------------------------------------------------------------------------
 
 struct MapType {
-  int64_t dtype;  // TensorProto.DataType
+  int64_t dtype;  // TensorProto.DataType, or kTfloat32
   int type;       // CUtensorMapDataType
   int64_t bytes;
 };
-constexpr MapType kMapTypes[] = {{1, 7, 4}, {2, 0, 1}, {10, 6, 2}, {16, 9, 2}};
+constexpr int64_t kTfloat32 = 1000;  // TFLOAT32 of plan_bytes.py
+constexpr MapType kMapTypes[] = {{1, 7, 4}, {2, 0, 1}, {10, 6, 2}, {16, 9, 2}, {kTfloat32, 11, 4}};
 
 const MapType& read_map_type(WordReader& reader) {
   const int64_t dtype = reader.next("a tensor map's dtype", 1, 1000);
@@ -48,7 +49,7 @@ const MapType& read_map_type(WordReader& reader) {
     if (type.dtype == dtype) return type;
   }
   malformed("a tensor map is of " + dtype_name(static_cast<int>(dtype)) +
-            ", required float32, float16, bfloat16 or uint8");
+            ", required float32, float16, bfloat16, uint8 or tfloat32");
 }
 
 // Reads the walk over the pixels of a convolution, if the map has one.

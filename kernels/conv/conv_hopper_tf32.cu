@@ -1,0 +1,19 @@
+// Convolutions of channels-last fp32 tensors in TF32 by wgmma and TMA on Hopper (sm_90a), persistent.
+//
+//   y = epilogue(conv(x, w))
+//
+// x is (n, d, h, w, CHANNELS), y and residual are (n, y_d, y_h, y_w, m), w is (m, KERNEL_D, KERNEL_H, KERNEL_W,
+// CHANNELS); `pixels` is n * y_d * y_h * y_w. With two spatial axes there is no d, and with one neither d nor h.
+//
+// Macros: those of gemm_hopper.cuh and of conv_operands.cuh; TRANSPOSED, not GATED, one product.
+#include "gemm_hopper_threads.cuh"
+#include "conv_operands.cuh"
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)
+    conv_hopper_tf32(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, T* y, const T* residual,
+                     const T* bias, const T* extra, const T* scale, float alpha, float beta, int pixels, int m, int y_d,
+                     int y_h, int y_w, int group_m PROGRAM_PARAMETERS) {
+    const Weights weights{{&w}, {m}};
+    run_tiles(PixelOperands{x, w, y_d, y_h, y_w}, weights,
+              {bias, extra, scale, residual, y, alpha, beta, pixels, m, {PROGRAM_ARGUMENTS}}, ALL_BLOCKS, group_m);
+}

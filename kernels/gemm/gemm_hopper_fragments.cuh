@@ -1,0 +1,75 @@
+// The epilogue of the Hopper GEMMs where threads load its operands and store y, each for its own accumulators as wgmma
+// leaves them (epilogue.cuh, by fragment).
+//
+// Macros: those of gemm_hopper.cuh.
+#pragma once
+#include "gemm_hopper.cuh"
+
+namespace {
+
+// The epilogue's operands and y.
+struct FragmentOutput {
+    const T *bias, *extra, *scale, *residual;
+    T* y;
+    float alpha, beta;
+    int m, n;
+    Program program;
+};
+
+// A thread's share of eight columns: two neighbouring columns of two rows, and what the epilogue needs for them.
+struct Fragment {
+    int row, column;
+    Pair bias, extra, scale, residual[2];
+    ProgramLoads<HAS_PROGRAM, 1> loads;
+
+    // The columns of row i that are left; 0 beyond the last row.
+    __device__ __forceinline__ int left(const FragmentOutput& of, int i) const {
+        return row + 8 * i < of.m ? of.n - column : 0;
+    }
+    __device__ __forceinline__ size_t at(const FragmentOutput& of, int i) const {
+        return size_t(row + 8 * i) * of.n + column;
+    }
+
+    __device__ __forceinline__ void fetch(const FragmentOutput& of) {
+        if constexpr (HAS_BIAS) bias = load_pair(of.bias + column, of.n - column);
+        if constexpr (HAS_EXTRA) extra = load_pair(of.extra + column, of.n - column);
+        if constexpr (HAS_COLUMN_SCALE) scale = load_pair(of.scale + column, of.n - column);
+        if constexpr (HAS_RESIDUAL)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) residual[i] = load_pair(of.residual + at(of, i), left(of, i));
+        loads.load(of.program, {row, column}, of.m, of.n);
+    }
+
+    __device__ __forceinline__ void finish(const float* d, const float* up, const FragmentOutput& of) const {
+        ColumnValues<2> values;
+        if constexpr (HAS_BIAS) unpack(bias, values.bias);
+        if constexpr (HAS_EXTRA) unpack(extra, values.extra);
+        if constexpr (HAS_COLUMN_SCALE) unpack(scale, values.scale);
+        float results[4] = {};
+        if constexpr (HAS_RESIDUAL)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float2 both = widen_pair(residual[i]);
+                results[2 * i] = both.x;
+                results[2 * i + 1] = both.y;
+            }
+        const float added[4] = {results[0], results[1], results[2], results[3]};
+        finish_four(d, up, values, of.alpha, of.beta, results);
+        loads.apply(of.program, results, added, 0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (left(of, i) <= 0) continue;
+            const float both[2] = {results[2 * i], results[2 * i + 1]};
+            T* to = of.y + at(of, i);
+            if constexpr (STORE_BY_THREADS) {
+                const float first[1] = {both[0]}, second[1] = {both[1]};
+                store<false>(to, first);
+                if (left(of, i) > 1) store<false>(to + 1, second);
+            } else {
+                store<false>(to, both);
+            }
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,88 @@
+// Tiles of y by wgmma and TMA on Hopper (sm_90a), persistent: a block takes every gridDim.x-th tile, and threads load
+// what the epilogue reads and store y.
+//
+// The producer and the multiplication are those of gemm_hopper.cuh. This is for fp32, whose tiles of y would leave little
+// shared memory to the ring; a quarter of a warp stores 32 bytes of a row, which are a whole sector of L2.
+//
+// Macros: those of gemm_hopper.cuh.
+#pragma once
+#include "gemm_hopper_fragments.cuh"
+
+namespace {
+
+constexpr int BARRIERS_AT = STAGES * STAGE_BYTES;
+constexpr int EIGHTS = TILE_N / 8;  // groups of eight columns that a thread has accumulators of, in an atom
+// Of them, whose operands are loaded before the first is finished: as many as there are registers for.
+constexpr int FETCHED = CONSUMERS == 3 ? 2 : ATOMS * EIGHTS > 24 || EIGHTS % 8 ? 4 : 8;
+
+static_assert(SPLIT_K == 1 && PRODUCTS == 1 && !GATED);
+
+// Finishes the 64 rows of an atom; `origin` is its first row and column.
+__device__ __forceinline__ void finish_atom(const float (&d)[COLUMNS / 2], int2 origin, const FragmentOutput& of) {
+    const int thread = threadIdx.x % 128;
+    const int row = origin.x + thread / 32 * 16 + thread % 32 / 4, column = origin.y + thread % 4 * 2;
+#pragma unroll
+    for (int first = 0; first < EIGHTS; first += FETCHED) {
+        Fragment fetched[FETCHED];
+#pragma unroll
+        for (int i = 0; i < FETCHED; ++i) {
+            fetched[i].row = row;
+            fetched[i].column = column + 8 * (first + i);
+            fetched[i].fetch(of);
+        }
+#pragma unroll
+        for (int i = 0; i < FETCHED; ++i) {
+            const float* sums = &d[4 * (first + i)];
+            fetched[i].finish(sums, sums, of);  // there is no second product
+        }
+    }
+}
+
+__device__ __forceinline__ void consume(u32 shared, const Barriers& barriers, const Tiles& tiles, int blocks,
+                                        const FragmentOutput& of) {
+    const int consumer = warpgroup() - 1, steps = steps_of(blocks);
+    const int above = PINGPONG ? 0 : consumer * CONSUMER_ROWS;
+    Ring<STAGES> ring;
+    int tile = tiles.first();
+    if (PINGPONG && consumer > 0) {
+        tile += tiles.step();
+        ring.skip(steps);
+        hopper::named_barrier_arrive(turn(0), 256);
+    }
+    for (; tile < tiles.count(); tile += tiles.step() * (PINGPONG ? CONSUMERS : 1)) {
+        const int2 origin = tiles.origin(tile);
+        float d[ATOMS][COLUMNS / 2];
+        multiply(d, ring, barriers, shared, above, blocks, consumer, tile + tiles.step() < tiles.count());
+        if (PINGPONG) ring.skip(steps);
+#pragma unroll
+        for (int atom = 0; atom < ATOMS; ++atom) finish_atom(d[atom], {origin.x + above + 64 * atom, origin.y}, of);
+    }
+}
+
+// The kernel, of all threads: y = epilogue(x w) over `blocks` blocks of k.
+template <class Operands>
+__device__ __forceinline__ void run_tiles(Operands operands, const Weights& weights, const FragmentOutput& output,
+                                          int blocks, int group_m) {
+    extern __shared__ __align__(1024) char memory[];
+    const u32 shared = hopper::shared_address(memory);
+    const Barriers barriers{shared + BARRIERS_AT};
+    if (threadIdx.x == 0) {
+        hopper::prefetch(operands.x);
+        hopper::prefetch(*weights.maps[0]);
+    }
+    init_barriers(barriers, 0);
+    sync_blocks();
+    const Tiles tiles(output.m, weights.columns(), group_m);
+    release_successor();
+    if (warpgroup() == 0) {
+        hopper::give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(operands, shared, barriers, tiles, int2{0, steps_of(blocks)});
+        __syncwarp();
+    } else {
+        hopper::take_registers<CONSUMER_REGISTERS>();
+        wait_for_predecessor();
+        consume(shared, barriers, tiles, blocks, output);
+    }
+}
+
+}  // namespace
