@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import onnx
@@ -30,10 +31,12 @@ from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.inline_functions import Inlined, inline_functions
 from onnxfuse.ir.serde import read_graph, write_model
-from onnxfuse.layout.assign import Layout, LayoutResult, assign_layouts
+from onnxfuse.layout.assign import LAYOUT, Layout, LayoutResult, assign_layouts
+from onnxfuse.layout.residuals import GATE
 from onnxfuse.layout.wrapped_rules import CONVOLUTION
 from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
+from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
@@ -81,6 +84,8 @@ class Settings:
     exclude: Collection[tuple[str, str]]
     keep_names: frozenset[str]
     keep_unfused: bool
+    keep_nodes: Mapping[str, Set[str]]  # the labels of nodes that are not fused, by the body that they are in
+    where: str = ""  # what reports call the body that is fused; the main graph is ""
     keep_operators: frozenset[str] = frozenset()  # the first outputs of operators that are not spelled out
 
 
@@ -125,9 +130,9 @@ class FusedModel:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """All fused nodes, those in bodies included."""
+        """All fused nodes, those in bodies included; channels-last outputs have the names of those in the original."""
         return tuple(
-            replace(one, where=where) if where else one
+            replace(one, where=where, output=each.layout.original(one.output))
             for where, each in self.everywhere()
             for one in each.fusing.fused
         )
@@ -184,6 +189,7 @@ def fuse_model(
     change_weights: bool = True,
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep_names: Collection[str] = frozenset(),
+    keep_nodes: Mapping[str, Set[str]] = MappingProxyType({}),
     keep_unfused: bool = False,
     timer: StageTimer | None = None,
 ) -> FusedModel:
@@ -194,12 +200,14 @@ def fuse_model(
     images stay channels-first.  `change_weights` folds BatchNormalization and scales into weights.  `exclude`
     holds matches that stay unfused, each by the name of its fusion and of its first output, and nodes that stay
     channels-first, by LAYOUT and the latter.  `keep_names` are tensors that are neither folded nor fused over.
+    `keep_nodes` are the labels of nodes that no fusion, region or layout takes, by the body that they are in.
     `keep_unfused` remembers the graph as it was before fusing.
     """
     timer = timer or StageTimer()
     settings = Settings(
-        fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused
-    )
+        fusions, operators, layout, regions, bodies, change_weights, exclude, frozenset(keep_names), keep_unfused,
+        keep_nodes,
+    )  # fmt: skip
     with _no_garbage_collection():
         return _fuse_spelled(model, folder, settings, timer)
 
@@ -246,6 +254,7 @@ def _fuse_graph(
     graph: Graph, shapes: ShapeInfo, taken: Iterable[onnx.NodeProto], settings: Settings, timer: StageTimer
 ) -> FusedModel:
     """Simplify and fuse a sorted graph: the main graph, or a body.  `taken` are the Ifs that vanished."""
+    keep = settings.keep_nodes.get(settings.where, frozenset())
     with timer.stage("normalize"):
         graph.fixed_names |= settings.keep_names
         before = estimate_traffic(graph, shapes)
@@ -255,7 +264,7 @@ def _fuse_graph(
             infer_results(graph, shapes)
         spelling = spell_out(graph, shapes, settings.keep_operators) if settings.fusions else SpelledOut()
         folded += simplify(graph, shapes, settings.change_weights)
-        settle_keys(graph, shapes, settings.fusions)
+        settle_keys(graph, shapes, settings.fusions, keep)
         unfused = unfused_graph(graph, shapes) if settings.keep_unfused else None
     bodies = tuple(_fuse_bodies(graph, shapes, settings, timer)) if settings.bodies else ()
     if bodies:  # which may read less of this graph than before
@@ -267,9 +276,10 @@ def _fuse_graph(
         exclude = settings.exclude
         fusing = fuse(
             graph, shapes, settings.fusions, operators=settings.operators, contrib=spelling.contrib,
-            exclude=exclude, progress=progress,
+            exclude=exclude, keep=keep, progress=progress,
         )  # fmt: skip
-        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, exclude)
+        standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
+        layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
         joins = settings.regions == "epilogues"
@@ -277,7 +287,7 @@ def _fuse_graph(
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()
         if settings.regions and not left:
-            made = assign_regions(graph, shapes, exclude, joining, known)
+            made = assign_regions(graph, shapes, exclude, joining, known, keep)
         if made.fused:
             after = estimate_traffic(graph, shapes)
         records = {one.node: one for one in (*known, *made.fused)}
@@ -292,11 +302,19 @@ def _fuse_graph(
 
 def _fuse_bodies(graph: Graph, shapes: ShapeInfo, settings: Settings, timer: StageTimer) -> Iterator[FusedBody]:
     """Fuse the bodies in a graph, and put them in place of those that its nodes have."""
-    inside = replace(settings, layout="nchw")
     for body in read_bodies(graph, shapes):
+        where = f"{body.where} in {settings.where}" if settings.where else body.where
+        inside = replace(settings, layout="nchw", where=where)
         fused = _fuse_graph(body.graph, body.shapes, body.taken, inside, timer)
         write_body(graph, body, fused.model)
         yield FusedBody(body, fused)
+
+
+def _kept_outputs(graph: Graph, fusions: Sequence[Fusion], keep: Set[str]) -> Iterator[tuple[str, str]]:
+    """Yield the outputs of kept nodes, which stay channels-first, and which no fusion takes in with another layout."""
+    names = {LAYOUT, GATE, *(fusion.name for fusion in fusions)}
+    outputs = [tensor.name for node in graph.nodes if keep and node_label(node) in keep for tensor in node.outputs]
+    yield from ((name, output) for output in outputs for name in names)
 
 
 def _assign_layouts(

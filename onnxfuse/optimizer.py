@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import onnx
 
+from onnxfuse.analysis.tensor_bytes import assumed_size
+from onnxfuse.choices import Choices, ChosenFuse, choices_of, read_choices
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.terms import OperatorSet
@@ -19,14 +21,19 @@ from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_
 from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
 from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.load import load
+from onnxfuse.ir.protos import nodes
 from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.match import Miss
 from onnxfuse.passes import Folded
 from onnxfuse.report.facts import gather_facts
+from onnxfuse.report.operators import count_operators
 from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
+from onnxfuse.report.unmatched import why_no_region, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
@@ -51,6 +58,7 @@ def optimize(
     emit: Emit = "functions",
     layout: Layout = "auto",
     regions: Regions = True,
+    plan: str | os.PathLike[str] | None = None,
     verify: bool = True,
     inputs: Mapping[str, Array] | None = None,
     shapes: Sequence[str] = (),
@@ -73,6 +81,8 @@ def optimize(
     regions   let connected operators that no pattern names become fused nodes too, where that should save memory
               traffic or launches; `only` names "region" to make nothing else.  With "epilogues", elementwise ones that
               follow a product or a convolution join its kernel too; these kernels are not timed
+    plan      a file that `onnxfuse plan` wrote for this model, which switches matches on and off.  The nodes of a match
+              that is off stay as they are: no other fusion, no region and no layout takes them
     verify    run each fused node and what it replaced, and both models, in onnxruntime; take back what differs
     inputs    arrays to verify with, by input name; others are generated
     shapes    sizes to verify with, as "input:8x512"; others are chosen
@@ -83,26 +93,59 @@ def optimize(
     progress  called with the stage, how much of it is done, and of how much
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
-    model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion,
-    VerificationError if the models differ although no fusion and no folding causes it.
+    model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion or a
+    plan of another model, VerificationError if the models differ although no fusion and no folding causes it.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
-    if layout not in get_args(Layout):
-        raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
+    _check_layout(layout)
     only, skip = list(only), list(skip)
-    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
-    if REGION in skip or (only and REGION not in only):
-        regions = False
-    elif REGION in only:
-        regions = regions or True
+    fusions, regions = _selected(only, skip, patterns, regions)
     operators = _operators(fallback, emit, layout, REGION in only)
     if operators == "standard":
         layout, regions = "nchw", False
     with own_process(timeout if verify else None):
         return _optimize(
-            model, fusions, operators, layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
-        )
+            model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
+            shapes, tolerance, StageTimer(progress),
+        )  # fmt: skip
+
+
+def find_matches(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    patterns: Iterable[str | os.PathLike[str]] = (),
+    layout: Layout = "auto",
+    regions: Regions = True,
+    progress: Progress = lambda stage, done, of: None,
+) -> Choices:
+    """Return the matches that `optimize` applies with these arguments before it verifies, all switched on.
+
+    Raises ModelError if the model cannot be read, UsageError for an unknown fusion.
+    """
+    _check_layout(layout)
+    fusions, regions = _selected(list(only), list(skip), patterns, regions)
+    original, folder = load(model)
+    result = fuse_model(original, folder, fusions, layout=layout, regions=regions, timer=StageTimer(progress))
+    name = Path(model).name if isinstance(model, str | os.PathLike) else original.graph.name
+    return Choices(name, graph_digest(original), choices_of(result.fused_of_model))
+
+
+def _check_layout(layout: Layout) -> None:
+    if layout not in get_args(Layout):
+        raise UsageError(f"layout is 'auto', 'nchw' or 'nhwc', not '{layout}'")
+
+
+def _selected(
+    only: Sequence[str], skip: Sequence[str], patterns: Iterable[str | os.PathLike[str]], regions: Regions
+) -> tuple[list[Fusion], Regions]:
+    """Return the fusions to apply, and whether there are regions.  Raises UsageError for an unknown fusion."""
+    fusions = catalogue.select(catalogue.with_folders(patterns), only, skip, also=[REGION])
+    if REGION in skip or (only and REGION not in only):
+        return fusions, False
+    return fusions, (regions or True) if REGION in only else regions
 
 
 def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, of_regions: bool) -> OperatorSet:
@@ -120,9 +163,11 @@ def _operators(fallback: Literal["onnx", "ort"], emit: Emit, layout: Layout, of_
 def _optimize(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     fusions: Sequence[Fusion],
+    only: Sequence[str],
     operators: OperatorSet,
     layout: Layout,
     regions: Regions,
+    plan: Path | None,
     verify: bool,
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
@@ -134,7 +179,10 @@ def _optimize(
         original, folder = load(model)
     is_standard = operators == "standard"
     source = in_newest_opset(original, folder) if is_standard else original
+    fuse_again: Callable[..., FusedModel]
     fuse_again = functools.partial(_fuse, source, folder, opset_of(original), operators=operators, timer=timer)
+    chosen = None if plan is None else ChosenFuse(fuse_again, read_choices(plan, original))
+    fuse_again = chosen or fuse_again
     taken_back = TakenBack()
     if verify:
         verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
@@ -145,17 +193,42 @@ def _optimize(
             raise error
     else:
         result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
-    path = str(model) if isinstance(model, str | os.PathLike) else None
+    if chosen:
+        chosen.check_known()
+    off = chosen.switched_off if chosen else ()
+    told = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
+    path = Path(model) if isinstance(model, str | os.PathLike) else None
+    size = file_bytes(path, original) if path else None
     report = Report(
-        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original)},
-        {"path": None, "nodes": len(result.written.graph.node)},
+        {"path": str(path) if path else None, "nodes": len(original.graph.node), "opset": opset_of(original),
+         "bytes": size, "digest": graph_digest(original)},
+        {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
         result.fused_of_model, result.all_folded, tuple(result.near()),
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
+        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, told),
+        off,
         gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
     )  # fmt: skip
     return result.written, report
+
+
+def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the sizes that the estimate assumes for the named dynamic dims of a model's inputs."""
+    dims = (dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim)
+    return {name: assumed_size(name) for name in dims if name}
+
+
+def _unmatched(
+    result: FusedModel, fusions: Sequence[Fusion], only: Sequence[str], told: Collection[str]
+) -> dict[str, str]:
+    """Return for each fusion that `only` names and that matches nothing why that is; not for those in `told`."""
+    made = {*told, *(one.fusion for one in result.fused)}
+    lacking = [fusion for fusion in fusions if fusion.name in only and fusion.name not in made]
+    present = {node.op_type for node in nodes(result.model.graph)} if lacking else set()
+    found = why_unmatched(lacking, result.missed, present)
+    return found | ({REGION: why_no_region()} if REGION in only and REGION not in made else {})
 
 
 def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from test_optimize import BLOCK, LONE_RELU, SQUARE_ROOT_OF_RELU, STORED, WRONG, parse
 
 from onnxfuse.cli import main, terminal
+from onnxfuse.ir.digest import graph_digest
 from onnxfuse.verify import own_process
 from onnxfuse.version import __version__
 
@@ -65,7 +66,9 @@ def test_optimize_writes_the_model_and_prints_the_report(block: Path, tmp_path: 
     assert (result.exit_code, result.stderr) == (DONE, "")
     assert re.search(r"^gemm_bias_activation +1 +3$", result.stdout, re.MULTILINE)
     assert re.search(r"^layer_norm +1 +1$", result.stdout, re.MULTILINE)
-    assert "Nodes: 4 -> 2\n" in result.stdout
+    assert re.search(r"^nodes +4 +2$", result.stdout, re.MULTILINE)
+    lines = result.stdout.splitlines()
+    assert lines.index(next(line for line in lines if line.startswith("Verified"))) == len(lines) - 1
     assert "Verified: 1 output equal" in result.stdout
     model = onnx.load(tmp_path / "out.onnx")
     onnx.checker.check_model(model, full_check=True)
@@ -226,8 +229,10 @@ def test_the_report_as_json(block: Path, tmp_path: Path) -> None:
     out, path = tmp_path / "out.onnx", tmp_path / "report.json"
     assert run("optimize", block, out, "--report", path).exit_code == DONE
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["input"] == {"path": str(block), "nodes": 4, "opset": 20}
-    assert report["output"] == {"path": str(out), "nodes": 2}
+    digest = graph_digest(onnx.load(block))
+    sizes = block.stat().st_size, out.stat().st_size
+    assert report["input"] == {"path": str(block), "nodes": 4, "opset": 20, "bytes": sizes[0], "digest": digest}
+    assert report["output"] == {"path": str(out), "nodes": 2, "bytes": sizes[1]}
     assert report["counts"] == {"gemm_bias_activation": 1, "layer_norm": 1}
     assert report["verified"]["passed"] is True
 
@@ -351,6 +356,27 @@ def test_show_prints_the_operator_and_the_pattern() -> None:
     assert 'layer_norm(x: "... d", scale: "d", bias?: "d", epsilon?) -> ... d' in text
     assert "return layer_normalized(x, scale, bias, epsilon)" in text
     assert "patterns/layer_norm.py:" in text
+
+
+@pytest.mark.parametrize("shown", ["attention", "layer_norm"])
+def test_show_prints_source_as_it_is(shown: str) -> None:
+    """Lines that are wider than the terminal are neither cut off nor wrapped, and a pipe gets no colours."""
+    printed = run("show", shown).stdout
+    source = Path(__file__).parent.parent.joinpath("patterns", f"{shown}.py").read_text(encoding="utf-8")
+    body = source[source.index(f"def {shown}(") :]
+    assert body.rstrip() == printed[printed.index(f"def {shown}(") :].rstrip() and "\x1b" not in printed
+
+
+def test_piped_output_is_not_wrapped(block: Path, tmp_path: Path) -> None:
+    """Without a terminal, and without COLUMNS, a sentence is one line, however long the name of a node is."""
+    model = onnx.load(block)
+    model.graph.node[2].name = "layer/" * 40
+    model.graph.node[2].op_type = "Celu"
+    onnx.save(model, tmp_path / "long.onnx")
+    command = [sys.executable, "-m", "onnxfuse", "inspect", str(tmp_path / "long.onnx")]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANGS, env=environment)
+    assert f"     1x the CUDA provider has no kernel of Celu: '{'layer/' * 40}'\n" in done.stdout
 
 
 def test_verify_compares_two_models(block: Path, tmp_path: Path) -> None:
@@ -613,6 +639,8 @@ COMMANDS = [
     "export-triton",
     "env",
     "unfuse",
+    "plan",
+    "inspect",
 ]
 HEAVY = ("onnx", "onnxruntime", "numpy", "onnx_graphsurgeon", "rich", "importlib.metadata")
 
@@ -637,6 +665,17 @@ def test_every_command_has_a_help_text_that_fits_the_list() -> None:
     lines = run("--help").stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == sorted(COMMANDS)
     assert not [line for line in lines if line.endswith("...")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_help_text_are_calls_of_the_command(command: str) -> None:
+    text = run(command, "--help").stdout
+    examples = [line.strip() for line in text.partition("Examples:\n")[2].splitlines() if line.strip()]
+    assert examples and max(map(len, text.splitlines())) <= 80
+    for example in examples:
+        program_name, name, *words = example.partition(" | ")[0].split()
+        assert (program_name, name) == ("onnxfuse", command)
+        main.commands[command].make_context(command, words)
 
 
 def test_the_package_is_a_program() -> None:

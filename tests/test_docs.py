@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -74,13 +75,29 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 USE = section(README, "Use")
 
 
-@pytest.mark.parametrize("words", commands(USE), ids=" ".join)
-def test_a_command_of_the_readme_works_as_written(
-    words: list[str], quick_start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+LINES = [
+    line for block in re.findall(r"^```bash\n(.*?)^```", USE, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("onnxfuse ")])
+def test_a_line_of_the_readme_works_as_written(line: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(quick_start)
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    for words in commands(f"```bash\n{line}\n```"):
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+
+
+def test_a_shell_completes_commands() -> None:
+    """The README's line for bash prints a script, which asks the program itself what may follow."""
+    program = [sys.executable, "-m", "onnxfuse"]
+    variable = "_ONNXFUSE_COMPLETE"
+    assert f'eval "$({variable}=bash_source onnxfuse)"' in README
+    script = subprocess.run(program, env={**os.environ, variable: "bash_source"}, capture_output=True, check=True)
+    assert b"complete -o nosort -F _onnxfuse_completion onnxfuse" in script.stdout
+    asked = {variable: "bash_complete", "COMP_WORDS": "onnxfuse ins", "COMP_CWORD": "1"}
+    found = subprocess.run(program, env={**os.environ, **asked}, capture_output=True, check=True, text=True)
+    assert found.stdout == "plain,inspect\n"
 
 
 def test_the_python_example_of_the_readme_prints_what_it_says(
@@ -94,12 +111,12 @@ def test_the_python_example_of_the_readme_prints_what_it_says(
 
 
 def test_the_readme_shows_what_the_first_command_prints(quick_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of nodes, launches and bytes; the error found by verification depends on the processor."""
+    """Nodes, launches and traffic; the size of the file depends on versions, the error on the processor."""
     monkeypatch.chdir(quick_start)
     printed = CliRunner().invoke(main, ["optimize", "classifier.onnx", "again.onnx"]).output
-    (shown,) = re.findall(r"^```\n(Fused\n.*?)^```", README, re.DOTALL | re.MULTILINE)
-    lines = [line.rstrip() for line in printed.splitlines() if not line.startswith("Verified")]
-    assert lines == [line for line in shown.splitlines() if not line.startswith("Verified")]
+    (shown,) = re.findall(r"^```\n( +before +after\n.*?)^```", README, re.DOTALL | re.MULTILINE)
+    lines = [line.rstrip() for line in printed.splitlines() if not line.startswith(("file", "Verified"))]
+    assert lines == [line for line in shown.splitlines() if not line.startswith(("file", "Verified"))]
 
 
 def test_the_links_of_the_pages_lead_somewhere() -> None:

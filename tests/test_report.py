@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from test_optimize import BLOCK, parse
 
 from onnxfuse import ModelError, Report, UsageError, optimize
 from onnxfuse.bench.bench import bench
+from onnxfuse.report.similar import group
 
 # A schema is a type, a list with the type of its elements, or a dict; the key `...` stands for any keys.
 SCHEMA: dict[str, Any] = {
-    "input": {"path": str, "nodes": int, "opset": int},
-    "output": {"path": str, "nodes": int},
+    "input": {"path": str, "nodes": int, "opset": int, "bytes": int, "digest": str},
+    "output": {"path": str, "nodes": int, "bytes": int},
     "counts": {...: int},
     "subgraphs": [{"where": str, "nodes_before": int, "nodes_after": int, "counts": {...: int}}],
     "functions": {"inlined": int, "kept": [str]},
-    "fused": [{"fusion": str, "node": str, "where": str, "replaces": [str], "dims": {...: (int, str)}}],
+    "fused": [{"fusion": str, "match": str, "node": str, "where": str, "replaces": [str], "dims": {...: (int, str)}}],
     "folded": [{"what": str, "node": str, "into": str}],
     "missed": [{"fusion": str, "node": str, "matched": int, "of": int, "reason": str, "source": str}],
     "stays": [{"op": str, "node": str, "reason": str}],
@@ -31,8 +33,17 @@ SCHEMA: dict[str, Any] = {
     "dropped": [{"fusion": str, "node": str, "reason": str}],
     "layout": {"nodes": int, "transposes": int, "ends": [{"tensor": str, "reason": str}]},
     "regions": {"nodes": int, "replaced": int, "joined": int, "bytes_saved": int, "launches_saved": int},
-    "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
+    "estimate": {
+        "bytes_before": int,
+        "bytes_after": int,
+        "launches_before": int,
+        "launches_after": int,
+        "assumed": {...: int},
+    },
     "standard": {},  # but for emit="standard"
+    "operators": [{"op": str, "before": int, "after": int}],
+    "unmatched": {...: str},
+    "switched_off": [str],
     "verified": {
         "status": str,
         "passed": bool,
@@ -67,7 +78,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Return the report of a model in which something is fused, folded and missed."""
     path = tmp_path_factory.mktemp("report") / "m.onnx"
     onnx.save(parse(EVERYTHING), path)
-    return optimize(path, regions="epilogues")[1].written(path.with_name("out.onnx"))
+    optimized, found = optimize(path, regions="epilogues")
+    onnx.save(optimized, path.with_name("out.onnx"))
+    return found.written(path.with_name("out.onnx"))
 
 
 def misfits(value: Any, schema: Any, place: str = "report") -> list[str]:
@@ -140,25 +153,93 @@ def test_the_estimate_of_fused_nodes() -> None:
     assert estimate["bytes_after"] == 4 * (batch * k + k * n + n + batch * n) + 4 * (batch * n + 2 * n + batch * n)
 
 
-def text_of(report: Report) -> list[str]:
-    console = Console(width=160, file=io.StringIO(), record=True)
-    console.print(report.table())
+def text_of(report: Report, everything: bool = False, width: int = 160) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(report.table(everything))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def test_the_table(report: Report) -> None:
-    lines = text_of(report)
-    assert lines[:4] == [
-        "Fused",
-        "fusion                nodes  replaced",
-        "conv_bias_activation      1         2",
-        "gemm_bias_activation      1         7",
+    """What changed stands first, and last whether the result is right; nothing is wider than a terminal."""
+    before, after = (Path(str(side["path"])).stat().st_size for side in (report.input, report.output))
+    lines = text_of(report, width=80)
+    assert [re.sub("  +", " | ", line.strip()) for line in lines[:12]] == [
+        "before | after",
+        "nodes | 10 | 2",
+        "kernel launches | 10 | 2",
+        "memory traffic | 6.98 KB | 2.51 KB",
+        f"file | {before / 1e3:.3g} KB | {after / 1e3:.3g} KB",
+        "Launches and traffic are estimated, for batch = 1.",
+        "",
+        "Fused | nodes | replaced",
+        "conv_bias_activation | 1 | 2",
+        "gemm_bias_activation | 1 | 7",
+        "",
+        "Other operators | before | after",
     ]
-    assert any(line.startswith("Folded: 1 batch_norm") for line in lines)
-    assert any(line.startswith("Verified: 2 outputs equal") for line in lines)
-    assert any(line.startswith("Nearly fused (") for line in lines)
+    assert "Folded: 1 batch_norm" in lines
+    assert any(line.startswith("Nearly fused in ") for line in lines)
     assert any("required 0.707107" in line for line in lines)
-    assert lines[-1] == "`onnxfuse explain MODEL` shows where in the pattern each of them differs."
+    assert lines[-1].startswith("Verified: 2 outputs equal")
+    assert max(map(len, lines)) <= 80
+
+
+GELU_OF_ANOTHER_ROOT = """
+  divided%d = Div (x%d, root)  erf%d = Erf (divided%d)  shifted%d = Add (erf%d, one)
+  gated%d = Mul (x%d, shifted%d)  [gelu%d] y%d = Mul (gated%d, half)
+"""
+
+
+@pytest.fixture(scope="module")
+def near_misses() -> Report:
+    """Return the report of six GELUs that divide by a wrong constant."""
+    inputs, outputs = (", ".join(f"float[batch,8] {name}{i}" for i in range(6)) for name in "xy")
+    gelus = "".join(GELU_OF_ANOTHER_ROOT.replace("%d", str(i)) for i in range(6))
+    constants = "<float root = {1.5}, float one = {1}, float half = {0.5}>"
+    return optimize(parse(f"g ({inputs}) => ({outputs}) {constants} {{ {gelus} }}"), verify=False)[1]
+
+
+def test_near_misses_are_grouped_by_reason(near_misses: Report) -> None:
+    lines = text_of(near_misses)
+    head = lines.index("   6x gated_activation: 5 of 10 nodes agree, first at 'gelu0'")
+    assert lines[head + 1] == "      the constant is 0.666667 ('root'); required 0.707107"
+
+
+def test_misses_of_which_little_agrees_are_asked_for(near_misses: Report) -> None:
+    far = [miss for miss in near_misses.missed if 2 * miss.matched < miss.of]
+    shown, everything = text_of(near_misses), text_of(near_misses, everything=True)
+    assert f"Less than half of a pattern agrees in {len(far)} other places; --all shows them." in shown
+    assert f"Nearly fused in {len(near_misses.missed)} places" in everything
+    assert len({miss.fusion.name for miss in far}) and not any("--all" in line for line in everything)
+
+
+@pytest.mark.parametrize(
+    ("sentences", "merged"),
+    [
+        (["the constant is 2 ('a'); required 0.5", "the constant is 3 ('b'); required 0.5"],
+         {"the constant is … ('…'); required 0.5": 2}),
+        (["the constant is 2 ('a'); required 0.5", "the constant is 2 ('a'); required 0.25"],
+         {"the constant is 2 ('a'); required 0.5": 1, "the constant is 2 ('a'); required 0.25": 1}),
+        (["'x' (8, 4) is not read", "'layer.1/x' (8, 4) is not read", "no Softmax"],
+         {"'…' (8, 4) is not read": 2, "no Softmax": 1}),
+    ],
+)  # fmt: skip
+def test_sentences_that_differ_in_names_and_numbers_are_one(sentences: list[str], merged: dict[str, int]) -> None:
+    assert {one.sentence: len(one.items) for one in group(sentences, str)} == merged
+
+
+def test_a_fusion_that_was_asked_for_and_matches_nothing(report: Report) -> None:
+    model = parse(EVERYTHING)
+    for fusion, why in (
+        ("group_norm", "it needs one of "),
+        ("gated_activation", "it comes nearest at 'last_of_gelu', where "),
+        ("region", "no two operators side by side are worth a kernel; `onnxfuse explain MODEL region`"),
+    ):
+        given = parse("g (float[n] x) => (float[n] y) { y = Exp (x) }") if fusion == "region" else model
+        found = optimize(given, only=[fusion], verify=False)[1]
+        assert found.unmatched[fusion].startswith(why), found.unmatched
+        assert any(line.startswith(f"{fusion} matches nothing: {why[:20]}") for line in text_of(found))
+    assert optimize(model, only=["conv_bias_activation"], verify=False)[1].unmatched == {}
 
 
 def test_names_with_brackets_are_shown_as_they_are() -> None:

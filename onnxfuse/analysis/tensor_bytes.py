@@ -23,9 +23,14 @@ def tensor_bytes(shape: Sequence[Size] | None, dtype: int, first_axis: int = 0) 
         return 0
     count = 1
     for size in shape[first_axis:]:
-        assumed = {name: ASSUMED_BATCH if "batch" in name.lower() else ASSUMED_SIZE for name in symbols(size)}
+        assumed = {name: assumed_size(name) for name in symbols(size)}
         count *= max(evaluate(size, assumed), 0)
     return count * item_bytes(dtype)
+
+
+def assumed_size(name: str) -> int:
+    """Return the size that estimates assume for a dynamic dim of this name."""
+    return ASSUMED_BATCH if "batch" in name.lower() else ASSUMED_SIZE
 
 
 def item_bytes(dtype: int) -> int:

@@ -16,6 +16,8 @@ from rich.table import Table
 
 from onnxfuse.bench.bench import Bench, Contender, write_text
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.printing import Line, columns, two_lines
+from onnxfuse.tuning.dispatch import PLAIN
 from onnxfuse.tuning.op_times import UNFUSED, OpTime
 
 PAGE: Final = """<!DOCTYPE html>
@@ -32,7 +34,7 @@ text {{ font: 13px system-ui, sans-serif; fill: currentColor; }}
 {charts}
 </body></html>
 """
-CHART_WIDTH, LABEL_WIDTH, NOTE_WIDTH, ROW_HEIGHT, BAR_HEIGHT = 960, 330, 190, 26, 16  # pixels
+LONGEST_BAR, CHARACTER, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 440, 7.6, 16, 26, 16  # pixels; a character of 13 px type
 MAX_OPERATORS_SHOWN: Final = 12  # in the terminal
 COLORS: Final = {"plain": "#8a94a6", "fused": "#2f6fde", "wrong": "#c9463d"}
 BarKind = Literal["plain", "fused", "wrong"]
@@ -71,28 +73,31 @@ def draw(result: Bench, path: Path) -> None:
 
 def tables(result: Bench) -> Group:
     """Return what the terminal shows."""
-    parts: list[RenderableType] = [escape(_subtitle(result)), _models(result.contenders)]
-    parts += [f"[red]{escape(each.name)}, {each.mode}[/]: {escape(each.reason)}"
+    on_gpu = result.provider == "cuda"
+    parts: list[RenderableType] = [Line(escape(_subtitle(result))), "", _models(result.contenders, on_gpu)]
+    parts += [Line(f"[red]{escape(_label(each))}[/]: {escape(each.reason)}")
               for each in result.contenders if each.reason]  # fmt: skip
-    parts += [f"Operators were not timed alone: {escape(result.ops_error)}"] if result.ops_error else []
+    parts += [Line(f"Operators were not timed alone: {escape(result.ops_error)}")] if result.ops_error else []
     fused = [op for op in result.ops if op.how != UNFUSED]
     others = [op for op in result.ops if op.how == UNFUSED]
-    return Group(*parts, *(_ops(fused) if fused else []), *(_others(fused, others) if others else []))
+    return Group(*parts, *(_ops(fused, on_gpu) if fused else []), *(_others(fused, others) if others else []))
 
 
-def _models(contenders: Sequence[Contender]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in "model", "mode":
-        table.add_column(name)
-    for name in "median ms", "quartiles ms", "runs", "speed-up":
-        table.add_column(name, justify="right")
+def _models(contenders: Sequence[Contender], on_gpu: bool) -> Table:
+    """Return a row for each model; on a GPU for each mode, which is with or without a CUDA graph."""
+    table = columns("model", *(["mode"] if on_gpu else []), "median ms", "quartiles ms", "runs", "speed-up")
     for each in contenders:
         times = each.times
         cells = ["-", "-", "-"]
         if times:
             cells = [f"{1e3 * times.median:.3f}", f"{1e3 * times.q1:.3f} - {1e3 * times.q3:.3f}", str(times.runs)]
-        table.add_row(escape(each.name), each.mode, *cells, _outcome(each))
+        table.add_row(escape(each.name), *([each.mode] if on_gpu else []), *cells, _outcome(each))
     return table
+
+
+def _label(each: Contender) -> str:
+    """Return the name of a model, with the mode where that is a CUDA graph."""
+    return each.name if each.mode == PLAIN else f"{each.name}, {each.mode}"
 
 
 def _outcome(each: Contender) -> str:
@@ -102,35 +107,31 @@ def _outcome(each: Contender) -> str:
     return "wrong result" if not each.agrees else f"{each.speed_up:.2f}x" if each.speed_up else ""
 
 
-def _ops(ops: Sequence[OpTime]) -> list[RenderableType]:
-    table = Table(title="Fused operators", title_justify="left", box=None, pad_edge=False)
-    table.add_column("fusion", no_wrap=True)
-    table.add_column("inputs", overflow="fold")
-    for name in "nodes", "kernel us", "body us", "MB", "of a copy":
-        table.add_column(name, justify="right")
+def _ops(ops: Sequence[OpTime], on_gpu: bool) -> list[RenderableType]:
+    """Return a table of the fused nodes by fusion and inputs; there are kernels, and copies to compare, on GPUs."""
+    names = ("kernel us", "body us", "MB", "of a copy") if on_gpu else ("us each", "MB")
+    table = columns("Fused operators", "nodes", *names)
     for op in ops[:MAX_OPERATORS_SHOWN]:
         share = "" if op.share is None else f"{op.share:.0%}"
         megabytes = f"{op.bytes / 1e6:.3g}"
-        table.add_row(op.fusion, _inputs(op), str(len(op.nodes)), _us(op.kernel), _us(op.body), megabytes, share)
+        figures = (_us(op.kernel), _us(op.body), megabytes, share) if on_gpu else (_us(op.body), megabytes)
+        table.add_row(two_lines(op.fusion, _inputs(op)), str(len(op.nodes)), *figures)
     hidden = len(ops) - MAX_OPERATORS_SHOWN
     more = [f"{hidden} more; --json FILE writes all of them."] if hidden > 0 else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in ops if op.error)
-    return [table, *more, *map(escape, failed)]
+    return ["", table, *more, *(Line(escape(each)) for each in failed)]
 
 
 def _others(fused: Sequence[OpTime], others: Sequence[OpTime]) -> list[RenderableType]:
     """Return a table of the operators that nothing fused, one row for each kind, and the sums."""
-    table = Table(title="Other operators", title_justify="left", box=None, pad_edge=False)
-    table.add_column("operator", no_wrap=True)
-    for name in "nodes", "us of all":
-        table.add_column(name, justify="right")
+    table = columns("Other operators", "nodes", "us of all")
     kinds = {op.fusion: [each for each in others if each.fusion == op.fusion] for op in others}
     totals = {kind: total_of(each) for kind, each in kinds.items()}
     for kind, each in sorted(kinds.items(), key=lambda pair: -totals[pair[0]]):
         known = any(op.seconds is not None for op in each)
         table.add_row(kind, str(sum(len(op.nodes) for op in each)), _us(totals[kind]) if known else "not alone")
     sums = 1e6 * total_of(fused), 1e6 * total_of(others)
-    return [table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
+    return ["", table, "Together, each alone: fused {:.0f} us, others {:.0f} us".format(*sums)]
 
 
 def total_of(ops: Sequence[OpTime]) -> float:
@@ -153,7 +154,7 @@ def _us(seconds: float | None) -> str:
 
 def _subtitle(result: Bench) -> str:
     inputs = ", ".join(f"{name} {shape}" for name, shape in result.inputs.items())
-    rate = f"; copy {result.copy_rate / 1e12:.2f} TB/s" if result.copy_rate else ""
+    rate = f"; copy {result.copy_rate / 1e12:.2f} TB/s" if result.copy_rate and result.provider == "cuda" else ""
     return f"{Path(result.model).name} on {result.device['name']} ({result.provider}); {inputs}{rate}"
 
 
@@ -168,30 +169,32 @@ def bars_of_models(contenders: Sequence[Contender]) -> Iterator[Bar]:
             outcome = _outcome(each)
             note = f"{1e3 * each.times.median:.3f} ms" + (f", {outcome}" if outcome else "")
             quartiles = 1e3 * each.times.q1, 1e3 * each.times.q3
-            yield Bar(f"{each.name}, {each.mode}", 1e3 * each.times.median, quartiles, note, kind)
+            yield Bar(_label(each), 1e3 * each.times.median, quartiles, note, kind)
 
 
-def bars_of_ops(ops: Sequence[OpTime]) -> Iterator[Bar]:
-    """Yield the microseconds of all nodes of each fused operator, as kernels and as bodies."""
+def bars_of_ops(ops: Sequence[OpTime], on_gpu: bool = True) -> Iterator[Bar]:
+    """Yield the microseconds of all nodes of each fused operator, on a GPU as kernels and as bodies."""
     for op in (each for each in ops if each.how != UNFUSED):
         label = f"{len(op.nodes)} {op.fusion}, {op.shapes[0] if op.shapes else ''}"
         pairs: tuple[tuple[BarKind, str, float | None], ...] = (
-            ("fused", "kernel", op.kernel),
-            ("plain", "body", op.body),
+            ("fused", ": kernel", op.kernel),
+            ("plain", ": body" if on_gpu else "", op.body),
         )
         for kind, name, seconds in pairs:
             if seconds is not None:
-                share = f", {op.share:.0%} of a copy" if op.share is not None and name == op.how else ""
+                has_share = on_gpu and op.share is not None and name.endswith(op.how)
+                share = f", {op.share:.0%} of a copy" if has_share else ""
                 total = 1e6 * seconds * len(op.nodes)
-                yield Bar(f"{label}: {name}", total, None, f"{total:.1f} us{share}", kind)
+                yield Bar(f"{label}{name}", total, None, f"{total:.1f} us{share}", kind)
 
 
 def page(result: Bench) -> str:
     """Return an HTML page without scripts, which is also well-formed XML."""
+    of_ops = list(bars_of_ops(result.ops, result.provider == "cuda"))
     charts = [("Milliseconds of a run, with quartiles", list(bars_of_models(result.contenders))),
-              ("Microseconds in fused operators, all nodes", list(bars_of_ops(result.ops)))]  # fmt: skip
+              ("Microseconds in fused operators, all nodes", of_ops)]  # fmt: skip
     parts = [f"<h2>{escaped(title)}</h2>\n{svg(bars)}" for title, bars in charts if bars]
-    parts += [f"<p>{escaped(f'{each.name}, {each.mode}: {each.reason}')}</p>"
+    parts += [f"<p>{escaped(f'{_label(each)}: {each.reason}')}</p>"
               for each in result.contenders if each.reason]  # fmt: skip
     title = f"onnxfuse bench {Path(result.model).name}"
     colors = " ".join(f".{kind} {{ fill: {color}; }}" for kind, color in COLORS.items())
@@ -200,19 +203,21 @@ def page(result: Bench) -> str:
 
 
 def svg(bars: Sequence[Bar]) -> str:
-    """Return a picture of horizontal bars that start at zero."""
+    """Return a picture of horizontal bars that start at zero, as wide as its labels and notes need."""
     longest = max(max(bar.value, *(bar.quartiles or ())) if bar.quartiles else bar.value for bar in bars) or 1.0
-    scale = (CHART_WIDTH - LABEL_WIDTH - NOTE_WIDTH) / longest
-    box = f"0 0 {CHART_WIDTH} {ROW_HEIGHT * len(bars) + 4}"
+    scale = LONGEST_BAR / longest
+    labels = MARGIN + CHARACTER * max(len(bar.label) for bar in bars)
+    notes = MARGIN + CHARACTER * max(len(bar.note) for bar in bars)
+    box = f"0 0 {labels + LONGEST_BAR + notes:.0f} {ROW_HEIGHT * len(bars) + 4}"
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img">']
     for row, bar in enumerate(bars):
-        top, end = ROW_HEIGHT * row + 4, LABEL_WIDTH + scale * bar.value
+        top, end = ROW_HEIGHT * row + 4, labels + scale * bar.value
         middle = top + BAR_HEIGHT / 2
-        lines.append(f'<text x="{LABEL_WIDTH - 8}" y="{top + 13}" text-anchor="end">{escaped(bar.label)}</text>')
-        lines.append(f'<rect class="{bar.kind}" x="{LABEL_WIDTH}" y="{top}" width="{scale * bar.value:.1f}" '
+        lines.append(f'<text x="{labels - 8:.1f}" y="{top + 13}" text-anchor="end">{escaped(bar.label)}</text>')
+        lines.append(f'<rect class="{bar.kind}" x="{labels:.1f}" y="{top}" width="{scale * bar.value:.1f}" '
                      f'height="{BAR_HEIGHT}"/>')  # fmt: skip
         if bar.quartiles:
-            low, high = (LABEL_WIDTH + scale * value for value in bar.quartiles)
+            low, high = (labels + scale * value for value in bar.quartiles)
             lines.append(f'<line class="range" x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}"/>')
             end = max(end, high)
         lines.append(f'<text x="{end + 8:.1f}" y="{top + 13}">{escaped(bar.note)}</text>')

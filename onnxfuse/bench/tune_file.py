@@ -21,6 +21,7 @@ from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
 from onnxfuse.ir.protos import nodes
 from onnxfuse.optimizer import optimize
+from onnxfuse.printing import columns, two_lines
 from onnxfuse.runtime.cache_folder import cache_folder
 from onnxfuse.session import open_session
 from onnxfuse.tuning.bound_session import Provider
@@ -77,7 +78,7 @@ def _spread(model: onnx.ModelProto, shapes: Sequence[str]) -> list[Sequence[str]
 
 def tuning_tables(tuning: Tuning) -> Group:
     """Return what the terminal shows: the nodes, the whole model, and where the measurements are kept."""
-    parts: list[RenderableType] = [_nodes(tuning)] if tuning.ops else []
+    parts: list[RenderableType] = [_nodes(tuning), ""] if tuning.ops else []
     parts += [f"Nodes were not timed alone: {escape(tuning.ops_error)}"] if tuning.ops_error else []
     failed = dict.fromkeys(f"{op.fusion}: not timed alone: {op.error}" for op in tuning.ops if op.error)
     parts += [*map(escape, failed), _models(tuning.models)]
@@ -92,24 +93,17 @@ def tuning_tables(tuning: Tuning) -> Group:
 
 
 def _nodes(tuning: Tuning) -> Table:
-    table = Table(title="Fused nodes", title_justify="left", box=None, pad_edge=False)
-    table.add_column("node", overflow="fold")
-    table.add_column("shapes", overflow="fold")
-    for name in "nodes", "kernel us", "body us":
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("chosen", no_wrap=True)
+    """Return a row for each kind of node, with its inputs under its fusion."""
+    table = columns("Fused nodes", "nodes", "kernel us", "body us", "chosen")
     for op in tuning.ops:
         times = ["-" if value is None else f"{1e6 * value:.2f}" for value in (op.kernel, op.body)]
-        table.add_row(escape(op.fusion), escape(shapes_text(op.shapes)), str(len(op.nodes)), *times, op.faster or "-")
+        table.add_row(two_lines(op.fusion, shapes_text(op.shapes)), str(len(op.nodes)), *times, op.faster or "-")
     return table
 
 
 def _models(models: Sequence[ModelTimes]) -> Table:
-    table = Table(title="The whole model", title_justify="left", box=None, pad_edge=False)
-    for name in "mode", "variant":
-        table.add_column(name)
-    table.add_column("median ms", justify="right")
-    table.add_column("chosen")
+    """Return a row for each mode and variant of the whole model."""
+    table = columns("The whole model", "variant", "median ms", "chosen")
     for row in _rows(models):
         table.add_row(*row)
     return table

@@ -17,7 +17,9 @@ from onnxfuse.cli.env import env_command
 from onnxfuse.cli.explain import explain_command
 from onnxfuse.cli.export_triton import export_triton_command
 from onnxfuse.cli.fusions import list_command, show_command
+from onnxfuse.cli.inspect import inspect_command
 from onnxfuse.cli.optimize import optimize_command
+from onnxfuse.cli.plan import plan_command
 from onnxfuse.cli.terminal import console
 from onnxfuse.cli.tune import tune_command
 from onnxfuse.cli.unfuse import unfuse_command
@@ -57,9 +59,11 @@ for command in (
     env_command,
     explain_command,
     export_triton_command,
+    inspect_command,
     list_command,
     show_command,
     optimize_command,
+    plan_command,
     tune_command,
     unfuse_command,
     verify_command,

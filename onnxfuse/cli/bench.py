@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import file_path, given_inputs, run_options, use_kernels
+from onnxfuse.cli.options import examples, file_path, given_inputs, run_options, use_kernels
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from onnxfuse.tuning.dispatch import TunePolicy
 
 
-@click.command("bench")
+@click.command(
+    "bench",
+    epilog=examples(
+        "onnxfuse bench model.onnx --shape input_ids:8x128",
+        "onnxfuse bench model.onnx --against other.onnx --chart times.html",
+        "onnxfuse bench model.onnx --provider cpu --no-ops --runs 50",
+    ),
+)
 @click.argument("model", type=file_path)
 @run_options
 @click.option("--against", multiple=True, type=file_path, help="Time another model beside it (repeatable).")

@@ -6,11 +6,26 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import file_path, kernels_option, option_option, options_by_name, shape_option, use_kernels
+from onnxfuse.cli.options import (
+    examples,
+    file_path,
+    kernels_option,
+    option_option,
+    options_by_name,
+    shape_option,
+    use_kernels,
+)
 from onnxfuse.cli.terminal import console, shown_progress
 
 
-@click.command("compile")
+@click.command(
+    "compile",
+    epilog=examples(
+        "onnxfuse compile fused.onnx",
+        "onnxfuse compile fused.onnx --arch sm_90 --arch sm_80",
+        "onnxfuse compile fused.onnx --shape ids:1..8x1..512 -o fused.plans",
+    ),
+)
 @click.argument("model", type=file_path)
 @click.option("-o", "--output", "target", type=file_path, help="The file to write.  [default: MODEL.plans]")
 @click.option("--arch", "archs", multiple=True, metavar="sm_90", help="Compile for a compute capability (repeatable).")

@@ -6,6 +6,7 @@ from typing import Final
 
 import click
 
+from onnxfuse.cli.options import examples
 from onnxfuse.version import __version__
 
 PACKAGES: Final = (
@@ -13,7 +14,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 
 
-@click.command("env")
+@click.command("env", epilog=examples("onnxfuse env"))
 def env_command() -> None:
     """Show the versions that a bug report should name."""
     import platform

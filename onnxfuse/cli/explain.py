@@ -6,11 +6,18 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import file_path, patterns_option
+from onnxfuse.cli.options import examples, file_path, patterns_option
 from onnxfuse.cli.terminal import console, shown_progress
 
 
-@click.command("explain")
+@click.command(
+    "explain",
+    epilog=examples(
+        "onnxfuse explain model.onnx",
+        "onnxfuse explain model.onnx attention --limit 3",
+        "onnxfuse explain model.onnx --node /encoder/layer.0/MatMul_1",
+    ),
+)
 @click.argument("source", type=file_path)
 @click.argument("fusion", required=False)
 @click.option("--node", help="Show only what was tried around this node.")

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import file_path
+from onnxfuse.cli.options import examples, file_path
 
 
-@click.command("export-triton")
+@click.command(
+    "export-triton",
+    epilog=examples(
+        "onnxfuse export-triton fused.onnx model_repository",
+        "onnxfuse export-triton fused.onnx repo --name bert --served-from /models",
+    ),
+)
 @click.argument("source", type=file_path)
 @click.argument("repository", type=file_path)
 @click.option("--plans", type=file_path, help="The plan file of SOURCE.  [default: SOURCE.plans]")

@@ -6,33 +6,37 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import file_path, patterns_option
+from onnxfuse.cli.options import examples, file_path, patterns_option
 from onnxfuse.cli.terminal import console
 from onnxfuse.errors import UsageError
 
 
-@click.command("list")
+@click.command("list", epilog=examples("onnxfuse list", "onnxfuse list --patterns my_fusions"))
 @patterns_option
 def list_command(patterns: tuple[Path, ...]) -> None:
     """List all fusions, each with what it computes."""
     from rich.markup import escape
-    from rich.table import Table
 
     from onnxfuse.dsl import catalogue
     from onnxfuse.dsl.documentation import summary
+    from onnxfuse.printing import Line
     from onnxfuse.regions import SUMMARY
     from onnxfuse.rewrite.replace import REGION
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("fusion")
-    table.add_column("what it computes", overflow="fold")
     rows = {fusion.name: summary(fusion) for fusion in catalogue.with_folders(patterns)} | {REGION: SUMMARY}
     for name, text in sorted(rows.items()):
-        table.add_row(name, escape(text))
-    console().print(table)
+        console().print(f"[bold]{name}[/]", highlight=False)
+        console().print(Line(escape(text), "    "))
 
 
-@click.command("show")
+@click.command(
+    "show",
+    epilog=examples(
+        "onnxfuse show layer_norm",
+        "onnxfuse show region fused.onnx",
+        "onnxfuse show region fused.onnx --node NAME --cuda --arch sm_90",
+    ),
+)
 @click.argument("fusion")
 @click.argument("model", type=file_path, required=False)
 @click.option("--node", metavar="NAME", help="Show the program of this region of MODEL.")
@@ -61,12 +65,14 @@ def show_command(
         _show_regions(fusion, model, node, cuda, arch)
         return
     if fusion == REGION:
-        console().print(f"[bold]{REGION}[/]\n\n{escape(SUMMARY)}\n\n{escape(DESCRIPTION)}", highlight=False)
+        text = f"[bold]{REGION}[/]\n\n{escape(SUMMARY)}\n\n{escape(DESCRIPTION)}"
+        console().print(text, highlight=False)
         return
     found = fusions[fusion]
     text = f"[bold]{escape(signature(found))}[/]\n\n{escape(found.doc)}\n\n{found.span}"
-    console().print(text, highlight=False)
-    console().print(Syntax(found.source, "python", background_color="default"))
+    console().print(text, highlight=False, soft_wrap=True)
+    source = Syntax("", "python", background_color="default").highlight(found.source)
+    console().print(source, soft_wrap=True)  # a line that is wider than the terminal stays whole
 
 
 def _show_regions(fusion: str, model: Path | None, node: str | None, cuda: bool, arch: str) -> None:

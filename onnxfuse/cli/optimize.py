@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from onnxfuse.cli.options import (
     EXIT_CODES,
     checked_target,
+    examples,
     file_path,
+    fusing_options,
     given_inputs,
     overwrite_option,
-    patterns_option,
     verify_option,
     verify_options,
 )
 from onnxfuse.cli.terminal import console, shown_progress
 from onnxfuse.errors import UsageError
 
+if TYPE_CHECKING:
+    from onnxfuse.layout.assign import Layout
 
-@click.command("optimize")
+
+@click.command(
+    "optimize",
+    epilog=examples(
+        "onnxfuse optimize model.onnx fused.onnx",
+        "onnxfuse optimize model.onnx --dry-run --report report.html",
+        "onnxfuse optimize model.onnx fused.onnx --shape input_ids:8x128",
+        "onnxfuse optimize model.onnx fused.onnx --plan plan.json",
+    ),
+)
 @click.argument("source", type=file_path)
 @click.argument("target", type=file_path, required=False)
-@click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable).")
-@click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable).")
-@patterns_option
+@fusing_options
+@click.option(
+    "--plan", type=file_path, metavar="FILE", help="Leave out what this file of `onnxfuse plan` has switched off."
+)
 @verify_options
 @click.option(
     "--fallback",
@@ -43,26 +56,9 @@ from onnxfuse.errors import UsageError
     show_default=True,
     help="What stands for a fusion: functions, for which there are kernels, or ONNX's operators of opset 23 or 24.",
 )
-@click.option(
-    "--layout",
-    type=click.Choice(["auto", "nchw", "nhwc"]),
-    default="auto",
-    show_default=True,
-    help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
-)
-@click.option(
-    "--regions/--no-regions",
-    default=True,
-    show_default=True,
-    help="Let connected operators that no pattern names become fused nodes too.",
-)
-@click.option(
-    "--epilogues",
-    is_flag=True,
-    help="Let elementwise operators that follow a product or convolution join its kernel. These kernels are not timed.",
-)
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
+@click.option("--all", "everything", is_flag=True, help="Print all operators, reasons and near misses.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
 @overwrite_option
 def optimize_command(
@@ -71,17 +67,19 @@ def optimize_command(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     patterns: tuple[Path, ...],
+    layout: Layout,
+    regions: bool,
+    epilogues: bool,
+    plan: Path | None,
     npz: Path | None,
     tolerance: float | None,
     shapes: tuple[str, ...],
     timeout: float,
     fallback: Literal["onnx", "ort"],
     emit: Literal["functions", "standard"],
-    layout: Literal["auto", "nchw", "nhwc"],
-    regions: bool,
-    epilogues: bool,
     verify: bool,
     report: Path | None,
+    everything: bool,
     dry_run: bool,
     overwrite: bool,
 ) -> None:
@@ -103,13 +101,13 @@ def optimize_command(
     with shown_progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
-            regions="epilogues" if epilogues and regions else regions, verify=verify, inputs=inputs, shapes=shapes,
-            timeout=timeout, tolerance=tolerance, progress=progress,
+            regions="epilogues" if epilogues and regions else regions, plan=plan, verify=verify, inputs=inputs,
+            shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
         )  # fmt: skip
     if target:
         save(optimized, target, folder=source.parent)
         result = result.written(target)
     if report:
         result.write(report)
-    console().print(result.table())
+    console().print(result.table(everything))
     sys.exit(EXIT_CODES[result.verified.status] if verify else 0)

@@ -30,6 +30,11 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
+def examples(*commands: str) -> str:
+    """Return the end of a command's help text: calls of it, a line each."""
+    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+
+
 file_path = click.Path(path_type=Path)
 patterns_option = click.option(
     "--patterns", multiple=True, type=file_path, metavar="DIR", help="Also use the fusions in this folder (repeatable)."
@@ -57,6 +62,30 @@ run_options = together(  # of commands that run a model to time it
         help="Where to run.  [default: cuda if onnxruntime has it, else cpu]",
     ),
     click.option("--input", "npz", type=file_path, help="Run on the inputs in this .npz file."),
+)
+fusing_options = together(  # of commands that fuse a model
+    click.option("--only", multiple=True, metavar="FUSION", help="Apply only this fusion (repeatable)."),
+    click.option("--skip", multiple=True, metavar="FUSION", help="Leave this fusion out (repeatable)."),
+    patterns_option,
+    click.option(
+        "--layout",
+        type=click.Choice(["auto", "nchw", "nhwc"]),
+        default="auto",
+        show_default=True,
+        help="The layout of images around convolutions: channels-last where that pays, nowhere, or wherever it can be.",
+    ),
+    click.option(
+        "--regions/--no-regions",
+        default=True,
+        show_default=True,
+        help="Let connected operators that no pattern names become fused nodes too.",
+    ),
+    click.option(
+        "--epilogues",
+        is_flag=True,
+        help="Let elementwise operators that follow a product or convolution join its kernel. These kernels are not "
+        "timed.",
+    ),
 )
 verify_options = together(
     click.option("--input", "npz", type=file_path, help="Verify with the inputs in this .npz file."),

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SECONDS_WITHOUT_PROGRESS: Final = 2.0  # before a progress bar appears
+UNLIMITED: Final = 100_000  # columns of what is piped into a program or a file
 
 
 @functools.cache
 def console(stderr: bool = False) -> Console:
-    """Return rich's console on stdout or stderr."""
+    """Return rich's console on stdout or stderr; lines are wrapped on a terminal alone, or where COLUMNS is set."""
+    import os
+
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    shown = Console(stderr=stderr)
+    return shown if shown.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=UNLIMITED)
 
 
 @contextmanager

@@ -7,14 +7,27 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxfuse.cli.options import file_path, given_inputs, option_option, options_by_name, run_options, use_kernels
+from onnxfuse.cli.options import (
+    examples,
+    file_path,
+    given_inputs,
+    option_option,
+    options_by_name,
+    run_options,
+    use_kernels,
+)
 from onnxfuse.cli.terminal import console, shown_progress
 
 if TYPE_CHECKING:
     from onnxfuse.tuning.bound_session import Provider
 
 
-@click.command("tune")
+@click.command(
+    "tune",
+    epilog=examples(
+        "onnxfuse tune fused.onnx --shape input_ids:8x128", "onnxfuse tune fused.onnx --shape input_ids:1..8x1..512"
+    ),
+)
 @click.argument("model", type=file_path)
 @run_options
 @click.option("--device-id", type=click.IntRange(0), default=0, show_default=True, help="The number of the GPU.")

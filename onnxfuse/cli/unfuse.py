@@ -10,6 +10,7 @@ import click
 from onnxfuse.cli.options import (
     EXIT_CODES,
     checked_target,
+    examples,
     file_path,
     given_inputs,
     overwrite_option,
@@ -19,7 +20,7 @@ from onnxfuse.cli.options import (
 from onnxfuse.cli.terminal import console, shown_progress
 
 
-@click.command("unfuse")
+@click.command("unfuse", epilog=examples("onnxfuse unfuse fused.onnx plain.onnx"))
 @click.argument("source", type=file_path)
 @click.argument("target", type=file_path)
 @verify_options
@@ -42,7 +43,7 @@ def unfuse_command(
     """
     from onnxfuse.ir.load import read
     from onnxfuse.ir.save import save
-    from onnxfuse.report.report import verification_lines
+    from onnxfuse.report.lines import verification_lines
     from onnxfuse.unfuse_model import unfuse
 
     checked_target(source, target, overwrite)
@@ -54,5 +55,5 @@ def unfuse_command(
     before = len(read(source).graph.node)
     save(model, target, folder=source.parent)
     for line in (f"Nodes: {before} -> {len(model.graph.node)}", *verification_lines(verified)):
-        console().print(line, soft_wrap=True)
+        console().print(line)
     sys.exit(EXIT_CODES[verified.status] if verify else 0)

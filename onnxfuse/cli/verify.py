@@ -7,11 +7,17 @@ from pathlib import Path
 
 import click
 
-from onnxfuse.cli.options import EXIT_CODES, file_path, given_inputs, verify_options
+from onnxfuse.cli.options import EXIT_CODES, examples, file_path, given_inputs, verify_options
 from onnxfuse.cli.terminal import console, shown_progress
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    epilog=examples(
+        "onnxfuse verify model.onnx fused.onnx",
+        "onnxfuse verify model.onnx fused.onnx --input inputs.npz --tolerance 1e-3",
+    ),
+)
 @click.argument("original", type=file_path)
 @click.argument("optimized", type=file_path)
 @verify_options
@@ -28,9 +34,9 @@ def verify_command(
     Exits with 0 if all outputs are equal, 1 if one differs, 3 if some could not be compared, 4 if none could.
     """
     from rich.markup import escape
-    from rich.table import Table
 
     from onnxfuse.ir.load import load
+    from onnxfuse.printing import columns
     from onnxfuse.verify.compare import compare
     from onnxfuse.verify.own_process import own_process
 
@@ -42,9 +48,7 @@ def verify_command(
             original, optimized, inputs=inputs, shapes=shapes, tolerance=tolerance,
             progress=lambda step: progress(step, 0, 0),
         )  # fmt: skip
-    table = Table(box=None, pad_edge=False)
-    for name in "output", "largest error", "relative", "tolerance":
-        table.add_column(name)
+    table = columns("output", "largest error", "relative", "tolerance")
     for one in result.outputs:
         table.add_row(escape(one.name), f"{one.max_abs:.3g}", f"{one.max_rel:.3g}", f"{one.tolerance:.3g}")
     console().print(table)

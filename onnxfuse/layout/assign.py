@@ -49,6 +49,10 @@ class LayoutResult:
     ends: tuple[RegionEnd, ...] = ()
     originals: Mapping[str, tuple[str, Perm]] = field(default_factory=dict)
 
+    def original(self, name: str) -> str:
+        """Return the name of the tensor that a tensor is a Transpose of; its own where it is none."""
+        return self.originals[name][0] if name in self.originals else name
+
 
 def assign_layouts(
     graph: Graph,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -31,14 +31,16 @@ def assign_regions(
     exclude: Collection[tuple[str, str]] = frozenset(),
     joining: Mapping[str, bool | str] = MappingProxyType({}),
     fused: Collection[Fused] = (),
+    keep: Set[str] = frozenset(),
 ) -> RegionResult:
     """Replace the regions of a sorted graph by fused nodes, or join them with fused nodes.
 
     `exclude` holds regions that stay as they are, each by REGION and the name of its first output, and those that join
     no other node, by that node's fusion.  `joining` are the fusions whose nodes elementwise operators join, with the
-    layout that these must have or True, and `fused` the records of the fused nodes that the graph has.
+    layout that these must have or True, and `fused` the records of the fused nodes that the graph has.  `keep` holds
+    the labels of nodes that are in no region.
     """
-    formed = form_regions(graph, shapes)
+    formed = form_regions(graph, shapes, keep)
     joined, apart = dict[str, Cluster](), list[Cluster]()  # the former by the fused nodes that they join
     records, results = {one.node: one for one in fused}, dict[str, Tensor]()
     for cluster in (*formed.regions, *formed.others):

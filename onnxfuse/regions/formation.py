@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -80,8 +80,11 @@ class Merging:
             self.level[node] = level
 
 
-def form_regions(graph: Graph, shapes: ShapeInfo) -> Formed:
-    """Return the regions of a sorted graph, in execution order of their first nodes."""
+def form_regions(graph: Graph, shapes: ShapeInfo, keep: Set[str] = frozenset()) -> Formed:
+    """Return the regions of a sorted graph, in execution order of their first nodes.
+
+    `keep` holds the labels of nodes that are in none.
+    """
     if graph.opset < MIN_OPSET:
         return Formed()
     host = host_nodes(graph, shapes)
@@ -90,6 +93,8 @@ def form_regions(graph: Graph, shapes: ShapeInfo) -> Formed:
         if node.domain and node.domain != "ai.onnx":
             continue
         found = "it is shape arithmetic, which runs on the host" if node in host else normal_form(graph, shapes, node)
+        if node_label(node) in keep:
+            found = "it belongs to a match that is switched off"
         if isinstance(found, str):
             reasons[node_label(node)] = found
         else:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import onnx
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.inline_functions import Inlined
+from onnxfuse.ir.load import read
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
+from onnxfuse.printing import Line, bytes_text, columns, counted
 from onnxfuse.report.facts import Facts
+from onnxfuse.report.lines import (
+    estimate_line,
+    folded_line,
+    function_lines,
+    layout_lines,
+    missed_lines,
+    operator_table,
+    quantized_lines,
+    stays_lines,
+    subgraph_lines,
+    verification_lines,
+)
+from onnxfuse.report.operators import OperatorCount
 from onnxfuse.report.page import write_page, write_summary
+from onnxfuse.report.similar import group
 from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
 from onnxfuse.rewrite.replace import REGION, Fused
@@ -31,10 +48,6 @@ QUANTIZED: Final = (  # what the names of operators on quantized numbers begin w
     "Quantize", "Dequantize", "DynamicQuantize", "MatMulInteger", "ConvInteger", "QLinear", "MatMulNBits", "MatMulBnb4",
     "QAttention", "QGemm", "QEmbed", "QOrdered", "QMoE", "GatherBlockQuantized",
 )  # fmt: skip
-MAX_MISSES_SHOWN = 10  # in the terminal
-MAX_NOT_COMPARED_SHOWN = 10
-MAX_REGION_ENDS_SHOWN = 5
-MAX_SUBGRAPHS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,10 @@ class Report:
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
     standard: Standard | None = None  # what stands for the fused nodes, with emit="standard"
+    operators: tuple[OperatorCount, ...] = ()  # those that are not fused nodes
+    assumed: Mapping[str, int] = field(default_factory=dict)  # sizes of the inputs' dynamic dims, for the estimate
+    unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
+    switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
     facts: Facts | None = None  # of the model and the run, for the page
 
     @property
@@ -109,7 +126,7 @@ class Report:
         """Return plain data.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, verified and seconds.
+        layout, regions, estimate, standard, operators, unmatched, switched_off, verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -120,6 +137,7 @@ class Report:
             "fused": [
                 {
                     "fusion": f.fusion,
+                    "match": f.match,
                     "node": f.node,
                     "where": f.where,
                     "replaces": list(f.replaces),
@@ -143,8 +161,12 @@ class Report:
                 "bytes_after": self.after.bytes,
                 "launches_before": self.before.launches,
                 "launches_after": self.after.launches,
+                "assumed": dict(self.assumed),
             },
             "standard": self.standard.to_json() if self.standard else {},
+            "operators": [asdict(one) for one in self.operators],
+            "unmatched": dict(self.unmatched),
+            "switched_off": list(self.switched_off),
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -158,8 +180,9 @@ class Report:
         return write_summary(self)
 
     def written(self, path: Path) -> Report:
-        """Return the report with the path that the model was written to."""
-        return replace(self, output={**self.output, "path": str(path)})
+        """Return the report with the path that the model was written to, and the bytes of its files."""
+        size = file_bytes(path, read(path))
+        return replace(self, output={**self.output, "path": str(path), "bytes": size})
 
     def write(self, path: Path) -> None:
         """Write as JSON (.json) or as a page (.html).
@@ -176,11 +199,23 @@ class Report:
         except OSError as error:
             raise ModelError(f"cannot write the report '{path}': {error.strerror}; give another name") from error
 
-    def table(self) -> Group:
-        """Return the tables and lines for the terminal; one line for a model in which nothing can be fused."""
+    def table(self, everything: bool = False) -> Group:
+        """Return the tables and lines for the terminal: what changed, what did not and why, and last the verification.
+
+        `everything` says whether to show all operators and reasons, and misses in which less than half agrees.
+        """
         if not self.input["opset"]:
             return Group("Unchanged: the model has no operator of the ONNX domain, and no other operators are fused.")
-        return Group(_fused_table(self), *_lines(self), *_missed_table(self))
+        shown: list[RenderableType] = [_summary(self), estimate_line(self.assumed), "", _fused_table(self), ""]
+        if operators := operator_table(self.operators, everything):
+            shown.append(operators)
+            shown.append("")
+        shown.extend(_lines(self, everything))
+        if missed := [*missed_lines(self.missed, everything)]:
+            shown.append("")
+            shown.extend(missed)
+        shown.append("")
+        return Group(*shown, *_dropped_lines(self.dropped), *verification_lines(self.verified, everything))
 
 
 def quantized_operators(model: onnx.ModelProto) -> dict[str, int]:
@@ -209,134 +244,58 @@ def miss_json(miss: Miss) -> dict[str, Any]:
     }
 
 
-def _fused_table(report: Report) -> Table:
-    table = Table(title="Fused", title_justify="left", box=None, pad_edge=False)
-    table.add_column("fusion")
-    for name in "nodes", "replaced":
-        table.add_column(name, justify="right")
-    for name, count in report.counts.items():
-        replaced = sum(len(f.replaces) for f in report.fused if f.fusion == name)
-        table.add_row(name, str(count), str(replaced))
+def _summary(report: Report) -> Table:
+    """Return what `optimize` gained: nodes, launches, bytes."""
+    table = columns("", "before", "after")
+    before, after = report.before, report.after
+    table.add_row("nodes", str(report.input["nodes"]), str(report.output["nodes"]))
+    table.add_row("kernel launches", str(before.launches), str(after.launches))
+    table.add_row("memory traffic", bytes_text(before.bytes), bytes_text(after.bytes))
+    sizes = [report.input.get("bytes"), report.output.get("bytes")]
+    if isinstance(sizes[0], int):
+        table.add_row("file", *(bytes_text(size) if isinstance(size, int) else "not written" for size in sizes))
     return table
 
 
-def _lines(report: Report) -> list[str]:
-    folded = Counter(f.kind for f in report.folded)
-    lines = [f"Folded: {', '.join(f'{count} {kind}' for kind, count in sorted(folded.items())) or 'nothing'}"]
-    lines.append(f"Nodes: {report.input['nodes']} -> {report.output['nodes']}")
-    lines.append(
-        f"Estimate: {_bytes_text(report.before.bytes)} -> {_bytes_text(report.after.bytes)} of memory traffic, "
-        f"{report.before.launches} -> {report.after.launches} launches"
-    )
-    lines += [*_subgraph_lines(report.subgraphs), *_function_lines(report.inlined)]
-    lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
-    lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized), *standard_lines(report.standard)]
-    return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
+def _fused_table(report: Report) -> RenderableType:
+    """Return the fused nodes by fusion, and how many nodes each replaces."""
+    if not report.counts:
+        return Line("Nothing was fused.")
+    table = columns("Fused", "nodes", "replaced")
+    for name, count in report.counts.items():
+        replaced = sum(len(f.replaces) for f in report.fused if f.fusion == name)
+        table.add_row(escape(name), str(count), str(replaced))
+    return table
 
 
-def _subgraph_lines(subgraphs: Sequence[Subgraph]) -> list[str]:
-    """Return the nodes of each subgraph, those with fused nodes first, and its fused ones."""
-    ordered = sorted(subgraphs, key=lambda each: -sum(each.counts.values()))
-    lines = [
-        f"In {escape(each.where)}: {each.nodes_before} -> {each.nodes_after} nodes"
-        + "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
-        for each in ordered[:MAX_SUBGRAPHS_SHOWN]
-    ]
-    rest = ordered[MAX_SUBGRAPHS_SHOWN:]
-    fused = sum(sum(each.counts.values()) for each in rest)
-    return [*lines, *([f"In {_counted(len(rest), 'more subgraph')}: {_counted(fused, 'fused node')}"] if rest else [])]
+def _lines(report: Report, everything: bool) -> Iterator[Line]:
+    """Yield what else was done, and what stays and why."""
+    for fusion, why in report.unmatched.items():
+        yield Line(f"[yellow]{escape(fusion)} matches nothing[/]: {escape(why)}")
+    yield folded_line([one.kind for one in report.folded])
+    yield from subgraph_lines(report.subgraphs, everything)
+    yield from function_lines(report.inlined)
+    yield from _region_lines(report.regions)
+    yield from layout_lines(report.layout, everything)
+    if report.switched_off:
+        yield Line(f"Switched off by the plan: {counted(len(report.switched_off), 'match', 'matches')}")
+    yield from stays_lines(report.stays)
+    yield from quantized_lines(report.quantized)
+    yield from map(Line, standard_lines(report.standard))
 
 
-def _function_lines(inlined: Inlined | None) -> list[str]:
-    """Return how many calls of the model's own functions were inlined, and which functions stay."""
-    if inlined is None:
-        return []
-    calls = [f"Inlined: {_counted(inlined.calls, 'call')} of the model's own functions"] if inlined.calls else []
-    return [*calls, *(f"Not inlined: {escape(why)}" for why in inlined.kept)]
-
-
-def _region_lines(regions: RegionGain) -> list[str]:
-    """Return what regions save; nothing where there are none."""
+def _region_lines(regions: RegionGain) -> Iterator[Line]:
+    """Yield what regions save; nothing where there are none."""
     if not regions.nodes + regions.joined:
-        return []
-    joined = f", {_counted(regions.joined, 'node')} in epilogues" if regions.joined else ""
-    saved = f"{_bytes_text(regions.bytes_saved)} and {_counted(regions.launches_saved, 'launch', 'launches')} saved"
-    return [f"Regions: {_counted(regions.nodes, 'node')} in place of {regions.replaced}{joined}, {saved}"]
+        return
+    joined = f", {counted(regions.joined, 'node')} in epilogues" if regions.joined else ""
+    saved = f"{bytes_text(regions.bytes_saved)} and {counted(regions.launches_saved, 'launch', 'launches')} saved"
+    yield Line(f"Regions: {counted(regions.nodes, 'node')} in place of {regions.replaced}{joined}, {saved}")
 
 
-def _layout_lines(layout: LayoutResult) -> list[str]:
-    """Return how many nodes are channels-last, and why Transposes stand between these and the others."""
-    if not layout.nodes:
-        return []
-    reasons = Counter(end.reason for end in layout.ends).most_common()
-    shown = [f"  {_counted(count, 'Transpose')}: {escape(why)}" for why, count in reasons[:MAX_REGION_ENDS_SHOWN]]
-    rest = sum(count for _, count in reasons[MAX_REGION_ENDS_SHOWN:])
-    more = [f"  {_counted(rest, 'more Transpose')}"] if rest else []
-    total = f"{_counted(layout.nodes, 'node')} channels-last, {_counted(len(layout.ends), 'Transpose')} at borders"
-    return [f"Layout: {total}", *shown, *more]
-
-
-def _stays_lines(stays: Sequence[Stays]) -> list[str]:
-    """Return one line for each operator and reason, which says how many nodes stay as they are."""
-    counts = Counter((one.op, one.reason) for one in stays).most_common()
-    return [f"Not fused: {count} {escape(op)}, because {escape(reason)}" for (op, reason), count in counts]
-
-
-def _quantized_lines(quantized: Mapping[str, int]) -> list[str]:
-    """Return one line with the operators on quantized numbers; nothing where there are none."""
-    listed = ", ".join(f"{count} {escape(op)}" for op, count in quantized.items())
-    return [f"Quantized, which is not fused: {listed}"] if listed else []
-
-
-def _dropped_lines(dropped: Sequence[Dropped]) -> list[str]:
-    """Return one line for each fusion and reason, which names the first node and how many more there are."""
-    nodes: dict[tuple[str, str], list[str]] = {}
-    for each in dropped:
-        nodes.setdefault((each.fusion, each.reason), []).append(each.node)
-    return [
-        f"[yellow]Dropped {fusion}[/] at '{escape(first)}'{_more(more)}: {escape(reason)}"
-        for (fusion, reason), (first, *more) in nodes.items()
-    ]
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and at {_counted(len(names), 'equal node')}" if names else ""
-
-
-def verification_lines(verified: Verification) -> list[str]:
-    """Return what was compared, and each output and fused node that was not."""
-    if not verified.passed:
-        return [f"[yellow]Not verified[/]: {escape(verified.reason)}"]
-    worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
-    outputs = f"{_counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
-    nodes = f"{_counted(verified.equal_parts, 'fused node')} equal"
-    equal = ", ".join([*([outputs] if verified.outputs else []), *([nodes] if verified.equal_parts else [])])
-    if verified.status == "verified":
-        return [f"[green]Verified[/]: {equal}"]
-    missing = [f"  '{escape(each.name)}' is not compared: {escape(each.reason)}" for each in verified.not_compared]
-    more = [f"  {len(missing) - MAX_NOT_COMPARED_SHOWN} more are not compared"]
-    shown = missing[:MAX_NOT_COMPARED_SHOWN] + (more if len(missing) > MAX_NOT_COMPARED_SHOWN else [])
-    return [f"[yellow]Partly verified[/]: {equal}", *shown]
-
-
-def _missed_table(report: Report) -> list[Any]:
-    if not report.missed:
-        return []
-    table = Table(title=f"Nearly fused ({len(report.missed)})", title_justify="left", box=None, pad_edge=False)
-    for name in "fusion", "node", "agreed", "why not":
-        table.add_column(name, overflow="fold")
-    for miss in report.missed[:MAX_MISSES_SHOWN]:
-        table.add_row(miss.fusion.name, escape(miss.node), f"{miss.matched} of {miss.of}", escape(miss.reason))
-    return [table, "`onnxfuse explain MODEL` shows where in the pattern each of them differs."]
-
-
-def _counted(count: int, what: str, several: str = "") -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {several or f'{what}s'}"
-
-
-def _bytes_text(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:
+    """Yield one line for each fusion and reason, which names the first node and how many more there are."""
+    for one in group(dropped, lambda each: each.reason, lambda each: each.fusion):
+        first, *more = one.items
+        others = f" and at {counted(len(more), 'equal node')}" if more else ""
+        yield Line(f"[yellow]Dropped {first.fusion}[/] at '{escape(first.node)}'{others}: {escape(one.sentence)}")

@@ -15,6 +15,7 @@ from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.match import Match, Matcher, Miss
 from onnxfuse.match.accept import refusal
 from onnxfuse.match.prefilter import may_occur
+from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.replace import REGION, Fused, LocalFunctions, replace_match
 
 MAX_NODES_BETWEEN = 24  # of two products of an attention and its Softmax
@@ -91,14 +92,15 @@ def fuse(
     operators: OperatorSet = "onnx",
     contrib: Set[str] = frozenset(),
     exclude: Collection[tuple[str, str]] = frozenset(),
+    keep: Set[str] = frozenset(),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
     """Replace in the graph what the fusions match.
 
     Nodes are tried from outputs to inputs, until nothing changes.  `operators` says which of them bodies have;
     `contrib` names nodes in whose place those of com.microsoft may stand anyway.  `exclude` holds matches that are not
-    replaced, each by the name of its fusion and of its first output.  `progress` is called with the number of nodes
-    tried, and of all nodes.
+    replaced, each by the name of its fusion and of its first output.  `keep` holds the labels of nodes that no match
+    may have.  `progress` is called with the number of nodes tried, and of all nodes.
     """
     graph.remember_origins()
     attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
@@ -106,7 +108,7 @@ def fuse(
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
     for turn in ([f for f in fusions if not f.last], [f for f in fusions if f.last]):
-        by_root = _by_root(graph, shapes, turn, exclude)
+        by_root = _by_root(graph, shapes, turn, exclude, keep)
         nodes = graph.nodes[::-1] if by_root else []
         while nodes:
             new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
@@ -120,18 +122,27 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A fusion's matcher, without the matches that are excluded by the names of their first outputs."""
+    """A fusion's matcher, without the matches that are excluded by the names of their first outputs, or by a node."""
 
     matcher: Matcher
     excluded: frozenset[str]
+    keep: Set[str]  # labels of nodes
 
     def at(self, tensor: Tensor) -> Match | Miss | None:
         """Return the match that ends at the tensor, or the miss that came nearest."""
-        return None if tensor.name in self.excluded else self.matcher.at(tensor)
+        if tensor.name in self.excluded:
+            return None
+        found = self.matcher.at(tensor)
+        is_kept = self.keep and isinstance(found, Match) and any(node_label(node) in self.keep for node in found.nodes)
+        return None if is_kept else found
 
 
 def _by_root(
-    graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], exclude: Collection[tuple[str, str]]
+    graph: Graph,
+    shapes: ShapeInfo,
+    fusions: Sequence[Fusion],
+    exclude: Collection[tuple[str, str]],
+    keep: Set[str],
 ) -> Mapping[str, Sequence[_Candidate]]:
     """Return the matchers of the fusions that may occur, by the operators that these can end with."""
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
@@ -139,8 +150,9 @@ def _by_root(
     for fusion in fusions:
         matcher = Matcher(graph, shapes, fusion)  # made for each fusion, because it checks the declaration
         if may_occur(fusion, present):
+            excluded = frozenset(out for name, out in exclude if name == fusion.name)
             for op in matcher.prefilter.fusion_root_ops:
-                by_root[op].append(_Candidate(matcher, frozenset(out for name, out in exclude if name == fusion.name)))
+                by_root[op].append(_Candidate(matcher, excluded, keep))
     return by_root
 
 

@@ -9,7 +9,7 @@ not of a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
 from onnxfuse.analysis.dims import Size
@@ -30,14 +30,19 @@ from onnxfuse.passes.compose_views import (
     write_views,
     written_from,
 )
+from onnxfuse.passes.folded import node_label
 from onnxfuse.rewrite.select import MAX_NODES_BETWEEN, ends_of_attention, has_softmax
 
 RANK: Final = 4
 
 
-def settle_keys(graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion]) -> int:
-    """Rewrite the keys of attentions that match with these views and not without.  Returns their number."""
-    pairs = [(end, scores) for end in ends_of_attention(graph) if (scores := _scores(end)) is not None]
+def settle_keys(graph: Graph, shapes: ShapeInfo, fusions: Sequence[Fusion], keep: Set[str] = frozenset()) -> int:
+    """Rewrite the keys of attentions that match with these views and not without.  Returns their number.
+
+    `keep` holds the labels of nodes that are not fused.
+    """
+    ends = [node for node in ends_of_attention(graph) if node_label(node) not in keep]
+    pairs = [(end, scores) for end in ends if (scores := _scores(end)) is not None]
     pairs = [(end, scores) for end, scores in pairs if not _reads_rows(graph, shapes, scores.inputs[1])]
     present = {op_of(node) for node in graph.nodes} if pairs else set()
     chosen = [fusion for fusion in fusions if has_softmax(fusion) and may_occur(fusion, present)] if pairs else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -128,6 +129,19 @@ def test_what_nothing_fused_is_timed_alone(measured: tuple[Result, dict[str, Any
     nodes = sum(len(op["nodes"]) for op in result["ops"] if (op["fusion"], op["how"]) == ("Gather", "onnxruntime"))
     assert ["Gather", str(nodes)] in [line[:2] for line in words]
     assert any(line[:4] == ["Together,", "each", "alone:", "fused"] for line in words)
+
+
+def test_on_a_cpu_nothing_is_shown_that_only_a_gpu_has(measured: tuple[Result, dict[str, Any], str]) -> None:
+    result, _, page = measured
+    for word in " mode ", " plain", "kernel", "of a copy", "TB/s":
+        assert word not in result.stdout and word not in page, word
+    assert all(len(line.rstrip()) <= 80 for line in result.stdout.splitlines())
+
+
+def test_the_labels_of_the_chart_are_whole(measured: tuple[Result, dict[str, Any], str]) -> None:
+    """A character of 13 pixels is 6.5 pixels wide on average, which is more than labels have to the left of bars."""
+    labels = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="end">(.*?)</text>', measured[2])
+    assert len(labels) > 3 and all(float(x) > 6.5 * len(label) for x, label in labels)
 
 
 def test_the_chart_is_well_formed(measured: tuple[Result, dict[str, Any], str]) -> None:

@@ -156,7 +156,7 @@ def test_half_precision(dtype: str) -> None:
 def test_the_command_line(tmp_path: Path) -> None:
     source, target = tmp_path / "m.onnx", tmp_path / "o.onnx"
     onnx.save(parse(TEXT), source)
-    for layout, line in (("nhwc", "Layout: 4 nodes channels-last, 2 Transposes at borders"), ("nchw", "Nodes: ")):
+    for layout, line in (("nhwc", "Layout: 4 nodes channels-last, 2 Transposes at borders"), ("nchw", "nodes ")):
         result = CliRunner().invoke(main, ["optimize", str(source), str(target), "--layout", layout])
         assert result.exit_code == 0 and line in result.output, result.output
         assert ("Layout: " in result.output) == (layout == "nhwc")

@@ -217,11 +217,13 @@ def test_switches_write_a_plan(opened: Callable[..., Any], tmp_path: Path) -> No
     assert (plan["format"], plan["version"], plan["model"]["name"]) == ("onnxfuse-plan", 1, "main_graph")
     assert [one["name"] for one in plan["matches"] if not one["apply"]] == [name]
     report = optimize(MODELS["bert"](), verify=False)[1]
-    assert report.facts and plan["model"]["digest"] == report.facts.digest
+    assert plan["model"]["digest"] == report.input["digest"]
     expected = {
         one.match: {"name": one.match, "fusion": one.fusion, "nodes": list(one.replaces)} for one in report.fused
     }
     assert {one["name"]: {key: one[key] for key in ("name", "fusion", "nodes")} for one in plan["matches"]} == expected
+    planned = optimize(MODELS["bert"](), verify=False, plan=tmp_path / "plan.json")[1]
+    assert planned.switched_off == (name,) and name not in {one.match for one in planned.fused}
     page.get_by_role("button", name="Switch all on").click()
     assert not page.locator("#planbar").is_visible() and first.is_checked()
 

@@ -1,0 +1,186 @@
+"""Which matches of a model to apply: the file that `onnxfuse plan` writes and `onnxfuse optimize --plan` reads.
+
+Elsewhere in the code a plan is how a kernel runs a node; what users call a plan is `Choices` here.
+
+A match has a name: its fusion, and the tensor in the original model that it ends with.  The name is the same in every
+run.  Bodies of If, Loop and Scan may have matches of one name, which are then switched together.  A match that the file
+does not list is applied, as it is without a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import onnx
+
+from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.fuse_model import FusedModel
+from onnxfuse.ir.digest import graph_digest
+from onnxfuse.rewrite.replace import Fused
+
+FORMAT: Final = "onnxfuse-plan"
+VERSION: Final = 1
+ADVICE: Final = "make it again with `onnxfuse plan`"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A match, the nodes that it replaces, and whether to apply it."""
+
+    name: str
+    fusion: str
+    nodes: tuple[str, ...]
+    apply: bool = True
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices for a model, which the digest of its nodes tells from other ones."""
+
+    model: str
+    digest: str
+    matches: tuple[Choice, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, as the file has it."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": {"name": self.model, "digest": self.digest},
+            "matches": [
+                {"name": one.name, "fusion": one.fusion, "nodes": list(one.nodes), "apply": one.apply}
+                for one in self.matches
+            ],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the file.  Raises ModelError if that fails."""
+        try:
+            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"cannot write the plan '{path}': {error.strerror}; give another name") from error
+
+
+def choices_of(fused: Iterable[Fused]) -> tuple[Choice, ...]:
+    """Return the matches of a run, all applied, in its order."""
+    nodes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in fused:
+        nodes[one.match, one.fusion] += one.replaces
+    return tuple(Choice(*key, tuple(dict.fromkeys(found))) for key, found in nodes.items())
+
+
+def read_choices(path: Path, model: onnx.ModelProto) -> Choices:
+    """Read the choices for a model.
+
+    Raises UsageError if there is no such file, if it is none that `onnxfuse plan` writes, or one for another model.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the plan '{path}': {error.strerror}; `onnxfuse plan` writes one") from error
+    except ValueError as error:
+        raise _not_a_plan(path, f"it is not JSON ({error})") from error
+    choices = _parsed(path, data)
+    if choices.digest != graph_digest(model):
+        raise UsageError(
+            f"the plan '{path}' was made for another model, '{choices.model}': the digest of its nodes differs; "
+            f"{ADVICE} for this one"
+        )
+    return choices
+
+
+def _parsed(path: Path, data: Any) -> Choices:
+    """Return what the JSON of a file says.  Raises UsageError where something is missing or of another type."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise _not_a_plan(path, f'it lacks "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise _not_a_plan(path, f"it has version {data.get('version')!r}; this onnxfuse reads {VERSION}")
+    model, listed = data.get("model"), data.get("matches")
+    if not (isinstance(model, dict) and isinstance(model.get("digest"), str)):
+        raise _not_a_plan(path, '"model" lacks the "digest"')
+    if not isinstance(listed, list):
+        raise _not_a_plan(path, '"matches" is no list')
+    matches = tuple(_match(path, i, each) for i, each in enumerate(listed))
+    names = [one.name for one in matches]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise _not_a_plan(path, f"it lists '{twice}' twice")
+    return Choices(str(model.get("name", "")), model["digest"], matches)
+
+
+def _match(path: Path, place: int, data: Any) -> Choice:
+    wanted = {"name": str, "fusion": str, "nodes": list, "apply": bool}
+    wrong = [key for key, kind in wanted.items() if not isinstance(data, dict) or not isinstance(data.get(key), kind)]
+    if wrong:
+        kinds = {str: "a text", list: "a list", bool: "true or false"}
+        raise _not_a_plan(path, f'"matches"[{place}] needs "{wrong[0]}", which is {kinds[wanted[wrong[0]]]}')
+    return Choice(data["name"], data["fusion"], tuple(map(str, data["nodes"])), data["apply"])
+
+
+def _not_a_plan(path: Path, why: str) -> UsageError:
+    return UsageError(f"'{path}' is no plan that can be read: {why}; {ADVICE}")
+
+
+# --- applying ---------------------------------------------------------------------------------------------------------
+
+
+class Fuse(Protocol):
+    """Fuses a model, as `fuse_model` does, whose other arguments are bound."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> FusedModel:
+        """Return the fused model."""
+
+
+@dataclass
+class ChosenFuse:
+    """Fuses a model without the matches that are switched off.
+
+    The nodes of a match that is switched off stay as they are: no other fusion, no region and no layout takes them.
+    Which nodes these are is found by fusing, so the model is fused again where a match that is off was found.
+    """
+
+    fuse: Fuse
+    choices: Choices
+    kept: dict[str, frozenset[str]] = field(default_factory=dict)  # labels of nodes, by the body that they are in
+    seen: set[str] = field(default_factory=set)  # names of matches that there are
+
+    def __call__(self, *arguments: Any, **options: Any) -> FusedModel:
+        """Return the fused model."""
+        off = {one.name for one in self.choices.matches if not one.apply}
+        while True:
+            result = self.fuse(*arguments, keep_nodes=self.kept, **options)
+            self.seen |= {one.match for one in result.fused}
+            new = [one for one in result.fused if one.match in off]
+            if not new:
+                return result
+            self.kept = _with_nodes(self.kept, new)
+
+    def check_known(self) -> None:
+        """Raise UsageError for a match in the file that no run had."""
+        unknown = [one.name for one in self.choices.matches if one.name not in self.seen]
+        if unknown:
+            near = get_close_matches(unknown[0], self.seen, 1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise UsageError(
+                f"the plan names '{unknown[0]}'{more}, which this model does not have with these options; {hint}"
+                f"give the options that the plan was made with, or {ADVICE}"
+            )
+
+    @property
+    def switched_off(self) -> tuple[str, ...]:
+        """The names of the matches that are switched off."""
+        return tuple(one.name for one in self.choices.matches if not one.apply)
+
+
+def _with_nodes(kept: Mapping[str, Collection[str]], matches: Iterable[Fused]) -> dict[str, frozenset[str]]:
+    """Return the labels of nodes by body, with those that matches replace."""
+    found = {where: set(labels) for where, labels in kept.items()}
+    for one in matches:
+        found.setdefault(one.where, set()).update(one.replaces)
+    return {where: frozenset(labels) for where, labels in found.items()}

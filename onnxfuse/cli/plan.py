@@ -1,0 +1,59 @@
+"""The command `onnxfuse plan`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onnxfuse.cli.options import examples, file_path, fusing_options
+from onnxfuse.cli.terminal import console, shown_progress
+
+if TYPE_CHECKING:
+    from onnxfuse.layout.assign import Layout
+
+
+@click.command(
+    "plan",
+    epilog=examples(
+        "onnxfuse plan model.onnx -o plan.json",
+        "onnxfuse plan model.onnx -o plan.json --only attention --only layer_norm",
+    ),
+)
+@click.argument("source", type=file_path)
+@click.option("-o", "--output", "target", type=file_path, required=True, metavar="FILE", help="The file to write.")
+@fusing_options
+def plan_command(
+    source: Path,
+    target: Path,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    patterns: tuple[Path, ...],
+    layout: Layout,
+    regions: bool,
+    epilogues: bool,
+) -> None:
+    """Write what would be fused in SOURCE, to review.
+
+    The file lists each match with the nodes that it replaces and "apply": true.  Where that is false,
+    `onnxfuse optimize --plan FILE`, given the same options, leaves the nodes of the match as they are: no other fusion,
+    no region and no layout takes them.
+    """
+    from rich.markup import escape
+
+    from onnxfuse.ir.save import check_target
+    from onnxfuse.optimizer import find_matches
+
+    check_target(target)
+    with shown_progress() as progress:
+        choices = find_matches(
+            source, only=only, skip=skip, patterns=patterns, layout=layout,
+            regions="epilogues" if epilogues and regions else regions, progress=progress,
+        )  # fmt: skip
+    choices.write(target)
+    counts = Counter(one.fusion for one in choices.matches)
+    listed = ", ".join(f"{count} {fusion}" for fusion, count in sorted(counts.items()))
+    message = f"{len(choices.matches)} matches in '{escape(str(target))}': {escape(listed or 'none')}"
+    console().print(message, highlight=False, soft_wrap=True)

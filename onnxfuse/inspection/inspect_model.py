@@ -1,0 +1,275 @@
+"""What a model is, and what will hurt where onnxruntime runs it on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import onnx
+from onnx import TensorProto
+
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, ort_kernels
+from onnxfuse.inspection.placement import Placement, place
+from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.file_bytes import file_bytes
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.inline_functions import inline_functions
+from onnxfuse.ir.load import load
+from onnxfuse.ir.node import Node, op_of
+from onnxfuse.ir.protos import is_control_flow, nodes, tensors
+from onnxfuse.ir.serde import read_graph
+from onnxfuse.ir.validate import ONNX_DOMAINS, element_count, size_of
+from onnxfuse.passes.folded import node_label
+from onnxfuse.report.blocks import Block as Repeated
+from onnxfuse.report.blocks import Blocks, Item, find_blocks
+
+DATA_DEPENDENT: Final = frozenset(
+    {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
+)  # shapes that the GPU computes
+MAX_NAMED: Final = 3  # nodes in a sentence
+MIN_LENGTH: Final = 8  # nodes in a repeated block
+MANY_BYTES: Final = 1 << 20  # of float32 weights, from which on a half precision is worth a sentence
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output of the model."""
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The constants of one dtype: how many elements and bytes."""
+
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that will hurt on a GPU, and what to do about it."""
+
+    what: str
+    details: tuple[str, ...]
+    advice: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equal blocks of nodes: how many of how many nodes, and the name of the first node."""
+
+    copies: int
+    length: int
+    first: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `onnxfuse inspect` says of a model."""
+
+    name: str
+    maker: str
+    opset: int
+    bytes: int | None  # of the files
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    weights: Mapping[str, Weights]
+    operators: Mapping[str, int]  # those in subgraphs included, the most frequent first
+    functions: int
+    blocks: tuple[Block, ...]
+    onnxruntime: str  # the version whose kernels are known
+    findings: tuple[Finding, ...]
+    no_cuda_graph: tuple[str, ...]  # why the model cannot be captured in a CUDA graph
+
+
+def inspect_model(path: Path) -> Inspection:
+    """Inspect a model file.  Raises ModelError if it cannot be read."""
+    model, folder = load(path)
+    inlined = inline_functions(model).model
+    graph = read_graph(inlined, folder)
+    graph.sort()
+    shapes = infer_shapes(graph)
+    kernels = ort_kernels()
+    placed = place(graph, shapes, kernels)
+    weights = _weights(model)
+    constants = {t.name for t in model.graph.initializer}
+    inputs = tuple(_value(value) for value in model.graph.input if value.name not in constants)
+    operators = Counter(op_name(node) for node in nodes(model.graph))
+    findings = (
+        *_without_kernel(placed),
+        *_of_libraries(graph, inlined),
+        *_copies(placed),
+        *_precision(graph, shapes, placed, weights),
+        *_wide_masks(graph, inputs),
+    )
+    return Inspection(
+        path.name, " ".join(filter(None, (model.producer_name, model.producer_version))), opset_of(model),
+        file_bytes(path, model), inputs, tuple(map(_value, model.graph.output)), weights,
+        dict(operators.most_common()), len(model.functions), tuple(_blocks(model)), kernels.version, findings,
+        tuple(_no_cuda_graph(inlined, placed)),
+    )  # fmt: skip
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+def op_name(node: onnx.NodeProto) -> str:
+    """Return the operator of a node, with its domain where that is not ONNX's."""
+    return f"{node.domain}::{node.op_type}" if node.domain and node.domain != "ai.onnx" else node.op_type
+
+
+def _value(value: onnx.ValueInfoProto) -> Value:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return Value(value.name, (kind or "unknown").removesuffix("_type"), None)
+    tensor = value.type.tensor_type
+    dims = tuple(
+        dim.dim_param or (str(dim.dim_value) if dim.HasField("dim_value") else "?") for dim in tensor.shape.dim
+    )
+    return Value(value.name, dtype_name(tensor.elem_type), dims if tensor.HasField("shape") else None)
+
+
+def _weights(model: onnx.ModelProto) -> dict[str, Weights]:
+    """Return the constants by dtype, the most bytes first."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for tensor in tensors(model.graph, *model.functions):
+        count = element_count(tensor.dims, f"tensor '{tensor.name}'")
+        found[dtype_name(tensor.data_type)].append((count, size_of(tensor)))
+    sums = {dtype: Weights(sum(c for c, _ in each), sum(b for _, b in each)) for dtype, each in found.items()}
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1].bytes))
+
+
+def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
+    """Yield the outermost blocks that repeat, in execution order of their first nodes."""
+    listed = [node for node in model.graph.node if node.op_type != "Constant"]
+    makers = {name: i for i, node in enumerate(listed) for name in node.output}
+    reads = [[makers[name] for name in node.input if name in makers] for node in listed]
+    found = find_blocks([op_name(node) for node in listed], reads) if listed else Blocks((), ())
+    blocks = [(found.order[_first(one)], one) for one in _repeated(found.items)]
+    for index, one in sorted(blocks, key=lambda pair: pair[0]):
+        if one.length >= MIN_LENGTH:
+            yield Block(one.copies, one.length, listed[index].name or listed[index].output[0])
+
+
+def _repeated(items: Iterable[Item]) -> Iterator[Repeated]:
+    for item in items:
+        if isinstance(item, Repeated):
+            yield from [item] if item.copies > 1 else _repeated(item.items)
+
+
+def _first(item: Item) -> int:
+    return item if isinstance(item, int) else _first(item.items[0])
+
+
+# --- what hurts -------------------------------------------------------------------------------------------------------
+
+
+def _without_kernel(placed: Placement) -> Iterator[Finding]:
+    """Yield the operators that run on the host because there is no CUDA kernel for them."""
+    if not placed.without_kernel:
+        return
+    by_reason: dict[str, list[Node]] = defaultdict(list)
+    for node, why in placed.without_kernel.items():
+        by_reason[why].append(node)
+    details = tuple(f"{len(each)}x {why}: {_named(each)}" for why, each in by_reason.items())
+    advice = (
+        "Export with another opset or dtype, for which there is a kernel, or write the operator in others. "
+        "`onnxfuse optimize` replaces those that it fuses."
+    )
+    yield Finding(f"{_nodes(len(placed.without_kernel))} on the CPU, for want of a CUDA kernel", details, advice)
+
+
+def _of_libraries(graph: Graph, model: onnx.ModelProto) -> Iterator[Finding]:
+    """Yield the operators that onnxruntime does not have itself."""
+    functions = {(f.domain, f.name) for f in model.functions}
+    own = (*ONNX_DOMAINS, *ORT_DOMAINS)
+    others = [n for n in graph.nodes if (n.domain or "") not in own and (n.domain, n.op) not in functions]
+    if others:
+        counts = Counter(map(op_of, others))
+        details = (f"{', '.join(f'{count}x {op}' for op, count in counts.items())}: {_named(others)}",)
+        advice = (
+            "A library that the session registers has them; without CUDA kernels there, tensors are copied for them."
+        )
+        yield Finding(f"{_nodes(len(others))} of other libraries", details, advice)
+
+
+def _copies(placed: Placement) -> Iterator[Finding]:
+    """Yield the tensors that are copied between host and GPU in every run."""
+    if not placed.copies:
+        return
+    details = []
+    for to_host, text in ((True, "from the GPU to the host, which waits for the GPU"), (False, "to the GPU")):
+        copies = [one for one in placed.copies if one.to_host == to_host]
+        if copies:
+            names = ", ".join(f"'{one.tensor}' for {op_of(one.reader)}" for one in copies[:MAX_NAMED])
+            details.append(f"{len(copies)}x {text}: {names}{' ...' if len(copies) > MAX_NAMED else ''}")
+    advice = (
+        "`onnxfuse optimize` computes shape arithmetic ahead where it can. Static sizes, and operators with CUDA "
+        "kernels, remove the others."
+    )
+    yield Finding(f"{_copies_text(placed)} in every run", tuple(details), advice)
+
+
+def _precision(graph: Graph, shapes: ShapeInfo, placed: Placement, weights: Mapping[str, Weights]) -> Iterator[Finding]:
+    """Yield what computes in float64, and weights of a model in float32."""
+    computing = [node for node in graph.nodes if node not in placed.folded]
+    double = [n for n in computing if any(shapes.dtype(t) == TensorProto.DOUBLE for t in n.outputs)]
+    if double:
+        counts = Counter(map(op_of, double)).most_common(MAX_NAMED)
+        details = (f"{', '.join(f'{count} {op}' for op, count in counts)}: {_named(double)}",)
+        advice = "Export in float32 or float16: an H100 computes float64 at half the rate of float32, an L40S at 1/64."
+        yield Finding(f"{_nodes(len(double))} in float64", details, advice)
+    wide = weights.get("float32", Weights(0, 0))
+    if wide.bytes >= MANY_BYTES and wide.bytes > sum(each.bytes for each in weights.values()) / 2:
+        advice = (
+            "Tensor cores compute float16 and bfloat16 at twice the rate of TF32, and half as many bytes are read: "
+            "export with model.half()."
+        )
+        yield Finding("weights in float32", (f"{wide.elements:,} of them",), advice)
+
+
+def _wide_masks(graph: Graph, inputs: Sequence[Value]) -> Iterator[Finding]:
+    """Yield the masks that are inputs of 64-bit integers."""
+    names = [one.name for one in inputs if one.dtype == "int64" and "mask" in one.name.lower()]
+    if names:
+        advice = "Export the model with a bool mask, which has an eighth of the bytes and needs no Cast."
+        yield Finding("masks of int64", (", ".join(f"'{name}'" for name in names),), advice)
+
+
+def _no_cuda_graph(model: onnx.ModelProto, placed: Placement) -> Iterator[str]:
+    """Yield why onnxruntime cannot capture the model in a CUDA graph."""
+    control = Counter(node.op_type for node in model.graph.node if is_control_flow(node))
+    if control:
+        yield f"{', '.join(f'{count} {op}' for op, count in control.items())}, whose bodies the host chooses"
+    if placed.without_kernel:
+        yield f"{_nodes(len(placed.without_kernel))} on the CPU"
+    if placed.copies:
+        yield _copies_text(placed)
+    data = Counter(n.op_type for n in nodes(model.graph) if n.op_type in DATA_DEPENDENT and not n.domain)
+    if data:
+        yield f"{', '.join(f'{count} {op}' for op, count in data.items())}, whose sizes are read back from the GPU"
+    others = [v.name for v in (*model.graph.input, *model.graph.output) if not v.type.HasField("tensor_type")]
+    if others:
+        yield f"'{others[0]}', which is no tensor"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+def _copies_text(placed: Placement) -> str:
+    count = len(placed.copies)
+    return f"{count} {'copy' if count == 1 else 'copies'} between host and GPU"
+
+
+def _named(found: Sequence[Node]) -> str:
+    return ", ".join(f"'{node_label(node)}'" for node in found[:MAX_NAMED]) + (" ..." if len(found) > MAX_NAMED else "")

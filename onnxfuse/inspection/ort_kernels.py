@@ -1,0 +1,104 @@
+"""For which operators onnxruntime's CUDA provider has kernels: the file that benchmarks/ort_kernels.py writes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Final
+
+from onnx import defs
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.ir.dtypes import dtype_name
+from onnxfuse.ir.node import Node, op_of
+
+OUTPUT: Final = "out "  # what the places of outputs begin with
+ORT_DOMAINS: Final = ("com.microsoft", "ai.onnx.ml")  # of operators that onnxruntime has beside ONNX's
+
+
+@dataclass(frozen=True)
+class OrtKernels:
+    """The kernels of one version of onnxruntime.
+
+    `cuda` has for each operator its kernels: the first and last version of the operator, 0 if no newer one has other
+    kernels, and the dtypes that they take at an input ("0") or give at an output ("out 0").  `cpu` has the versions of
+    CPU kernels of operators that ONNX defines by others.
+    """
+
+    version: str
+    cuda: Mapping[str, Sequence[tuple[int, int, Mapping[str, frozenset[str]]]]]
+    cpu: Mapping[str, Sequence[tuple[int, int]]]
+
+    def why_none(self, node: Node, shapes: ShapeInfo, opset: int) -> str | None:
+        """Return why the CUDA provider has no kernel for a node, as a sentence; None if it has one.
+
+        Tensors of unknown dtype count as such that it takes.
+        """
+        op = op_of(node)
+        if op not in self.cuda:
+            return f"the CUDA provider has no kernel of {op}"
+        version = _since(op, opset)
+        kernels = [types for first, last, types in self.cuda[op] if _is_for(first, last, version)]
+        if not kernels:
+            return f"the CUDA provider has no kernel of {op} in version {version}, which opset {opset} has"
+        wrong = [_wrong_dtype(node, shapes, types) for types in kernels]
+        return next((f"the CUDA provider has no kernel of {op} for {dtype}" for dtype in wrong if all(wrong)), None)
+
+    def is_spelled_out(self, node: Node, opset: int) -> bool:
+        """Return whether onnxruntime replaces an operator without kernels by the operators that ONNX defines it by."""
+        op = op_of(node)
+        schema = _schema(op, opset)
+        if schema is None or not (schema.has_function or schema.has_context_dependent_function):  # type: ignore[attr-defined]
+            return False
+        return not any(_is_for(first, last, schema.since_version) for first, last in self.cpu.get(op, ()))
+
+
+@functools.cache
+def ort_kernels() -> OrtKernels:
+    """Return the kernels that are known."""
+    data: Any = json.loads(files(__package__).joinpath("ort_kernels.json").read_text(encoding="utf-8"))
+    sets = [frozenset(dtypes.split()) for dtypes in data["dtypes"]]
+    cuda = {
+        op: [(first, last, {place: sets[number] for place, number in types.items()}) for first, last, types in rows]
+        for op, rows in data["cuda"].items()
+    }
+    return OrtKernels(data["onnxruntime"], cuda, data["cpu"])
+
+
+def _is_for(first: int, last: int, version: int) -> bool:
+    """Return whether a kernel is for this version: without a last one it is for the first alone."""
+    return version == first or first <= version <= last
+
+
+def _since(op: str, opset: int) -> int:
+    """Return the version of an operator; 1 for one that this opset of ONNX does not have."""
+    schema = _schema(op, opset)
+    return schema.since_version if schema else 1
+
+
+@functools.cache
+def _schema(op: str, opset: int) -> defs.OpSchema | None:
+    try:
+        return None if "::" in op else defs.get_schema(op, opset, "")
+    except defs.SchemaError:
+        return None
+
+
+def _wrong_dtype(node: Node, shapes: ShapeInfo, types: Mapping[str, frozenset[str]]) -> str | None:
+    """Return a dtype of the node that a kernel does not take; None if it takes all."""
+    for place, dtypes in types.items():
+        tensors = node.outputs if place.startswith(OUTPUT) else node.inputs
+        index = int(place.removeprefix(OUTPUT))
+        dtype = shapes.dtype(tensors[index]) if index < len(tensors) and tensors[index].name else 0
+        if dtype and _ort_name(dtype) not in dtypes:
+            return _ort_name(dtype)
+    return None
+
+
+def _ort_name(dtype: int) -> str:
+    """Return what onnxruntime calls an onnx.TensorProto.DataType."""
+    name = dtype_name(dtype)
+    return {"float32": "float", "float64": "double"}.get(name, name)

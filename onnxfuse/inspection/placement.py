@@ -1,0 +1,132 @@
+"""Where onnxruntime runs the nodes of a model, host or GPU, and which tensors it copies between them.
+
+The rules are those of onnxruntime's partitioning (GetCpuPreferredNodes in fallback_cpu_capability.cc, and
+transformer_memcpy.cc): a node without a CUDA kernel runs on the host; so does a node that reads only shapes, small
+constants and what such nodes compute, unless its CUDA kernel reads all of that on the host anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.inspection.ort_kernels import ORT_DOMAINS, OrtKernels
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, has_subgraph, is_constant, op_of, producer
+from onnxfuse.ir.protos import RANDOM_OPERATORS
+from onnxfuse.ir.validate import ONNX_DOMAINS
+from onnxfuse.regions.host import HOST_INPUTS, SEEDS
+
+SMALL: Final = 100  # elements of a constant that may be read on the host
+# What CUDA kernels read on the host, beside shapes: axes and other numbers, and what only concerns control flow.
+MORE_HOST_INPUTS: Final[Mapping[str, range]] = {
+    **{f"Reduce{name}": range(1, 2) for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum",
+                                                "SumSquare")},
+    "CumSum": range(1, 2), "NonMaxSuppression": range(2, 5), "Dropout": range(1, 3),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor that is copied between host and GPU in every run, and the node for which it is."""
+
+    tensor: str
+    to_host: bool
+    reader: Node
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where nodes run.  Nodes that constants determine are in neither group, because onnxruntime folds them."""
+
+    without_kernel: Mapping[Node, str]  # nodes on the host, and why the CUDA provider does not take them
+    shape_nodes: frozenset[Node]  # nodes on the host, because they compute shapes
+    copies: tuple[Copy, ...]
+    folded: frozenset[Node]
+
+
+def place(graph: Graph, shapes: ShapeInfo, kernels: OrtKernels) -> Placement:
+    """Return where the nodes of a sorted main graph run; those of other libraries count as if these had kernels."""
+    folded = frozenset(_folded(graph, shapes))
+    nodes = [node for node in graph.nodes if node not in folded]
+    own = [node for node in nodes if (node.domain or "") in (*ONNX_DOMAINS, *ORT_DOMAINS)]
+    answers = {node: kernels.why_none(node, shapes, graph.opset) for node in own}
+    without = {
+        node: why for node, why in answers.items() if why is not None and not kernels.is_spelled_out(node, graph.opset)
+    }
+    shape_nodes = _shape_nodes(nodes, shapes, without, folded)
+    copies = tuple(_copies(nodes, shape_nodes | without.keys()))
+    return Placement(without, frozenset(shape_nodes), copies, folded)
+
+
+def reads_on_host(node: Node, index: int) -> bool:
+    """Return whether the CUDA kernel of a node reads an input on the host."""
+    op = op_of(node)
+    return index in HOST_INPUTS.get(op, ()) or index in MORE_HOST_INPUTS.get(op, ())
+
+
+def _folded(graph: Graph, shapes: ShapeInfo) -> list[Node]:
+    """Return the nodes whose results constants and static shapes determine."""
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        if op_of(node) in RANDOM_OPERATORS or has_subgraph(node):
+            continue
+        shape = shapes.shape(node.inputs[0]) if op_of(node) in SEEDS else None
+        is_static = shape is not None and all(isinstance(size, int) for size in shape)
+        if is_static or all(not t.name or is_constant(t) or producer(t) in found for t in node.inputs):
+            found[node] = None
+    return list(found)
+
+
+def _shape_nodes(
+    nodes: list[Node], shapes: ShapeInfo, without: Mapping[Node, str], folded: Collection[Node]
+) -> set[Node]:
+    """Return the nodes that compute shapes on the host although there are CUDA kernels for them."""
+    on_host = {id(t) for node in nodes if op_of(node) in SEEDS and node not in without for t in node.outputs}
+    behind = {node for node in nodes if op_of(node) in SEEDS for t in node.outputs for node in consumers(t)}
+    found: set[Node] = set()
+    for node in nodes:
+        if node not in behind or node in without or op_of(node) in SEEDS:
+            continue
+        constants = {id(t) for t in node.inputs if is_constant(t) or producer(t) in folded}
+        if all(
+            _is_small(shapes, t) if id(t) in constants else id(t) in on_host and not reads_on_host(node, i)
+            for i, t in enumerate(node.inputs)
+            if t.name
+        ):
+            found.add(node)
+            on_host |= {id(t) for t in node.outputs}
+            behind |= {reader for t in node.outputs for reader in consumers(t)}
+    return found
+
+
+def _is_small(shapes: ShapeInfo, constant: Tensor) -> bool:
+    shape = shapes.shape(constant)
+    return shape is not None and math.prod(size if isinstance(size, int) else SMALL + 1 for size in shape) <= SMALL
+
+
+def _copies(nodes: list[Node], on_host: set[Node]) -> list[Copy]:
+    """Return the tensors that are written on one side and read on the other; of graph inputs, those read on both."""
+    found: list[Copy] = []
+    tensors = {id(t): t for node in nodes for t in (*node.inputs, *node.outputs) if t.name and not is_constant(t)}
+    inside = set(nodes)
+    for tensor in tensors.values():
+        maker = producer(tensor)
+        if maker is not None and maker not in inside:  # folded, so a constant
+            continue
+        wants: dict[bool, Node] = {}  # whether on the host: the first node that reads it there
+        for node in consumers(tensor):
+            for index, each in enumerate(node.inputs):
+                if each is tensor and node in inside:
+                    wants.setdefault(node in on_host or reads_on_host(node, index), node)
+        if maker is None:
+            if len(wants) > 1:
+                found.append(Copy(tensor.name, to_host=False, reader=wants[False]))
+            continue
+        is_on_host = maker in on_host or op_of(maker) in SEEDS
+        if (not is_on_host) in wants:
+            found.append(Copy(tensor.name, to_host=not is_on_host, reader=wants[not is_on_host]))
+    return found

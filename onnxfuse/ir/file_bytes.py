@@ -1,0 +1,24 @@
+"""The size of a model on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+from onnxfuse.ir.load import external_range
+from onnxfuse.ir.protos import tensors
+
+
+def file_bytes(path: Path, model: onnx.ModelProto) -> int:
+    """Return the bytes of a model's file and of its external data, in which bytes that tensors share count once.
+
+    `model` is what the file holds.  Raises ModelError where external data is missing.
+    """
+    external = {
+        external_range(tensor, path.parent)
+        for tensor in tensors(model.graph, *model.functions)
+        if uses_external_data(tensor)
+    }
+    return path.stat().st_size + sum(length for _, _, length in external)

@@ -1,0 +1,64 @@
+"""What all commands print with: sentences that wrap under their beginning, and figures in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+
+NARROWEST: Final = 30  # columns for a sentence
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sentence with rich's markup, which wraps under its beginning, or `indent` columns farther right."""
+
+    text: str
+    start: str = ""
+    indent: int = 2
+
+    def __str__(self) -> str:
+        """Return the line as markup."""
+        return self.start + self.text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines for the width of the console."""
+        rest = " " * (len(self.start) or self.indent)
+        wrapped = Text.from_markup(self.text).wrap(console, max(options.max_width - len(rest), NARROWEST))
+        for i, line in enumerate(wrapped):
+            line.rstrip()
+            yield Text(rest if i else self.start) + line
+
+
+def columns(title: str, *names: str) -> Table:
+    """Return a table of names, with a title over them, and numbers; a name that is too long is cut off, not wrapped."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(title, overflow="ellipsis")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def two_lines(first: str, second: str) -> Text:
+    """Return a cell of two lines, which are cut off and not wrapped where the table is too wide."""
+    return Text(f"{first}\n  {second}", no_wrap=True, overflow="ellipsis")
+
+
+def counted(count: int, what: str, several: str = "") -> str:
+    """Return a number with its noun."""
+    return f"{count} {what}" if count == 1 else f"{count:,} {several or f'{what}s'}"
+
+
+def bytes_text(count: float) -> str:
+    """Return a number of bytes with three digits, in decimal units."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,150 @@
+"""The lines of a report in the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from rich.markup import escape
+from rich.table import Table
+
+from onnxfuse.ir.inline_functions import Inlined
+from onnxfuse.layout.assign import LayoutResult
+from onnxfuse.match import Miss
+from onnxfuse.printing import Line, columns, counted
+from onnxfuse.report.operators import OperatorCount
+from onnxfuse.report.similar import group
+from onnxfuse.rewrite.select import has_softmax
+from onnxfuse.spell_out import Stays
+from onnxfuse.verify.compare import Verification
+
+MAX_SHOWN: Final = 10  # operators, reasons and outputs, unless all are asked for
+
+
+def operator_table(operators: Sequence[OperatorCount], everything: bool) -> Table | None:
+    """Return how many nodes of each operator there are before and after; None where there are none."""
+    if not operators:
+        return None
+    table = columns("Other operators", "before", "after")
+    shown = operators if everything or len(operators) <= MAX_SHOWN + 1 else operators[:MAX_SHOWN]
+    for one in shown:
+        table.add_row(escape(one.op), str(one.before), str(one.after))
+    rest = operators[len(shown) :]
+    if rest:
+        sums = str(sum(one.before for one in rest)), str(sum(one.after for one in rest))
+        table.add_row(f"{len(rest)} more kinds (--all)", *sums)
+    return table
+
+
+def estimate_line(assumed: Mapping[str, int]) -> Line:
+    """Return for which sizes launches and memory traffic were estimated."""
+    sizes = ", ".join(f"{escape(name)} = {size}" for name, size in assumed.items())
+    return Line(f"[dim]Launches and traffic are estimated{f', for {sizes}' if sizes else ''}.[/]")
+
+
+def subgraph_lines(subgraphs: Sequence[Any], everything: bool) -> Iterator[Line]:
+    """Yield the nodes of each subgraph, those with fused nodes first, and its fused ones."""
+    ordered = sorted(subgraphs, key=lambda each: -sum(each.counts.values()))
+    shown = ordered if everything else ordered[:MAX_SHOWN]
+    for each in shown:
+        counts = "".join(f", {count} {fusion}" for fusion, count in each.counts.items())
+        yield Line(f"In {escape(each.where)}: {each.nodes_before} -> {each.nodes_after} nodes{counts}")
+    rest = ordered[len(shown) :]
+    if rest:
+        fused = sum(sum(each.counts.values()) for each in rest)
+        yield Line(f"In {counted(len(rest), 'more subgraph')}: {counted(fused, 'fused node')}")
+
+
+def function_lines(inlined: Inlined | None) -> Iterator[Line]:
+    """Yield how many calls of the model's own functions were inlined, and which functions stay."""
+    if inlined is None:
+        return
+    if inlined.calls:
+        yield Line(f"Inlined: {counted(inlined.calls, 'call')} of the model's own functions")
+    yield from (Line(f"Not inlined: {escape(why)}") for why in inlined.kept)
+
+
+def layout_lines(layout: LayoutResult, everything: bool) -> Iterator[Line]:
+    """Yield how many nodes are channels-last, and why Transposes stand between these and the others."""
+    if not layout.nodes:
+        return
+    total = f"{counted(layout.nodes, 'node')} channels-last, {counted(len(layout.ends), 'Transpose')} at borders"
+    yield Line(f"Layout: {total}")
+    reasons = group(layout.ends, lambda end: end.reason)
+    shown = reasons if everything else reasons[:MAX_SHOWN]
+    for one in shown:
+        yield Line(escape(one.sentence), f"{len(one.items):>4}x ")
+    if rest := sum(len(one.items) for one in reasons[len(shown) :]):
+        yield Line(f"and {counted(rest, 'more Transpose')} (--all)", " " * 6)
+
+
+def stays_lines(stays: Sequence[Stays]) -> Iterator[Line]:
+    """Yield one line for each operator and reason, which says how many nodes stay as they are."""
+    for one in group(stays, lambda stay: stay.reason, lambda stay: stay.op):
+        yield Line(f"Not fused: {len(one.items)} {escape(one.items[0].op)}, because {escape(one.sentence)}")
+
+
+def quantized_lines(quantized: Mapping[str, int]) -> Iterator[Line]:
+    """Yield one line with the operators on quantized numbers; none where there are none."""
+    if quantized:
+        yield Line(
+            f"Quantized, which is not fused: {', '.join(f'{count} {escape(op)}' for op, count in quantized.items())}"
+        )
+
+
+def missed_lines(missed: Sequence[Miss], everything: bool) -> Iterator[Line]:
+    """Yield what nearly fused, by reason; unless all is asked for, only where half of the pattern agreed.
+
+    An attention that nothing else explains is shown in any case, because it costs most.
+    """
+    half = {id(miss): miss for miss in missed if everything or 2 * miss.matched >= miss.of}
+    explained = {miss.node for miss in half.values()}
+    near = [m for m in missed if id(m) in half or (has_softmax(m.fusion) and m.node not in explained)]
+    hidden = len(missed) - len(near)
+    if near:
+        yield Line(f"[bold]Nearly fused[/] in {counted(len(near), 'place')}")
+    groups = group(near, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
+    shown = groups if everything else groups[:MAX_SHOWN]
+    for one in shown:
+        first = one.items[0]
+        where = f"{', first ' if len(one.items) > 1 else ' '}at '{escape(first.node)}'"
+        head = f"{first.fusion.name}: {first.matched} of {first.of} nodes agree{where}"
+        yield Line(head, f"{len(one.items):>4}x ", 8)
+        yield Line(escape(one.sentence), " " * 6)
+    if rest := sum(len(one.items) for one in groups[len(shown) :]):
+        yield Line(f"and in {counted(rest, 'place')} for {len(groups) - len(shown)} other reasons (--all)", " " * 6)
+    if hidden:
+        where = counted(hidden, "other place" if near else "place")
+        yield Line(f"Less than half of a pattern agrees in {where}; --all shows {'it' if hidden == 1 else 'them'}.")
+    if near:
+        yield Line("`onnxfuse explain MODEL` shows where in the pattern each of them differs.")
+
+
+def verification_lines(verified: Verification, everything: bool = False) -> Iterator[Line]:
+    """Yield what was compared, and each output and fused node that was not."""
+    if not verified.passed:
+        yield Line(f"[yellow]Not verified[/]: {escape(verified.reason)}")
+        return
+    worst = max((o.max_rel / o.tolerance if o.tolerance else 0 for o in verified.outputs), default=0)
+    outputs = f"{counted(len(verified.outputs), 'output')} equal (at {worst:.0%} of the tolerance)"
+    nodes = f"{counted(verified.equal_parts, 'fused node')} equal"
+    equal = ", ".join([*([outputs] if verified.outputs else []), *([nodes] if verified.equal_parts else [])])
+    if verified.status == "verified":
+        yield Line(f"[green]Verified[/]: {equal}")
+        return
+    yield Line(f"[yellow]Partly verified[/]: {equal}")
+    missing = group(verified.not_compared, lambda each: each.reason)
+    shown = missing if everything else missing[:MAX_SHOWN]
+    for one in shown:
+        first, *more = one.items
+        others = f" and {len(more)} more are" if more else " is"
+        yield Line(f"'{escape(first.name)}'{others} not compared: {escape(one.sentence)}", "  ", 4)
+    if rest := sum(len(one.items) for one in missing[len(shown) :]):
+        yield Line(f"{rest} more are not compared (--all)", "  ")
+
+
+def folded_line(kinds: Sequence[str]) -> Line:
+    """Return how many nodes were folded, by kind."""
+    counts = sorted(Counter(kinds).items())
+    return Line(f"Folded: {', '.join(f'{count} {kind}' for kind, count in counts) or 'nothing'}")

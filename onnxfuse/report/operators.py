@@ -1,0 +1,36 @@
+"""The operators of a model before and after, which `optimize` reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import onnx
+
+from onnxfuse.ir.domain import DOMAIN
+from onnxfuse.ir.protos import nodes
+from onnxfuse.ir.validate import ONNX_DOMAINS
+
+
+@dataclass(frozen=True)
+class OperatorCount:
+    """How many nodes of an operator there are before and after, those in subgraphs included."""
+
+    op: str  # operators of other domains than ONNX's are named as in "com.microsoft::Gelu"
+    before: int
+    after: int
+
+
+def count_operators(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[OperatorCount, ...]:
+    """Return the operators that are not fused nodes: those of which most are left, then the others."""
+    old, new = _counts(before), _counts(after)
+    found = (OperatorCount(op, old[op], new[op]) for op in old | new)
+    return tuple(sorted(found, key=lambda one: (-one.after, -one.before, one.op)))
+
+
+def _counts(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(
+        node.op_type if node.domain in ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
+        for node in nodes(model.graph)
+        if node.domain != DOMAIN
+    )

@@ -1,0 +1,36 @@
+"""Why a fusion that `--only` names matches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.match import Miss
+from onnxfuse.match.prefilter import may_occur
+from onnxfuse.rewrite.replace import REGION
+
+MAX_NAMED = 5  # operators in a sentence
+
+
+def why_unmatched(fusions: Iterable[Fusion], missed: Iterable[Miss], present: Set[str]) -> dict[str, str]:
+    """Return for each fusion, by its name, why it matches nothing in a model of these operators."""
+    nearest: dict[str, Miss] = {}
+    for miss in missed:
+        nearest[miss.fusion.name] = max(nearest.get(miss.fusion.name, miss), miss, key=lambda one: one.matched)
+    return {fusion.name: _why(fusion, nearest.get(fusion.name), present) for fusion in fusions}
+
+
+def why_no_region() -> str:
+    """Return what to read where `--only region` makes none."""
+    return f"no two operators side by side are worth a kernel; `onnxfuse explain MODEL {REGION}` says why for each"
+
+
+def _why(fusion: Fusion, nearest: Miss | None, present: Set[str]) -> str:
+    if nearest is not None and nearest.matched:
+        agree = f"{nearest.matched} of {nearest.of} nodes agree"
+        return f"it comes nearest at '{nearest.node}', where {agree}: {nearest.reason}"
+    needed = sorted(fusion.outputs[0].needed_ops)
+    if needed and not may_occur(fusion, present):
+        some = f"{', '.join(needed[:MAX_NAMED])}{' and others' if len(needed) > MAX_NAMED else ''}"
+        return f"it needs {'one of ' if len(needed) > 1 else ''}{some}, and the model has none"
+    return f"no node of the model is how it ends; `onnxfuse show {fusion.name}` prints its pattern"

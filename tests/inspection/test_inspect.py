@@ -1,0 +1,160 @@
+"""`onnxfuse inspect`: what a model is, and what will hurt on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import pytest
+from click.testing import CliRunner
+from exported_models import load_exported
+from test_optimize import parse
+
+from onnxfuse.analysis.shape_inference import infer_shapes
+from onnxfuse.cli import main
+from onnxfuse.inspection.inspect_model import inspect_model
+from onnxfuse.inspection.ort_kernels import ort_kernels
+from onnxfuse.inspection.placement import Placement, place
+from onnxfuse.ir.inline_functions import inline_functions
+from onnxfuse.ir.serde import read_graph
+
+# What onnxruntime 1.31.1 copies when a session with the CUDA provider opens these models, optimizations included.
+COPIED = json.loads((Path(__file__).parent / "ort_copies.json").read_text(encoding="utf-8"))
+
+
+def placed(model: onnx.ModelProto) -> Placement:
+    graph = read_graph(inline_functions(model).model, None)
+    graph.sort()
+    return place(graph, infer_shapes(graph), ort_kernels())
+
+
+def copies(model: onnx.ModelProto) -> list[str]:
+    return sorted(f"{'to host' if one.to_host else 'to GPU'}: {one.tensor}" for one in placed(model).copies)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_are_those_that_onnxruntime_makes(name: str) -> None:
+    assert copies(load_exported(name)) == COPIED[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Reshape reads its shape on the host, where Shape and Concat compute it.
+        ("""g (float[n,4] x) => (float[a,b] y) <int64[1] last = {-1}, int64[1] zero = {0}>
+            { s = Shape (x)  n = Gather (s, zero)  t = Concat <axis = 0> (n, last)  y = Reshape (x, t) }""", []),
+        # A size that is computed with is copied to the GPU.
+        ("""g (float[n,4] x) => (float[n,4] y) <int64 zero = {0}>
+            { s = Shape (x)  n = Gather (s, zero)  f = Cast <to = 1> (n)  y = Div (x, f) }""", ["to GPU: f"]),
+        # The shape of a static tensor is a constant.
+        ("""g (float[3,4] x) => (float[3,4] y) <int64 zero = {0}>
+            { s = Shape (x)  n = Gather (s, zero)  f = Cast <to = 1> (n)  y = Div (x, f) }""", []),
+        # There is no CUDA kernel of Det, so what it reads and gives is copied.
+        ("""g (float[n,3,3] x) => (float[n] y) { r = Relu (x)  d = Det (r)  y = Neg (d) }""",
+         ["to GPU: d", "to host: r"]),
+    ],
+)  # fmt: skip
+def test_copies(text: str, expected: Sequence[str]) -> None:
+    assert copies(parse(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("node", "opset", "why"),
+    [
+        ("y = Add (x, x)", 17, None),
+        ("y = Det (x)", 17, "the CUDA provider has no kernel of Det"),
+        ("y = ReduceL1 (x)", 17, None),
+        ("y = com.microsoft.FastGelu (x)", 17, None),
+        ("y = Celu (x)", 17, "the CUDA provider has no kernel of Celu"),  # the CPU provider has one
+        ("y = Mish (x)", 18, None),  # neither provider has one: onnxruntime writes it in other operators
+    ],
+)
+def test_kernels(node: str, opset: int, why: str | None) -> None:
+    model = parse(f"g (float[2,3,4,4] x) => (float[a,b,c,d] y) {{ {node} }}", opset)
+    model.opset_import.add(domain="com.microsoft", version=1)
+    assert list(placed(model).without_kernel.values()) == ([why] if why else [])
+
+
+def test_a_kernel_for_other_dtypes() -> None:
+    model = parse("g (int16[4] x) => (int64 y) { y = ArgMax <keepdims = 0> (x) }")
+    (why,) = placed(model).without_kernel.values()
+    assert why == "the CUDA provider has no kernel of ArgMax for int16"
+
+
+def test_the_table_is_of_one_version_and_small() -> None:
+    kernels = ort_kernels()
+    assert kernels.version.count(".") == 2 and len(kernels.cuda) > 200
+    assert Path(__file__).parents[2].joinpath("onnxfuse/inspection/ort_kernels.json").stat().st_size < 30_000
+
+
+SICK = """
+g (float[1,n,4] boxes, float[1,1,n] scores, int64[b,s] attention_mask, double[n] d, bool c, float[2,3,3] m)
+  => (int64[k,3] kept, double[n] e, float[a] z, float[a] q, float[2] det)
+<int64 limit = {10}, float[600,600] w>
+{
+  kept = NonMaxSuppression (boxes, scores, limit)
+  e = Exp (d)
+  z = custom.Thing (scores, w)
+  [volume] det = Det (m)
+  q = If <then_branch = yes () => (float[a] t) { t = Abs (z) }, else_branch = no () => (float[a] f) { f = Neg (z) }> (c)
+}
+"""
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> Path:
+    """Write a model in which everything hurts."""
+    model = parse(SICK)
+    model.opset_import.add(domain="custom", version=1)
+    onnx.save(model, tmp_path / "sick.onnx")
+    return tmp_path / "sick.onnx"
+
+
+def test_what_hurts(sick: Path) -> None:
+    found = inspect_model(sick)
+    assert [one.what for one in found.findings] == [
+        "1 node on the CPU, for want of a CUDA kernel", "1 node of other libraries", "1 node in float64",
+        "weights in float32", "masks of int64",
+    ]  # fmt: skip
+    assert found.findings[0].details == ("1x the CUDA provider has no kernel of Det: 'volume'",)
+    assert found.no_cuda_graph == (
+        "1 If, whose bodies the host chooses", "1 node on the CPU",
+        "1 NonMaxSuppression, whose sizes are read back from the GPU",
+    )  # fmt: skip
+    assert all(one.advice.endswith(".") for one in found.findings)
+
+
+def test_what_it_prints(sick: Path) -> None:
+    """It fits a terminal of 80 columns, and ends with the verdict and what to do next."""
+    result = CliRunner().invoke(main, ["inspect", str(sick)])
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    assert result.exit_code == 0 and max(map(len, lines)) <= 80
+    assert lines[:3] == [
+        "sick.onnx: opset 20, 1.44 MB on disk",
+        "  360,000 float32 constants, 1.44 MB",
+        "  1 int64 constant, 8 B",
+    ]
+    assert "input   attention_mask  int64    b, s" in lines and "output  kept            int64    k, 3" in lines
+    assert "7 operators of 7 kinds  nodes" in lines
+    assert any(line.startswith("  1. 1 node on the CPU") for line in lines)
+    assert lines[-1] == "`onnxfuse optimize MODEL --dry-run` says what would be fused."
+
+
+def test_layers_are_named_once(tmp_path: Path) -> None:
+    """Six layers of eight operators, with two operators in front."""
+    layer = "".join(f"h{{i}}{b} = {op} (h{{i}}{a})  " for op, a, b in zip(
+        ("Relu", "Neg", "Exp", "Abs", "Sqrt", "Tanh", "Erf"), "abcdefg", "bcdefgh", strict=True))  # fmt: skip
+    layers = "".join(layer.format(i=i) + f"h{i + 1}a = Add (h{i}h, h{i}a)  " for i in range(6))
+    text = f"g (float[n] x) => (float[n] y) {{ s = Sin (x)  h0a = Cos (s)  {layers} y = Sigmoid (h6a) }}"
+    onnx.save(parse(text), tmp_path / "m.onnx")
+    ((copies, length),) = [(one.copies, one.length) for one in inspect_model(tmp_path / "m.onnx").blocks]
+    assert (copies, length) == (6, 8)
+
+
+def test_a_model_without_trouble(tmp_path: Path) -> None:
+    onnx.save(parse("g (float[2] x) => (float[2] y) { y = Relu (x) }"), tmp_path / "m.onnx")
+    output = CliRunner().invoke(main, ["inspect", str(tmp_path / "m.onnx")]).output
+    assert "  nothing that hurts: all operators have CUDA kernels, and nothing is copied\n" in output
+    assert "A CUDA graph can hold it\n" in output

@@ -1,0 +1,170 @@
+"""Review before applying: what `onnxfuse plan` writes, and what `optimize --plan` makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from click.testing import CliRunner
+from exported_models import unpack
+from test_optimize import BLOCK, parse
+
+from onnxfuse import ModelError, UsageError, optimize
+from onnxfuse.cli import main
+from onnxfuse.optimizer import find_matches
+
+DONE, USAGE = 0, 2
+TWO_BRANCHES = """
+g (float[4,8] x, bool c) => (float[4,8] y) <float[8,8] w, float[8] b>
+{
+  [choice] y = If <
+    then_branch = yes () => (float[4,8] t) { p = MatMul (x, w)  h = Add (p, b)  t = Relu (h) },
+    else_branch = no () => (float[4,8] e) { [last] e = Softmax (x) }> (c)
+}
+"""
+
+
+@pytest.fixture
+def block(tmp_path: Path) -> Path:
+    """Write a model with one gemm_bias_activation (product, biased, active) and one layer_norm (y)."""
+    path = tmp_path / "block.onnx"
+    onnx.save(parse(BLOCK), path)
+    return path
+
+
+def switched(model: Path, off: Callable[[str], bool], **options: Any) -> Path:
+    """Write a plan of the model in which the matches of some names are off."""
+    data = find_matches(model, **options).to_json()
+    for match in data["matches"]:
+        match["apply"] = not off(match["name"])
+    path = model.with_name("plan.json")
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def fused_nodes(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+def test_the_file(block: Path, tmp_path: Path) -> None:
+    """Each match has a name that is the same in every run, the nodes that it replaces, and a switch."""
+    result = CliRunner().invoke(main, ["plan", str(block), "-o", str(tmp_path / "plan.json")])
+    assert result.exit_code == DONE
+    assert result.output == f"2 matches in '{tmp_path / 'plan.json'}': 1 gemm_bias_activation, 1 layer_norm\n"
+    data = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert (data["format"], data["version"], data["model"]["name"]) == ("onnxfuse-plan", 1, "block.onnx")
+    assert len(bytes.fromhex(data["model"]["digest"])) == 32
+    for match in data["matches"]:
+        match["nodes"].sort()
+    assert data["matches"] == [
+        {"name": "layer_norm:y", "fusion": "layer_norm", "nodes": ["y"], "apply": True},
+        {"name": "gemm_bias_activation:active", "fusion": "gemm_bias_activation",
+         "nodes": ["active", "biased", "product"], "apply": True},
+    ]  # fmt: skip
+    assert [one.name for one in find_matches(block).matches] == [match["name"] for match in data["matches"]]
+
+
+def test_with_all_switched_on_the_model_is_the_same(block: Path) -> None:
+    plan = switched(block, lambda name: False)
+    assert optimize(block, plan=plan)[0] == optimize(block)[0]
+
+
+def test_a_match_that_is_off_is_not_fused(block: Path, tmp_path: Path) -> None:
+    plan = switched(block, lambda name: name == "gemm_bias_activation:active")
+    out = tmp_path / "out.onnx"
+    result = CliRunner().invoke(main, ["optimize", str(block), str(out), "--plan", str(plan)])
+    assert result.exit_code == DONE
+    assert "Switched off by the plan: 1 match\n" in result.output
+    assert fused_nodes(onnx.load(out)) == ["MatMul", "Add", "Relu", "layer_norm"]
+
+
+def test_nothing_else_takes_the_nodes_of_a_match_that_is_off(block: Path) -> None:
+    """Without their product, an Add and a Relu would be a bias_activation, and without that a region."""
+    assert optimize(block, skip=["gemm_bias_activation"])[1].counts == {"bias_activation": 1, "layer_norm": 1}
+    skipped = optimize(block, skip=["gemm_bias_activation", "bias_activation"])[1]
+    assert skipped.counts == {"layer_norm": 1, "region": 1}
+    report = optimize(block, plan=switched(block, lambda name: name.startswith("gemm")))[1]
+    assert report.counts == {"layer_norm": 1}
+    assert report.to_json()["switched_off"] == ["gemm_bias_activation:active"]
+
+
+@pytest.mark.parametrize("off", ["gemm_bias_activation:t", "softmax:e"])
+def test_a_match_in_a_body(off: str, tmp_path: Path) -> None:
+    onnx.save(parse(TWO_BRANCHES), tmp_path / "m.onnx")
+    assert optimize(tmp_path / "m.onnx")[1].counts == {"gemm_bias_activation": 1, "softmax": 1}
+    report = optimize(tmp_path / "m.onnx", plan=switched(tmp_path / "m.onnx", lambda name: name == off))[1]
+    assert {one.match for one in report.fused} == {"gemm_bias_activation:t", "softmax:e"} - {off}
+    assert report.verified.status == "verified"
+
+
+def test_an_operator_of_another_tool_stays_whole(tmp_path: Path) -> None:
+    """It is spelled out to be fused; with its match off it stands there as in the original."""
+    model = parse("g (float[2,4,8] x) => (float[2,4,8] y) <float[8] b> { [gelu] y = com.microsoft.BiasGelu (x, b) }")
+    model.opset_import.add(domain="com.microsoft", version=1)
+    onnx.save(model, tmp_path / "m.onnx")
+    (match,) = find_matches(tmp_path / "m.onnx").matches
+    assert match.nodes == ("gelu",)
+    optimized, _ = optimize(tmp_path / "m.onnx", plan=switched(tmp_path / "m.onnx", lambda name: True))
+    assert [(node.name, node.op_type) for node in optimized.graph.node] == [("gelu", "BiasGelu")]
+
+
+@pytest.mark.parametrize(
+    "name", ["bert_sdpa_dynamo_fp32.onnx", "detector_ts11_bn_fp32.onnx", "mobilenetv3_ts13_bn_fp32.onnx"]
+)
+def test_matches_of_exported_models_are_switched_off(name: str, tmp_path: Path) -> None:
+    """Every third match is off, in channels-last regions and epilogues too; its nodes are in nothing that is fused."""
+    path = unpack(name, tmp_path)
+    matches = find_matches(path, regions="epilogues").matches
+    off = {match.name: match.nodes for match in matches[::3]}
+    plan = switched(path, lambda match: match in off, regions="epilogues")
+    report = optimize(path, plan=plan, regions="epilogues")[1]
+    taken = {node for one in report.fused for node in one.replaces}
+    assert len(off) > 3 and not taken & {node for nodes in off.values() for node in nodes}
+    assert report.verified.passed
+
+
+def changed(data: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    return {**data, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": "else"}, 'it lacks "format": "onnxfuse-plan"; make it again with `onnxfuse plan`'),
+        ({"version": 2}, "it has version 2; this onnxfuse reads 1"),
+        ({"model": {"name": "m"}}, '"model" lacks the "digest"'),
+        ({"model": {"name": "bert.onnx", "digest": "0" * 64}},
+         "was made for another model, 'bert.onnx': the digest of its nodes differs; make it again"),
+        ({"matches": {}}, '"matches" is no list'),
+        ({"matches": [{"name": "softmax:y", "fusion": "softmax", "nodes": [], "apply": 1}]},
+         '"matches"[0] needs "apply", which is true or false'),
+        ({"matches": [{"name": "layer_nor:y", "fusion": "layer_norm", "nodes": [], "apply": False}]},
+         "the plan names 'layer_nor:y', which this model does not have with these options; did you mean "
+         "'layer_norm:y'? give the options that the plan was made with, or make it again"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit(change: Mapping[str, Any], sentence: str, block: Path) -> None:
+    plan = switched(block, lambda name: False)
+    plan.write_text(json.dumps(changed(json.loads(plan.read_text(encoding="utf-8")), change)), encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        optimize(block, plan=plan)
+    assert sentence in str(error.value)
+
+
+def test_a_file_that_is_none(block: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("hello", encoding="utf-8")
+    for name, sentence in (("text.json", "it is not JSON"), ("no.json", "No such file or directory")):
+        result = CliRunner().invoke(main, ["optimize", str(block), "--dry-run", "--plan", str(tmp_path / name)])
+        assert (result.exit_code, sentence in result.stderr, "onnxfuse plan" in result.stderr) == (USAGE, True, True)
+    with pytest.raises(ModelError, match="cannot write the plan"):
+        find_matches(block).write(tmp_path)
+
+
+def test_a_plan_of_other_options_is_an_error(block: Path) -> None:
+    plan = switched(block, lambda name: False)
+    with pytest.raises(UsageError, match="the plan names 'layer_norm:y', which this model does not have with these"):
+        optimize(block, skip=["layer_norm"], plan=plan)
