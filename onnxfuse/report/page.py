@@ -108,7 +108,8 @@ def _templates() -> Environment:
 
 def _shown(report: Shown) -> dict[str, Any]:
     """Return the values of the templates."""
-    plain, misses, left = report.to_dict(), miss_groups(report), stayed(report)
+    plain, misses = report.to_dict(), miss_groups(report)
+    left = stayed(report, plain)
     graphs = report.facts.graphs if report.facts else ()
     return {
         "report": plain,

@@ -98,7 +98,7 @@ class Bar:
 def operators(plain: Mapping[str, Any]) -> list[Bar]:
     """Return how many nodes of each operator there are before and after, the most frequent first; no Constants."""
     rows = [Bar(one["op"], one["before"], one["after"], False) for one in plain["operators"] if one["op"] != CONSTANT]
-    rows += [Bar(name, 0, count, True) for name, count in plain["counts"].items()]
+    rows += [Bar(name, 0, count, True) for name, count in plain["counts"].items() if not plain["standard"]]
     return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
 
 
@@ -202,12 +202,16 @@ class Stayed:
     nodes: tuple[str, ...]
 
 
-def stayed(report: Shown) -> list[Stayed]:
+def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
     """Return what is not fused, by operator and reason, the most frequent first."""
     if report.facts is None:
         return []
     reasons = reasons_of(report)
     left = [node for each in report.facts.graphs for node in each.after.nodes if not node.is_fused]
+    if plain["standard"]:  # what stands for fused nodes is no fused node then
+        known = {node.label for each in report.facts.graphs for node in each.before.nodes}
+        known -= {label for one in report.fused for label in one.replaces}
+        left = [node for node in left if node.label in known]
     made = [
         Stayed(some.items[0].op, some.sentence, tuple(node.label for node in some.items))
         for some in group(left, lambda node: reasons.get(node.label, NO_REASON), lambda node: node.op)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from exported_models import load_exported
 from large_models import transformer_like
-from test_optimize import parse
+from test_optimize import BLOCK, parse
 from test_report import EVERYTHING
 
 from onnxfuse import Report, optimize
@@ -121,8 +121,22 @@ def test_misses_are_grouped_by_what_differs(report: Report) -> None:
 
 def test_what_stayed_has_a_reason() -> None:
     model = parse("g (float[n,n] x) => (float[n,n] y) { y = MatMul (x, x) }")
-    (left,) = stayed(optimize(model, verify=False)[1])
+    report = optimize(model, verify=False)[1]
+    (left,) = stayed(report, report.to_dict())
     assert (left.op, left.nodes) == ("MatMul", ("y",)) and "MatMul" in left.reason
+
+
+def test_standard_operators_in_place_of_fused_nodes_did_not_stay() -> None:
+    report = optimize(parse(BLOCK), emit="standard", verify=False)[1]
+    assert report.standard and report.standard.counts and stayed(report, report.to_dict()) == []
+    (graph,) = data(report)["graphs"]
+    assert graph["fates"]["fused"] == 4 and len(graph["matches"]) == 2
+    checked(write_page(report))
+
+
+def test_a_model_in_which_nothing_is_fused_has_a_page() -> None:
+    page = write_page(optimize(parse("g (float[n] x) => (float[n] y) { y = Exp (x) }"))[1])
+    assert "nothing was fused" in " ".join(checked(page).texts)
 
 
 def test_a_body_is_drawn_too() -> None:

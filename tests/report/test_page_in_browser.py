@@ -177,6 +177,8 @@ def test_the_picture_by_keyboard(opened: Callable[..., Any]) -> None:
     assert len(set(labels)) == 6
     page.keyboard.press("Enter")
     assert page.locator("#detail h3").first.is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#detail").is_visible()
 
 
 def test_search(opened: Callable[..., Any]) -> None:

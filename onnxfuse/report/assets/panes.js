@@ -314,6 +314,7 @@ function startPane(side) {
     if (event.key === "+" || event.key === "=") zoom(side, 1.25);
     else if (event.key === "-") zoom(side, 0.8);
     else if (event.key === "0") fit(side);
+    else if (event.key === "Escape") closeDetail();
     else if ((event.key === "Enter" || event.key === " ") && now >= 0) act(event.target);
     else if (event.key in steps && now >= 0) focusOn(scroll, all[Math.min(Math.max(now + steps[event.key], 0), all.length - 1)]);
     else return;
