@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import onnx
 
-from onnxfuse.analysis.tensor_bytes import assumed_size
+from onnxfuse.analysis.tensor_bytes import ASSUMED_SIZE, assumed_size
 from onnxfuse.choices import Choices, ChosenFuse, choices_of, read_choices
 from onnxfuse.dsl import catalogue
 from onnxfuse.dsl.declaration import Fusion
@@ -197,10 +197,10 @@ def _optimize(
         chosen.check_known()
     off = chosen.switched_off if chosen else ()
     told = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
-    path = Path(model) if isinstance(model, str | os.PathLike) else None
-    size = file_bytes(path, original) if path else None
+    path = str(model) if isinstance(model, str | os.PathLike) else None
+    size = file_bytes(Path(path), original) if path else None
     report = Report(
-        {"path": str(path) if path else None, "nodes": len(original.graph.node), "opset": opset_of(original),
+        {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
          "bytes": size, "digest": graph_digest(original)},
         {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
         result.fused_of_model, result.all_folded, tuple(result.near()),
@@ -215,9 +215,11 @@ def _optimize(
 
 
 def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the sizes that the estimate assumes for the named dynamic dims of a model's inputs."""
-    dims = (dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim)
-    return {name: assumed_size(name) for name in dims if name}
+    """Return the sizes that the estimate assumes for the dynamic dims of a model's inputs, by their names."""
+    dims = [dim for value in model.graph.input for dim in value.type.tensor_type.shape.dim]
+    named = {dim.dim_param: assumed_size(dim.dim_param) for dim in dims if dim.dim_param}
+    has_others = any(dim.WhichOneof("value") is None for dim in dims)
+    return named | ({"dims without a name": ASSUMED_SIZE} if has_others else {})
 
 
 def _unmatched(

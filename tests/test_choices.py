@@ -127,6 +127,15 @@ def test_matches_of_exported_models_are_switched_off(name: str, tmp_path: Path) 
     assert report.verified.passed
 
 
+def test_with_standard_operators(tmp_path: Path) -> None:
+    """There are no regions and no channels-last images then, so the plan is made without them."""
+    path = unpack("bert_sdpa_dynamo_fp32.onnx", tmp_path)
+    plan = switched(path, lambda name: name.startswith("attention"), regions=False, layout="nchw")
+    standard = fused_nodes(optimize(path, emit="standard", verify=False)[0])
+    assert standard.count("Attention") == 2
+    assert "Attention" not in fused_nodes(optimize(path, emit="standard", plan=plan, verify=False)[0])
+
+
 def changed(data: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, **change}
 

@@ -143,6 +143,15 @@ def test_the_estimate_reads_and_writes_each_value_once() -> None:
     assert estimate["launches_before"] == 2
 
 
+def test_the_estimate_says_which_sizes_it_assumes() -> None:
+    model = parse("g (float[batch,seq,8] x, float[1,8] y) => (float[batch,seq,8] z) { s = Add (x, y)  z = Relu (s) }")
+    assert optimize(model, verify=False)[1].assumed == {"batch": 1, "seq": 128}
+    model.graph.input[0].type.tensor_type.shape.dim[1].ClearField("dim_param")
+    report = optimize(model, verify=False)[1]
+    assert "Launches and traffic are estimated, for batch = 1, dims without a name = 128." in text_of(report)
+    assert report.before.bytes == 4 * 8 * (4 * 128 + 1)  # a tensor of 128 x 8 is read and written twice
+
+
 def test_the_estimate_of_fused_nodes() -> None:
     """Values between fused nodes are neither written nor read."""
     batch, k, n = 1, 8, 6

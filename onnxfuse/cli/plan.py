@@ -39,7 +39,7 @@ def plan_command(
 
     The file lists each match with the nodes that it replaces and "apply": true.  Where that is false,
     `onnxfuse optimize --plan FILE`, given the same options, leaves the nodes of the match as they are: no other fusion,
-    no region and no layout takes them.
+    no region and no layout takes them.  For `optimize --emit standard`, give --no-regions --layout nchw here.
     """
     from rich.markup import escape
 

@@ -33,7 +33,7 @@ DATA_DEPENDENT: Final = frozenset(
     {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
 )  # shapes that the GPU computes
 MAX_NAMED: Final = 3  # nodes in a sentence
-MIN_LENGTH: Final = 8  # nodes in a repeated block
+MIN_COVERED: Final = 16  # nodes in all copies of a repeated block
 MANY_BYTES: Final = 1 << 20  # of float32 weights, from which on a half precision is worth a sentence
 
 
@@ -156,7 +156,7 @@ def _blocks(model: onnx.ModelProto) -> Iterator[Block]:
     found = find_blocks([op_name(node) for node in listed], reads) if listed else Blocks((), ())
     blocks = [(found.order[_first(one)], one) for one in _repeated(found.items)]
     for index, one in sorted(blocks, key=lambda pair: pair[0]):
-        if one.length >= MIN_LENGTH:
+        if one.copies * one.length >= MIN_COVERED:
             yield Block(one.copies, one.length, listed[index].name or listed[index].output[0])
 
 

@@ -297,5 +297,5 @@ def _dropped_lines(dropped: Sequence[Dropped]) -> Iterator[Line]:
     """Yield one line for each fusion and reason, which names the first node and how many more there are."""
     for one in group(dropped, lambda each: each.reason, lambda each: each.fusion):
         first, *more = one.items
-        others = f" and at {counted(len(more), 'equal node')}" if more else ""
+        others = f" and at {counted(len(more), 'more node')}" if more else ""
         yield Line(f"[yellow]Dropped {first.fusion}[/] at '{escape(first.node)}'{others}: {escape(one.sentence)}")
