@@ -47,13 +47,13 @@ class Facts:
 def gather_facts(
     original: onnx.ModelProto,
     written: onnx.ModelProto,
-    path: Path | None,
+    path: str | None,
     fusions: Iterable[Fusion],
     graphs: Iterable[Rewritten],
     why_not: Mapping[str, str],
 ) -> Facts:
     """Return the facts of a run that fused `original` and ends now."""
-    name = path.name if path else original.graph.name
+    name = Path(path).name if path else original.graph.name
     producer = " ".join(filter(None, (original.producer_name, original.producer_version)))
     notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
     now = datetime.now(UTC).replace(microsecond=0)
