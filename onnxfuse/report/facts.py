@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,7 +68,8 @@ def _weight_bytes(model: onnx.ModelProto) -> int:
     return sum(map(size_of, tensors(model.graph, *model.functions)))
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
     """Return the versions of onnxfuse and of the packages that it works with, as far as they are installed."""
     found = {"onnxfuse": __version__}
     for package in "onnx", "onnxruntime", "onnxruntime-gpu":

@@ -36,7 +36,6 @@ from onnxfuse.report.lines import (
     verification_lines,
 )
 from onnxfuse.report.operators import OperatorCount
-from onnxfuse.report.page import write_page, write_summary
 from onnxfuse.report.similar import group
 from onnxfuse.report.standard import Standard, standard_lines
 from onnxfuse.report.traffic import Traffic
@@ -177,6 +176,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return a compact summary, which notebooks show."""
+        from onnxfuse.report.page import write_summary  # which imports Jinja2
+
         return write_summary(self)
 
     def written(self, path: Path) -> Report:
@@ -191,6 +192,8 @@ class Report:
         """
         check_name(path)
         if path.suffix.lower() == ".html":
+            from onnxfuse.report.page import write_page  # which imports Jinja2
+
             text = write_page(self)
         else:
             text = json.dumps(self.to_json(), indent=1) + "\n"
