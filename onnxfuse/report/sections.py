@@ -245,7 +245,7 @@ def advice(
         first = verified.not_compared[0]
         yield Advice(
             f"{counted(len(verified.not_compared), 'value')} could not be compared",
-            f"'{first.name}': {first.reason}. Give inputs that the model meets in practice with `--input FILE.npz`, "
+            f"'{first.name}': {first.reason}. If other inputs would show it, give them with `--input FILE.npz`, "
             "or sizes with `--shape INPUT:1x3x640x640`.", "trust",
         )  # fmt: skip
     if dropped := plain["dropped"]:
@@ -265,7 +265,7 @@ def advice(
     computing = [each for each in left if ON_HOST not in each.reason]
     if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:
         yield Advice(
-            f"{counted(sum(len(each.nodes) for each in computing), 'node')} stayed as they were",
+            counted(sum(len(each.nodes) for each in computing), "node stays as it was", "nodes stay as they were"),
             f"Most often {len(computing[0].nodes)}x {computing[0].op}: {computing[0].reason}.", "stayed",
         )  # fmt: skip
     for name, why in plain["unmatched"].items():
