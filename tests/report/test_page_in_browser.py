@@ -199,7 +199,7 @@ def test_a_record_in_the_list_leads_to_the_picture(opened: Callable[..., Any]) -
     page = opened("detector")
     row = page.locator(".match details").first
     row.locator("summary").click()
-    assert "Replaces" in row.inner_text()
+    sync_api.expect(row).to_contain_text("Replaces")
     row.get_by_role("button", name="Show in the picture").click()
     assert page.locator(".pane[data-side=after] g.node.chosen").count() == 1
 
