@@ -52,7 +52,7 @@ def two_lines(first: str, second: str) -> Text:
 
 def counted(count: int, what: str, several: str = "") -> str:
     """Return a number with its noun."""
-    return f"{count} {what}" if count == 1 else f"{count} {several or f'{what}s'}"
+    return f"{count} {what}" if count == 1 else f"{count:,} {several or f'{what}s'}"
 
 
 def bytes_text(count: float) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 import onnx
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.protos import tensors
 from onnxfuse.ir.validate import size_of
 from onnxfuse.report.outline import Rewritten
@@ -29,7 +28,7 @@ class FusionNote:
 
 @dataclass(frozen=True)
 class Facts:
-    """The model's name, maker and digest, the weights' bytes, the versions and the time of the run, and the graphs.
+    """The model's name and maker, the weights' bytes, the versions and the time of the run, and the graphs.
 
     `graphs` are the main graph and the bodies in it, before and after.  `why_not` says why nodes are not fused, by
     their labels.
@@ -37,7 +36,6 @@ class Facts:
 
     name: str
     producer: str
-    digest: str
     weights_before: int
     weights_after: int
     at: datetime
@@ -61,7 +59,7 @@ def gather_facts(
     notes = {one.name: FusionNote(one.doc.partition("\n")[0], str(one.span)) for one in fusions}
     now = datetime.now(UTC).replace(microsecond=0)
     return Facts(
-        name, producer, graph_digest(original), _weight_bytes(original), _weight_bytes(written), now, _versions(),
+        name, producer, _weight_bytes(original), _weight_bytes(written), now, _versions(),
         notes, why_not, tuple(graphs),
     )  # fmt: skip
 

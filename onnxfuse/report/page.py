@@ -11,6 +11,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from onnxfuse.printing import bytes_text, counted
 from onnxfuse.report.fates import FATES
 from onnxfuse.report.picture import Table, picture
 from onnxfuse.report.sections import (
@@ -26,7 +27,6 @@ from onnxfuse.report.sections import (
     stayed,
     verdict,
 )
-from onnxfuse.report.wording import bytes_text, counted
 from onnxfuse.rewrite.replace import Fused
 
 ASSETS: Final = files("onnxfuse.report") / "assets"
@@ -63,9 +63,19 @@ def data(report: Shown) -> dict[str, Any]:
          [] if number in drawn else list(one.replaces)]
         for number, one in enumerate(report.fused)
     ]  # fmt: skip
-    plan = {"name": facts.name, "digest": facts.digest} if facts else None
+    plain = report.to_dict()
+    plan = {"name": facts.name, "digest": plain["input"]["digest"]} if facts else None
     hues = hues_of(one.fusion for one in report.fused)
-    return {"plan": plan, "fates": FATES, "hues": hues, "graphs": graphs, "matches": matches, "texts": texts.texts}
+    off = plain["switched_off"]
+    return {
+        "plan": plan,
+        "off": off,
+        "fates": FATES,
+        "hues": hues,
+        "graphs": graphs,
+        "matches": matches,
+        "texts": texts.texts,
+    }
 
 
 def _dims_text(one: Fused) -> str:
@@ -108,7 +118,7 @@ def _shown(report: Shown) -> dict[str, Any]:
         "sizes": report.verified.sizes,
         "verdict": verdict(report.verified, len(report.fused)),
         "fates": fate_counts(report),
-        "operators": operators(report.facts),
+        "operators": operators(plain),
         "groups": groups(report),
         "misses": misses,
         "stayed": left,

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import linecache
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from onnxfuse.dsl.spans import Span
 from onnxfuse.match import Miss
 from onnxfuse.passes.folded import Folded
+from onnxfuse.printing import counted
 from onnxfuse.report.facts import Facts, FusionNote
 from onnxfuse.report.fates import FATES, find_fates
-from onnxfuse.report.wording import counted
+from onnxfuse.report.similar import group
 from onnxfuse.rewrite.replace import REGION, Fused
 from onnxfuse.spell_out import Stays
 from onnxfuse.verify.compare import Verification
 
-QUOTED: Final = re.compile(r"'[^']*'")
-NUMBER: Final = re.compile(r"(?<![\w.])[-+]?\d[\d.]*(?:e[-+]?\d+)?(?![\w.])")
 REGION_FORMULA: Final = "operators that no pattern names, in one kernel that is generated from them"
 NO_REASON: Final = "no fusion has this operator in this place"
 # The hue of a fusion's family in the picture, by a word of the fusion's name.
@@ -32,8 +30,6 @@ OTHER_HUE, HUE_STEP = 0, 12
 ON_HOST: Final = "runs on the host"  # in the reason why shape arithmetic is in no region
 MANY_STAY: Final = 0.2  # of the nodes: where more stay than that, the page says so at its top
 CONSTANT: Final = "Constant"  # the operator, which computes nothing
-T = TypeVar("T")
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Shown(Protocol):
@@ -99,15 +95,10 @@ class Bar:
     is_fused: bool
 
 
-def operators(facts: Facts | None) -> list[Bar]:
+def operators(plain: Mapping[str, Any]) -> list[Bar]:
     """Return how many nodes of each operator there are before and after, the most frequent first; no Constants."""
-    graphs = facts.graphs if facts else ()
-    before = Counter(node.op for each in graphs for node in each.before.nodes)
-    new = [node for each in graphs for node in each.after.nodes]
-    after = Counter(node.op for node in new if not node.is_fused)
-    rows = [Bar(name, before[name], after[name], False) for name in before | after if name != CONSTANT]
-    fused = Counter(node.op for node in new if node.is_fused)
-    rows += [Bar(name, 0, count, True) for name, count in fused.items()]
+    rows = [Bar(one["op"], one["before"], one["after"], False) for one in plain["operators"] if one["op"] != CONSTANT]
+    rows += [Bar(name, 0, count, True) for name, count in plain["counts"].items() if not plain["standard"]]
     return sorted(rows, key=lambda row: (-max(row.before, row.after), row.is_fused, row.name))
 
 
@@ -182,13 +173,13 @@ class MissGroup:
 
 def miss_groups(report: Shown) -> list[MissGroup]:
     """Return the misses in groups that differ in the names that the reason quotes alone, the nearest first."""
-    found = _grouped(report.missed, lambda miss: (miss.fusion.name, _without_names(miss.reason), str(miss.span)))
     fusion = {label: one.fusion for one in report.fused for label in one.replaces}
     made = [
         MissGroup(
-            some[0], some[0].reason, tuple(miss.node for miss in some), tuple(source_lines(some[0].span)),
-            Counter(fusion[miss.node] for miss in some if miss.node in fusion),
-        ) for some in found.values()
+            some.items[0], some.sentence, tuple(miss.node for miss in some.items),
+            tuple(source_lines(some.items[0].span)),
+            Counter(fusion[miss.node] for miss in some.items if miss.node in fusion),
+        ) for some in group(report.missed, lambda miss: miss.reason, lambda miss: (miss.fusion.name, str(miss.span)))
     ]  # fmt: skip
     return sorted(made, key=lambda each: (not each.is_near, -each.unfused, -len(each.nodes)))
 
@@ -221,10 +212,9 @@ def stayed(report: Shown, plain: Mapping[str, Any]) -> list[Stayed]:
         known = {node.label for each in report.facts.graphs for node in each.before.nodes}
         known -= {label for one in report.fused for label in one.replaces}
         left = [node for node in left if node.label in known]
-    found = _grouped(left, lambda node: (node.op, _without_names(reasons.get(node.label, NO_REASON))))
     made = [
-        Stayed(op, reasons.get(some[0].label, NO_REASON), tuple(node.label for node in some))
-        for (op, _), some in found.items()
+        Stayed(some.items[0].op, some.sentence, tuple(node.label for node in some.items))
+        for some in group(left, lambda node: reasons.get(node.label, NO_REASON), lambda node: node.op)
     ]
     return sorted(made, key=lambda each: (-len(each.nodes), each.op))
 
@@ -233,18 +223,6 @@ def reasons_of(report: Shown) -> dict[str, str]:
     """Return why nodes are not fused, by their labels."""
     found = dict(report.facts.why_not) if report.facts else {}
     return found | {one.node: one.reason for one in report.stays}
-
-
-def _grouped(values: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
-    found: dict[Key, list[T]] = defaultdict(list)
-    for value in values:
-        found[key(value)].append(value)
-    return found
-
-
-def _without_names(reason: str) -> str:
-    """Return a reason without the names and numbers in it, which is equal where the same thing differs."""
-    return NUMBER.sub("#", QUOTED.sub("'...'", reason))
 
 
 @dataclass(frozen=True)
@@ -267,7 +245,7 @@ def advice(
         first = verified.not_compared[0]
         yield Advice(
             f"{counted(len(verified.not_compared), 'value')} could not be compared",
-            f"'{first.name}': {first.reason}. Give inputs that the model meets in practice with `--input FILE.npz`, "
+            f"'{first.name}': {first.reason}. If other inputs would show it, give them with `--input FILE.npz`, "
             "or sizes with `--shape INPUT:1x3x640x640`.", "trust",
         )  # fmt: skip
     if dropped := plain["dropped"]:
@@ -287,9 +265,11 @@ def advice(
     computing = [each for each in left if ON_HOST not in each.reason]
     if len(computing) and sum(len(each.nodes) for each in computing) > MANY_STAY * plain["output"]["nodes"]:
         yield Advice(
-            f"{counted(sum(len(each.nodes) for each in computing), 'node')} stayed as they were",
+            counted(sum(len(each.nodes) for each in computing), "node stays as it was", "nodes stay as they were"),
             f"Most often {len(computing[0].nodes)}x {computing[0].op}: {computing[0].reason}.", "stayed",
         )  # fmt: skip
+    for name, why in plain["unmatched"].items():
+        yield Advice(f"{name} matches nothing", f"{why}.", "missed")
     if quantized := plain["quantized"]:
         listed = ", ".join(f"{count} {op}" for op, count in quantized.items())
         yield Advice("Quantized operators are not fused", f"{listed}. Fuse the model before it is quantized.", "stayed")

@@ -199,7 +199,7 @@ def test_a_record_in_the_list_leads_to_the_picture(opened: Callable[..., Any]) -
     page = opened("detector")
     row = page.locator(".match details").first
     row.locator("summary").click()
-    assert "Replaces" in row.inner_text()
+    sync_api.expect(row).to_contain_text("Replaces")
     row.get_by_role("button", name="Show in the picture").click()
     assert page.locator(".pane[data-side=after] g.node.chosen").count() == 1
 
@@ -219,11 +219,13 @@ def test_switches_write_a_plan(opened: Callable[..., Any], tmp_path: Path) -> No
     assert (plan["format"], plan["version"], plan["model"]["name"]) == ("onnxfuse-plan", 1, "main_graph")
     assert [one["name"] for one in plan["matches"] if not one["apply"]] == [name]
     report = optimize(MODELS["bert"](), verify=False)[1]
-    assert report.facts and plan["model"]["digest"] == report.facts.digest
+    assert plan["model"]["digest"] == report.input["digest"]
     expected = {
         one.match: {"name": one.match, "fusion": one.fusion, "nodes": list(one.replaces)} for one in report.fused
     }
     assert {one["name"]: {key: one[key] for key in ("name", "fusion", "nodes")} for one in plan["matches"]} == expected
+    planned = optimize(MODELS["bert"](), verify=False, plan=tmp_path / "plan.json")[1]
+    assert planned.switched_off == (name,) and name not in {one.match for one in planned.fused}
     page.get_by_role("button", name="Switch all on").click()
     assert not page.locator("#planbar").is_visible() and first.is_checked()
 

@@ -31,15 +31,10 @@ function linked(graph) {
     replacedBy[node[STANDS_FOR]].push(i);
     if (isDrawn[i]) drawnBy[node[STANDS_FOR]].push(i);
   });
-  const readers = (nodes) => {
-    const found = nodes.map(() => []);
-    nodes.forEach((node, i) => node[READS].forEach((each) => found[each].push(i)));
-    return found;
-  };
   const sides = {
-    after: { nodes: graph.after, readers: readers(graph.after), position: (i) => position.get(i), at: (p) => [graph.order[p]] },
+    after: { nodes: graph.after, position: (i) => position.get(i), at: (p) => [graph.order[p]] },
     before: {
-      nodes: graph.before, readers: readers(graph.before),
+      nodes: graph.before,
       position: (i) => isDrawn[i] ? position.get(graph.before[i][STANDS_FOR]) : undefined,
       at: (p) => drawnBy[graph.order[p]],
     },
@@ -104,7 +99,7 @@ function openWithin(graph, budget) {
 
 /** Lay out the first copy of a block: units with places, and edges with points. */
 function layOut(graph, side, block) {
-  const { nodes, readers, position, at } = graph.sides[side];
+  const { nodes, position, at } = graph.sides[side];
   const units = [], unitOfNode = new Map(), ranges = [];
   for (const item of block.items) {
     if (isBlock(item)) {
@@ -126,20 +121,18 @@ function layOut(graph, side, block) {
     return p === undefined ? undefined : ranges.find(([start, end]) => start <= p && p < end)?.[2];
   };
   const isInside = (node) => { const p = position(node); return p !== undefined && first <= p && p < last; };
-  const edges = new Map(), entering = new Set(), leaving = new Set();
+  const edges = new Map();
   for (let p = first; p < last; p++) {
     for (const node of at(p)) {
       const to = unitOf(node);
       if (to === undefined) continue;
       for (const read of nodes[node][READS]) {
         const from = isInside(read) ? unitOf(read) : undefined;
-        if (from === undefined) { if (position(read) !== undefined) entering.add(to); }
-        else if (from !== to) edges.set(`${from} ${to}`, [from, to]);
+        if (from !== undefined && from !== to) edges.set(`${from} ${to}`, [from, to]);
       }
-      if (readers[node].some((reader) => position(reader) !== undefined && !isInside(reader))) leaving.add(to);
     }
   }
-  return { ...placed(units, [...edges.values()]), units, entering, leaving };
+  return { ...placed(units, [...edges.values()]), units };
 }
 
 /** Place units by dagre, which ranks them from top to bottom. */
@@ -182,7 +175,7 @@ const HEAD = 24, MARGIN = 10;
 function blockUnit(graph, side, block) {
   const isOpen = graph.open.has(block.path);
   const count = [...Array(block.length).keys()].reduce((sum, i) => sum + graph.sides[side].at(block.start + i).length, 0);
-  const unit = { kind: "block", block, isOpen, count, name: blockTitle(graph, side, block, count) };
+  const unit = { kind: "block", block, isOpen, name: blockTitle(graph, side, block, count) };
   if (isOpen) {
     unit.inner = layOut(graph, side, block);
     unit.width = Math.max(unit.inner.width, widthOf(unit.name, true) + 92) + 2 * MARGIN;

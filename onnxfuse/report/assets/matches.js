@@ -140,6 +140,7 @@ function plan() {
     match.names.forEach((name) => entry.nodes.add(name));
     found.set(match.name, entry);
   }
+  for (const name of DATA.off) found.set(name, { name, fusion: name.split(":")[0], nodes: [], apply: false });
   const matches = [...found.values()].map((entry) => ({ ...entry, nodes: [...entry.nodes] }));
   return { format: "onnxfuse-plan", version: 1, model: DATA.plan, matches };
 }
