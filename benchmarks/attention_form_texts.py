@@ -80,11 +80,15 @@ def _rotated(name: str, turned: str) -> str:
 
 TABLES = ", T[1,{rows},{size}] cos, T[1,{rows},{size}] sin"
 HEAD_AXIS = "c = Unsqueeze (cos, one) s = Unsqueeze (sin, one) "
+ALIBI = "bias = Mul (slopes, places)"  # slopes times positions of keys, from the last one on
 FORMS = {
     form.name: form
     for form in (
         Form("plain"),
         Form("causal", behind="masked = Where (seen, scores, lowest)", scores="masked", share=0.5),
+        Form("alibi", behind=f"{ALIBI} biased = Add (scores, bias)", scores="biased"),
+        Form("causal alibi", behind=f"{ALIBI} biased = Add (scores, bias) masked = Where (seen, biased, lowest)",
+             scores="masked", share=0.5, peer="causal"),
         Form("softcap", behind="small = Div (scores, cap) tanh = Tanh (small) capped = Mul (tanh, cap)",
              scores="capped"),
         Form("cosine", before=f"{_cosine('q')} {_cosine('k')}", q="q_unit", k="k_unit", scale="factors"),
@@ -124,5 +128,6 @@ def _constants(dtype: np.dtype, size: int, rows: int) -> dict[str, np.ndarray]:
     return (
         {name: np.array(values, np.int64) for name, values in integers.items()}
         | {name: np.array(value, dtype) for name, value in numbers.items()}
-        | {"factors": heads, "seen": np.tri(rows, dtype=np.bool_)}
+        | {"factors": heads, "seen": np.tri(rows, dtype=np.bool_), "slopes": 2.0 ** (-heads / 2).astype(dtype)}
+        | {"places": np.arange(1 - rows, 1, dtype=dtype)}
     )

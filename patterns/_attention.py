@@ -14,10 +14,14 @@ from onnxfuse.dsl import (
     require,
     scaled,
     shared,
+    unrounded,
     when,
 )
 
 SCORES: Final = "batch? heads? queries? keys?"
+SLOPES: Final = "heads 1 1"
+POSITIONS: Final = "batch? 1 queries? keys?"
+BIASED: Final = ("slopes", "position")  # `bias_kind` where there is a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 LOWEST_FLOAT16: Final = -65504.0
@@ -30,6 +34,8 @@ class Scores(NamedTuple):
 
     mask: Term
     bias: Term
+    slopes: Term
+    positions: Term
     scale: Term
     masked_score: Term
     is_causal: Term
@@ -155,8 +161,8 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
             ),
         ),
         inverted=when(op.Where(mask, masked_score, biased), IN_RANGE, survives_cast),
+        none=when(biased, "what is added alone is a mask", lambda bias_kind: bias_kind != "position"),
         additive=biased + mask,
-        none=biased,
     )
 
 
@@ -166,7 +172,8 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
 def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Scores) -> Term:
     """Return softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention.
 
-    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.
+    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
+    slopes, the bias is slopes * positions: a number of each head times one of each key, or of each query and key.
 
     All are (batch, heads, rows, size); `columns` are the keys transposed.
     """
@@ -174,7 +181,8 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     capped = scores.cap * op.Tanh(uncapped)
     capped = when(capped, "scores are capped by a positive number, not {cap}", lambda cap: cap > 0)
     products = choose("capped", none=uncapped, tanh=capped)
-    biased = choose("bias_kind", position=products + scores.bias, none=products)
+    sloped = products + unrounded(shared(scores.slopes * scores.positions))
+    biased = choose("bias_kind", slopes=sloped, position=products + scores.bias, none=products)
     probabilities = op.Softmax(masked(biased, queries, columns, scores), axis=-1)
     weights = choose(
         "fully_masked",
