@@ -26,6 +26,7 @@ INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 LOWEST_FLOAT16: Final = -65504.0
 LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast makes -inf of what is below
+NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
 IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
 
 
@@ -174,6 +175,7 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
 
     Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
     slopes, the bias is slopes * positions: a number of each head times one of each key, or of each query and key.
+    Where `fully_masked` is cleared, probabilities of masked keys are 0 in rows of which all keys are masked, too.
 
     All are (batch, heads, rows, size); `columns` are the keys transposed.
     """
@@ -184,16 +186,27 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     sloped = products + unrounded(shared(scores.slopes * scores.positions))
     biased = choose("bias_kind", slopes=sloped, position=products + scores.bias, none=products)
     probabilities = op.Softmax(masked(biased, queries, columns, scores), axis=-1)
+    attributes = {"scale": scores.scale, "is_causal": scores.is_causal, "softcap": scores.softcap}
+    diagonal = shared(causal_mask(axis_size(queries, 2), axis_size(keys, 2), scores.mask))
+    cleared = either(
+        _where("causal", op.Where(diagonal, probabilities, 0.0)),
+        _where("inverted", op.Where(scores.mask, 0.0, probabilities)),
+        _where("boolean", op.Where(scores.mask, probabilities, 0.0)),
+    )
     weights = choose(
         "fully_masked",
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
+        cleared=when(cleared, NO_WEIGHT, lambda masked_score: masked_score <= LOWEST_FLOAT16),
         softmax=probabilities,
     )
-    attributes = {"scale": scores.scale, "is_causal": scores.is_causal, "softcap": scores.softcap}
-    diagonal = shared(causal_mask(axis_size(queries, 2), axis_size(keys, 2), scores.mask))
     return choose(
         "form",
         softmax=op.MatMul(cast_like(weights, like=values), values),
         causal_operator=op.Attention(queries, keys, values, diagonal, **attributes),
         operator=op.Attention(queries, keys, values, scores.mask, **attributes),
     )
+
+
+def _where(kind: str, cleared: Term) -> Term:
+    """Return probabilities that are cleared under a mask of a kind."""
+    return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

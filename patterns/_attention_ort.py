@@ -131,7 +131,12 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
         when(operator(), "every query sees every key", sees_all),
         when(causal, "queries and keys are equally many", lambda queries, keys: queries == keys),
         when(
-            choose("fully_masked", softmax=with_bias, zero=_zero_where_all_masked(with_bias, bias)),
+            choose(
+                "fully_masked",
+                softmax=with_bias,
+                zero=_zero_where_all_masked(with_bias, bias),
+                cleared=_zero_where_all_masked(with_bias, bias),
+            ),
             "a mask that is added does what a replacing one does",
             adding_is_exact,
         ),
@@ -161,8 +166,10 @@ def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal:
     return mask is None and bias_kind not in BIASED and not is_causal and (queries == 1 or not below_diagonal)
 
 
-def adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
+def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
     """Return whether a score to which the mask is added becomes what the mask replaces it by."""
+    if fully_masked == "cleared" and masked_score > -INFINITY:
+        return False  # a row in which all keys are masked would have equal probabilities
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):
         return form == "softmax"
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < SWALLOWS_SCORES)

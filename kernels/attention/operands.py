@@ -21,7 +21,7 @@ CHOICES: Final = (  # (attribute, known values, default)
     ("out_layout", OUT_LAYOUTS, "packed"),
     ("mask_kind", ("none", "boolean", "inverted", "additive", "causal"), "none"),
     ("bias_kind", ("none", "position", "slopes"), "none"),
-    ("fully_masked", ("zero", "softmax"), "softmax"),
+    ("fully_masked", ("zero", "cleared", "softmax"), "softmax"),
     ("form", ("softmax", "operator", "causal_operator"), "softmax"),
 )
 
@@ -99,7 +99,8 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         keys = min(keys, mask.shape[-1])
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
-    masked_score = -math.inf if operator else node.number("masked_score", -math.inf)
+    cleared = node.attributes.get("fully_masked") == "cleared"  # what is masked has no weight in any row
+    masked_score = -math.inf if operator or cleared else node.number("masked_score", -math.inf)
     bias = "positions" if node.attributes.get("bias_kind") == "slopes" else "bias"
     cap = node.number("cap", 0.0) if node.attributes.get("capped") == "tanh" else 0.0
     problem = Attention(
@@ -117,7 +118,7 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         add_masked_score=kind == "causal",
         softcap=node.number("softcap", 0.0) if operator else cap,
         # The operator gives 0 for rows without a key, and so does a product over no keys at all.
-        zero_masked_rows=operator or node.attributes.get("fully_masked") == "zero" or keys == 0,
+        zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared") or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y

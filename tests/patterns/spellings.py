@@ -755,13 +755,18 @@ def _further(base: Spelling) -> Iterator[Spelling]:
 
 
 def _crossed(bases: Sequence[Spelling]) -> Iterator[Spelling]:
-    """Yield another label together with an absent operand or another rank, because some options need both."""
+    """Yield another label with an absent operand, another rank, or a second label, because some options need both."""
     first = bases[0]
     for one in bases:
         for other in bases:
             if one.choices and not one.absent and not other.choices and (other.absent, other.leading) != ((), 2):
                 changes = {"absent": other.absent, "leading": other.leading, "what": f"{one.what},{other.what}"}
                 yield replace(one, opset=first.opset, **changes)
+    labelled = [one for one in bases if one.choices and one == replace(first, what=one.what, choices=one.choices)]
+    for one, other in itertools.combinations(labelled, 2):
+        if not one.choices.keys() & other.choices.keys():
+            choices = {**one.choices, **other.choices}
+            yield replace(one, choices=choices, what=f"{one.what},{other.what}")
 
 
 def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -> Iterator[Spelling]:
