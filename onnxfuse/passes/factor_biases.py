@@ -19,7 +19,8 @@ from onnx import TensorProto
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from onnxfuse.analysis.dims import Size
-from onnxfuse.analysis.shape_info import Shape, ShapeInfo
+from onnxfuse.analysis.rules import axes_parameter
+from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS, Array
 from onnxfuse.ir.graph import Graph, constant_number, constant_value
 from onnxfuse.ir.node import Constant, Node, Tensor, consumers, is_constant, op_of, producer
@@ -30,6 +31,7 @@ HEADS_AXIS: Final = -3
 FIRST_OPSET_OF_AXES_INPUT: Final = 13  # of Unsqueeze
 MAX_STEPS: Final = 12  # from the Add to the product or the table, and from the Add to the product of queries and keys
 MAX_TABLE_ELEMENTS: Final = 2**24  # of a table of all heads
+EPSILON: Final = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze"})
 BEFORE_SCORES: Final = frozenset({"Add", "Cast", "Div", "Mul", "Tanh", "Where"})
 
@@ -39,15 +41,14 @@ class Factored:
     """A tensor that is slopes, one for each head, times what `write` computes, which has no axis for heads."""
 
     slopes: Array
+    rank: int  # of what `write` computes
     write: Callable[[], Tensor]
 
 
 def factor_biases(graph: Graph, shapes: ShapeInfo) -> int:
     """Rewrite what is added to scores of heads where it is a product.  Returns the number of rewritten biases."""
-    count = 0
-    for node in [each for each in graph.nodes if op_of(each) == "Add"]:
-        sides = [side for side in (0, 1) if _is_of_scores(node.inputs[1 - side], MAX_STEPS)]
-        count += any(_rewrite(graph, shapes, node, side) for side in sides)
+    adds = [node for node in graph.nodes if op_of(node) == "Add"]
+    count = sum(any(_rewrite(graph, shapes, node, side) for side in (0, 1)) for node in adds)
     if count:
         graph.remove_dead()
         graph.sort()
@@ -86,7 +87,7 @@ def _rewrite(graph: Graph, shapes: ShapeInfo, node: Node, side: int) -> bool:
     if not isinstance(heads, int) or heads == 1 or any(size != 1 for size in shape[: HEADS_AXIS - 1]):
         return False
     found = _Biases(graph, shapes, dtype).factored(bias, HEADS_AXIS, MAX_STEPS)
-    if found is None:
+    if found is None or not _is_of_scores(node.inputs[1 - side], MAX_STEPS):
         return False
     positions = _with_axis_for_heads(graph, shapes, found.write())
     stem, own = f"{bias.name}_of_slopes", shapes.dtype(positions)
@@ -120,9 +121,9 @@ def _is_product(shapes: ShapeInfo, bias: Tensor) -> bool:
     return len(positions) >= rank and positions[HEADS_AXIS] == 1
 
 
-def _lacks(shape: Shape | None, axis: int) -> bool:
+def _lacks(shape: Shape, axis: int) -> bool:
     """Return whether a shape has no axis there, or one of size 1."""
-    return shape is not None and (len(shape) < -axis or shape[axis] == 1)
+    return len(shape) < -axis or shape[axis] == 1
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,9 @@ class _Biases:
                 factor = 1 / number if op_of(node) == "Div" else number
                 return None if found is None else replace(found, slopes=found.slopes * factor)
             slopes = self._of_heads(other, axis) if op_of(node) == "Mul" else None
-            if slopes is not None and _lacks(self.shapes.shape(tensor), axis):
-                return Factored(slopes, partial(_same, tensor))
+            shape = self.shapes.shape(tensor)
+            if slopes is not None and shape is not None and _lacks(shape, axis):
+                return Factored(slopes, len(shape), partial(_same, tensor))
         return None
 
     def _of_heads(self, tensor: Tensor, axis: int) -> Array | None:
@@ -185,19 +187,24 @@ class _Biases:
         if not np.isfinite(by_head[largest]) or not by_head[largest]:
             return None
         row, slopes = by_head[largest[0]], by_head[:, largest[1]] / by_head[largest]
-        tolerance = 4 * float(np.finfo(value.dtype).eps) if value.dtype.kind == "f" else 2**-6
+        tolerance = 2 * EPSILON[value.dtype.name]
         if not np.allclose(by_head, slopes[:, None] * row, rtol=tolerance, atol=0):
             return None
         positions = np.moveaxis(row.reshape(1, *np.moveaxis(value, axis, 0).shape[1:]), 0, axis).astype(value.dtype)
-        return Factored(slopes, partial(self.graph.constant, f"{table.name}_positions", positions))
+        return Factored(slopes, positions.ndim, partial(self.graph.constant, f"{table.name}_positions", positions))
 
     def _cut(self, node: Node, shape: Shape, axis: int, steps: int) -> Factored | None:
-        """Return the factors of a Slice that takes all heads."""
-        source = self.shapes.shape(node.inputs[0])
-        if source is None or source[axis] != shape[axis]:
+        """Return the factors of a Slice along other axes than that of the heads."""
+        try:
+            axes = axes_parameter(self.shapes, node, len(shape))
+        except CannotInfer:
+            return None
+        if not axes or len(shape) + axis in axes:
             return None
         found = self.factored(node.inputs[0], axis, steps - 1)
-        return None if found is None else replace(found, write=partial(self._cut_positions, found, node, shape, axis))
+        if found is None or found.rank < len(shape):
+            return None
+        return replace(found, write=partial(self._cut_positions, found, node, shape, axis))
 
     def _cut_positions(self, found: Factored, node: Node, shape: Shape, axis: int) -> Tensor:
         source = found.write()
@@ -216,15 +223,15 @@ class _Biases:
         kept = [place for place in range(len(shape)) if place not in added]
         own = kept.index(len(shape) + axis) - len(kept)
         found = self.factored(node.inputs[0], own, steps - 1)
-        return None if found is None else replace(found, write=partial(self._with_axes, found, added, shape, axis))
-
-    def _with_axes(self, found: Factored, added: list[int], shape: Shape, axis: int) -> Tensor:
-        source = found.write()
-        before = self.shapes.shape(source)
-        assert before is not None  # which `factored` has asked for
-        lacking = len(shape) - len(added) - len(before)  # axes that broadcasting adds
+        if found is None or found.rank > len(source):
+            return None
+        lacking = len(source) - found.rank  # axes that broadcasting adds
         axes = [place - lacking for place in added if place >= lacking]
-        return unsqueezed(self.graph, self.shapes, source, axes)
+        write = partial(self._with_axes, found, axes)
+        return replace(found, rank=found.rank + len(axes), write=write)
+
+    def _with_axes(self, found: Factored, axes: list[int]) -> Tensor:
+        return unsqueezed(self.graph, self.shapes, found.write(), axes)
 
 
 def _same(tensor: Tensor) -> Tensor:

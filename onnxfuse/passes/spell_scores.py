@@ -4,9 +4,8 @@ Patterns know scores that are scaled at the product, then at most one bias, and 
 the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
 bias of heads under a mask before they add it (Falcon).  Factors are distributed over sums, a mask that replaces scores
 by a number which no score changes becomes one that is added, and what is added is summed up first, apart from tensors
-with an axis for heads.  A factor of each head, as that of cosine
-attention, moves to the queries.  A Max with the lowest number behind a mask of finite numbers, which changes nothing
-else than infinite scores, is left out.
+with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max with the
+lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.
 """
 
 from __future__ import annotations
@@ -128,20 +127,13 @@ def _is_finite_mask(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int)
         case "Cast":
             return shapes.dtype(node.inputs[0]) in INTEGERS
         case "Sub":  # 1 less a mask of integers
-            return all(is_constant(each) or op_of_producer(each) == "Cast" for each in node.inputs) and all(
-                map(finite, node.inputs)
-            )
+            casts = [made for each in node.inputs if (made := producer(each)) is not None]
+            return all(op_of(cast) == "Cast" for cast in casts) and all(map(finite, node.inputs))
         case "ConstantOfShape":
             value = tensor_attribute(node, "value")
             number = 0.0 if value is None else constant_number(graph, value)
             return number is not None and math.isfinite(number)
     return op_of(node) in VIEWS and finite(node.inputs[0])
-
-
-def op_of_producer(tensor: Tensor) -> str | None:
-    """Return the operator that computes a tensor; None for an input."""
-    node = producer(tensor)
-    return None if node is None else op_of(node)
 
 
 def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor, steps: int) -> bool:

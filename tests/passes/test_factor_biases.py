@@ -86,3 +86,18 @@ def test_a_table_of_rank_two_stays() -> None:
     table[1, 0, 3] += 1e-3
     ends = {"first": np.array([0], np.int64), "end": np.array([7], np.int64), "axis": np.array([2], np.int64)}
     check("bias = Slice (table, first, end, axis)", count=0, table=table, **ends)
+
+
+def test_heads_in_reverse_stay() -> None:
+    steps = {"first": [2], "end": [-(2**40)], "axis": [0], "step": [-1]}
+    weights = {name: np.array(value, np.int64) for name, value in steps.items()}
+    slopes = SLOPES.reshape(3, 1, 1)
+    check("a = Mul (slopes, x) bias = Slice (a, first, end, axis, step)", ", float[1,1,7] x", count=0, slopes=slopes,
+          **weights)  # fmt: skip
+
+
+def test_a_slice_of_what_lacks_an_axis_stays() -> None:
+    """The axis of the Slice is none of the positions'."""
+    ends = {name: np.array([value], np.int64) for name, value in (("first", 0), ("end", 7), ("axis", 2))}
+    slopes = SLOPES.reshape(3, 1, 1)
+    check("a = Mul (slopes, x) bias = Slice (a, first, end, axis)", ", float[9] x", count=0, slopes=slopes, **ends)
