@@ -34,6 +34,7 @@ FIRST_OPSET: Final = 9  # whose Where broadcasts
 MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 HEADS_AXIS: Final = -3
+QUERIES_AXIS: Final = -2
 VIEWS: Final = frozenset({"Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGERS: Final = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 
@@ -206,14 +207,20 @@ def _sum(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | No
 
 
 def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Addend] | None:
-    """Return the bias of heads and the mask without heads that a Where joins, beside whose number no score counts."""
+    """Return the bias of heads and the mask without heads that a Where joins, beside whose number no score counts.
+
+    The bias is the same for all queries: reading one of all queries and a mask takes longer than reading both as one.
+    """
     node = producer(tensor)
     if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
         return None
     condition, yes, no = node.inputs
     for bias, other, inverted in ((yes, no, False), (no, yes, True)):
         number = constant_number(graph, other)
-        if number is not None and _swallows(number, shapes.dtype(other)) and _has_heads(shapes.shape(bias)):
+        shape = shapes.shape(bias)
+        if number is None or shape is None or not _swallows(number, shapes.dtype(other)):
+            continue
+        if _has_heads(shape) and shape[QUERIES_AXIS] == 1:
             return Addend(bias), Addend(condition, 1.0, number, inverted)
     return None
 
