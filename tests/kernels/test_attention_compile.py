@@ -269,12 +269,18 @@ SMALL = (1, 2, 5, 16, 33)
 
 
 def small(seed: int) -> attention_cases.Case:
-    """Return a generated case in float32, small enough for the reference evaluator."""
+    """Return a generated case in float32, small enough for the reference evaluator.
+
+    What is added without a mask beside it is a mask itself, or slopes times positions.
+    """
     found = attention_cases.generated(seed)
     lengths = {"queries": SMALL[seed % 5], "keys": SMALL[seed // 5 % 5], "size": found.size % 24 + 1}
     # A score that float32 loses when a large number is added survives in float64.
     masked = -30.0 if found.mask in ("additive", "causal") and found.masked > -1e5 else found.masked
     changes = {**lengths, "value_size": found.value_size % 24 + 1, "dtype": FULL, "mask_dtype": FULL, "masked": masked}
+    if found.mask == "none" and found.bias_axes:
+        batch, _, query, key = found.bias_axes
+        changes |= {"sloped": True, "bias_axes": (batch, 0, query, key)}
     return dataclasses.replace(found, **changes)
 
 
