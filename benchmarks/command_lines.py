@@ -28,6 +28,16 @@ def attention(description: str | None) -> argparse.Namespace:
     return made.parse_args()
 
 
+def attention_forms(description: str | None) -> argparse.Namespace:
+    """Return what the command line of attention_forms.py asks for."""
+    made = parser(description)
+    made.add_argument("--only", default="", help="forms, such as softcap, separated by commas")
+    made.add_argument("--dtypes", default="float16", help="separated by commas")
+    made.add_argument("--sizes", default="64,128", help="elements of a head of keys, separated by commas")
+    add_earlier(made)
+    return made.parse_args()
+
+
 def conv(description: str | None) -> argparse.Namespace:
     """Return what the command line of conv.py asks for."""
     made = parser(description)

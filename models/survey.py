@@ -4,6 +4,7 @@ Needs torch, transformers, timm, torchvision, diffusers, onnxscript and onnxfuse
 
     python models/survey.py --cache /data/survey                    # everything; writes docs/coverage.md
     python models/survey.py --cache /data/survey 'transformers/gpt*'  # some of it; prints, and writes nothing
+    python models/survey.py --cache /data/survey-4.40.2 --older       # with an older transformers; writes its section
 
 Exports and the counts of torch are made once and kept in the cache; delete a file there to make it again.
 """
@@ -33,7 +34,7 @@ from architecture import Architecture, Variant
 from exporters import SEED, Job, build_model, export_graph, strip_traces
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
 from survey_counts import STRUCTURES, count_structures
-from survey_page import page, way
+from survey_page import older_part, older_section, page, way
 from survey_subjects import SUBJECTS, declare_torchvision_operators
 
 import onnxfuse
@@ -58,6 +59,7 @@ ORT_ERRORS = (
     onnxruntime_errors.Fail, onnxruntime_errors.InvalidArgument, onnxruntime_errors.InvalidGraph,
     onnxruntime_errors.RuntimeException,
 )  # fmt: skip
+OPTIONS_OF_RELEASE_5 = frozenset({"llama31", "llama_yarn", "phi3_longrope"})  # older ones ignore rope_parameters
 MAX_REASONS = 3  # of each structure of an export
 
 
@@ -196,12 +198,36 @@ def merged(entries: Iterable[dict]) -> list[dict]:
     return list(found.values())
 
 
-def write(result: dict, device: str) -> None:
-    """Write the page, and the results in a line for all exports of an architecture that are equal."""
-    path = RESULTS / f"coverage-{device}-{time.strftime('%Y-%m-%d')}.json"
+def write(result: dict, device: str, older: bool) -> None:
+    """Write the page, or its section of an older release, and the results.
+
+    Results have a line for all exports of an architecture that are equal.
+    """
+    release = f"transformers-{transformers.__version__}-" if older else ""
+    path = RESULTS / f"coverage-{release}{device}-{time.strftime('%Y-%m-%d')}.json"
     exports = merged(stored(entry) for entry in result["exports"])
     path.write_text(result_text({**result, "exports": exports}), encoding="utf-8")
-    PAGE.write_text(page(result, path.name), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    section = older_part(before)
+    if older:
+        newer = before.removesuffix(section).rstrip("\n")
+        PAGE.write_text(f"{newer}\n\n{older_section(result, path.name)}", encoding="utf-8")
+    else:
+        PAGE.write_text(page(result, path.name, section), encoding="utf-8")
+
+
+def is_in_release(architecture: Architecture) -> bool:
+    """Return whether the installed transformers has an architecture, which it builds when it is first asked for."""
+    library, _, name = architecture.name.partition("/")
+    if library != "transformers" or name in OPTIONS_OF_RELEASE_5:
+        return False
+    try:
+        architecture.build(architecture.config, "")
+    except AttributeError as error:
+        return "module transformers has no attribute" not in str(error)
+    except Exception:  # a failure of the library's, which the export will meet again
+        return True
+    return True
 
 
 def versions() -> dict[str, str]:
@@ -224,7 +250,8 @@ def told(entry: dict) -> str:
 @click.argument("names", nargs=-1, metavar="[NAME ...]")
 @click.option("--cache", type=click.Path(path_type=Path), required=True, help="The folder of exports.")
 @click.option("--device", default="cpu", help="What the machine is called in the name of the results.")
-def main(names: tuple[str, ...], cache: Path, device: str) -> None:
+@click.option("--older", is_flag=True, help="Survey what an older transformers has of it, and write that section.")
+def main(names: tuple[str, ...], cache: Path, device: str, older: bool) -> None:
     """Survey the selected architectures."""
     warnings.filterwarnings("ignore")  # tracing warns about each constant shape
     for logger in ("torch.onnx", "onnxscript", "onnx_ir", "transformers", "diffusers", "timm"):
@@ -232,13 +259,14 @@ def main(names: tuple[str, ...], cache: Path, device: str) -> None:
     declare_torchvision_operators()
     cache.mkdir(parents=True, exist_ok=True)
     chosen = [each for each in SUBJECTS if not names or any(fnmatch.fnmatch(each.name, name) for name in names)]
+    chosen = [each for each in chosen if not older or is_in_release(each)]
     jobs = [(architecture, variant) for architecture in chosen for variant in architecture.variants]
     entries = []
     for number, (architecture, variant) in enumerate(jobs):
         entries.append(survey(architecture, variant, cache, verify=number % VERIFIED_EVERY == 0))
         click.echo(told(entries[-1]))
     if not names:
-        write({"made_with": versions(), "exports": entries}, device)
+        write({"made_with": versions(), "exports": entries}, device, older)
 
 
 if __name__ == "__main__":

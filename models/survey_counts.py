@@ -1,6 +1,7 @@
 """Count what a torch module computes when it runs: attentions, rotated tensors, norms, activations, biased products.
 
-The counts come from the calls that the module makes, not from what any matcher finds in a graph.
+The counts come from the calls that the module makes, not from what any matcher finds in a graph.  What a module
+computes of its parameters alone, such as projections of a table of positions, is a constant, and not counted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class CallCounter(TorchFunctionMode):
         self._softmaxes = 0
         self._probabilities: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its softmax
         self._scores: dict[int, torch.Tensor] = {}  # by identity: what is computed of a product, up to the next layer
+        self._constants: dict[int, torch.Tensor] = {}  # by identity: what is computed of parameters alone
+
+    def is_constant(self, tensor: object) -> bool:
+        """Return whether a tensor is a parameter, or was computed of parameters alone."""
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._constants
 
     def __torch_function__(
         self,
@@ -69,6 +75,8 @@ class CallCounter(TorchFunctionMode):
         """Count one call, and run it."""
         given = dict(kwargs or {})
         result = func(*args, **given)
+        if self._follow_constants(func, args, given, result):
+            return result
         if func is F.scaled_dot_product_attention:
             self.counts["attention"] += 1
         elif func is F.multi_head_attention_forward:
@@ -81,6 +89,18 @@ class CallCounter(TorchFunctionMode):
             self.counts["activations"] += 1
         self._follow_probabilities(func, args, given, result)
         return result
+
+    def _follow_constants(
+        self, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any], result: Any
+    ) -> bool:
+        """Return whether a call computes tensors of parameters alone, which are then remembered."""
+        read = [x for x in tree_leaves((args, given)) if isinstance(x, torch.Tensor)]
+        if not read or not all(map(self.is_constant, read)):
+            if _writes_into_first(func):
+                self._constants.pop(id(args[0]), None)
+            return False
+        self._constants |= {id(x): x for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return True
 
     def _count_multi_head(self, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         """Count the attention of nn.MultiheadAttention, which packs the products of equal inputs."""
@@ -111,6 +131,12 @@ class CallCounter(TorchFunctionMode):
                 self._probabilities[id(made)] = made, known[0]
         if func in PRODUCTS or (func not in LAYERS and any(id(x) in self._scores for x in read)):
             self._scores |= {id(x): x for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+
+
+def _writes_into_first(func: Callable[..., Any]) -> bool:
+    """Return whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_over_keys(args: tuple[Any, ...], given: Mapping[str, Any], rank: int) -> bool:
@@ -145,8 +171,8 @@ def _counted(module: nn.Module, counter: CallCounter) -> Iterator[None]:
         yield
         return
 
-    def begin(*_: object) -> None:
-        counter.counts[structure] += 1
+    def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+        counter.counts[structure] += not (args and counter.is_constant(args[0]))
         counter.inside += 1
 
     def end(*_: object) -> None:

@@ -15,22 +15,23 @@ HEAD = """# Coverage
 How much of {count} public architectures is fused. `models/survey.py` exports each of them with random weights in a tiny
 size, by both exporters of torch, with attention as the library computes it by default (mostly
 `scaled_dot_product_attention`) and written out ("eager"), and optimizes the {exports} exports. What there is to fuse is
-counted while the torch module runs, by the functions and modules that it calls; what fuses is counted in the fused
-nodes. A norm, an activation or a biased product that onnxfuse or an exporter computes from constants alone counts as
-not fused. An export that onnxruntime does not run on inputs that the module takes, because the exporter lost an axis, a
-size or a type, counts as failed. Of {verified} exports, one in eight, outputs and fused nodes were also compared in
-onnxruntime: {statuses}.
+counted while the torch module runs, by the functions and modules that it calls, but for those that read parameters
+alone; what fuses is counted in the fused nodes. A norm, an activation or a biased product that onnxfuse or an exporter
+computes from other constants counts as not fused. An export that onnxruntime does not run on inputs that the module
+takes, because the exporter lost an axis, a size or a type, counts as failed. Of {verified} exports, one in eight,
+outputs and fused nodes were also compared in onnxruntime: {statuses}.
 
 Made with {versions}.
 All numbers: [results](../benchmarks/results/{name}).
 
-## By structure
+{tables}{older}"""
+TABLES = """{level} By structure
 
 | structure | exporter | counted | fused | |
 |---|---|---:|---:|---:|
 {totals}
 
-## By architecture
+{level} By architecture
 
 All of it is fused of {complete_count} architectures:
 
@@ -43,7 +44,7 @@ these are equal.
 |---|{columns}|
 {rows}
 
-## Why not
+{level} Why not
 
 The nearest miss of each structure that is not fused everywhere, by architecture; an export that failed is listed with
 the exporter's error.
@@ -52,7 +53,7 @@ the exporter's error.
 |---|---|---|---:|---|
 {reasons}
 
-## Not exported, or not run by onnxruntime
+{level} Not exported, or not run by onnxruntime
 
 | architecture | exporter | error |
 |---|---|---|
@@ -60,20 +61,62 @@ the exporter's error.
 """
 
 
-def page(result: Mapping, name: str) -> str:
-    """Return the page of results that are stored as the file `name`."""
-    entries = result["exports"]
-    measured = [each for each in entries if "structures" in each]
+OLDER = "## An older release"
+OLDER_HEAD = """{heading} of transformers
+
+The same with the {count} of these architectures that transformers {transformers} has, where attention is mostly written
+out. What torch computes of parameters alone is not counted. Of {verified} of the {exports} exports, one in eight,
+outputs were also compared in onnxruntime: {statuses}.
+
+Made with {versions}.
+All numbers: [results](../benchmarks/results/{name}).
+
+{tables}"""
+
+
+def page(result: Mapping, name: str, older: str = "") -> str:
+    """Return the page of results that are stored as the file `name`; `older` is the section of an older release."""
+    return HEAD.format(
+        **facts(result, name), tables=tables(result["exports"], "##"), older=f"\n{older}" if older else ""
+    )
+
+
+def older_section(result: Mapping, name: str) -> str:
+    """Return the section of results of an older release of transformers, which are stored as the file `name`."""
+    return OLDER_HEAD.format(
+        **facts(result, name),
+        heading=OLDER,
+        transformers=result["made_with"]["transformers"],
+        tables=tables(result["exports"], "###"),
+    )
+
+
+def older_part(text: str) -> str:
+    """Return the section of an older release in the text of the page; none if it has none."""
+    return "".join(text.partition(OLDER)[1:])
+
+
+def facts(result: Mapping, name: str) -> dict[str, object]:
+    """Return what the introductions say of results."""
+    measured = [each for each in result["exports"] if "structures" in each]
     statuses = Counter(each["verified"] for each in measured if each["verified"])
+    return {
+        "count": len({each["architecture"] for each in measured}),
+        "exports": len(measured),
+        "verified": sum(statuses.values()),
+        "statuses": ", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
+        "versions": ", ".join(f"{name} {version}" for name, version in result["made_with"].items()),
+        "name": name,
+    }
+
+
+def tables(entries: Sequence[Entry], level: str) -> str:
+    """Return the tables of exports, under headings of a level."""
+    measured = [each for each in entries if "structures" in each]
     architectures = list(dict.fromkeys(each["architecture"] for each in measured))
     complete = set(architectures) - {each["architecture"] for each in measured if not is_complete(each)}
-    return HEAD.format(
-        count=len(architectures),
-        exports=len(measured),
-        verified=sum(statuses.values()),
-        statuses=", ".join(f"{count} {status}" for status, count in sorted(statuses.items())),
-        versions=", ".join(f"{name} {version}" for name, version in result["made_with"].items()),
-        name=name,
+    return TABLES.format(
+        level=level,
         totals="\n".join(totals(measured)),
         structures=" | ".join(STRUCTURES),
         columns="|".join("---:" for _ in STRUCTURES),

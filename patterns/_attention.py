@@ -14,14 +14,19 @@ from onnxfuse.dsl import (
     require,
     scaled,
     shared,
+    unrounded,
     when,
 )
 
 SCORES: Final = "batch? heads? queries? keys?"
+SLOPES: Final = "heads 1 1"
+POSITIONS: Final = "batch? 1 queries? keys?"
+BIASED: Final = ("slopes", "position")  # `bias_kind` where there is a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is
 LOWEST_FLOAT16: Final = -65504.0
 LOWEST: Final = {"float16": LOWEST_FLOAT16, "bfloat16": -3.3895313892515355e38}  # a Cast makes -inf of what is below
+NO_WEIGHT: Final = "a masked score is -65504 or less, so that its key has no weight beside others; it is {masked_score}"
 IN_RANGE: Final = "a masked score is -inf, or a number that {dtype} has; it is {masked_score}"
 
 
@@ -30,6 +35,8 @@ class Scores(NamedTuple):
 
     mask: Term
     bias: Term
+    slopes: Term
+    positions: Term
     scale: Term
     masked_score: Term
     is_causal: Term
@@ -155,8 +162,8 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
             ),
         ),
         inverted=when(op.Where(mask, masked_score, biased), IN_RANGE, survives_cast),
+        none=when(biased, "what is added alone is a mask", lambda bias_kind: bias_kind != "position"),
         additive=biased + mask,
-        none=biased,
     )
 
 
@@ -166,7 +173,9 @@ def masked(biased: Term, queries: Term, columns: Term, scores: Scores) -> Term:
 def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Scores) -> Term:
     """Return softmax(scale * queries columns + bias + mask) values, in operators or as ONNX's own Attention.
 
-    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.
+    Where `capped` is tanh, scores are cap * tanh(scale * queries columns) before bias and mask.  Where `bias_kind` is
+    slopes, the bias is slopes * positions: a number of each head times one of each key, or of each query and key.
+    Where `fully_masked` is cleared, probabilities of masked keys are 0 in rows of which all keys are masked, too.
 
     All are (batch, heads, rows, size); `columns` are the keys transposed.
     """
@@ -174,18 +183,30 @@ def attend(queries: Term, columns: Term, keys: Term, values: Term, scores: Score
     capped = scores.cap * op.Tanh(uncapped)
     capped = when(capped, "scores are capped by a positive number, not {cap}", lambda cap: cap > 0)
     products = choose("capped", none=uncapped, tanh=capped)
-    biased = choose("bias_kind", position=products + scores.bias, none=products)
+    sloped = products + unrounded(shared(scores.slopes * scores.positions))
+    biased = choose("bias_kind", slopes=sloped, position=products + scores.bias, none=products)
     probabilities = op.Softmax(masked(biased, queries, columns, scores), axis=-1)
+    attributes = {"scale": scores.scale, "is_causal": scores.is_causal, "softcap": scores.softcap}
+    diagonal = shared(causal_mask(axis_size(queries, 2), axis_size(keys, 2), scores.mask))
+    cleared = either(
+        _where("causal", op.Where(diagonal, probabilities, 0.0)),
+        _where("inverted", op.Where(scores.mask, 0.0, probabilities)),
+        _where("boolean", op.Where(scores.mask, probabilities, 0.0)),
+    )
     weights = choose(
         "fully_masked",
         zero=op.Where(op.IsNaN(probabilities), 0.0, probabilities),
+        cleared=when(cleared, NO_WEIGHT, lambda masked_score: masked_score <= LOWEST_FLOAT16),
         softmax=probabilities,
     )
-    attributes = {"scale": scores.scale, "is_causal": scores.is_causal, "softcap": scores.softcap}
-    diagonal = shared(causal_mask(axis_size(queries, 2), axis_size(keys, 2), scores.mask))
     return choose(
         "form",
         softmax=op.MatMul(cast_like(weights, like=values), values),
         causal_operator=op.Attention(queries, keys, values, diagonal, **attributes),
         operator=op.Attention(queries, keys, values, scores.mask, **attributes),
     )
+
+
+def _where(kind: str, cleared: Term) -> Term:
+    """Return probabilities that are cleared under a mask of a kind."""
+    return when(cleared, f"the mask is {kind}", lambda mask_kind: mask_kind == kind)

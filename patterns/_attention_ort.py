@@ -17,6 +17,7 @@ from onnx import TensorProto
 
 from onnxfuse.dsl import Term, cast_like, choose, contrib, either, full, op, rearrange, results, size, when
 from onnxfuse.patterns._attention import (
+    BIASED,
     INFINITY,
     LOWEST_FLOAT16,
     SWALLOWS_SCORES,
@@ -91,7 +92,7 @@ def _is_causal(
     queries: object, keys: object,
 ) -> bool:  # fmt: skip
     """Return whether the last query sees all keys, and each one before it one less."""
-    if mask is not None or bias_kind == "position":
+    if mask is not None or bias_kind in BIASED:
         return False
     if is_causal or queries == 1:
         return not is_causal or bool(queries == keys)
@@ -130,7 +131,12 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
         when(operator(), "every query sees every key", sees_all),
         when(causal, "queries and keys are equally many", lambda queries, keys: queries == keys),
         when(
-            choose("fully_masked", softmax=with_bias, zero=_zero_where_all_masked(with_bias, bias)),
+            choose(
+                "fully_masked",
+                softmax=with_bias,
+                zero=_zero_where_all_masked(with_bias, bias),
+                cleared=_zero_where_all_masked(with_bias, bias),
+            ),
             "a mask that is added does what a replacing one does",
             adding_is_exact,
         ),
@@ -157,11 +163,13 @@ def multi_head_attention(queries: Term, keys: Term, values: Term, scores: Scores
 def sees_all(form: str, mask_kind: str, bias_kind: str, mask: object, is_causal: object, queries: object) -> bool:
     """Return whether every query sees every key."""
     below_diagonal = mask_kind == "causal" or form == "causal_operator"
-    return mask is None and bias_kind != "position" and not is_causal and (queries == 1 or not below_diagonal)
+    return mask is None and bias_kind not in BIASED and not is_causal and (queries == 1 or not below_diagonal)
 
 
-def adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) -> bool:
+def adding_is_exact(form: str, mask_kind: str, fully_masked: str, masked_score: float, dtype: str) -> bool:
     """Return whether a score to which the mask is added becomes what the mask replaces it by."""
+    if fully_masked == "cleared" and masked_score > -INFINITY:
+        return False  # a row in which all keys are masked would have equal probabilities
     if form != "softmax" or mask_kind not in ("boolean", "inverted"):
         return form == "softmax"
     return masked_score == -INFINITY or (dtype == "float32" and masked_score < SWALLOWS_SCORES)
@@ -169,17 +177,19 @@ def adding_is_exact(form: str, mask_kind: str, masked_score: float, dtype: str) 
 
 def mask_and_bias(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
     """Return the mask as numbers, plus the bias.  `rows` are the numbers of queries and keys."""
-    mask, bias, masked_score = scores.mask, scores.bias, scores.masked_score
+    mask, masked_score = scores.mask, scores.masked_score
     masks = {
         "boolean": cast_like(op.Where(mask, 0.0, masked_score), like=queries),
         "inverted": cast_like(op.Where(mask, masked_score, 0.0), like=queries),
         "additive": mask,
         "causal": causal_bias(*rows, mask, queries, masked_score),
     }
-    both = {kind: bias + term for kind, term in masks.items()}
-    return choose(
-        "bias_kind", position=choose("mask_kind", **both, none=bias), none=choose("mask_kind", **masks, none=mask)
-    )
+    biases = {"slopes": scores.slopes * scores.positions, "position": scores.bias}
+    with_bias = {
+        label: choose("mask_kind", **{kind: bias + term for kind, term in masks.items()}, none=bias)
+        for label, bias in biases.items()
+    }
+    return choose("bias_kind", **with_bias, none=choose("mask_kind", **masks, none=mask))
 
 
 def of_all_pairs(bias: Term, queries: Term, keys: Term) -> Term:

@@ -14,6 +14,7 @@ from onnx import TensorProto
 from onnxfuse.dsl import Term, cast_like, choose, either, full, op, rearrange, results, size, when
 from onnxfuse.dsl.terms import AttributeValue, as_term
 from onnxfuse.patterns._attention import (
+    BIASED,
     INFINITY,
     LOWEST_FLOAT16,
     SWALLOWS_SCORES,
@@ -151,7 +152,7 @@ def _is_square(
 ) -> bool:  # fmt: skip
     """Return whether a causal mask alone is there, for as many queries as keys."""
     below = form == "causal_operator" or (mask_kind == "causal" and has_no_weight(masked_score, dtype))
-    return below and mask is None and bias_kind != "position" and queries == keys
+    return below and mask is None and bias_kind not in BIASED and queries == keys
 
 
 def _ends_level(
@@ -173,9 +174,12 @@ def _kept(rows: tuple[Term, Term], scores: Scores) -> Term:
 def _is_kept(has_past: bool) -> Callable[..., bool]:
     """Return the condition under which keys are left out that a boolean mask leaves out."""
 
-    def holds(form: str, mask_kind: str, bias_kind: str, masked_score: float, is_causal: object) -> bool:
-        is_boolean = mask_kind in ("boolean", "inverted", "causal") and masked_score == -INFINITY
-        is_softmax = form == "softmax" and is_boolean and bias_kind != "position"
+    def holds(
+        form: str, mask_kind: str, bias_kind: str, fully_masked: str, masked_score: float, is_causal: object
+    ) -> bool:
+        has_no_weight = masked_score == -INFINITY or fully_masked == "cleared"
+        is_boolean = mask_kind in ("boolean", "inverted", "causal") and has_no_weight
+        is_softmax = form == "softmax" and is_boolean and bias_kind not in BIASED
         return is_softmax or (form == "causal_operator" and not (has_past and is_causal))
 
     return holds
@@ -192,10 +196,16 @@ def _added(queries: Term, rows: tuple[Term, Term], scores: Scores) -> Term:
     return either(when(swallowing, "the mask leaves nothing of a score", _is_swallowing), *clipped, whole)
 
 
-def _is_swallowing(mask_kind: str, bias_kind: str, masked_score: float, dtypes: dict[str, str], dtype: str) -> bool:
+def _is_swallowing(
+    mask_kind: str, bias_kind: str, fully_masked: str, masked_score: float, dtypes: dict[str, str], dtype: str
+) -> bool:
     """Return whether the mask replaces scores by a finite number beside which they are nothing."""
-    is_finite = mask_kind in ("boolean", "inverted", "causal") and -INFINITY < masked_score < SWALLOWS_SCORES
-    return is_finite and _is_in("float32", dtypes, dtype) and bias_kind != "position"
+    is_finite = (
+        fully_masked != "cleared"
+        and mask_kind in ("boolean", "inverted", "causal")
+        and -INFINITY < masked_score < SWALLOWS_SCORES
+    )
+    return is_finite and _is_in("float32", dtypes, dtype) and bias_kind not in BIASED
 
 
 def _may_be_lowest(wanted: str) -> Callable[..., bool]:

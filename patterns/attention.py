@@ -1,8 +1,10 @@
 """Scaled dot-product attention: multi-head and grouped-query, with any mask."""
 
-from onnxfuse.dsl import Term, attribute, either, fusion, scalar, stored, tensor
+from onnxfuse.dsl import Term, attribute, either, fusion, scalar, stored, tensor, weight
 from onnxfuse.patterns._attention import (
+    POSITIONS,
     SCORES,
+    SLOPES,
     Scores,
     attend,
     in_layout,
@@ -30,6 +32,8 @@ def attention(
     v: Term = tensor(),
     mask: Term = tensor(SCORES, optional=True),
     bias: Term = tensor(SCORES, optional=True),
+    slopes: Term = weight(SLOPES, optional=True),
+    positions: Term = tensor(POSITIONS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -50,10 +54,11 @@ def attention(
 
     That body adds masks, so it gives NaN for rows in which a masked score is NaN or infinite.  Where `fully_masked` is
     zero, as after a softmax whose NaNs are replaced by 0, it gives 0 for rows that are masked, whatever keys and values
-    are, and NaN for rows of which a score is NaN.
+    are, and NaN for rows of which a score is NaN.  Where it is cleared, probabilities are 0 where the mask leaves out
+    a key, so that these rows give 0 as well.
     """
     require_grouped_heads()
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
     queries = query_rows(q, "batch heads queries size")
     columns = key_rows(k, "batch (kv_heads repeats) size keys")
     keys = key_rows(k, "batch (kv_heads repeats) keys size")

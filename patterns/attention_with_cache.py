@@ -2,9 +2,25 @@
 
 from typing import Final
 
-from onnxfuse.dsl import Term, attribute, choose, either, fusion, op, rearrange, require, scalar, stored, tensor, when
+from onnxfuse.dsl import (
+    Term,
+    attribute,
+    choose,
+    either,
+    fusion,
+    op,
+    rearrange,
+    require,
+    scalar,
+    stored,
+    tensor,
+    weight,
+    when,
+)
 from onnxfuse.patterns._attention import (
+    POSITIONS,
     SCORES,
+    SLOPES,
     Scores,
     attend,
     by_layout,
@@ -81,6 +97,8 @@ def attention_with_cache(
     past_value: Term = tensor(),
     mask: Term = tensor(SCORES, optional=True),
     bias: Term = tensor(SCORES, optional=True),
+    slopes: Term = weight(SLOPES, optional=True),
+    positions: Term = tensor(POSITIONS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -99,7 +117,7 @@ def attention_with_cache(
     """
     require_grouped_heads()
     require("{keys} keys are {past} of the past and {new} more", lambda keys, past, new: keys == past + new)
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
     queries = query_rows(q, "batch heads queries size")
     present_key, present_value = appended(past_key, k, "k", "size"), appended(past_value, v, "v", "value_size")
     columns = cache_rows(present_key, "size", "batch (kv_heads repeats) size keys")

@@ -18,7 +18,9 @@ from onnxfuse.dsl import (
 )
 from onnxfuse.dsl.terms import AttributeValue
 from onnxfuse.patterns._attention import (
+    POSITIONS,
     SCORES,
+    SLOPES,
     Scores,
     attend,
     in_layout,
@@ -120,6 +122,8 @@ def attention_with_rotary_embedding(
     k_scale: Term = weight("size", optional=True),
     mask: Term = tensor(SCORES, optional=True),
     bias: Term = tensor(SCORES, optional=True),
+    slopes: Term = weight(SLOPES, optional=True),
+    positions: Term = tensor(POSITIONS, optional=True),
     scale: Term = scalar(optional=True),
     masked_score: Term = scalar(optional=True),
     cap: Term = scalar(optional=True),
@@ -139,7 +143,7 @@ def attention_with_rotary_embedding(
     require_grouped_heads()
     require("{queries} queries are rotated as {keys} keys are", lambda queries, keys: queries == keys)
     require_cos_batch()
-    scores = Scores(mask, bias, scale, masked_score, is_causal, softcap, cap)
+    scores = Scores(mask, bias, slopes, positions, scale, masked_score, is_causal, softcap, cap)
     q_heads = normalized_heads("q", q, "queries", "heads", q_scale, epsilon)
     k_heads = normalized_heads("k", k, "keys", "kv_heads", k_scale, epsilon)
     q_rotated = by_rotary(q_heads, cos, sin, Q_AXES, interleaved, num_heads)

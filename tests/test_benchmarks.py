@@ -21,6 +21,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
 PROGRAMS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("models/*.py"), ROOT / "tests" / "sanitize.py"])
 WITH_OPTIONS = (
     "attention",
+    "attention_forms",
     "conv",
     "cpp_start",
     "cpu",

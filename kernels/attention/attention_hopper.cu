@@ -17,7 +17,7 @@
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT they are in units of q k^T and the scale goes into the exponent: what a mask adds is
-// divided by the scale. Otherwise, with a bias or a cap, they are in natural units.
+// divided by the scale. Otherwise, with a bias (without slopes) or a cap, they are in natural units.
 //
 // Masks. attention_blocks.cu has found what a mask leaves of each tile; if the mask is the same for all queries, the
 // producer finds it itself. Tiles of which nothing is left are skipped, and a mask's elements are read only if they
@@ -29,6 +29,7 @@
 //   T, HEAD_DIM, HEAD_DIM_V   element type; elements of a head of q and k, and of v
 //   WARPGROUPS, BLOCK_N, STAGES, PINGPONG   as above    BLOCKS_PER_SM  that must fit on a multiprocessor
 //   CAUSAL, SOFTCAP, BIAS     1: there is one           ZERO_MASKED_ROWS  rows without a key are 0, else NaN
+//   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
 //   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT   as above
 //   LAZY_RESCALE   results are rescaled only if a row's maximum has grown by much: attention_hopper_scores.cuh
@@ -191,7 +192,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                  int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
                  float masked_score, float unit, float lowest, float second_pass_below, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
-                 long long bias_batch, long long bias_head, long long bias_query,
+                 long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
                  const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 qo = shared_address(shared);
@@ -248,6 +249,11 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     score_mod.mask = mask + mask_plane + first_row * mask_query, score_mod.next_mask = second_row * int(mask_query);
     score_mod.bias = bias + at.batch * bias_batch + at.head * bias_head + first_row * bias_query;
     score_mod.next_bias = second_row * int(bias_query);
+    if constexpr (BIAS == 2) {
+        float slope[1];
+        unpack(load_cached<1>(slopes + at.head), slope);
+        score_mod.slope = slope[0] * unit;
+    }
     score_mod.mask_pairs = (mask_batch | mask_head | mask_query | keys) % 2 == 0;
     score_mod.bias_pairs = (bias_batch | bias_head | bias_query | keys) % 2 == 0;
     score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;

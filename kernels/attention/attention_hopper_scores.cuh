@@ -67,6 +67,19 @@ struct Fragment {
                 s[4 * j + 2 * r + 1] += in_units(E(), values[1], unit, lowest);
             }
     }
+
+    // Adds `slope`, in the scores' units, times the elements.
+    __device__ __forceinline__ void add_times(float* s, float slope) const {
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float values[2];
+                unpack(pairs[KEY ? j : 0][QUERY ? r : 0], values);
+                s[4 * j + 2 * r] = fmaf(slope, values[0], s[4 * j + 2 * r]);
+                s[4 * j + 2 * r + 1] = fmaf(slope, values[1], s[4 * j + 2 * r + 1]);
+            }
+    }
 };
 
 __device__ __forceinline__ float softcapped(float s, float cap, float cap_reciprocal) {
@@ -81,6 +94,7 @@ struct ScoreMod {
     int limit[2], unlimited;  // how many keys each row sees, and how many all rows of the warpgroup see
     float scale, cap, cap_reciprocal;
     float masked, unit, lowest;  // the masked score; a natural unit in the scores' units; the lowest finite score
+    float slope;                 // of the head, in the scores' units
     const MASK_T* mask;          // of the first row
     const BIAS_T* bias;
     int next_mask, next_bias;  // elements from there to the second row
@@ -147,8 +161,9 @@ struct ScoreMod {
 #pragma unroll
             for (int i = 0; i < SCORES; ++i)
                 s[i] = SOFTCAP ? softcapped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
-            if constexpr (BIAS) added_bias.add(s, unit, lowest);
+            if constexpr (BIAS == 1) added_bias.add(s, unit, lowest);
         }
+        if constexpr (BIAS == 2) added_bias.add_times(s, slope);
         if constexpr (ADD_MASKED_SCORE) {
             add_masked(s, first, MASK && kind(info) != 2);
         } else if (ADDITIVE && kind(info) == 1) {

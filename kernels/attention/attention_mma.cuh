@@ -22,7 +22,8 @@
 //   Q_IN_REGISTERS                 1: queries stay in registers
 //   ACCESS_BYTES                   of q, k and v: 16 unless rows or addresses are less aligned
 //   OUT_WIDTH                      elements of an access to the result
-//   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias. Of each also
+//   MASK, BIAS                     kind of mask (an enum in attention_mma_tiles.cuh); 1: there is a bias, 2: the bias of
+//                                  a head is its slope, of type SLOPE_T, times the elements. Of each also
 //                                  _T, the element type; _BY_ROW, rows differ; _PAIRS, two keys are one access,
 //                                  which may be an expression over the parameters `p`
 //   CAUSAL, SOFTCAP                1: there is one

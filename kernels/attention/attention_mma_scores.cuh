@@ -87,6 +87,9 @@ struct Scores {
 #if BIAS
     ScoreElements<BIAS_T, BIAS_BY_ROW> bias;
 #endif
+#if BIAS == 2
+    float slopes[M_TILES][2];
+#endif
 
     __device__ __forceinline__ Scores(const Problem& problem, const WorkTile& at, const WarpState& warp) : p(problem) {
         unlimited = ADD_MASKED_SCORE ? p.keys : last_key(at.row / GQA_GROUP, p.keys, p.causal);
@@ -107,6 +110,11 @@ struct Scores {
 #if BIAS
                 bias.set_row(2 * mt + half,
                              p.bias + at.batch * p.bias_batch + head * p.bias_head + query * p.bias_query);
+#endif
+#if BIAS == 2
+                float slope[1];
+                unpack(load_cached<1>(p.slopes + head), slope);
+                slopes[mt][half] = slope[0];
 #endif
             }
     }
@@ -156,7 +164,11 @@ struct Scores {
 #if BIAS
         float added[2];
         bias.get(2 * mt + half, t, added);
+#if BIAS == 2
+        x[0] = fmaf(slopes[mt][half], added[0], x[0]), x[1] = fmaf(slopes[mt][half], added[1], x[1]);
+#else
         x[0] += added[0], x[1] += added[1];
+#endif
 #endif
 #if ADD_MASKED_SCORE
         float keep[2] = {1.0f, 1.0f};

@@ -155,6 +155,7 @@ struct Problem {
     OUT_T* out;
     const MASK_T* mask;
     const BIAS_T* bias;
+    const SLOPE_T* slopes;
     i64 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row;
     i64 mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query;
     int mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal;
@@ -162,15 +163,15 @@ struct Problem {
 };
 
 #define ATTENTION_PARAMETERS                                                                                         \
-    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, i64 q_batch,             \
-        i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,               \
+    const T *q, const T *k, const T *v, OUT_T *out, const MASK_T *mask, const BIAS_T *bias, const SLOPE_T *slopes,   \
+        i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row, i64 v_batch, i64 v_head, i64 v_row,  \
         i64 out_batch, i64 out_head, i64 out_row, i64 mask_batch, i64 mask_head, i64 mask_query, i64 bias_batch,     \
         i64 bias_head, i64 bias_query, int mask_key, int bias_key, int queries, int keys, int kv_heads,              \
         int row_tiles, int causal, float scale, float masked, float cap
 #define ATTENTION_ARGUMENTS                                                                                          \
-    q, k, v, out, mask, bias, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,     \
-        out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query, mask_key, bias_key, \
-        queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
+    q, k, v, out, mask, bias, slopes, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,        \
+        out_batch, out_head, out_row, mask_batch, mask_head, mask_query, bias_batch, bias_head, bias_query,          \
+        mask_key, bias_key, queries, keys, kv_heads, row_tiles, causal, scale, masked, cap
 
 struct WorkTile {
     int batch, kv, row, end;  // the first row; the block's rows see keys before `end` only

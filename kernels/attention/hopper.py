@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from onnxfuse.kernels.attention import blocks
-from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
+from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM, bias_macro
 from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.implementation import Implementation
@@ -255,6 +255,7 @@ def _launch(
         *(Scalar(number, "float32") for number in scalars),
         *_score_arguments(mask),
         *_score_arguments(problem.bias),
+        problem.slopes.pointer if problem.slopes else ABSENT,
         *(flags, bits),
         *(Scalar(number, "int32") for number in flag_strides),
     )
@@ -270,8 +271,8 @@ def _launch(
 
 def _scales_in_exponent(problem: Attention) -> bool:
     """Return whether scores keep the units of q k^T until they are exponentiated."""
-    plain = problem.scale > 0 and not (problem.softcap or problem.bias)
-    divided = problem.mask is not None or problem.add_masked_score
+    plain = problem.scale > 0 and not (problem.softcap or (problem.bias and not problem.slopes))
+    divided = problem.mask is not None or problem.add_masked_score or problem.slopes is not None
     return plain and (not divided or DIVISIBLE_SCALES[0] <= problem.scale <= DIVISIBLE_SCALES[1])
 
 
@@ -310,7 +311,8 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
         "SECOND_PASS": int(additive or finite),
         "LATE_MASK": int(additive and _lacks_registers(problem, config)),
         **_score_defines("MASK", problem, mask),
-        "BIAS": int(problem.bias is not None),
+        "BIAS": bias_macro(problem),
+        "SLOPE_T": STORAGE[problem.slopes.dtype if problem.slopes else "float32"],
         **_score_defines("BIAS", problem, problem.bias),
     }
 

@@ -88,7 +88,7 @@ def _ranked(problem: Attention, device: Device) -> list[MmaAttentionConfig]:
         configs = [config for config in configs if config.m_tiles == 1]
     if problem.add_masked_score or _differs_by_row(problem, problem.mask) or _differs_by_row(problem, problem.bias):
         configs = [config for config in configs if config.warps_m <= 4]
-    if problem.mask and problem.bias:
+    if problem.bias and (problem.mask or (problem.slopes and problem.add_masked_score)):
         configs = [replace(c, min_blocks=1, block_n=max(c.block_n // 2, 16 * c.warps_n)) for c in configs]
     if problem.is_symbolic:
         return _ranked_for_dynamic_sizes(problem, configs, device)
@@ -188,11 +188,17 @@ def defines(problem: Attention, config: MmaAttentionConfig, device: Device, seco
         "MIN_BLOCKS": config.min_blocks, "ACCESS_BYTES": access_bytes(problem), "OUT_WIDTH": out_width(problem),
         "SCALE_IN_EXPONENT": int(_scales_in_exponent(problem)), "CAUSAL": int(problem.causal is not None),
         "SOFTCAP": int(problem.softcap != 0), "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
-        "MASK": MASK_MACROS[problem.mask_kind], "BIAS": int(problem.bias is not None),
+        "MASK": MASK_MACROS[problem.mask_kind], "BIAS": bias_macro(problem),
+        "SLOPE_T": STORAGE[problem.slopes.dtype if problem.slopes else "float32"],
         "ADD_MASKED_SCORE": int(problem.add_masked_score), "SECOND_PASS": int(second_pass and skips_causal_tiles),
         "SECOND_PASS_BELOW": second_pass_below * LOG2_E,
         **_score_defines("MASK", problem.mask, problem), **_score_defines("BIAS", problem.bias, problem),
     }  # fmt: skip
+
+
+def bias_macro(problem: Attention) -> int:
+    """Return the macro BIAS: 0 without a bias, 1 with one, 2 with one of which a head has a multiple."""
+    return 0 if problem.bias is None else 2 if problem.slopes else 1
 
 
 def _scales_in_exponent(problem: Attention) -> bool:
@@ -261,7 +267,7 @@ def arguments(problem: Attention, row_tiles: int) -> tuple[Argument, ...]:
     )  # fmt: skip
     return (
         *(each.pointer for each in tensors),
-        *(each.pointer if each else ABSENT for each in scores),
+        *(each.pointer if each else ABSENT for each in (*scores, problem.slopes)),
         *(Scalar(stride, "int64") for each in tensors for stride in each.strides),
         *(Scalar(stride, "int64") for each in scores for stride in (each.strides if each else (0, 0, 0))),
         *(Scalar(number, "int32") for number in integers),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, cast
 
 from onnxfuse.kernels.attention.mma import MAX_HEAD_DIM
-from onnxfuse.kernels.attention.problem import Attention, MaskKind, ScoreTensor
+from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, MaskKind, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.kernels.tensors import ITEM_BYTES, STORAGE, operand_spec, required_spec, unsupported_choice
 from onnxfuse.runtime.plan import Device, FusedNode, Pointer, TensorSpec
@@ -20,8 +20,8 @@ CHOICES: Final = (  # (attribute, known values, default)
     *((f"{name}_layout", LAYOUTS, "packed") for name in "qkv"),
     ("out_layout", OUT_LAYOUTS, "packed"),
     ("mask_kind", ("none", "boolean", "inverted", "additive", "causal"), "none"),
-    ("bias_kind", ("none", "position"), "none"),
-    ("fully_masked", ("zero", "softmax"), "softmax"),
+    ("bias_kind", ("none", "position", "slopes"), "none"),
+    ("fully_masked", ("zero", "cleared", "softmax"), "softmax"),
     ("form", ("softmax", "operator", "causal_operator"), "softmax"),
 )
 
@@ -65,7 +65,8 @@ def _unsupported_dtypes(node: FusedNode, dtypes: dict[str, str]) -> str | None:
         if dtype != dtypes["q"] and name in dtypes:
             return f"attention: {name} is {dtype}, q is {dtypes['q']}; required one dtype"
     kind = _mask_kind(node, dtypes.get("mask"))
-    known = {"mask": ("bool",) if kind in ("boolean", "inverted", "causal") else tuple(STORAGE), "bias": tuple(STORAGE)}
+    known = {"mask": ("bool",) if kind in ("boolean", "inverted", "causal") else tuple(STORAGE)}
+    known |= dict.fromkeys(("bias", "slopes", "positions"), tuple(STORAGE))
     for name, accepted in known.items():
         if name in dtypes and dtypes[name] not in accepted:
             return f"attention: {name} of kind {kind} is {dtypes[name]}; the kernels take {', '.join(accepted)}"
@@ -98,7 +99,9 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         keys = min(keys, mask.shape[-1])
     item, out_item = ITEM_BYTES[tensors["q"].dtype], ITEM_BYTES[y.dtype]
     full = (q.batch, heads, q.length, keys)
-    masked_score = -math.inf if operator else node.number("masked_score", -math.inf)
+    cleared = node.attributes.get("fully_masked") == "cleared"  # what is masked has no weight in any row
+    masked_score = -math.inf if operator or cleared else node.number("masked_score", -math.inf)
+    bias = "positions" if node.attributes.get("bias_kind") == "slopes" else "bias"
     cap = node.number("cap", 0.0) if node.attributes.get("capped") == "tanh" else 0.0
     problem = Attention(
         q.batch, heads, kv_heads, q.length, keys, q.head_dim, v.head_dim, tensors["q"].dtype,
@@ -109,12 +112,13 @@ def attention_of(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) 
         mask_kind=kind if kind != "causal" else "boolean" if mask else "none",
         mask=_score_tensor(node, "mask", mask, full),
         masked_score=masked_score,
-        bias=_score_tensor(node, "bias", operand_spec(node, inputs, "bias"), full),
+        bias=_score_tensor(node, bias, operand_spec(node, inputs, bias), full),
+        slopes=_slopes(node, inputs, heads),
         causal=_causal(node, kind, q.length, keys),
         add_masked_score=kind == "causal",
         softcap=node.number("softcap", 0.0) if operator else cap,
         # The operator gives 0 for rows without a key, and so does a product over no keys at all.
-        zero_masked_rows=operator or node.attributes.get("fully_masked") == "zero" or keys == 0,
+        zero_masked_rows=operator or node.attributes.get("fully_masked") in ("zero", "cleared") or keys == 0,
         tf32=device.tf32, out_dtype=y.dtype if y.dtype != tensors["q"].dtype else "",
     )  # fmt: skip
     return problem, y
@@ -255,6 +259,16 @@ def _score_tensor(
     batch, head, query, key = (math.prod(shape[axis + 1 :]) if differs[axis] else 0 for axis in range(4))
     pointer = Pointer("input", node.operands.index(name))
     return ScoreTensor(pointer, tensor.dtype, batch, head, query, key, tensor.aligned)
+
+
+def _slopes(node: FusedNode, inputs: Sequence[TensorSpec], heads: int) -> HeadNumbers | None:
+    """Return the slopes of the heads; None if the node has none."""
+    tensor = operand_spec(node, inputs, "slopes")
+    if tensor is None:
+        return None
+    if tensor.shape != (heads, 1, 1):
+        raise ValueError(f"{_name(node)}: slopes have shape {list(tensor.shape)}; required {[heads, 1, 1]}")
+    return HeadNumbers(_pointer(node, "slopes"), tensor.dtype)
 
 
 def _differs(found: int, wanted: int) -> bool | None:

@@ -49,6 +49,14 @@ class ScoreTensor:
 
 
 @dataclass(frozen=True)
+class HeadNumbers:
+    """A number of each query head, side by side."""
+
+    pointer: Pointer
+    dtype: str  # "float32", "float16", "bfloat16"
+
+
+@dataclass(frozen=True)
 class Attention:
     """out = softmax(mask(softcap(scale q k^T) + bias)) v for each head, with fp32 scores and sums.
 
@@ -56,6 +64,7 @@ class Attention:
 
     - A boolean mask keeps the scores where it is true and puts `masked_score` in place of the others; an inverted one
       keeps those where it is false; an additive one is added.
+    - With `slopes`, the bias of a head is its slope times the elements of `bias`, which are the same for all heads.
     - `causal` is None, or the number c for which query i sees the keys up to i + c: the scores of others are -inf.
     - With `add_masked_score`, `masked_score` is instead added to the scores that `causal`, or a boolean mask if there
       is one, leaves out.
@@ -80,6 +89,7 @@ class Attention:
     mask: ScoreTensor | None = None
     masked_score: float = float("-inf")
     bias: ScoreTensor | None = None
+    slopes: HeadNumbers | None = None
     causal: int | None = None
     add_masked_score: bool = False
     softcap: float = 0.0  # softcap(s) = softcap * tanh(s / softcap); 0: no cap

@@ -24,8 +24,17 @@ def maximum(*sizes: Size) -> Size:
 
 
 def minimum(*sizes: Size) -> Size:
-    """Return the smallest of the sizes."""
+    """Return the smallest of the sizes; of 1 and a multiple of a size, which is 0 or more, it is that of 1 and it."""
+    if len(sizes) == 2 and 1 in sizes:
+        sizes = tuple(_divided(size) if isinstance(size, Dim) else size for size in sizes)
     return _extreme("Min", sizes, lambda a, b: _is_at_most_zero(a - b))
+
+
+def _divided(size: Dim) -> Size:
+    """Return a size without the factor of its only term."""
+    ((monomial, factor), *others) = size.terms
+    is_multiple = not others and monomial and factor > 1 and (lower_bound(size) or 0) >= 0
+    return size // factor if is_multiple else size
 
 
 def lower_bound(size: Size) -> int | None:

@@ -123,6 +123,10 @@ class Matching(Protocol[TensorT, StateT]):
         """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
         ...
 
+    def is_widened(self, term: Term, tensor: TensorT, state: StateT) -> bool:
+        """Return whether a tensor is cast to float32, which is a miss of the term."""
+        ...
+
 
 class Writing(Protocol):
     """What a function body that is being written offers to the terms in it."""

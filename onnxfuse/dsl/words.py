@@ -62,6 +62,7 @@ __all__ = [
     "size",
     "stored",
     "tensor",
+    "unrounded",
     "weight",
     "when",
 ]
@@ -441,6 +442,20 @@ class Shared(Wrapper):
 def shared(value: Term) -> Term:
     """Return a value that nodes outside the fusion may read too; the nodes that compute it stay for them."""
     return Shared(inner=value, span=here())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unrounded(Wrapper):
+    """A value that is not cast to float32, so that it does not come from a narrower dtype."""
+
+    def match(self, m: Matching[TensorT, StateT], tensor: TensorT, state: StateT) -> Iterator[StateT]:
+        if not m.is_widened(self, tensor, state):
+            yield from m.match(self.inner, tensor, state)
+
+
+def unrounded(value: Term) -> Term:
+    """Return a value whose reader does not cast it to float32: a model may have rounded it before on purpose."""
+    return Unrounded(inner=value, span=here())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

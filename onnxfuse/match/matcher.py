@@ -155,6 +155,14 @@ class Matcher(MatchContext):
         """Match a causal mask of these dimensions: a boolean one, or one that adds `score`."""
         return match_causal(self, term, dims, score, tensor, state)
 
+    def is_widened(self, term: Term, tensor: Tensor, state: State) -> bool:
+        """Return whether a tensor is cast to float32, which is a miss of the term."""
+        cast = self.float_cast(tensor)
+        if cast is None or not self.is_to_float32(cast):
+            return False
+        self.fail(term, state, lambda: f"'{tensor.name}' is cast to float32; required a value that is not rounded")
+        return True
+
     def match_operator(self, term: Apply, tensor: Tensor, state: State) -> Iterator[State]:
         """Match an operator."""
         return match_operator(self, term, tensor, state)

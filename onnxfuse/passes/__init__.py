@@ -8,11 +8,13 @@ from typing import TypeAlias
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.graph import Graph
 from onnxfuse.passes.conv_to_matmul import conv_to_matmul
+from onnxfuse.passes.factor_biases import factor_biases
 from onnxfuse.passes.fold_batch_norm import fold_batch_norm
 from onnxfuse.passes.fold_constants import fold_constants
 from onnxfuse.passes.fold_quantized_weights import fold_quantized_weights
 from onnxfuse.passes.fold_shapes import fold_shapes
 from onnxfuse.passes.folded import Folded
+from onnxfuse.passes.join_values import join_values
 from onnxfuse.passes.merge_window_axes import merge_window_axes
 from onnxfuse.passes.normalize import normalize
 from onnxfuse.passes.regroup_addends import regroup_addends
@@ -45,7 +47,9 @@ PIPELINE: tuple[Pass, ...] = (
     merge_window_axes,  # behind the views that normalize has composed
     regroup_addends,  # so that the shape of scores stays the same up to the softmax
     split_merged_heads,  # its views compose where they meet others
+    join_values,  # of four axes
     spell_scores,  # of four axes
+    factor_biases,  # which stand alone by then
     spell_pairs,
     spell_activations,  # before a scale of theirs is folded into the operator in front
     unbroadcast_masks,  # follows the index arithmetic of masks through constants and views

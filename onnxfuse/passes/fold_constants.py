@@ -22,6 +22,7 @@ from onnxfuse.ir.graph import Graph, array_of, constant_value
 from onnxfuse.ir.graphsurgeon import make_constant, stored_value
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of
 from onnxfuse.ir.serde import node_proto
+from onnxfuse.passes.factor_biases import is_factored_bias
 from onnxfuse.passes.folded import Folded, node_label
 
 MAX_GROWTH_BYTES = 64 * 1024  # a constant up to this size may be added to the file or stored in it twice
@@ -130,6 +131,8 @@ def _foldable_nodes(graph: Graph, shapes: ShapeInfo) -> list[Node]:
     for node in graph.nodes:
         if not _is_foldable(op_of(node)) or not node.inputs or any(map(graph.must_be_computed, node.outputs)):
             continue
+        if op_of(node) in ("Mul", "Cast") and is_factored_bias(shapes, node):
+            continue  # attention reads less of both factors
         if all(not t.name or id(t) in folded_bytes or is_constant(t) for t in node.inputs):
             sizes = [_byte_count(shapes, t) for t in node.outputs]
             growth = _growth(graph, shapes, node, sizes, folded_bytes)

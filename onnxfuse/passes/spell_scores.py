@@ -1,11 +1,11 @@
 """Write what happens to scores between a product and a Softmax in the order that patterns know.
 
 Patterns know scores that are scaled at the product, then at most one bias, and one mask at the end.  Some models scale
-the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors.  Factors are
-distributed over sums, a mask that replaces scores by a number which no score changes becomes one that is added, and
-what is added is summed up first, apart from tensors with an axis for heads.  A factor of each head, as that of cosine
-attention, moves to the queries.  A Max with the lowest number behind a mask of finite numbers, which changes nothing
-else than infinite scores, is left out.
+the sum of a product and a mask, replace scores under one mask and then add another, or add three tensors, or replace a
+bias of heads under a mask before they add it (Falcon).  Factors are distributed over sums, a mask that replaces scores
+by a number which no score changes becomes one that is added, and what is added is summed up first, apart from tensors
+with an axis for heads.  A factor of each head, as that of cosine attention, moves to the queries.  A Max with the
+lowest number behind a mask of finite numbers, which changes nothing else than infinite scores, is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from onnxfuse.analysis.dims import Size
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.shape_rules.elementwise import broadcast
+from onnxfuse.ir.attributes import tensor_attribute
 from onnxfuse.ir.dtypes import FUSIBLE_FLOATS
 from onnxfuse.ir.graph import Graph, constant_number
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
@@ -32,6 +34,9 @@ FIRST_OPSET: Final = 9  # whose Where broadcasts
 MAX_STEPS: Final = 12  # from the Softmax to the product
 MAX_ADDENDS: Final = 2  # that a fused attention takes
 HEADS_AXIS: Final = -3
+QUERIES_AXIS: Final = -2
+VIEWS: Final = frozenset({"Expand", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+INTEGERS: Final = frozenset({TensorProto.BOOL, TensorProto.INT32, TensorProto.INT64})
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,33 @@ def _without_lowest(graph: Graph, shapes: ShapeInfo, scores: Tensor) -> Tensor |
         total = producer(tensor)
         if total is None or op_of(total) != "Add" or constant_number(graph, number) != float(np.finfo(np.float32).min):
             continue
-        masks = [made for each in total.inputs if (made := producer(each)) is not None and op_of(made) == "Where"]
-        numbers = [constant_number(graph, each) for mask in masks for each in mask.inputs[1:]]
-        if numbers and all(each is not None and math.isfinite(each) for each in numbers):
+        if any(_is_finite_mask(graph, shapes, each, MAX_STEPS) for each in total.inputs):
             return tensor
     return None
+
+
+def _is_finite_mask(graph: Graph, shapes: ShapeInfo, tensor: Tensor, steps: int) -> bool:
+    """Return whether a tensor holds finite numbers alone: those that Wheres choose from, and what integers give."""
+    if is_constant(tensor):
+        number = constant_number(graph, tensor)
+        return number is not None and math.isfinite(number)
+    node = producer(tensor)
+    if node is None or not steps:
+        return False
+    finite = partial(_is_finite_mask, graph, shapes, steps=steps - 1)
+    match op_of(node):
+        case "Where":
+            return all(map(finite, node.inputs[1:]))
+        case "Cast":
+            return shapes.dtype(node.inputs[0]) in INTEGERS
+        case "Sub":  # 1 less a mask of integers
+            casts = [made for each in node.inputs if (made := producer(each)) is not None]
+            return all(op_of(cast) == "Cast" for cast in casts) and all(map(finite, node.inputs))
+        case "ConstantOfShape":
+            value = tensor_attribute(node, "value")
+            number = 0.0 if value is None else constant_number(graph, value)
+            return number is not None and math.isfinite(number)
+    return op_of(node) in VIEWS and finite(node.inputs[0])
 
 
 def _scale_queries(graph: Graph, shapes: ShapeInfo, scores: Tensor, steps: int) -> bool:
@@ -171,10 +198,31 @@ def _sum(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | No
         return None
     side, scores = known[0]
     other = node.inputs[1 - side]
+    if op_of(node) == "Add" and (both := _masked_bias(graph, shapes, other)) is not None:
+        return Scores(scores.product, scores.factor, (*scores.addends, *both), (*scores.nodes, node), is_usual=False)
     addend = Addend(other, -1.0 if op_of(node) == "Sub" else 1.0)
     has_mask = any(each.masked_score is not None for each in scores.addends)
     usual = scores.is_usual and op_of(node) == "Add" and not has_mask and len(scores.addends) < MAX_ADDENDS
     return Scores(scores.product, scores.factor, (*scores.addends, addend), (*scores.nodes, node), usual)
+
+
+def _masked_bias(graph: Graph, shapes: ShapeInfo, tensor: Tensor) -> tuple[Addend, Addend] | None:
+    """Return the bias of heads and the mask without heads that a Where joins, beside whose number no score counts.
+
+    The bias is the same for all queries: reading one of all queries and a mask takes longer than reading both as one.
+    """
+    node = producer(tensor)
+    if node is None or op_of(node) != "Where" or _has_heads(shapes.shape(node.inputs[0])):
+        return None
+    condition, yes, no = node.inputs
+    for bias, other, inverted in ((yes, no, False), (no, yes, True)):
+        number = constant_number(graph, other)
+        shape = shapes.shape(bias)
+        if number is None or shape is None or not _swallows(number, shapes.dtype(other)):
+            continue
+        if _has_heads(shape) and shape[QUERIES_AXIS] == 1:
+            return Addend(bias), Addend(condition, 1.0, number, inverted)
+    return None
 
 
 def _scaled(graph: Graph, shapes: ShapeInfo, node: Node, steps: int) -> Scores | None:

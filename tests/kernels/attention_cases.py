@@ -51,6 +51,7 @@ class Case:
     mask_dtype: str = "float16"
     masked: float = INFINITE
     bias_axes: tuple[int, ...] | None = None
+    sloped: bool = False  # the bias of a head is its slope times positions, without an axis for heads
     zero: bool = True
     operator: bool = False
     causal: bool = False
@@ -75,7 +76,8 @@ class Case:
             given |= {"is_causal": int(self.causal), "softcap": self.softcap}
             given["form"] = "causal_operator" if self.mask == "causal" else "operator"
         else:
-            given |= {"mask_kind": self.mask, "bias_kind": "position" if self.bias_axes else "none"}
+            given |= {"mask_kind": self.mask}
+            given["bias_kind"] = "none" if not self.bias_axes else "slopes" if self.sloped else "position"
             given |= {"form": "softmax", "fully_masked": "zero" if self.zero else "softmax"}
             given |= {"capped": "tanh", "cap": self.softcap} if self.softcap else {"capped": "none"}
         if self.mask in ("boolean", "inverted", "causal"):
@@ -112,7 +114,10 @@ class Case:
                 made["mask"] = added.astype(np.float32).astype(NUMPY[self.mask_dtype])
             else:
                 made["mask"] = ~kept if self.mask == "inverted" else kept
-        if self.bias_axes:
+        if self.bias_axes and self.sloped:
+            made["slopes"] = (2.0 ** -np.arange(1, self.heads + 1)).astype(np.float32).reshape(-1, 1, 1)
+            made["positions"] = normal(shape(self.bias_axes), self.mask_dtype, 20.0)
+        elif self.bias_axes:
             made["bias"] = normal(shape(self.bias_axes), self.mask_dtype)
         return made
 
@@ -200,7 +205,9 @@ def formula(case: Case, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.n
     sizes = np.abs(q) @ np.abs(k).swapaxes(-1, -2) * abs(scale)  # the roundings of a score are relative to these
     if case.softcap:
         scores = case.softcap * np.tanh(scores / case.softcap)
-    if case.bias_axes:
+    if case.bias_axes and case.sloped:
+        scores = scores + inputs["slopes"].astype(FLOATS) * inputs["positions"].astype(FLOATS)
+    elif case.bias_axes:
         scores = scores + inputs["bias"].astype(FLOATS)
     if case.mask == "additive":
         scores = scores + lengthened(case, inputs["mask"], INFINITE).astype(FLOATS)

@@ -76,7 +76,8 @@ def _masked(shapes: dict[str, tuple[int, ...]], mask: Mask | None, given: dict[s
 
 def plain(
     name: str, lengths: tuple[int, int, int], heads: tuple[int, int] = (12, 12), size: int = 64, dtype: str = HALF,
-    mask: Mask | None = None, bias: tuple[int, ...] | None = None, aligned: bool = True, **given: Any,
+    mask: Mask | None = None, bias: tuple[int, ...] | None = None, positions: tuple[int, ...] | None = None,
+    aligned: bool = True, **given: Any,
 ) -> Case:  # fmt: skip
     """Return attention of packed operands; `lengths` are batch, queries and keys."""
     batch, queries, keys = lengths
@@ -84,6 +85,9 @@ def plain(
     dtypes = _masked(shapes, mask, given)
     if bias:
         shapes["bias"], given["bias_kind"] = bias, "position"
+    if positions:
+        shapes |= {"slopes": (heads[0], 1, 1), "positions": positions}
+        dtypes, given["bias_kind"] = {**dtypes, "slopes": FULL, "positions": FULL}, "slopes"
     count = -min(lengths)
     return _node(name, "attention", shapes, dtypes, dtype, heads, some_sizes(count), aligned=aligned, **given)
 
@@ -145,6 +149,7 @@ CASES = [
     plain("window", (B, S, S), mask=("boolean", (1, 1, S, S), "bool")),
     plain("bias", (B, S, S), bias=(12, S, S)),
     plain("bias and mask", (B, S, S), (8, 8), bias=(1, 8, S, S), mask=("additive", (B, 1, 1, S), HALF)),
+    plain("slopes", (B, S, S), positions=(B, 1, 1, S), mask_kind="causal", masked_score=-65504.0),
     plain("causal", (B, S, S), (32, 8), 128, mask_kind="causal", masked_score=-math.inf),
     plain("causal and padding", (B, S, S), (32, 8), 128, mask=("causal", (B, 1, 1, S), "bool"), masked_score=-65504.0),
     plain("causal operator", (B, S, S), (32, 8), 128, form="operator", is_causal=1, softcap=30.0),

@@ -30,6 +30,7 @@ PARTS = 16  # of the kernels, of which one is compiled in a plain run
 
 ARGUMENTS = 64  # the most that the native library takes
 HALF, FULL = "float16", "float32"
+CAUSAL: dict[str, object] = {"mask_kind": "causal", "masked_score": -65504.0}
 
 Case = tuple[FusedNode, tuple[TensorSpec, ...]]
 
@@ -37,7 +38,7 @@ Case = tuple[FusedNode, tuple[TensorSpec, ...]]
 def case(
     batch: int, heads: tuple[int, int], queries: int, keys: int, sizes: tuple[int, int], dtype: str = HALF,
     mask: tuple[str, tuple[int, ...], str] | None = None, bias: tuple[int, ...] | None = None,
-    aligned: bool = True, **attributes: object,
+    positions: tuple[int, ...] | None = None, aligned: bool = True, **attributes: object,
 ) -> Case:  # fmt: skip
     """Return a node with packed operands, and its inputs; `mask` is (kind, shape, dtype)."""
     given: dict[str, object] = {"heads": heads[0], "kv_heads": heads[1], "repeats": heads[0] // heads[1]}
@@ -52,6 +53,9 @@ def case(
         given |= {"mask_kind": mask[0], "masked_score": -math.inf}
     if bias:
         tensors["bias"], given["bias_kind"] = TensorSpec(bias, dtype, aligned), "position"
+    if positions:
+        tensors["slopes"], given["bias_kind"] = TensorSpec((heads[0], 1, 1), FULL, constant=True), "slopes"
+        tensors["positions"] = TensorSpec(positions, FULL, aligned)
     node = FusedNode("attention", "layer/attention", tuple(tensors), {**given, **attributes}, (dtype,))
     return node, tuple(tensors.values())
 
@@ -73,6 +77,10 @@ def cases() -> Iterator[Case]:
     yield case(1, (8, 2), 4, 3000, (64, 64), mask_kind="causal", masked_score=-65504.0)
     yield case(1, (8, 2), 300, 300, (128, 128), form="operator", is_causal=1, softcap=30.0)
     yield case(8, (32, 8), 2, 8192, (128, 128), mask=("additive", (8, 1, 2, 8192), HALF))
+    for size in 64, 128:
+        yield case(4, (16, 16), 300, 300, (size, size), positions=(4, 1, 1, 300), **CAUSAL)
+    yield case(1, (32, 8), 1, 4096, (128, 128), positions=(1, 1, 4096))
+    yield case(1, (8, 2), 197, 197, (80, 80), positions=(197, 197))
 
 
 def typed(dtype: str) -> Iterator[Case]:
@@ -261,12 +269,18 @@ SMALL = (1, 2, 5, 16, 33)
 
 
 def small(seed: int) -> attention_cases.Case:
-    """Return a generated case in float32, small enough for the reference evaluator."""
+    """Return a generated case in float32, small enough for the reference evaluator.
+
+    What is added without a mask beside it is a mask itself, or slopes times positions.
+    """
     found = attention_cases.generated(seed)
     lengths = {"queries": SMALL[seed % 5], "keys": SMALL[seed // 5 % 5], "size": found.size % 24 + 1}
     # A score that float32 loses when a large number is added survives in float64.
     masked = -30.0 if found.mask in ("additive", "causal") and found.masked > -1e5 else found.masked
     changes = {**lengths, "value_size": found.value_size % 24 + 1, "dtype": FULL, "mask_dtype": FULL, "masked": masked}
+    if found.mask == "none" and found.bias_axes:
+        batch, _, query, key = found.bias_axes
+        changes |= {"sloped": True, "bias_axes": (batch, 0, query, key)}
     return dataclasses.replace(found, **changes)
 
 

@@ -192,6 +192,18 @@ def test_causal_masks(device: Device, dtype: str, axes: tuple[int, ...], masked:
             check(dataclasses.replace(case, scale=0.125, bias_axes=(0, 1, 1, 1)), device)
 
 
+@pytest.mark.parametrize("axes", [(0, 0, 0, 1), (1, 0, 0, 1), (0, 0, 1, 1), (1, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slopes_of_positions(device: Device, dtype: str, axes: tuple[int, ...]) -> None:
+    """ALiBi with every kind of mask: prompts that fill tiles and that do not, and single queries over many keys."""
+    for queries, keys in (300, 300), (70, 45), (3, 2000), (1, 4097):
+        case = Case(2, 4, 2, queries, keys, dtype=dtype, bias_axes=axes, sloped=True, mask_dtype="float32", scale=0.125)
+        check(case, device)
+        check(dataclasses.replace(case, mask="causal", mask_axes=(1, 0, 0, 1), masked=-65504.0, zero=False), device)
+        check(dataclasses.replace(case, mask="additive", mask_axes=(1, 0, 1, 1), softcap=5.0), device)
+        check(dataclasses.replace(case, mask="boolean", size=128, value_size=128, mask_dtype=dtype), device)
+
+
 def test_scores_that_outweigh_a_causal_mask(device: Device) -> None:
     """The only key that a query sees has a score far below the scores of later keys minus 65504."""
     case = Case(queries=200, keys=200, heads=1, kv_heads=1, mask="causal", mask_axes=(), masked=-65504.0)

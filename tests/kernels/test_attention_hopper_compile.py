@@ -13,7 +13,7 @@ from sampling import sampled
 
 from onnxfuse.kernels.attention import hopper
 from onnxfuse.kernels.attention.implementations import implementations
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.runtime.plan import Launch, Pointer, Scalar, TensorMap
 
@@ -50,6 +50,8 @@ def additive(dtype: str) -> dict[str, Any]:
 BOOLEAN: dict[str, Any] = {"mask_kind": "boolean", "mask": scores("bool")}
 FINITE: dict[str, Any] = {"mask_kind": "inverted", "mask": scores("bool", query=0), "masked_score": -1e9}
 CAUSAL: dict[str, Any] = {"causal": 0, "add_masked_score": True, "masked_score": -65504.0}
+SLOPES: dict[str, Any] = {
+    "bias": scores("float32", query=0), "slopes": HeadNumbers(Pointer("input", 4), "float32")}  # fmt: skip
 PROBLEMS = [
     *(problem(size) for size in (8, 32, 64, 128)),
     *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
@@ -61,6 +63,10 @@ PROBLEMS = [
     *(problem(size, **CAUSAL) for size in (64, 128)),
     problem(64, **CAUSAL, **BOOLEAN, bias=scores("float16")),
     *(problem(64, bias=scores("float16", query, key)) for query, key in ((0, 1), (LENGTH, 0), (LENGTH + 1, 1))),
+    *(problem(size, **CAUSAL, **SLOPES) for size in (64, 128, 192, 256)),
+    *(problem(size, **SLOPES) for size in (64, 128)),
+    problem(64, **{**SLOPES, "bias": scores("float32")}, **additive("float16")),
+    problem(128, **SLOPES, softcap=30.0, **BOOLEAN),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from kernel_runs import NUMPY, launch, normal, result, rounded, upload
 
 from onnxfuse.kernels.attention import hopper
-from onnxfuse.kernels.attention.problem import Attention, ScoreTensor
+from onnxfuse.kernels.attention.problem import Attention, HeadNumbers, ScoreTensor
 from onnxfuse.kernels.head_tensor import HeadTensor
 from onnxfuse.runtime import cuda_driver
 from onnxfuse.runtime.plan import Device, Plan, Pointer, TensorSpec
@@ -54,6 +54,7 @@ class Case:
     masked_score: float = MINUS_INFINITY
     added: bool = False
     bias_dtype: str = ""
+    sloped: bool = False  # the bias is the same for all heads, and each head has a multiple of it
     softcap: float = 0.0
     zero_rows: bool = False
     amplitude: float = 1.0
@@ -84,6 +85,13 @@ CASES = [
     Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST, causal=True),
     *(Case(64, bias_dtype=dtype) for dtype in ("float16", "float32")),
     *(Case(size, bias_dtype="bfloat16", dtype="bfloat16", causal=True) for size in (128, 256)),
+    *(Case(size, bias_dtype="float32", sloped=True) for size in (64, 128)),
+    *(
+        Case(size, bias_dtype="float32", sloped=True, causal=True, added=True, masked_score=LOWEST_HALF)
+        for size in (64, 128, 256)
+    ),
+    Case(128, bias_dtype="float32", sloped=True, mask_kind="boolean", dtype="bfloat16"),
+    Case(64, bias_dtype="float16", sloped=True, softcap=5.0, mask_kind="additive", mask_dtype="float16"),
     Case(64, softcap=5.0, amplitude=3.0),
     Case(128, softcap=20.0, bias_dtype="float16", mask_kind="boolean", causal=True),
     Case(64, softcap=20.0, bias_dtype="float32", mask_kind="additive", mask_dtype="float32"),
@@ -165,6 +173,11 @@ def scores(place: int, values: np.ndarray) -> ScoreTensor:
     return ScoreTensor(Pointer("input", place), values.dtype.name, b, h, q, k, True)
 
 
+def slopes_of(heads: int) -> Any:
+    """Return the slopes of the heads."""
+    return 2.0 ** -cupy.arange(heads)
+
+
 # ---- reference ---------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +187,8 @@ def attention(case: Case, problem: Attention, q: Any, k: Any, v: Any, mask: Any,
     k, v = (cupy.repeat(x, repeats, axis=1) for x in (k, v))
     s = problem.scale * (q @ k.transpose(0, 1, 3, 2))
     s = problem.softcap * cupy.tanh(s / problem.softcap) if problem.softcap else s
-    s = s if bias is None else s + bias
+    if bias is not None:
+        s = s + (bias * slopes_of(problem.heads)[:, None, None] if problem.slopes else bias)
     lost = SCORE * float(cupy.abs(s).max())
     sees = cupy.ones((), bool) if mask is None or mask.dtype != bool else mask != (problem.mask_kind == "inverted")
     if problem.causal is not None:
@@ -231,8 +245,12 @@ def run(case: Case, sizes: Sizes, variant: int, device: Device, which: slice) ->
         mask = mask_values(case, PATTERNS[variant % 8], shape, variant)
         inputs.append(mask)
     if case.bias_dtype:
-        bias = normal(sizes.dimensions(MASK_DIMENSIONS[(variant + 2) % 7]), case.bias_dtype, variant, 2.0)
+        dimensions = MASK_DIMENSIONS[(variant + 2) % 7]
+        dimensions = dimensions.replace("h", "1") if case.sloped else dimensions
+        bias = normal(sizes.dimensions(dimensions), case.bias_dtype, variant, 2.0)
         inputs.append(bias)
+    if case.sloped:
+        inputs.append(slopes_of(sizes.heads).get().astype(np.float32))
     problem = Attention(
         *(sizes.batch, sizes.heads, sizes.kv_heads, sizes.queries, sizes.keys, case.size, value_size, case.dtype),
         aligned=True,
@@ -242,7 +260,8 @@ def run(case: Case, sizes: Sizes, variant: int, device: Device, which: slice) ->
         mask_kind=case.mask_kind,
         mask=None if mask is None else scores(3, mask),
         masked_score=case.masked_score,
-        bias=None if bias is None else scores(len(inputs) - 1, bias),
+        bias=None if bias is None else scores(len(inputs) - 1 - case.sloped, bias),
+        slopes=HeadNumbers(Pointer("input", len(inputs) - 1), "float32") if case.sloped else None,
         causal=(sizes.keys - sizes.queries, 0)[variant % 2] if case.causal else None,
         add_masked_score=case.added,
         softcap=case.softcap,

@@ -65,7 +65,7 @@ def check(each: CachedCase, device: Device, in_place: bool = False) -> None:
 
 
 def masks(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: value for name, value in inputs.items() if name in ("mask", "bias")}
+    return {name: value for name, value in inputs.items() if name in ("mask", "bias", "slopes", "positions")}
 
 
 # Lengths around the tiles of 64 keys, the fewest tiles that are split, and clusters of eight; an empty past.

@@ -65,6 +65,7 @@ NODES = {
     "bias": changed(bias_axes=(0, 1, 1, 1)),
     "bias and mask": changed(bias_axes=(0, 1, 1, 1), mask="additive", mask_axes=ROW),
     "bias and mask of queries": changed(bias_axes=(0, 1, 1, 1), mask="additive", mask_axes=FULL),
+    "slopes": changed(bias_axes=ROW, sloped=True, mask_dtype="float32", mask="causal", mask_axes=(), masked=-65504.0),
     "causal": changed(mask="causal", mask_axes=(), masked=INFINITE, size=128, value_size=128),
     "causal and padding": changed(mask="causal", mask_axes=ROW, masked=-65504.0),
     "causal operator": changed(operator=True, causal=True, softcap=5.0, scale=None),
@@ -148,7 +149,7 @@ def test_a_cache_of_any_length(device: Device, name: str) -> None:
     for sizes in PASTS if each.case.queries == 1 else PREFILLS:
         run = grown(each, *sizes)
         inputs, presents = run.inputs(), run.presents()
-        whole = {name: value for name, value in inputs.items() if name in ("mask", "bias")}
+        whole = {name: value for name, value in inputs.items() if name in ("mask", "bias", "slopes", "positions")}
         whole |= dict(zip("qkv", (inputs["q"], *presents), strict=True))
         expected, tolerance = formula(run.case, whole)
         read = [upload(value) for value in inputs.values()]

@@ -614,7 +614,7 @@ def spellings(fusion: Fusion) -> Spellings:
     bases = list(variants(fusion, collector))
     if not bases:
         raise collector.unwritable[0][1]
-    for spelling in (*bases, *_crossed(bases)):
+    for spelling in itertools.chain(bases, _crossed_labels(bases, collector), _crossed(bases)):
         if collector.options >= every_option(fusion):
             break
         for written in _unwritten_options(spelling, collector.options):
@@ -762,6 +762,21 @@ def _crossed(bases: Sequence[Spelling]) -> Iterator[Spelling]:
             if one.choices and not one.absent and not other.choices and (other.absent, other.leading) != ((), 2):
                 changes = {"absent": other.absent, "leading": other.leading, "what": f"{one.what},{other.what}"}
                 yield replace(one, opset=first.opset, **changes)
+
+
+def _crossed_labels(bases: Sequence[Spelling], collector: _Collector) -> Iterator[Spelling]:
+    """Yield labels together with each that has options which no spelling has written yet."""
+    fusion, first = bases[0].fusion, bases[0]
+    lacking = {key for key, _ in every_option(fusion) - collector.options}
+    chooses = {t.name: t for t in walk(*fusion.outputs) if is_choice(t)}
+    labelled = [one for one in bases if one.choices and one == replace(first, what=one.what, choices=one.choices)]
+    for other in labelled:
+        terms = [term for name, label in other.choices.items() for term in walk(chooses[name].labelled(label))]
+        if lacking.isdisjoint(map(id, terms)):
+            continue
+        for one in labelled:
+            if not one.choices.keys() & other.choices.keys():
+                yield replace(one, choices={**one.choices, **other.choices}, what=f"{one.what},{other.what}")
 
 
 def _unwritten_options(spelling: Spelling, written: Iterable[tuple[int, int]]) -> Iterator[Spelling]:
