@@ -12,7 +12,7 @@ from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, ZERO, product
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, product
 from onnxfuse.kernels.region.stored import Stored, StoredByKey, stored
 from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
@@ -108,8 +108,8 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
     """
     found = list(nests)
     for rows in nests:
-        for i, other in enumerate(found):
-            joined = _joined(region, rows, other, stored)
+        for i, other in enumerate(found if rows in found else ()):
+            joined = _joined(region, rows, other, stored) if other != rows else None
             if joined:
                 found[i] = joined
                 found.remove(rows)
@@ -120,19 +120,37 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
     """Return the nest of the outputs of two, of which the first has one element for each row that the second reads."""
     program, shapes = region.program, region.shapes
-    instances = [each for level in rows.levels for each in level]
-    if not instances or rows.inner or rows.lists[ELEMENTS] or other.levels or other.inner:
+    shape = _shape_of_rows(region, rows, other)
+    if shape is None or other.inner:
         return None
-    places = tuple(variable_index(f"o{axis}", dim) for axis, dim in enumerate(other.shape))
-    for each in instances:
-        kept = [place for place, index in zip(places, each.kept, strict=False) if index is not None]
-        if shapes.of[each.value] != other.shape or [index for index in each.kept if index is not None] != kept:
-            return None
     if not {operand for operand, _ in rows.accesses if operand} & {operand for operand, _ in other.accesses}:
         return None
-    made = make_nest(program, shapes, other.outputs, stored, dict.fromkeys(rows.outputs, rows.shape))
-    joined = _arranged(region, made, stored)
-    return None if joined.inner or _tiling(region, joined).shares != ONE else joined
+    given = {**other.row_outputs, **dict.fromkeys(rows.outputs, shape)}
+    joined = _arranged(region, make_nest(program, shapes, other.outputs, stored, given), stored)
+    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != ONE:
+        return None
+    return joined
+
+
+def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
+    """Return the shape, in the axes of `other`, of which each element is one that `rows` computes, in the same order.
+
+    There is none unless `rows` only reduces, over some of these axes, values with as many elements along each.
+    """
+    instances = [each for level in rows.levels for each in level]
+    if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
+        return None
+    own = [(dim, variable_index(f"o{axis}", dim)) for axis, dim in enumerate(rows.shape) if dim != ONE]
+    axes, found = [axis for axis, dim in enumerate(other.shape) if dim != ONE], set[Shape]()
+    for each in instances:
+        places = [(dim, at) for dim, at in zip(region.shapes.of[each.value], each.kept, strict=True) if dim != ONE]
+        if [dim for dim, _ in places] != [other.shape[axis] for axis in axes]:
+            return None
+        if [(dim, at) for dim, at in places if at is not None] != own:
+            return None
+        reduced = {axis for axis, (_, at) in zip(axes, places, strict=True) if at is None}
+        found.add(tuple(ONE if axis in reduced else dim for axis, dim in enumerate(other.shape)))
+    return found.pop() if len(found) == 1 else None
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:

@@ -132,6 +132,9 @@ def row_outputs() -> Iterator[Made]:
                        lambda p, x, a=len(shape) + axis, k=keepdims: quantized(p, x, a, k))  # fmt: skip
     yield made("quantized rows, dynamic", [numbers((37, 96))], lambda p, x: quantized(p, x, 1, 1), (37, 96))
     yield made("quantized long rows", [numbers((2, 33000))], lambda p, x: quantized(p, x, 1, 1))
+    for dynamic in ((), (5, 7)):
+        yield made(f"sums of rows with other axes {dynamic}", [numbers((5, 7, 96), "float16")], sums_of_rows, dynamic)
+    yield made("least of the first and the last rows", [numbers((37, 96))], least_of_parts)
     yield made("log-softmax of long odd rows", [numbers((6, 8211), "float16")],
                lambda p, x: p.op("LogSoftmax", x, axis=1))  # fmt: skip
 
@@ -144,6 +147,21 @@ def quantized(program: RegionProgram, x: str, axis: int, keepdims: int) -> Seque
     rounded = program.op("Floor", program.op("Mul", x, program.op("Constant", dtype=program.dtypes[x], value=4)))
     largest = program.op("ReduceMax", magnitude, axes=[axis], keepdims=keepdims)
     return program.op("Div", rounded, scale), program.op("Neg", scale), program.op("Exp", program.op("Neg", largest))
+
+
+def sums_of_rows(program: RegionProgram, x: str) -> Sequence[str]:
+    """Comparisons with a row's sum, and its maximum and sum with axes of one element elsewhere."""
+    wide = program.op("Unsqueeze", program.op("Abs", x), axes=[1])
+    total = program.op("ReduceSum", wide, axes=[3], keepdims=1)
+    largest = program.op("ReduceMax", program.op("Neg", wide), axes=[3], keepdims=0)
+    turned = program.op("Transpose", program.op("ReduceMin", x, axes=[2], keepdims=1), perm=[0, 2, 1])
+    return program.op("Neg", x), program.op("Less", wide, total, dtype="bool"), largest, turned
+
+
+def least_of_parts(program: RegionProgram, x: str) -> Sequence[str]:
+    """All elements, and the least ones of two parts of the rows."""
+    least = program.op("ReduceMin", x, axes=[1], keepdims=1)
+    return program.op("Neg", x), *program.ops_of("Split", least, count=2, axis=0, sizes=[16, 21])
 
 
 def transposed_tiles() -> Iterator[Made]:
