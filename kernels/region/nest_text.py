@@ -46,13 +46,15 @@ class NestText:
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
+        self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
         self.number = 0  # of the next loop
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block", "columns"):
+        if self.tiling.way in ("warp", "block", "columns", "tile"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
+            self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == ONE else {}
             for number, (name, keys) in enumerate(trial.reads):
                 own = list(dict.fromkeys(keys))
@@ -84,15 +86,18 @@ class NestText:
         self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
             writer.line("__syncthreads();")  # which read the shared memory
+        text.read_ahead(self.ahead)
         text.read()
         writer.line("__syncthreads();")
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
+        seen = len(writer.vectors)
         with text.stored():
             nest = self.nest
             self.store.write_all(
                 {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
             )
+        self.ahead = writer.vectors[seen:]
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""

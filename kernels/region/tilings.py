@@ -26,7 +26,12 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
-TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
+TILE_AREA: Final = 4096  # elements of a tile at most, as words of shared memory
+MIN_TILE_AREA: Final = 1024
+TILE_ROUNDS: Final = 4  # vectors of a thread that reads or stores a tile
+TILE_BLOCKS: Final = 8  # of tiles on a multiprocessor: tiles are smaller until there are so many
+MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they are longer along it than a square
+TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
@@ -36,7 +41,6 @@ ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
 MAX_TILED_WORDS: Final = 8  # of an element, of which shared memory holds a tile
 MIN_TILED: Final = 8  # elements along the axes of a tile
-MAX_TILE_WASTE: Final = 1.2  # by how much tiles may exceed an axis
 TILE_COST: Final = 30  # instructions for an element of a tile, about
 CHEAPER: Final = 0.9  # of the cost of whole vectors: for less, other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
@@ -196,7 +200,7 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     crossed = [each for each in loads if not is_side_by_side(each.address, last)]
     moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if not moved[across] or any((each.extent.constant or TILE) < MIN_TILED for each in (across, last)):
+    if not moved[across] or any((each.extent.constant or MIN_TILED) < MIN_TILED for each in (across, last)):
         return None
     own, _ = _best_lanes(nest, program, shapes, aligned)
     if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
@@ -204,12 +208,21 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     words = _staged_words(nest, across, program, shapes)
     if words > MAX_TILED_WORDS:
         return None
-    count = shapes.sizes.value(nest.count(ELEMENTS))
-    is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
     width = width_along(nest, across, program, shapes, aligned, is_split=True)
     store_width = _store_width(nest, program, shapes) if aligned else 1
-    sides = _sides(across.extent, last.extent, 2 * TILE if is_large and words == 1 else TILE)
+    area = _tile_area(shapes.sizes.value(nest.count(ELEMENTS)), min(width, store_width), words, device)
+    sides = _sides(across.extent, last.extent, area)
     return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
+
+
+def _tile_area(count: int, width: int, words: int, device: Device) -> int:
+    """Return how many elements a tile has at most: as many as threads take in few rounds, where blocks are many."""
+    area = max(MIN_TILE_AREA, min(TILE_AREA // words, TILE_ROUNDS * THREADS * width))
+    if is_symbolic(count):
+        return MIN_TILE_AREA
+    while area > MIN_TILE_AREA and count < TILE_BLOCKS * device.multiprocessors * area:
+        area //= 2
+    return area
 
 
 def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> int:
@@ -218,13 +231,33 @@ def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes
     return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
 
 
-def _sides(across: Size, last: Size, side: int) -> tuple[int, int]:
-    """Return the elements of a tile along both of its axes: a square, or longer along one where the other is short."""
-    sides = {0: side, 1: side}
-    for i, extent in enumerate((across.constant, last.constant)):
-        while extent and sides[i] > MIN_TILED and -(-extent // sides[i]) * sides[i] > MAX_TILE_WASTE * extent:
-            sides = {i: sides[i] // 2, 1 - i: sides[1 - i] * 2}
-    return sides[0], sides[1]
+def _sides(across: Size, last: Size, area: int) -> tuple[int, int]:
+    """Return the elements of a tile along both of its axes: about a square, or longer where the other one is short."""
+    found = [_longest(across, last, area), _longest(last, across, area)[::-1]]
+    return min(found, key=lambda sides: _covered(across, sides[0]) * _covered(last, sides[1]))
+
+
+def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
+    """Return the sides of a tile, of which the first may have an axis that is longer than the side of a square."""
+    square = 1 << (area.bit_length() - 1) // 2
+    first = _side(one, square)
+    if _covered(one, first) > MAX_TILE_WASTE * (one.constant or first):
+        first = min(first, _side(one, 2 * square - 1), key=lambda side: _covered(one, side))
+    second = _side(other, area // first // TILE_STEP * TILE_STEP)
+    return max(first, _side(one, area // second // TILE_STEP * TILE_STEP)), second
+
+
+def _side(extent: Size, most: int) -> int:
+    """Return the elements of a tile along an axis, of which equally long ones cover the axis."""
+    if extent.constant is None:
+        return most
+    count = -(-extent.constant // most)
+    return -(-extent.constant // (count * TILE_STEP)) * TILE_STEP
+
+
+def _covered(extent: Size, side: int) -> int:
+    """Return how many elements of an axis tiles have together, or those of one tile where that is dynamic."""
+    return -(-(extent.constant or 1) // side) * side
 
 
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from region_cases import all_cases
 from region_drafts import RegionProgram
 from region_emulation import plan_of
 from region_random import random_program
-from region_speed_cases import mean_pooling, quantized
+from region_speed_cases import mean_pooling, quantized, sums_of_rows
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -100,8 +101,8 @@ def test_operands_are_read_once_for_outputs_of_several_shapes() -> None:
     assert step.kernel.text.count("load(x0") == 1
 
 
-def test_what_lies_as_it_is_stored_is_read_behind_a_tile() -> None:
-    """ConvNeXt's layer scale: the residual is channels-first, and added when the tile is stored."""
+def test_what_lies_as_it_is_stored_does_not_go_through_a_tile() -> None:
+    """ConvNeXt's layer scale: the residual is channels-first, read with all else, and added when the tile is stored."""
     program = RegionProgram()
     shapes = [(16, 56, 56, 96), (96,), (16, 96, 56, 56)]
     x, gamma, residual = (program.operand(np.zeros(shape, np.float16)) for shape in shapes)
@@ -109,7 +110,8 @@ def test_what_lies_as_it_is_stored_is_read_behind_a_tile() -> None:
     program.outputs = [program.op("Add", turned, residual)]
     (step,) = launches_of(program)
     read, stored = step.kernel.text.split("__syncthreads();")
-    assert "load(x0" in read and "load(x1" in read and "load(x2" in stored and "load_one" not in step.kernel.text
+    assert all(f"load(x{i}" in read for i in range(3)) and "load" not in stored
+    assert re.search(r"= v0_\d+\[j\] \+ ahead_\w+\[k\]\[j\]", stored)
 
 
 def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis() -> None:
@@ -150,6 +152,13 @@ def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
     assert step.grid[0] == 5000 and step.kernel.text.count("load(x0") == 1
 
 
+def test_rows_are_read_once_for_outputs_with_other_axes() -> None:
+    program = RegionProgram()
+    program.outputs = list(sums_of_rows(program, program.operand(np.zeros((64, 384, 64), np.float16))))
+    (step,) = launches_of(program)
+    assert step.grid[0] * step.block[0] == 8 * 64 * 384 and step.kernel.text.count("load(x0") == 1
+
+
 def test_tiles_are_read_and_stored_by_vectors() -> None:
     program = RegionProgram()
     x = program.operand(np.zeros((64, 512, 520), np.float16))
@@ -158,6 +167,24 @@ def test_tiles_are_read_and_stored_by_vectors() -> None:
     assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
     assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
     assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+
+
+@pytest.mark.parametrize(("last", "blocks"), [(16, 6), (40, 16), (96, 18)])
+def test_tiles_have_as_many_elements_as_short_axes(last: int, blocks: int) -> None:
+    """So that no thread is without elements."""
+    program = RegionProgram()
+    program.outputs = [program.op("Transpose", program.operand(np.zeros((96, 384, last), np.float32)), perm=[0, 2, 1])]
+    (step,) = launches_of(program)
+    assert step.grid[0] == 96 * blocks
+
+
+def test_tiles_of_few_elements_are_small() -> None:
+    """The scores of DeBERTa: 1.6M elements are in 12 blocks for each multiprocessor."""
+    program = RegionProgram()
+    x, y = (program.operand(np.zeros((96, 128, 128), np.float16)) for _ in range(2))
+    program.outputs = [program.op("Add", y, program.op("Transpose", x, perm=[0, 2, 1]))]
+    (step,) = launches_of(program)
+    assert step.grid[0] == 96 * 16
 
 
 def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
