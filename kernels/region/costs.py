@@ -29,6 +29,8 @@ CHOICE_COST: Final = 3  # of a lane's choice among the parts of a Concat, or bet
 LINE_COST: Final = 4  # instructions that a multiprocessor issues while its first-level cache takes one line
 BYTE_COST: Final = 7  # instructions that an H200 issues while it moves a byte: 30 T/s, and 4.2 TB/s
 LINE_BYTES: Final = 128
+SECTOR_BYTES: Final = 32
+SECTORS: Final = 2  # that a multiprocessor stores while its first-level cache takes one line
 WARP: Final = 32
 
 
@@ -41,13 +43,15 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes) -> float:
     variables, width = nest.lists[ELEMENTS], lanes.width
     instructions = float(DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1))
     instructions += width * len(program.operations)
-    divisions, lines = set[Atom](), 0
+    divisions, lines = set[Atom](), 0.0
     stored = [Access(str(key), at, ACCUMULATOR_BYTES, 0) for key, at in nest.stored_read]
     for access in dict.fromkeys([*accesses(nest, program), *stored]):
         times = 1 if access.operand else len(nest.outputs)
         parts, parts_bytes = _parts(access, lanes, shapes)
         instructions += times * parts * ACCESS_COST
-        lines += times * parts * _lines(access.address, variables, lanes, parts_bytes, access.item_bytes)
+        given = (access.address, variables, lanes, parts_bytes, access.item_bytes)
+        touched = _touched(*given, LINE_BYTES)
+        lines += times * parts * (touched if access.operand else max(touched, _touched(*given, SECTOR_BYTES) / SECTORS))
         divisions |= {atom for atom in access.address.atoms() if atom.kind in ("div", "mod")}
     instructions += DIVISION_COST * len(divisions) * width
     splits = {each for each in nest.bounds if not lanes.are_on_one_side(*each, shapes.sizes)}
@@ -78,14 +82,16 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _lines(address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int) -> int:
-    """Return how many lines of memory a warp in the middle of the elements touches with one access."""
+def _touched(
+    address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
+) -> int:
+    """Return how many units of memory a warp in the middle of the elements touches with one access."""
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
     found = set[int]()
     for thread in range(first, first + WARP):
         begin = item_bytes * _evaluated(address, _values(thread * step, variables))
-        found |= {begin // LINE_BYTES, (begin + access_bytes - 1) // LINE_BYTES}
+        found |= {begin // unit, (begin + access_bytes - 1) // unit}
     return len(found)
 
 

@@ -14,7 +14,7 @@ from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, product
 from onnxfuse.kernels.region.stored import Stored, StoredByKey, stored
-from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Device
@@ -156,7 +156,7 @@ def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
     """Return a nest in the variables that make it fast."""
     nest = with_contiguous_last(nest, region.program)
-    return flat_if_faster(nest, region.program, region.shapes, region.aligned, region.device, found)
+    return fastest_variables(nest, region.program, region.shapes, region.aligned, region.device, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:

@@ -55,6 +55,7 @@ MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
 Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
+SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,8 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     if nest.levels or nest.stores or len(variables) < 2:
         return None
     last = variables[-1]
+    if not is_side_by_side(flat(nest.place, nest.shape), last):
+        return None
     loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
     crossed = [each for each in loads if not is_side_by_side(each.address, last)]
     moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
@@ -208,7 +211,7 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     words = _staged_words(nest, across, program, shapes)
     if words > MAX_TILED_WORDS:
         return None
-    width = width_along(nest, across, program, shapes, aligned, is_split=True)
+    width = width_along(nest, across, program, shapes, aligned, "branches")
     store_width = _store_width(nest, program, shapes) if aligned else 1
     area = _tile_area(shapes.sizes.value(nest.count(ELEMENTS)), min(width, store_width), words, device)
     sides = _sides(across.extent, last.extent, area)
@@ -268,18 +271,32 @@ def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
     return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
 
 
-def flat_if_faster(
+def fastest_variables(
     nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device, stored: StoredByKey
 ) -> Nest:
-    """Return a nest without reductions in one variable if threads then have so much wider vectors that this pays."""
-    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
+    """Return a nest without reductions in the variables, or in the order of them, with which an element costs least."""
+    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, program, shapes, aligned, device):
         return nest
-    flat = flattened(nest, program, shapes, stored)
-    if _tile(nest, program, shapes, aligned, device):
-        return nest
-    found = [_best_lanes(each, program, shapes, aligned) for each in (flat, nest)]
-    costs = [own / (CHEAPER if lanes.scattered else 1) for own, lanes in found]
-    return flat if costs[0] < costs[1] else nest
+    others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
+
+    def taken(each: Nest) -> float:
+        own, lanes = _best_lanes(each, program, shapes, aligned)
+        return own / (CHEAPER if lanes.scattered else 1)
+
+    return min([nest, *others], key=taken)
+
+
+def _turned(nest: Nest, program: Program) -> Iterator[Nest]:
+    """Yield a nest whose innermost variable is the one along which most is read, if that is another one.
+
+    Its vectors are then loaded at once, and each of their elements is stored side by side with those of other threads.
+    """
+    variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
+    loads = [each for each in accesses(nest, program) if each.operand]
+    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == ONE) for each in variables}
+    along = max(variables, key=lambda each: (moved[each], each == last))
+    if along != last:
+        yield replace(nest, lists={**nest.lists, ELEMENTS: (*(each for each in variables if each != along), along)})
 
 
 def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> tuple[float, Lanes]:
@@ -287,7 +304,8 @@ def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> 
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
-    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, is_split=True))]
+    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "branches"))]
+    others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
     others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
     costs = {lanes: cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
     best = min(costs, key=lambda lanes: costs[lanes])
@@ -326,13 +344,13 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
 
 
 def width_along(
-    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, is_split: bool = False
+    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, split_by: SplitBy = ""
 ) -> int:
     """Return the elements of a vector along a variable, or along the last one of a list.
 
-    Of the widths that divide the variable's extent, and that no store and no branch splits, unless `is_split` allows
-    that, it is the one with which most bytes are moved by whole vectors, and the widest of these.  Vectors of what most
-    bytes are of have 16 at most; those of other accesses may be several loads.
+    Of the widths that divide the variable's extent, it is the one with which most bytes are moved by whole vectors, and
+    the widest of these.  No store and no branch splits its vectors, unless `split_by` says that "branches" may, or
+    "stores" as well.  Vectors of what most bytes are of have 16 at most; those of other accesses may be several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not aligned:
@@ -345,10 +363,10 @@ def width_along(
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
-        if not is_split and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
+        if not split_by and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
         whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
-        is_stored_so = all(each.operand or each in whole for each in along)
+        is_stored_so = split_by == "stores" or all(each.operand or each in whole for each in along)
         moved = sum(each.moved for each in whole)
         if is_stored_so and moved > most:
             best, most = width, moved

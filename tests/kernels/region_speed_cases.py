@@ -170,6 +170,10 @@ def transposed_tiles() -> Iterator[Made]:
         x = numbers((2, 33, 70), dtype, low=0 if dtype == "bool" else -12, high=1 if dtype == "bool" else 12)
         yield one(f"Transpose of odd tiles of {dtype}", "Transpose", x, perm=[0, 2, 1])
         yield one(f"Transpose of large tiles of {dtype}", "Transpose", np.tile(x[:, :32], (3, 2, 2)), perm=[0, 2, 1])
+    for dynamic in ((), (3,), (3, 5)):
+        for dtype in ("float16", "float32", "int64"):
+            yield one(f"pixels of patches of {dtype} {dynamic}", "Transpose", numbers((3, 5, 6, 2, 2, 8), dtype),
+                      dynamic=dynamic, perm=[0, 5, 1, 3, 2, 4])  # fmt: skip
     for dynamic in ((), (48,), (3, 40, 48)):
         d = f" {dynamic}" if dynamic else ""
         x, row, column = (numbers(shape, "float16", i) for i, shape in enumerate([(3, 40, 48), (40,), (48, 1)]))

@@ -13,7 +13,7 @@ import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
 from region_cases import all_cases
-from region_drafts import RegionProgram
+from region_drafts import RegionProgram, one
 from region_emulation import plan_of
 from region_random import random_program
 from region_speed_cases import mean_pooling, quantized, sums_of_rows
@@ -167,6 +167,15 @@ def test_tiles_are_read_and_stored_by_vectors() -> None:
     assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
     assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
     assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+
+
+def test_short_axes_that_are_read_side_by_side_are_read_at_once() -> None:
+    """The patches of DiT: eight channels are one load, and a store of each is side by side with those of a warp."""
+    (step,) = launches_of(
+        one("", "Transpose", np.zeros((256, 16, 16, 2, 2, 8), np.float16), perm=[0, 5, 1, 3, 2, 4])[1]
+    )
+    assert "load(x0 + (" in step.kernel.text and "EACH(8) put_one(0, y0 + (" in step.kernel.text
+    assert step.grid[0] * step.block[0] == 256 * 32 * 32
 
 
 @pytest.mark.parametrize(("last", "blocks"), [(16, 6), (40, 16), (96, 18)])
