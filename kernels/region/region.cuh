@@ -191,6 +191,15 @@ __device__ __forceinline__ T modulo(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
 
+// Long words that both fit into words are divided as such, whatever their signs: the compiler does so without signs only.
+template <>
+__device__ __forceinline__ long long modulo(long long a, long long b) {
+    const u64 x = a < 0 ? 0 - u64(a) : u64(a), y = b < 0 ? 0 - u64(b) : u64(b);
+    const u64 size = (x | y) >> 32 ? x % y : u64(u32(x) % u32(y));
+    const long long rest = a < 0 ? -(long long)(size) : (long long)(size);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
 template <class T>
 __device__ __forceinline__ T power_of_integer(T base, double exponent) { return T(pow(double(base), exponent)); }
 

@@ -73,6 +73,9 @@ def operators() -> Iterator[Made]:
             low = 0 if source in ("bool", "uint8") else -12
             x = numbers((2, 24), source, low=low, high=1 if source == "bool" else 12)
             yield one(f"Cast {source} to {target}", "Cast", x, dtype=target, to=target)
+    large = np.array([-(2**63), -(2**62) + 1, -(2**32), -7, -1, 0, 6, 2**31, 2**32 - 1, 2**40 + 3, 2**63 - 1])
+    divisors = large[large != 0]
+    yield one("Mod of large int64", "Mod", large[1:, None], divisors[divisors != -1], fmod=0)
     infinite = np.array([1.0, np.inf, -np.inf, np.nan], np.float32)
     yield one("IsInf of +inf", "IsInf", infinite, dtype="bool", detect_negative=0)
     yield one("Gelu by tanh", "Gelu", numbers((64,), "float32"), approximate="tanh")
