@@ -89,7 +89,7 @@ def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
         count = sizes.value(product(nest.shape))
         return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
     if tiling.way == "elements":
-        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
+        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.repeats * tiling.threads))
     if tiling.way == "tile":
         return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,12 +30,13 @@ ROW_THREADS: Final = 256  # of a block whose threads exchange what they have red
 TILE_AREA: Final = 4096  # elements of a tile at most, as words of shared memory
 MIN_TILE_AREA: Final = 1024
 TILE_ROUNDS: Final = 4  # vectors of a thread that reads or stores a tile
-TILE_BLOCKS: Final = 8  # of tiles on a multiprocessor: tiles are smaller until there are so many
+TILE_BLOCKS: Final = 32  # of tiles on a multiprocessor: tiles are smaller until there are so many
 MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they are longer along it than a square
 TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
-FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+FEW_ROWS: Final = 4  # on a multiprocessor
+FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
 MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
@@ -55,6 +57,10 @@ MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
 Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
+Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring values of it a thread has
+ONCE: Final[Repeats] = ("", 1)
+MAX_REPEATS: Final = 8
+REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
@@ -77,6 +83,8 @@ class Tiling:
     tile: tuple[int, int] = (0, 0)  # elements of a tile along that variable, and along the last one
     store_width: int = 1  # elements of its vectors that are stored
     is_scattered: bool = False  # a thread's elements are not neighbours
+    repeated: str = ""  # the variable of which a thread has several neighbouring values
+    repeats: int = 1  # these
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
@@ -91,17 +99,17 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if tile:
         return tile
     if not nest.levels:
-        _, lanes = _best_lanes(nest, program, shapes, aligned)
+        _, lanes, (repeated, repeats) = _best_lanes(nest, program, shapes, aligned, device)
         width = _narrowed(sizes.value(nest.count(ELEMENTS)), lanes.width, device)
         if lanes.scattered:
             return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
-        return Tiling("elements", THREADS, width, has_tail=has_tail)
+        return Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
     if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
+    few = always(lambda: rows < FEW_ROWS * device.multiprocessors, rows, length)
     warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
     counts = {each: sizes.value(nest.count(each)) for each in widths}
@@ -205,7 +213,7 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     across = max(variables[:-1], key=lambda each: moved[each])
     if not moved[across] or any((each.extent.constant or MIN_TILED) < MIN_TILED for each in (across, last)):
         return None
-    own, _ = _best_lanes(nest, program, shapes, aligned)
+    own, *_ = _best_lanes(nest, program, shapes, aligned, device)
     if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
         return None
     words = _staged_words(nest, across, program, shapes)
@@ -279,9 +287,9 @@ def fastest_variables(
         return nest
     others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
 
-    def taken(each: Nest) -> float:
-        own, lanes = _best_lanes(each, program, shapes, aligned)
-        return own / (CHEAPER if lanes.scattered else 1)
+    def taken(each: Nest) -> tuple[float, bool]:
+        own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
+        return own / (CHEAPER if lanes.scattered else 1), repeats != ONCE
 
     return min([nest, *others], key=taken)
 
@@ -299,18 +307,45 @@ def _turned(nest: Nest, program: Program) -> Iterator[Nest]:
         yield replace(nest, lists={**nest.lists, ELEMENTS: (*(each for each in variables if each != along), along)})
 
 
-def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> tuple[float, Lanes]:
-    """Return the lanes at which an element of a nest without reductions costs least, and what it costs."""
+def _best_lanes(
+    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device
+) -> tuple[float, Lanes, Repeats]:
+    """Return at which lanes an element of a nest without reductions costs least, what that is, and what is repeated."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
     others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "branches"))]
     others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
     others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
-    costs = {lanes: cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
-    best = min(costs, key=lambda lanes: costs[lanes])
-    chosen = best if costs[best] < CHEAPER * costs[whole] else whole
-    return costs[chosen], chosen
+    found = {(lanes, ONCE): cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
+    for lanes in dict.fromkeys([whole, *others[:2]]):
+        for repeats in _repeats(nest, lanes.width, program, shapes, device):
+            found[lanes, repeats] = cost(nest, lanes, program, shapes, *repeats)
+    best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
+    chosen = best if found[best] < CHEAPER * found[whole, ONCE] else (whole, ONCE)
+    return found[chosen], *chosen
+
+
+def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: Device) -> Iterator[Repeats]:
+    """Yield of which variables a thread may have several values, so that it reads less often what they do not change.
+
+    A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
+    Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
+    way together.
+    """
+    count = shapes.sizes.value(nest.count(ELEMENTS))
+    if is_symbolic(count) or nest.bounds or nest.inner:
+        return
+    loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
+    for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):
+        inner *= typical(before.extent)
+        if inner >= WARP * width and any(read and each.name not in read for read in loads):
+            repeats = MAX_REPEATS
+            while repeats > 1:
+                enough = count // (width * repeats) >= REPEATING_THREADS * device.multiprocessors
+                if enough and shapes.sizes.divisor(each.extent) % repeats == 0:
+                    yield each.name, repeats
+                repeats //= 2
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:

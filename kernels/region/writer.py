@@ -119,6 +119,10 @@ class Writer:
         """Return what the text has for a key where the next line stands."""
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
+    def values(self) -> list[tuple[str, Place]]:
+        """Return the values that the text has where the next line stands, in the order in which it computed them."""
+        return [key for key in self.scopes[0] if isinstance(key, tuple) and len(key) == 2]
+
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
         scope = len(self.scopes) - 1

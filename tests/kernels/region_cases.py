@@ -11,6 +11,7 @@ from region_speed_cases import (
     columns,
     flat_vectors,
     layer_norm,
+    repeated_reads,
     row_outputs,
     short_rows,
     stored_reductions,
@@ -218,5 +219,5 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs)
+    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs, repeated_reads)
     return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

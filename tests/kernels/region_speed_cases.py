@@ -149,6 +149,31 @@ def quantized(program: RegionProgram, x: str, axis: int, keepdims: int) -> Seque
     return program.op("Div", rounded, scale), program.op("Neg", scale), program.op("Exp", program.op("Neg", largest))
 
 
+def repeated_reads() -> Iterator[Made]:
+    """Elements of which neighbouring rows, or images, read what is the same for all of them."""
+    padding, k, q = (numbers(shape, "int64", i, 0, 64) for i, shape in enumerate([(4, 64), (1, 64), (256, 1)]))
+    yield made("a mask of padding and of causality", [padding, k, q], masked_places)
+    for dtype in FLOATS:
+        x, bias, places = numbers((64, 3, 25, 25), dtype), numbers((12, 3), dtype), numbers((25, 25), "int64", 1, 0, 11)
+        yield made(f"biases of windows at places of {dtype}", [x, bias, places], biased_windows)
+    x, rows, columns = (numbers(shape, "float16", i) for i, shape in enumerate([(64, 32, 48), (32, 1), (48,)]))
+    yield made("rows and columns of images", [x, rows, columns], lambda p, x, a, b: (
+        p.op("Mul", p.op("Add", x, p.op("Exp", a)), b), p.op("Max", x, p.op("Abs", b))))  # fmt: skip
+
+
+def masked_places(program: RegionProgram, padding: str, k: str, q: str) -> str:
+    """0 where a key is there and not behind its query, and the least float16 elsewhere."""
+    is_there = program.op("Unsqueeze", program.op("Cast", padding, dtype="bool", to="bool"), axes=[1, 2])
+    is_seen = program.op("And", is_there, program.op("LessOrEqual", k, q, dtype="bool"))
+    values = [program.op("Constant", dtype="float16", value=value) for value in (0.0, -65504.0)]
+    return program.op("Where", is_seen, *values, dtype="float16")
+
+
+def biased_windows(program: RegionProgram, x: str, bias: str, places: str) -> str:
+    """The biases of Swin's windows, of which each pair of places has an index."""
+    return program.op("Add", x, program.op("Transpose", program.op("Gather", bias, places, axis=0), perm=[2, 0, 1]))
+
+
 def sums_of_rows(program: RegionProgram, x: str) -> Sequence[str]:
     """Comparisons with a row's sum, and its maximum and sum with axes of one element elsewhere."""
     wide = program.op("Unsqueeze", program.op("Abs", x), axes=[1])

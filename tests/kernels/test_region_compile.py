@@ -69,14 +69,26 @@ def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_a_mask_does_not_narrow_the_vectors_of_scores(dtype: str) -> None:
-    """One of 64 bits is read by neighbouring threads side by side, so that a thread's elements are far apart."""
+    """One of 64 bits, which takes many lines, is read once for eight rows."""
     program = RegionProgram()
-    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, dtype))
+    x, mask = program.operand(np.zeros((128, 256, 512), np.float16)), program.operand(np.zeros(512, dtype))
     chosen = program.op("Cast", mask, dtype="bool", to="bool")
     program.outputs = [program.op("Where", chosen, x, program.op("Neg", x), dtype="float16")]
     (step,) = launches_of(program)
-    assert ("EACH(8) at[j] = first + j * 128;" if dtype == "int64" else "load(x1 + (o2), ") in step.kernel.text
-    assert step.grid[0] == 64 * 256 * 512 // (8 * 128)
+    repeats = 8 if dtype == "int64" else 1
+    before, *behind = step.kernel.text.split("for (int k = 0; k < 8; ++k)")
+    assert "load(x1 + (o" in before and len(behind) == repeats // 8
+    assert step.grid[0] == 128 * 256 * 512 // (repeats * 8 * 128)
+
+
+def test_elements_lie_apart_where_a_warp_then_reads_fewer_lines() -> None:
+    """Rows are too few for a thread to have several."""
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((64, 64, 512), np.float16)), program.operand(np.zeros(512, np.int64))
+    chosen = program.op("Cast", mask, dtype="bool", to="bool")
+    program.outputs = [program.op("Where", chosen, x, program.op("Neg", x), dtype="float16")]
+    (step,) = launches_of(program)
+    assert "EACH(8) at[j] = first + j * 128;" in step.kernel.text and step.grid[0] == 64 * 64 * 512 // (8 * 128)
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -161,12 +173,12 @@ def test_rows_are_read_once_for_outputs_with_other_axes() -> None:
 
 def test_tiles_are_read_and_stored_by_vectors() -> None:
     program = RegionProgram()
-    x = program.operand(np.zeros((64, 512, 520), np.float16))
+    x = program.operand(np.zeros((128, 512, 520), np.float16))
     program.outputs = [program.op("Transpose", x, perm=[0, 2, 1])]
     (step,) = launches_of(program)
     assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
     assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
-    assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+    assert step.grid[0] == 128 * (512 // 64) * -(-520 // 64)
 
 
 def test_short_axes_that_are_read_side_by_side_are_read_at_once() -> None:
@@ -178,7 +190,7 @@ def test_short_axes_that_are_read_side_by_side_are_read_at_once() -> None:
     assert step.grid[0] * step.block[0] == 256 * 32 * 32
 
 
-@pytest.mark.parametrize(("last", "blocks"), [(16, 6), (40, 16), (96, 18)])
+@pytest.mark.parametrize(("last", "blocks"), [(16, 6), (40, 16), (96, 36)])
 def test_tiles_have_as_many_elements_as_short_axes(last: int, blocks: int) -> None:
     """So that no thread is without elements."""
     program = RegionProgram()
