@@ -353,7 +353,7 @@ template <class A>
 __device__ __forceinline__ A stored(const u64* memory, long long row, int shares) {
     const A* from = reinterpret_cast<const A*>(memory) + row * shares;
     A own = from[0];
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 1; i < shares; ++i) own.merge(from[i]);
     return own;
 }

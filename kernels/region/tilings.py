@@ -35,7 +35,7 @@ MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they
 TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
-FEW_ROWS: Final = 4  # on a multiprocessor
+FEW_ROWS: Final = 8  # on a multiprocessor
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
 MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
@@ -170,7 +170,9 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     """Return how a nest runs whose rows lie side by side in memory."""
     sizes = shapes.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    width = width_along(nest, ROWS, program, shapes, aligned)
+    moved = sum(each.moved for each in accesses(nest, program))
+    is_crossed = 2 * moved_along(nest, nest.lists[ROWS][-1], program) < moved
+    width = 1 if is_crossed else width_along(nest, ROWS, program, shapes, aligned)
     many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
     shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
     fewest = MANY_BLOCKS * device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
