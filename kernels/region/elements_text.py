@@ -50,7 +50,7 @@ class ElementsText:
         writer.line(f"if (at >= {bound}) return;")
         self.parts.split("at", own, width)
         writer.lanes = Lanes(variables[-1].name, width)
-        trial = StoreText(self.nest, writer.copy(), self.store.release, self.store.leaving, None)
+        trial = StoreText(self.nest, writer.copy(), self.store.release, self.store.leaving, ())
         trial.writer.lanes = writer.lanes
         trial.write()
         for name, place in trial.writer.values():

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__({threads}) region({parameters}) {{
 
 def plan_of(region: Region, stages: Stages, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Plan:
     """Return the plan that runs the launches of a region, one after the other."""
-    stored = {work.stored.pointer: work.stored for works in stages.launches for work in works if work.stored}
+    stored = {each.pointer: each for works in stages.launches for work in works for each in work.stored}
     parameters: dict[str, tuple[str, Argument]] = {}
     for i, spec in enumerate(inputs):
         parameters[f"x{i}"] = (f"const {STORED[spec.dtype]}* x{i}", Pointer("input", i))

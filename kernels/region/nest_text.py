@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -32,12 +32,12 @@ class NestText:
     """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
 
     def __init__(
-        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Stored | None = None
+        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
     ) -> None:
         """Take what is written, how, and where.
 
         `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
-        `own` is the reduction that the nest stores, if it does.
+        `own` are the reductions that the nest stores.
         """
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
@@ -72,7 +72,7 @@ class NestText:
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
         if self.tiling.way == "merge" and self.own:
-            merge_shares(self.writer, self.own, self.tiling, self.parts.bound(ROWS, 1))
+            merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
             return
         elements = ElementsText(self.parts, self.store)
         ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}

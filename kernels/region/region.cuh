@@ -191,7 +191,7 @@ __device__ __forceinline__ T modulo(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
 
-// Long words that both fit into words are divided as such, whatever their signs: the compiler does so without signs only.
+// Long words that fit into words are divided as such. The compiler does so as well, but where neither has a sign.
 template <>
 __device__ __forceinline__ long long modulo(long long a, long long b) {
     const u64 x = a < 0 ? 0 - u64(a) : u64(a), y = b < 0 ? 0 - u64(b) : u64(b);

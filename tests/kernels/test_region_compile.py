@@ -16,7 +16,7 @@ from region_cases import all_cases
 from region_drafts import RegionProgram, one
 from region_emulation import plan_of
 from region_random import random_program
-from region_speed_cases import mean_pooling, quantized, sums_of_rows
+from region_speed_cases import layer_norm, mean_pooling, quantized, sums_of_rows
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -162,6 +162,16 @@ def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
     program.outputs = list(quantized(program, x, 1, keepdims))
     (step,) = launches_of(program)
     assert step.grid[0] == 5000 and step.kernel.text.count("load(x0") == 1
+
+
+def test_rows_are_read_once_for_all_reductions_that_are_stored() -> None:
+    """The mean and the variance of rows, of which some are gathered."""
+    program = RegionProgram()
+    x, places = program.operand(np.zeros((5000, 512), np.float16)), program.operand(np.zeros(3, np.int64))
+    program.outputs = [program.op("Gather", layer_norm(program, x, [1]), places, axis=0)]
+    first, second = launches_of(program)
+    assert first.kernel.text.count("load(x0") == 1 and first.kernel.text.count("store_accumulator") == 2
+    assert second.grid[0] * second.block[0] * 2 == 3 * 512
 
 
 def test_rows_are_read_once_for_outputs_with_other_axes() -> None:
