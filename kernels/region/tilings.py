@@ -61,6 +61,7 @@ Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring va
 ONCE: Final[Repeats] = ("", 1)
 MAX_REPEATS: Final = 8
 REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
+SCATTERING_THREADS: Final = 1024  # on a multiprocessor: with fewer, each has fewer elements that lie apart
 SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
@@ -100,8 +101,10 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
         return tile
     if not nest.levels:
         _, lanes, (repeated, repeats) = _best_lanes(nest, program, shapes, aligned, device)
-        width = _narrowed(sizes.value(nest.count(ELEMENTS)), lanes.width, device)
+        count = sizes.value(nest.count(ELEMENTS))
+        width = _narrowed(count, lanes.width, device)
         if lanes.scattered:
+            width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
         return Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
@@ -359,9 +362,9 @@ def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
     ]
 
 
-def _narrowed(count: int, width: int, device: Device) -> int:
-    """Return a width at which a small tensor has more vectors."""
-    small = SMALL_VECTORS * device.multiprocessors
+def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTORS) -> int:
+    """Return a width at which a small tensor has more vectors: as many as these on a multiprocessor."""
+    small = vectors * device.multiprocessors
     if is_symbolic(count):
         return min(width, SMALL_WIDTH) if estimate(count // width) < small else width
     while width > SMALL_WIDTH and count // width < small:
