@@ -142,7 +142,7 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
     along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == ONE]
     if not along:
         return None
-    width = min(MAX_WIDTH, VECTOR_BYTES // min(each.item_bytes for each in along))
+    width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
