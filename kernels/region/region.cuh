@@ -347,14 +347,15 @@ __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, i
     for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
 }
 
-// ---- accumulators in scratch memory: those of the blocks that shared a row lie side by side ----------------------
+// ---- accumulators in scratch memory, of all blocks that shared a row ---------------------------------------------
 
+// The merged accumulators of a row: one lies at `first`, and `step` further the next one.
 template <class A>
-__device__ __forceinline__ A stored(const u64* memory, long long row, int shares) {
-    const A* from = reinterpret_cast<const A*>(memory) + row * shares;
+__device__ __forceinline__ A stored(const u64* memory, long long first, long long step, int shares) {
+    const A* from = reinterpret_cast<const A*>(memory) + first;
     A own = from[0];
 #pragma unroll 16
-    for (int i = 1; i < shares; ++i) own.merge(from[i]);
+    for (int i = 1; i < shares; ++i) own.merge(from[i * step]);
     return own;
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
+from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
@@ -219,10 +220,12 @@ def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], f
 
     for keys, nest in own.items():
         tiling, launch = tilings[keys], first_launch(nest)
-        shared = {key: replace(found[key], shares=tiling.shares) for key in keys}
+        is_across = tiling.way == "columns" and tiling.shares != ONE
+        shared = {key: replace(found[key], shares=tiling.shares, is_across=is_across) for key in keys}
         if keys in merged:
             stages.stored |= {key: found[key] for key in keys}
-            stages.add(launch + 1, Work(nest, Tiling("merge", THREADS, shares=tiling.shares), (found[keys[0]],)))
+            merging = Tiling("merge", THREADS, lanes=1 if is_across else WARP, shares=tiling.shares)
+            stages.add(launch + 1, Work(nest, merging, (replace(found[keys[0]], is_across=is_across),)))
             shared = {key: replace(each, pointer=f"{each.pointer}_shares") for key, each in shared.items()}
         else:
             stages.stored |= shared

@@ -9,7 +9,7 @@ from onnxfuse.kernels.region.nests import Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
-from onnxfuse.kernels.region.sizes import ONE
+from onnxfuse.kernels.region.sizes import ONE, product
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.writer import Writer
 
@@ -56,7 +56,9 @@ class StoreText:
         accumulator = writer.known(instance)
         assert accumulator
         at = writer.index(address, in_lane=accumulator.varies)
-        if own.shares != ONE:
+        if own.is_across:
+            at = f"{at} + share * {writer.arguments.size(product(own.shape))}"
+        elif own.shares != ONE:
             at = f"({at}) * {writer.arguments.size(own.shares)} + share"
         each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
         head = f"if ({condition}) " if condition else ""
