@@ -19,6 +19,7 @@ from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.stored import StoredByKey
+from onnxfuse.kernels.region.tile_sides import tile_area, tile_sides
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
@@ -27,12 +28,6 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
-TILE_AREA: Final = 4096  # elements of a tile at most, as words of shared memory
-MIN_TILE_AREA: Final = 1024
-TILE_ROUNDS: Final = 4  # vectors of a thread that reads or stores a tile
-TILE_BLOCKS: Final = 32  # of tiles on a multiprocessor: tiles are smaller until there are so many
-MAX_TILE_WASTE: Final = 1.15  # by how much tiles may exceed an axis before they are longer along it than a square
-TILE_STEP: Final = 8  # a tile has a multiple of so many elements along each of its axes
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS: Final = 8  # on a multiprocessor
@@ -226,54 +221,16 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
         return None
     width = width_along(nest, across, program, shapes, aligned, "branches")
     store_width = _store_width(nest, program, shapes) if aligned else 1
-    area = _tile_area(shapes.sizes.value(nest.count(ELEMENTS)), min(width, store_width), words, device)
-    sides = _sides(across.extent, last.extent, area)
+    vectors = THREADS * min(width, store_width)
+    area = tile_area(shapes.sizes.value(nest.count(ELEMENTS)), vectors, words, device)
+    sides = tile_sides(across.extent, last.extent, area)
     return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
-
-
-def _tile_area(count: int, width: int, words: int, device: Device) -> int:
-    """Return how many elements a tile has at most: as many as threads take in few rounds, where blocks are many."""
-    area = max(MIN_TILE_AREA, min(TILE_AREA // words, TILE_ROUNDS * THREADS * width))
-    if is_symbolic(count):
-        return MIN_TILE_AREA
-    while area > MIN_TILE_AREA and count < TILE_BLOCKS * device.multiprocessors * area:
-        area //= 2
-    return area
 
 
 def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes) -> int:
     """Return how many words of an element of a tile are in shared memory."""
     staged = staged_values(nest, across, program, shapes)
     return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
-
-
-def _sides(across: Size, last: Size, area: int) -> tuple[int, int]:
-    """Return the elements of a tile along both of its axes: about a square, or longer where the other one is short."""
-    found = [_longest(across, last, area), _longest(last, across, area)[::-1]]
-    return min(found, key=lambda sides: _covered(across, sides[0]) * _covered(last, sides[1]))
-
-
-def _longest(one: Size, other: Size, area: int) -> tuple[int, int]:
-    """Return the sides of a tile, of which the first may have an axis that is longer than the side of a square."""
-    square = 1 << (area.bit_length() - 1) // 2
-    first = _side(one, square)
-    if _covered(one, first) > MAX_TILE_WASTE * (one.constant or first):
-        first = min(first, _side(one, 2 * square - 1), key=lambda side: _covered(one, side))
-    second = _side(other, area // first // TILE_STEP * TILE_STEP)
-    return max(first, _side(one, area // second // TILE_STEP * TILE_STEP)), second
-
-
-def _side(extent: Size, most: int) -> int:
-    """Return the elements of a tile along an axis, of which equally long ones cover the axis."""
-    if extent.constant is None:
-        return most
-    count = -(-extent.constant // most)
-    return -(-extent.constant // (count * TILE_STEP)) * TILE_STEP
-
-
-def _covered(extent: Size, side: int) -> int:
-    """Return how many elements of an axis tiles have together, or those of one tile where that is dynamic."""
-    return -(-(extent.constant or 1) // side) * side
 
 
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
