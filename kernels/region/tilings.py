@@ -30,7 +30,8 @@ THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
-FEW_ROWS: Final = 8  # on a multiprocessor
+FEW_ROWS: Final = 4  # on a multiprocessor
+MANY_ROUNDS_FEW_ROWS: Final = 8  # the same where a lane would have more than MAX_WARP_ROUNDS vectors of a row
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
 MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
@@ -107,9 +108,11 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    few = always(lambda: rows < FEW_ROWS * device.multiprocessors, rows, length)
-    warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
+    is_long = always(lambda: length > MAX_WARP_ROUNDS * WARP * widths[name], rows, length)
+    most = (MANY_ROUNDS_FEW_ROWS if is_long else FEW_ROWS) * device.multiprocessors
+    few = always(lambda: rows < most, rows, length)
+    warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     counts = {each: sizes.value(nest.count(each)) for each in widths}
     row_bytes = sum(each.moved for each in accesses(nest, program)) / max(1, typical(nest.count(ROWS)))
     threads = _lanes(counts, widths, rows, row_bytes, device) if warp else ROW_THREADS
@@ -293,10 +296,10 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
 
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
     Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
-    way together.
+    way together.  Single elements gain nothing: Swin's biases and the patches of an MAE take a tenth longer so.
     """
     count = shapes.sizes.value(nest.count(ELEMENTS))
-    if is_symbolic(count) or nest.bounds or nest.inner:
+    if is_symbolic(count) or nest.bounds or nest.inner or width == 1:
         return
     loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
     for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):
