@@ -29,30 +29,37 @@ CHOICE_COST: Final = 3  # of a lane's choice among the parts of a Concat, or bet
 LINE_COST: Final = 4  # instructions that a multiprocessor issues while its first-level cache takes one line
 BYTE_COST: Final = 7  # instructions that an H200 issues while it moves a byte: 30 T/s, and 4.2 TB/s
 LINE_BYTES: Final = 128
+SECTOR_BYTES: Final = 32
+WHOLE_SECTOR_LINES: Final = 0.5  # that the first-level cache takes while a sector is stored
+PART_SECTOR_LINES: Final = 1.5  # while a part of one is: the patches of an MAE, stored so, take 21.5 us for 13.7 us
 WARP: Final = 32
 
 
-def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes) -> float:
+def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: str = "", repeats: int = 1) -> float:
     """Return about how many instructions an element takes: as many as issue while it waits for what takes longest.
 
     That is memory's bandwidth, the first-level cache, or the instructions themselves.  A thread that does little takes
-    as long as THREAD_COST instructions, because it waits for memory.
+    as long as THREAD_COST instructions, because it waits for memory.  A thread has vectors at so many neighbouring
+    values of the repeated variable, and reads once what does not depend on it.
     """
     variables, width = nest.lists[ELEMENTS], lanes.width
-    instructions = float(DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1))
+    instructions = DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1) / repeats
     instructions += width * len(program.operations)
-    divisions, lines = set[Atom](), 0
+    divisions, lines = set[Atom](), 0.0
     stored = [Access(str(key), at, ACCUMULATOR_BYTES, 0) for key, at in nest.stored_read]
     for access in dict.fromkeys([*accesses(nest, program), *stored]):
-        times = 1 if access.operand else len(nest.outputs)
         parts, parts_bytes = _parts(access, lanes, shapes)
-        instructions += times * parts * ACCESS_COST
-        lines += times * parts * _lines(access.address, variables, lanes, parts_bytes, access.item_bytes)
+        times = parts / (1 if repeated in access.address.variables() else repeats)
+        times *= 1 if access.operand else len(nest.outputs)
+        given = (access.address, variables, lanes, parts_bytes, access.item_bytes)
+        touched = len(_touched(*given, LINE_BYTES))
+        instructions += times * ACCESS_COST
+        lines += times * (touched if access.operand else max(touched, _stored_lines(*given)))
         divisions |= {atom for atom in access.address.atoms() if atom.kind in ("div", "mod")}
     instructions += DIVISION_COST * len(divisions) * width
     splits = {each for each in nest.bounds if not lanes.are_on_one_side(*each, shapes.sizes)}
     instructions += CHOICE_COST * len(splits) * width
-    own = max(THREAD_COST, instructions, LINE_COST * lines) / width
+    own = max(THREAD_COST / repeats, instructions, LINE_COST * lines) / width
     return max(cost_of_bytes(nest, program, shapes), own)
 
 
@@ -77,16 +84,28 @@ def _parts(access: Access, lanes: Lanes, shapes: Shapes) -> tuple[int, int]:
     return -(-whole // VECTOR_BYTES), min(whole, VECTOR_BYTES)
 
 
+def _stored_lines(
+    address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int
+) -> float:
+    """Return how many lines could be read while a warp stores: sectors of which it writes a part take the longest."""
+    found = _touched(address, variables, lanes, access_bytes, item_bytes, SECTOR_BYTES)
+    return sum(WHOLE_SECTOR_LINES if written >= SECTOR_BYTES else PART_SECTOR_LINES for written in found.values())
+
+
 @functools.lru_cache(maxsize=4096)
-def _lines(address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int) -> int:
-    """Return how many lines of memory a warp in the middle of the elements touches with one access."""
+def _touched(
+    address: Index, variables: tuple[Variable, ...], lanes: Lanes, access_bytes: int, item_bytes: int, unit: int
+) -> Mapping[int, int]:
+    """Return the units of memory that a warp in the middle of the elements touches with one access, and their bytes."""
     step = 1 if lanes.scattered else lanes.width
     first = math.prod(typical(each.extent) for each in variables) // step // 2 // WARP * WARP
-    found = set[int]()
+    found = dict[int, int]()
     for thread in range(first, first + WARP):
         begin = item_bytes * _evaluated(address, _values(thread * step, variables))
-        found |= {begin // LINE_BYTES, (begin + access_bytes - 1) // LINE_BYTES}
-    return len(found)
+        end = begin + access_bytes
+        for each in range(begin // unit, (end - 1) // unit + 1):
+            found[each] = found.get(each, 0) + min(end, (each + 1) * unit) - max(begin, each * unit)
+    return found
 
 
 def _values(left: int, variables: tuple[Variable, ...]) -> dict[str, int]:

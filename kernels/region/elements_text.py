@@ -8,6 +8,7 @@ from onnxfuse.kernels.region.indices import flat, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.parts_text import PartsText
+from onnxfuse.kernels.region.sizes import as_size, product
 from onnxfuse.kernels.region.store_text import StoreText
 
 
@@ -30,11 +31,35 @@ class ElementsText:
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
             return
+        if self.tiling.repeats > 1:
+            self._repeated(variables)
+            return
         writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
         if variables:
             self.parts.split("at", variables, width)
             writer.lanes = Lanes(variables[-1].name, width)
         self.store.write()
+
+    def _repeated(self, variables: Sequence[Variable]) -> None:
+        """Write vectors at several values of a variable; what does not depend on it is computed before them."""
+        writer, width, repeats = self.writer, self.tiling.width, self.tiling.repeats
+        (repeated,) = (each for each in variables if each.name == self.tiling.repeated)
+        first = Variable(f"{repeated.name}_first", writer.shapes.sizes.quotient(repeated.extent, as_size(repeats)))
+        own = [first if each == repeated else each for each in variables]
+        bound = writer.arguments.size(self.parts.vectors(product(each.extent for each in own), width))
+        writer.line(f"if (at >= {bound}) return;")
+        self.parts.split("at", own, width)
+        writer.lanes = Lanes(variables[-1].name, width)
+        trial = StoreText(self.nest, writer.copy(), self.store.release, self.store.leaving, ())
+        trial.writer.lanes = writer.lanes
+        trial.write()
+        for name, place in trial.writer.values():
+            is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
+            if not is_read and not any(repeated.name in index.variables() for index in place):
+                writer.value(name, place)
+        with writer.block(f'_Pragma("unroll") for (int k = 0; k < {repeats}; ++k)'):
+            writer.line(f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;")
+            self.store.write()
 
     def _scattered(self, variables: Sequence[Variable]) -> None:
         """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__({threads}) region({parameters}) {{
 
 def plan_of(region: Region, stages: Stages, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Plan:
     """Return the plan that runs the launches of a region, one after the other."""
-    stored = {work.stored.pointer: work.stored for works in stages.launches for work in works if work.stored}
+    stored = {each.pointer: each for works in stages.launches for work in works for each in work.stored}
     parameters: dict[str, tuple[str, Argument]] = {}
     for i, spec in enumerate(inputs):
         parameters[f"x{i}"] = (f"const {STORED[spec.dtype]}* x{i}", Pointer("input", i))
@@ -89,7 +89,7 @@ def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
         count = sizes.value(product(nest.shape))
         return -(-(count // tiling.width + count % tiling.width) // tiling.threads)
     if tiling.way == "elements":
-        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.threads))
+        return -(-sizes.value(product(nest.shape)) // (tiling.width * tiling.repeats * tiling.threads))
     if tiling.way == "tile":
         return math.prod(sizes.value(each.extent) for each in tiles(nest, tiling, sizes))
     rows, shares = sizes.value(nest.count(ROWS)), sizes.value(tiling.shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -32,12 +32,12 @@ class NestText:
     """Writes the text of a nest.  A thread knows `block`, the number of its block among those of the nest."""
 
     def __init__(
-        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Stored | None = None
+        self, nest: Nest, tiling: Tiling, writer: Writer, release: str, leaving: str, own: Sequence[Stored] = ()
     ) -> None:
         """Take what is written, how, and where.
 
         `release` says when the next kernel may start before the stores, `leaving` whether outputs leave L2 first.
-        `own` is the reduction that the nest stores, if it does.
+        `own` are the reductions that the nest stores.
         """
         self.nest, self.tiling, self.writer, self.own = nest, tiling, writer, own
         self.release, self.leaving = release, leaving
@@ -46,13 +46,15 @@ class NestText:
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
+        self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
         self.number = 0  # of the next loop
 
     def write(self) -> None:
         """Write all lines; vectors that several loops read are held in registers, where these suffice."""
-        if self.tiling.way in ("warp", "block", "columns"):
+        if self.tiling.way in ("warp", "block", "columns", "tile"):
             trial = NestText(self.nest, self.tiling, self.writer.copy(), self.release, self.leaving, self.own)
             trial._write()
+            self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == ONE else {}
             for number, (name, keys) in enumerate(trial.reads):
                 own = list(dict.fromkeys(keys))
@@ -70,7 +72,7 @@ class NestText:
             if self.writer.stored[key].is_whole:
                 merge_whole(self.writer, self.writer.stored[key], self.tiling.threads)
         if self.tiling.way == "merge" and self.own:
-            merge_shares(self.writer, self.own, self.tiling, self.parts.bound(ROWS, 1))
+            merge_shares(self.writer, self.own[0], self.tiling, self.parts.bound(ROWS, 1))
             return
         elements = ElementsText(self.parts, self.store)
         ways = {"elements": elements.write, "tile": self._tile, "columns": self._columns}
@@ -84,15 +86,18 @@ class NestText:
         self.parts.split("at", variables, 1)
         if any(writer.stored[key].is_whole for key in self.nest.reads):
             writer.line("__syncthreads();")  # which read the shared memory
+        text.read_ahead(self.ahead)
         text.read()
         writer.line("__syncthreads();")
         if self.release != "0":
             writer.line(f"if ({self.release}) release_successor();")
+        seen = len(writer.vectors)
         with text.stored():
             nest = self.nest
             self.store.write_all(
                 {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
             )
+        self.ahead = writer.vectors[seen:]
 
     def _rows(self) -> None:
         """Write rows that a warp or a block has together."""

@@ -51,7 +51,7 @@ class Nest:
     accesses: tuple[tuple[str, Index], ...] = ()  # operands and addresses that are read; "" stands for the outputs
     bounds: tuple[tuple[Index, Size], ...] = ()  # indices that are compared with sizes
     row_outputs: Mapping[str, Shape] = field(default_factory=dict)  # of which a row has one element; shapes in its axes
-    stores: Instance | None = None  # the reduction whose accumulators are stored, at the axes' places
+    stores: tuple[Instance, ...] = ()  # reductions whose accumulators are stored, at the axes' places
     inner: tuple[Instance, ...] = ()  # reductions that no row shares: each thread computes them by itself
     stored_read: tuple[tuple[Key, Index], ...] = ()  # reductions that launches before have computed, and where
 
@@ -127,9 +127,10 @@ def make_nest(
     return _made(nest, program, shapes, stored)
 
 
-def make_stored_nest(program: Program, shapes: Shapes, each: Stored, stored: StoredByKey) -> Nest:
-    """Return the nest that computes one of the stored reductions."""
-    return _made(Nest((), each.shape, {}, {}, stores=each.instance), program, shapes, stored)
+def make_stored_nest(program: Program, shapes: Shapes, group: Sequence[Stored], stored: StoredByKey) -> Nest:
+    """Return the nest that computes stored reductions, which all have the same places."""
+    instances = tuple(each.instance for each in group)
+    return _made(Nest((), group[0].shape, {}, {}, stores=instances), program, shapes, stored)
 
 
 def _made(nest: Nest, program: Program, shapes: Shapes, stored: StoredByKey) -> Nest:
@@ -158,8 +159,8 @@ def _with_levels(nest: Nest, program: Program, shapes: Shapes, stored: StoredByK
     writer = draft(program, shapes, stored)
     for name in (*nest.outputs, *nest.row_outputs):
         writer.value(name, nest.place_of(name, shapes))
-    if nest.stores:
-        writer.in_place(nest.stores)
+    for each in nest.stores:
+        writer.in_place(each)
     own = {f"o{axis}" for axis in range(len(nest.shape))}
     found = dict.fromkeys(each for each, _ in writer.found)
     left = list(

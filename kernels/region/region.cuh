@@ -191,6 +191,15 @@ __device__ __forceinline__ T modulo(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? T(rest + b) : rest;
 }
 
+// Long words that fit into words are divided as such. The compiler does so as well, but where neither has a sign.
+template <>
+__device__ __forceinline__ long long modulo(long long a, long long b) {
+    const u64 x = a < 0 ? 0 - u64(a) : u64(a), y = b < 0 ? 0 - u64(b) : u64(b);
+    const u64 size = (x | y) >> 32 ? x % y : u64(u32(x) % u32(y));
+    const long long rest = a < 0 ? -(long long)(size) : (long long)(size);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
 template <class T>
 __device__ __forceinline__ T power_of_integer(T base, double exponent) { return T(pow(double(base), exponent)); }
 
@@ -338,14 +347,15 @@ __device__ __forceinline__ void merge_columns(A* own, u64* memory, int column, i
     for (int j = 0; j < WIDTH; ++j) own[j] = slots[j * COLUMNS];
 }
 
-// ---- accumulators in scratch memory: those of the blocks that shared a row lie side by side ----------------------
+// ---- accumulators in scratch memory, of all blocks that shared a row ---------------------------------------------
 
+// The merged accumulators of a row: one lies at `first`, and `step` further the next one.
 template <class A>
-__device__ __forceinline__ A stored(const u64* memory, long long row, int shares) {
-    const A* from = reinterpret_cast<const A*>(memory) + row * shares;
+__device__ __forceinline__ A stored(const u64* memory, long long first, long long step, int shares) {
+    const A* from = reinterpret_cast<const A*>(memory) + first;
     A own = from[0];
-#pragma unroll 8
-    for (int i = 1; i < shares; ++i) own.merge(from[i]);
+#pragma unroll 16
+    for (int i = 1; i < shares; ++i) own.merge(from[i * step]);
     return own;
 }
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeAlias
 
+from onnxfuse.kernels.region.costs import WARP
 from onnxfuse.kernels.region.indices import variable_index
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, make_nest, make_stored_nest, with_row_outputs
 from onnxfuse.kernels.region.program import Program
 from onnxfuse.kernels.region.reductions import Instance, Key
 from onnxfuse.kernels.region.shapes import Shapes
-from onnxfuse.kernels.region.sizes import ONE, ZERO, product
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Shape, product
 from onnxfuse.kernels.region.stored import Stored, StoredByKey, stored
-from onnxfuse.kernels.region.tilings import THREADS, Tiling, flat_if_faster, of_one_block, tiling_of
+from onnxfuse.kernels.region.tilings import THREADS, Tiling, fastest_variables, of_one_block, tiling_of
 from onnxfuse.kernels.region.traffic import accesses, with_contiguous_last
 from onnxfuse.region_operators import REDUCTIONS
 from onnxfuse.runtime.plan import Device
 from onnxfuse.runtime.symint import estimate
 
+Keys: TypeAlias = tuple[Key, ...]  # of reductions that one nest stores
 MIN_STORED_ELEMENTS: Final = 32  # of a reduction that no row shares: fewer are a loop of each thread that reads it
 
 
@@ -35,11 +37,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Work:
-    """A nest, how it runs, and the reduction that it stores, if it does."""
+    """A nest, how it runs, and the reductions that it stores."""
 
     nest: Nest
     tiling: Tiling
-    stored: Stored | None = None
+    stored: tuple[Stored, ...] = ()
 
 
 @dataclass
@@ -63,13 +65,11 @@ def stages_of(region: Region, groups: Sequence[Sequence[str]]) -> Stages:
     while True:
         made = [make_nest(program, shapes, names, found) for names in groups]
         nests = [_arranged(region, nest, found) for nest in made]
-        own = {
-            key: _arranged(region, make_stored_nest(program, shapes, each, found), found) for key, each in found.items()
-        }
+        own: dict[Keys, Nest] = {(key,): _stored_nest(region, (key,), found) for key in found}
         slow = [each for nest in (*nests, *own.values()) for each in _slow(region, nest)]
         if all(each.key in found for each in slow):
             nests = _with_rows(region, with_row_outputs(nests, program, shapes, found), found)
-            return _in_order(region, nests, own, found)
+            return _in_order(region, nests, _with_common_rows(region, own, found), found)
         for each in slow:
             found.setdefault(each.key, stored(each, f"p{len(found)}", shapes))
 
@@ -108,8 +108,8 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
     """
     found = list(nests)
     for rows in nests:
-        for i, other in enumerate(found):
-            joined = _joined(region, rows, other, stored)
+        for i, other in enumerate(found if rows in found else ()):
+            joined = _joined(region, rows, other, stored) if other != rows else None
             if joined:
                 found[i] = joined
                 found.remove(rows)
@@ -120,32 +120,81 @@ def _with_rows(region: Region, nests: Sequence[Nest], stored: StoredByKey) -> li
 def _joined(region: Region, rows: Nest, other: Nest, stored: StoredByKey) -> Nest | None:
     """Return the nest of the outputs of two, of which the first has one element for each row that the second reads."""
     program, shapes = region.program, region.shapes
-    instances = [each for level in rows.levels for each in level]
-    if not instances or rows.inner or rows.lists[ELEMENTS] or other.levels or other.inner:
+    shape = _shape_of_rows(region, rows, other)
+    if shape is None or other.inner:
         return None
-    places = tuple(variable_index(f"o{axis}", dim) for axis, dim in enumerate(other.shape))
-    for each in instances:
-        kept = [place for place, index in zip(places, each.kept, strict=False) if index is not None]
-        if shapes.of[each.value] != other.shape or [index for index in each.kept if index is not None] != kept:
-            return None
     if not {operand for operand, _ in rows.accesses if operand} & {operand for operand, _ in other.accesses}:
         return None
-    made = make_nest(program, shapes, other.outputs, stored, dict.fromkeys(rows.outputs, rows.shape))
-    joined = _arranged(region, made, stored)
-    return None if joined.inner or _tiling(region, joined).shares != ONE else joined
+    given = {**other.row_outputs, **dict.fromkeys(rows.outputs, shape)}
+    joined = _arranged(region, make_nest(program, shapes, other.outputs, stored, given), stored)
+    if joined.inner or joined.count(ROWS) != product(shape) or _tiling(region, joined).shares != ONE:
+        return None
+    return joined
+
+
+def _shape_of_rows(region: Region, rows: Nest, other: Nest) -> Shape | None:
+    """Return the shape, in the axes of `other`, of which each element is one that `rows` computes, in the same order.
+
+    There is none unless `rows` only reduces, over some of these axes, values with as many elements along each.
+    """
+    instances = [each for level in rows.levels for each in level]
+    if not instances or rows.inner or rows.row_outputs or rows.lists[ELEMENTS]:
+        return None
+    own = [(dim, variable_index(f"o{axis}", dim)) for axis, dim in enumerate(rows.shape) if dim != ONE]
+    axes, found = [axis for axis, dim in enumerate(other.shape) if dim != ONE], set[Shape]()
+    for each in instances:
+        places = [(dim, at) for dim, at in zip(region.shapes.of[each.value], each.kept, strict=True) if dim != ONE]
+        if [dim for dim, _ in places] != [other.shape[axis] for axis in axes]:
+            return None
+        if [(dim, at) for dim, at in places if at is not None] != own:
+            return None
+        reduced = {axis for axis, (_, at) in zip(axes, places, strict=True) if at is None}
+        found.add(tuple(ONE if axis in reduced else dim for axis, dim in enumerate(other.shape)))
+    return found.pop() if len(found) == 1 else None
+
+
+def _stored_nest(region: Region, keys: Keys, found: StoredByKey) -> Nest:
+    """Return the nest that stores reductions, each of which it computes from the others where it needs these."""
+    others = {key: each for key, each in found.items() if key not in keys or len(keys) == 1}
+    made = make_stored_nest(region.program, region.shapes, [found[key] for key in keys], others)
+    return _arranged(region, made, found)
+
+
+def _with_common_rows(region: Region, own: Mapping[Keys, Nest], found: StoredByKey) -> dict[Keys, Nest]:
+    """Return nests of which those that store reductions of a row join one that stores what they read of the same row.
+
+    One launch then computes all of them, and reads the row once.
+    """
+    joined = dict[Keys, Nest]()
+    for keys, nest in own.items():
+        for others, other in joined.items():
+            made = _stored_nest(region, (*others, *keys), found) if nest.reads & set(others) else None
+            if made and _has_rows_of(region, made, (nest, other)) and made.reads <= other.reads:
+                del joined[others]
+                joined[*others, *keys] = made
+                break
+        else:
+            joined[keys] = nest
+    return joined
+
+
+def _has_rows_of(region: Region, made: Nest, nests: Sequence[Nest]) -> bool:
+    """Return whether a nest computes the rows that all of these do, each of them by threads that need no others."""
+    is_whole = not made.inner and all(_tiling(region, each).shares == ONE for each in (made, *nests))
+    return is_whole and all(each.shape == made.shape and each.count(ROWS) == made.count(ROWS) for each in nests)
 
 
 def _arranged(region: Region, nest: Nest, found: Mapping[Key, Stored]) -> Nest:
     """Return a nest in the variables that make it fast."""
     nest = with_contiguous_last(nest, region.program)
-    return flat_if_faster(nest, region.program, region.shapes, region.aligned, region.device, found)
+    return fastest_variables(nest, region.program, region.shapes, region.aligned, region.device, found)
 
 
 def _slow(region: Region, nest: Nest) -> Iterator[Instance]:
     """Yield the reductions of a nest that launches of their own should compute."""
     shapes = region.shapes
     if nest.levels and _tiling(region, nest).shares != ONE:
-        yield from (each for level in nest.levels for each in level if each != nest.stores)
+        yield from (each for level in nest.levels for each in level if each not in nest.stores)
     for each in nest.inner:
         count = shapes.sizes.value(each.count(shapes))
         if ZERO not in shapes.of[each.value] and estimate(count) >= MIN_STORED_ELEMENTS:
@@ -156,39 +205,45 @@ def _tiling(region: Region, nest: Nest) -> Tiling:
     return tiling_of(nest, region.program, region.shapes, region.aligned, region.device)
 
 
-def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Key, Nest], found: Mapping[Key, Stored]) -> Stages:
+def _in_order(region: Region, nests: Sequence[Nest], own: Mapping[Keys, Nest], found: StoredByKey) -> Stages:
     """Return nests in launches, each behind those that it reads."""
-    stages, tilings = Stages(), {key: _tiling(region, nest) for key, nest in own.items()}
-    merged = {key for key, tiling in tilings.items() if tiling.shares != ONE and _is_merged(key, own, nests)}
+    stages, tilings = Stages(), {keys: _tiling(region, nest) for keys, nest in own.items()}
+    together = {key: keys for keys in own for key in keys}
+    merged = {keys for keys, tiling in tilings.items() if tiling.shares != ONE and _is_merged(keys, own, nests)}
 
     def first_launch(nest: Nest) -> int:
         return max((ready(key) for key in nest.reads), default=0)
 
     @functools.cache
     def ready(key: Key) -> int:
-        return first_launch(own[key]) + (2 if key in merged else 1)
+        return first_launch(own[together[key]]) + (2 if together[key] in merged else 1)
 
-    for key, each in found.items():
-        nest, tiling, launch = own[key], tilings[key], first_launch(own[key])
-        if key in merged:
-            whole, each = each, replace(each, pointer=f"{each.pointer}_shares")
-            stages.add(launch + 1, Work(nest, Tiling("merge", THREADS, shares=tiling.shares), whole))
-        stages.add(launch, Work(nest, tiling, replace(each, shares=tiling.shares)))
-        stages.stored[key] = whole if key in merged else replace(each, shares=tiling.shares)
+    for keys, nest in own.items():
+        tiling, launch = tilings[keys], first_launch(nest)
+        is_across = tiling.way == "columns" and tiling.shares != ONE
+        shared = {key: replace(found[key], shares=tiling.shares, is_across=is_across) for key in keys}
+        if keys in merged:
+            stages.stored |= {key: found[key] for key in keys}
+            merging = Tiling("merge", THREADS, lanes=1 if is_across else WARP, shares=tiling.shares)
+            stages.add(launch + 1, Work(nest, merging, (replace(found[keys[0]], is_across=is_across),)))
+            shared = {key: replace(each, pointer=f"{each.pointer}_shares") for key, each in shared.items()}
+        else:
+            stages.stored |= shared
+        stages.add(launch, Work(nest, tiling, tuple(shared.values())))
     for nest in nests:
         stages.add(first_launch(nest), Work(nest, _tiling(region, nest)))
     stages.launches = [_of_one_launch(works) for works in stages.launches]
     return stages
 
 
-def _is_merged(key: Key, own: Mapping[Key, Nest], nests: Sequence[Nest]) -> bool:
+def _is_merged(keys: Keys, own: Mapping[Keys, Nest], nests: Sequence[Nest]) -> bool:
     """Return whether a launch merges the shares of a reduction before others read it.
 
     Blocks merge those of a reduction that has one place.  Where no more elements are computed from it than it has
     places, each thread merges the shares of its own.
     """
-    places = own[key].count(ROWS)
-    readers = [nest for nest in (*nests, *own.values()) if key in nest.reads]
+    places = own[keys].count(ROWS)
+    readers = [nest for nest in (*nests, *own.values()) if nest.reads & set(keys)]
     return places != ONE and any(nest.count(ROWS) * nest.count(ELEMENTS) != places or nest.levels for nest in readers)
 
 

@@ -1,15 +1,15 @@
-"""The text that stores the outputs of a nest, or the accumulator of a reduction."""
+"""The text that stores the outputs of a nest, or the accumulators of reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from onnxfuse.kernels.region.indices import Index, flat
 from onnxfuse.kernels.region.nests import Nest, in_variables
 from onnxfuse.kernels.region.operators import NUMBER
 from onnxfuse.kernels.region.reductions import Instance
 from onnxfuse.kernels.region.references import Reference
-from onnxfuse.kernels.region.sizes import ONE
+from onnxfuse.kernels.region.sizes import ONE, product
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.writer import Writer
 
@@ -17,7 +17,7 @@ from onnxfuse.kernels.region.writer import Writer
 class StoreText:
     """Writes values and their stores, where the nest's variables are known."""
 
-    def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Stored | None) -> None:
+    def __init__(self, nest: Nest, writer: Writer, release: str, leaving: str, own: Sequence[Stored]) -> None:
         """Take what is stored, where, and what NestText has of it."""
         self.nest, self.writer, self.release, self.leaving, self.own = nest, writer, release, leaving, own
 
@@ -25,7 +25,10 @@ class StoreText:
         """Write the values of the outputs, and then all stores."""
         writer, nest = self.writer, self.nest
         if nest.stores:
-            self._store_accumulator(in_variables(nest.stores, nest), condition)
+            if self.release != "0":
+                writer.line(f"if ({self.release}) release_successor();")
+            for instance, own in zip(nest.stores, self.own, strict=True):
+                self._store_accumulator(in_variables(instance, nest), own, condition)
             return
         found = {name: writer.value(name, nest.place_of(name, writer.shapes)) for name in nest.outputs}
         if self.release != "0":
@@ -47,18 +50,18 @@ class StoreText:
                 place = self.nest.place_of(name, self.writer.shapes)
                 self._store(i, flat(place, self.writer.shapes.of[name]), values[name], condition)
 
-    def _store_accumulator(self, instance: Instance, condition: str) -> None:
+    def _store_accumulator(self, instance: Instance, own: Stored, condition: str) -> None:
         """Write the store of what a block has reduced."""
-        writer, own, address = self.writer, self.own, flat(self.nest.place, self.nest.shape)
+        writer, address = self.writer, flat(self.nest.place, self.nest.shape)
         accumulator = writer.known(instance)
-        assert own and accumulator
+        assert accumulator
         at = writer.index(address, in_lane=accumulator.varies)
-        if own.shares != ONE:
+        if own.is_across:
+            at = f"{at} + share * {writer.arguments.size(product(own.shape))}"
+        elif own.shares != ONE:
             at = f"({at}) * {writer.arguments.size(own.shares)} + share"
         each = f"EACH({writer.lanes.width}) " if accumulator.varies else ""
         head = f"if ({condition}) " if condition else ""
-        if self.release != "0":
-            writer.line(f"if ({self.release}) release_successor();")
         writer.line(f"{head}{each}store_accumulator({own.pointer}, {at}, {accumulator.lane});")
 
     def _store(self, output: int, address: Index, value: Reference, condition: str) -> None:

@@ -22,13 +22,15 @@ from onnxfuse.kernels.region.sizes import ONE, Shape, Size, product
 class Stored:
     """A reduction at all places along the axes that it keeps.
 
-    Each place is a row of elements, which `shares` blocks reduced; the accumulators of a row lie side by side.
+    Each place is a row of elements, which `shares` blocks reduced.  The accumulators of a row lie side by side, for a
+    warp or a block to merge, or, if `is_across`, those of a share of all rows, for threads that have a row each.
     """
 
     pointer: str
     instance: Instance  # at the places o0, o1, ...
     shape: Shape  # of the places
     shares: Size = ONE
+    is_across: bool = False
 
     @property
     def is_whole(self) -> bool:

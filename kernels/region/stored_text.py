@@ -18,9 +18,15 @@ def merge_whole(writer: Writer, each: Stored, threads: int) -> None:
 
 
 def merge_shares(writer: Writer, each: Stored, tiling: Tiling, rows: str) -> None:
-    """Write what merges the shares of rows, each by a warp, and stores the reduction at all its places."""
+    """Write what merges the shares of rows, each by a warp or a thread, and stores the reduction at all its places."""
     kind, shares = each.instance.accumulator(writer.program), writer.arguments.size(tiling.shares)
     index = writer.arguments.index_type
+    if each.is_across:
+        writer.line(f"const {index} row = ({index})block * {tiling.threads} + threadIdx.x;")
+        writer.line(f"if (row >= {rows}) return;")
+        text = f"stored<{kind}>({each.pointer}_shares, row, {rows}, {shares})"
+        writer.line(f"store_accumulator({each.pointer}, row, {text});")
+        return
     writer.line(f"const {index} row = ({index})block * {tiling.threads // 32} + threadIdx.x / 32;")
     writer.line(f"if (row >= {rows}) return;")
     writer.line("const int lane = threadIdx.x % 32;")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 from onnxfuse.kernels.region.costs import WARP
+from onnxfuse.kernels.region.indices import flat
 from onnxfuse.kernels.region.lanes import Lanes
+from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import Size, Sizes
 from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.tilings import Tiling
 from onnxfuse.kernels.region.writer import Writer
 
-SKEWS = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those in front of them
+MAX_AHEAD: Final = 32  # numbers that a thread reads before the barrier for what it does behind it
+SKEWS: Final = (0, 1, 2, 4)  # words by which 32 rows, or columns, lie further from those in front of them
 
 
 def tiles(nest: Nest, tiling: Tiling, sizes: Sizes) -> list[Variable]:
@@ -70,6 +75,7 @@ class TileText:
         self.layout = layout(tiling.tile, tiling.width, tiling.store_width)
         self.staged = staged_values(nest, self.across, writer.program, writer.shapes)
         self.exact: list[bool] = []  # by staged value
+        self.ahead: dict[tuple[str, Place], str] = {}  # vectors of operands that registers hold at the barrier
 
     def read(self) -> None:
         """Write the loop that computes what is staged, by vectors along the variable that is read."""
@@ -80,11 +86,31 @@ class TileText:
                 self.exact.append(value.exact)
                 writer.line(f"EACH({width}) {self._memory(i)}[{self._cell('j', '')}] = {value.lane};")
 
+    def read_ahead(self, vectors: Sequence[tuple[str, Place]]) -> None:
+        """Write the loads of vectors that are read where the tile is stored, as many as registers hold.
+
+        They are then under way while the block waits at its barrier.
+        """
+        writer, width = self.writer, self.tiling.store_width
+        sides = reversed(self.tiling.tile)
+        rounds = -(-self.tiling.tile[0] * self.tiling.tile[1] // (width * self.tiling.threads))
+        keys = list(dict.fromkeys(vectors))[: MAX_AHEAD // (rounds * width)]
+        self.ahead = {key: f"ahead_{writer.new_name()}" for key in keys}
+        for (operand, _), name in self.ahead.items():
+            writer.line(f"{self._kind(operand)} {name}[{rounds}][{width}];")
+        if keys:
+            with self._loop(self.last, self.across, width, *sides):
+                for (operand, place), name in self.ahead.items():
+                    address = writer.index(flat(place, writer.shapes.of[operand]))
+                    writer.line(f"load({operand} + ({address}), {name}[k]);")
+
     @contextmanager
     def stored(self) -> Iterator[None]:
         """Write the loop over a tile by vectors along the variable that is stored, which has what was staged."""
         writer, width = self.writer, self.tiling.store_width
         with self._loop(self.last, self.across, width, *reversed(self.tiling.tile)):
+            for key, name in self.ahead.items():
+                writer.keep(key, Reference(f"{name}[k]", varies=True))
             for i, key in enumerate(self.staged):
                 text = f"{self._memory(i)}[{self._cell('', 'j' if width > 1 else '')}]"
                 writer.keep(key, writer.declare(self._kind(key[0]), text, width > 1, self.exact[i]))
@@ -117,10 +143,12 @@ class TileText:
         """Write a loop over the vectors of a tile along a variable, without those beyond the ends of both."""
         writer, kind = self.writer, self.writer.arguments.index_type
         vectors, threads = side // width, self.tiling.threads
-        head = f'_Pragma("unroll 4") for (int i = threadIdx.x; i < {vectors * other_side}; i += {threads})'
-        with writer.block(head):
+        rounds, left = divmod(vectors * other_side, threads)
+        with writer.block(
+            f'_Pragma("unroll") for (int k = 0, i = threadIdx.x; k < {rounds + bool(left)}; ++k, i += {threads})'
+        ):
             starts = {along: f"i % {vectors}" + (f" * {width}" if width > 1 else ""), other: f"i / {vectors}"}
-            conditions = []
+            conditions = [f"i < {vectors * other_side}"] if left else []
             for variable, low in starts.items():
                 own_side = side if variable == along else other_side
                 writer.line(f"const int low_{variable.name} = {low};")
@@ -129,7 +157,7 @@ class TileText:
                 if not _is_multiple(variable.extent, own_side):
                     conditions.append(f"{variable.name} < {writer.arguments.size(variable.extent)}")
             before, writer.lanes = writer.lanes, Lanes(along.name, width)
-            with writer.branch(f"if ({' && '.join(conditions)})") if conditions else nullcontext():
+            with writer.block(f"if ({' && '.join(conditions)})" if conditions else ""):
                 yield
             writer.lanes = before
 

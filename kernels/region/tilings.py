@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from onnxfuse.kernels.region.shapes import Shapes
 from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
 from onnxfuse.kernels.region.staged import staged_values
 from onnxfuse.kernels.region.stored import StoredByKey
+from onnxfuse.kernels.region.tile_sides import tile_area, tile_sides
 from onnxfuse.kernels.region.traffic import accesses, is_side_by_side, moved_along, typical
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.runtime.plan import Device
@@ -26,17 +28,17 @@ from onnxfuse.runtime.symint import always, estimate, is_symbolic, maximum, mini
 MAX_WIDTH: Final = 8  # elements of a vector
 THREADS: Final = 128  # of a block
 ROW_THREADS: Final = 256  # of a block whose threads exchange what they have reduced
-TILE: Final = 32  # elements of a tile along each of its axes; twice as many where they are many
 MAX_SERIAL: Final = 8  # elements that a thread reduces by itself
 MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
-FEW_ROWS_WARP_ELEMENTS: Final = 256  # the same where rows are few
+FEW_ROWS: Final = 4  # on a multiprocessor
+MANY_ROUNDS_FEW_ROWS: Final = 8  # the same where a lane would have more than MAX_WARP_ROUNDS vectors of a row
+FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
 MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
 EXCHANGE_COST: Final = 8  # the same for what two lanes have reduced
 MAX_TILED_WORDS: Final = 8  # of an element, of which shared memory holds a tile
 MIN_TILED: Final = 8  # elements along the axes of a tile
-MAX_TILE_WASTE: Final = 1.2  # by how much tiles may exceed an axis
 TILE_COST: Final = 30  # instructions for an element of a tile, about
 CHEAPER: Final = 0.9  # of the cost of whole vectors: for less, other lanes are taken
 COLUMNS: Final = 32  # threads of a block side by side, where others share their rows
@@ -51,6 +53,12 @@ MAX_SHARES: Final = 512  # blocks of a row, whose accumulators a block or a warp
 MAX_COLUMN_SHARES: Final = 16  # whose accumulators each thread merges that reads a column's reduction
 MIN_ROUNDS: Final = 4  # vectors of each thread of a block that has a share of a row
 Way: TypeAlias = Literal["elements", "tile", "warp", "block", "columns", "merge"]
+Repeats: TypeAlias = tuple[str, int]  # a variable, and how many neighbouring values of it a thread has
+ONCE: Final[Repeats] = ("", 1)
+MAX_REPEATS: Final = 8
+REPEATING_THREADS: Final = 1024  # on a multiprocessor, at least, that repeat
+SCATTERING_THREADS: Final = 1024  # on a multiprocessor: with fewer, each has fewer elements that lie apart
+SplitBy: TypeAlias = Literal["", "branches", "stores"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Tiling:
     tile: tuple[int, int] = (0, 0)  # elements of a tile along that variable, and along the last one
     store_width: int = 1  # elements of its vectors that are stored
     is_scattered: bool = False  # a thread's elements are not neighbours
+    repeated: str = ""  # the variable of which a thread has several neighbouring values
+    repeats: int = 1  # these
     has_tail: bool = False  # elements are left over after the last whole vector, each of which has a thread
     inner_widths: Mapping[str, int] = field(default_factory=dict)  # along the elements of rows, by list
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
@@ -86,19 +96,23 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if tile:
         return tile
     if not nest.levels:
-        _, lanes = _best_lanes(nest, program, shapes, aligned)
-        width = _narrowed(sizes.value(nest.count(ELEMENTS)), lanes.width, device)
+        _, lanes, (repeated, repeats) = _best_lanes(nest, program, shapes, aligned, device)
+        count = sizes.value(nest.count(ELEMENTS))
+        width = _narrowed(count, lanes.width, device)
         if lanes.scattered:
+            width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
         has_tail = width > 1 and sizes.divisor(nest.lists[ELEMENTS][-1].extent) % width != 0
-        return Tiling("elements", THREADS, width, has_tail=has_tail)
+        return Tiling("elements", THREADS, width, repeated=repeated, repeats=repeats, has_tail=has_tail)
     name = nest.elements_of(nest.levels[0][0], shapes)[0]
     if _prefers_columns(nest, name, program):
         return _columns(nest, name, program, shapes, aligned, device)
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    few = always(lambda: rows < 4 * device.multiprocessors, rows, length)
-    warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     widths = {each: width_along(nest, each, program, shapes, aligned) for each in nest.lists if each != ROWS}
+    is_long = always(lambda: length > MAX_WARP_ROUNDS * WARP * widths[name], rows, length)
+    most = (MANY_ROUNDS_FEW_ROWS if is_long else FEW_ROWS) * device.multiprocessors
+    few = always(lambda: rows < most, rows, length)
+    warp = estimate(length) <= (FEW_ROWS_WARP_ELEMENTS if few else MAX_WARP_ELEMENTS)
     counts = {each: sizes.value(nest.count(each)) for each in widths}
     row_bytes = sum(each.moved for each in accesses(nest, program)) / max(1, typical(nest.count(ROWS)))
     threads = _lanes(counts, widths, rows, row_bytes, device) if warp else ROW_THREADS
@@ -126,7 +140,7 @@ def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes |
     along = [each for each in accesses(nest, program) if each.address.factor(variables[0].name) == ONE]
     if not along:
         return None
-    width = min(MAX_WIDTH, VECTOR_BYTES // min(each.item_bytes for each in along))
+    width = min(MAX_WIDTH, VECTOR_BYTES // max(along, key=lambda each: each.moved).item_bytes)
     rest = replaced(along[0].address, {variables[0].name: NOTHING})
     lanes = Lanes(variables[0].name, width, rest=rest)
     return lanes if all(lanes.are_contiguous(each.address, shapes.sizes) for each in along) else None
@@ -157,7 +171,9 @@ def _columns(nest: Nest, name: str, program: Program, shapes: Shapes, aligned: b
     """Return how a nest runs whose rows lie side by side in memory."""
     sizes = shapes.sizes
     length, rows = sizes.value(nest.count(name)), sizes.value(nest.count(ROWS))
-    width = width_along(nest, ROWS, program, shapes, aligned)
+    moved = sum(each.moved for each in accesses(nest, program))
+    is_crossed = 2 * moved_along(nest, nest.lists[ROWS][-1], program) < moved
+    width = 1 if is_crossed else width_along(nest, ROWS, program, shapes, aligned)
     many = estimate(rows // width) > RESIDENT_THREADS * device.multiprocessors
     shared = not many and estimate(length) >= MIN_SHARED_ELEMENTS
     fewest = MANY_BLOCKS * device.multiprocessors * (COLUMNS if shared else ROW_THREADS)
@@ -192,23 +208,25 @@ def _tile(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: D
     if nest.levels or nest.stores or len(variables) < 2:
         return None
     last = variables[-1]
+    if not is_side_by_side(flat(nest.place, nest.shape), last):
+        return None
     loads = [each for each in accesses(nest, program) if each.operand and last.name in each.address.variables()]
     crossed = [each for each in loads if not is_side_by_side(each.address, last)]
     moved = {each: sum(load.moved for load in crossed if is_side_by_side(load.address, each)) for each in variables}
     across = max(variables[:-1], key=lambda each: moved[each])
-    if not moved[across] or any((each.extent.constant or TILE) < MIN_TILED for each in (across, last)):
+    if not moved[across] or any((each.extent.constant or MIN_TILED) < MIN_TILED for each in (across, last)):
         return None
-    own, _ = _best_lanes(nest, program, shapes, aligned)
+    own, *_ = _best_lanes(nest, program, shapes, aligned, device)
     if max(cost_of_bytes(nest, program, shapes), TILE_COST) >= CHEAPER * own:
         return None
     words = _staged_words(nest, across, program, shapes)
     if words > MAX_TILED_WORDS:
         return None
-    count = shapes.sizes.value(nest.count(ELEMENTS))
-    is_large = always(lambda: count >= MANY_BLOCKS * device.multiprocessors * (2 * TILE) ** 2, count)
-    width = width_along(nest, across, program, shapes, aligned, is_split=True)
+    width = width_along(nest, across, program, shapes, aligned, "branches")
     store_width = _store_width(nest, program, shapes) if aligned else 1
-    sides = _sides(across.extent, last.extent, 2 * TILE if is_large and words == 1 else TILE)
+    vectors = THREADS * min(width, store_width)
+    area = tile_area(shapes.sizes.value(nest.count(ELEMENTS)), vectors, words, device)
+    sides = tile_sides(across.extent, last.extent, area)
     return Tiling("tile", THREADS, width, across=across.name, tile=sides, store_width=store_width)
 
 
@@ -216,15 +234,6 @@ def _staged_words(nest: Nest, across: Variable, program: Program, shapes: Shapes
     """Return how many words of an element of a tile are in shared memory."""
     staged = staged_values(nest, across, program, shapes)
     return sum(BYTES[program.dtypes[name]] // 4 or 1 for name, _ in staged)
-
-
-def _sides(across: Size, last: Size, side: int) -> tuple[int, int]:
-    """Return the elements of a tile along both of its axes: a square, or longer along one where the other is short."""
-    sides = {0: side, 1: side}
-    for i, extent in enumerate((across.constant, last.constant)):
-        while extent and sides[i] > MIN_TILED and -(-extent // sides[i]) * sides[i] > MAX_TILE_WASTE * extent:
-            sides = {i: sides[i] // 2, 1 - i: sides[1 - i] * 2}
-    return sides[0], sides[1]
 
 
 def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
@@ -235,31 +244,73 @@ def _store_width(nest: Nest, program: Program, shapes: Shapes) -> int:
     return next((each for each in widths if Lanes(last.name, each).are_contiguous(address, shapes.sizes)), 1)
 
 
-def flat_if_faster(
+def fastest_variables(
     nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device, stored: StoredByKey
 ) -> Nest:
-    """Return a nest without reductions in one variable if threads then have so much wider vectors that this pays."""
-    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2:
+    """Return a nest without reductions in the variables, or in the order of them, with which an element costs least."""
+    if nest.levels or nest.stores or len(nest.lists[ELEMENTS]) < 2 or _tile(nest, program, shapes, aligned, device):
         return nest
-    flat = flattened(nest, program, shapes, stored)
-    if _tile(nest, program, shapes, aligned, device):
-        return nest
-    found = [_best_lanes(each, program, shapes, aligned) for each in (flat, nest)]
-    costs = [own / (CHEAPER if lanes.scattered else 1) for own, lanes in found]
-    return flat if costs[0] < costs[1] else nest
+    others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
+
+    def taken(each: Nest) -> tuple[float, bool]:
+        own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
+        return own / (CHEAPER if lanes.scattered else 1), repeats != ONCE
+
+    return min([nest, *others], key=taken)
 
 
-def _best_lanes(nest: Nest, program: Program, shapes: Shapes, aligned: bool) -> tuple[float, Lanes]:
-    """Return the lanes at which an element of a nest without reductions costs least, and what it costs."""
+def _turned(nest: Nest, program: Program) -> Iterator[Nest]:
+    """Yield a nest whose innermost variable is the one along which most is read, if that is another one.
+
+    Its vectors are then loaded at once, and each of their elements is stored side by side with those of other threads.
+    """
+    variables, last = nest.lists[ELEMENTS], nest.lists[ELEMENTS][-1]
+    loads = [each for each in accesses(nest, program) if each.operand]
+    moved = {each: sum(load.moved for load in loads if load.address.factor(each.name) == ONE) for each in variables}
+    along = max(variables, key=lambda each: (moved[each], each == last))
+    if along != last:
+        yield replace(nest, lists={**nest.lists, ELEMENTS: (*(each for each in variables if each != along), along)})
+
+
+def _best_lanes(
+    nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device
+) -> tuple[float, Lanes, Repeats]:
+    """Return at which lanes an element of a nest without reductions costs least, what that is, and what is repeated."""
     variables = nest.lists[ELEMENTS]
     name, names = (variables[-1].name if variables else ""), frozenset(each.name for each in variables)
     whole = Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned))
-    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, is_split=True))]
+    others = [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "branches"))]
+    others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
     others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
-    costs = {lanes: cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
-    best = min(costs, key=lambda lanes: costs[lanes])
-    chosen = best if costs[best] < CHEAPER * costs[whole] else whole
-    return costs[chosen], chosen
+    found = {(lanes, ONCE): cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
+    for lanes in dict.fromkeys([whole, *others[:2]]):
+        for repeats in _repeats(nest, lanes.width, program, shapes, device):
+            found[lanes, repeats] = cost(nest, lanes, program, shapes, *repeats)
+    best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
+    chosen = best if found[best] < CHEAPER * found[whole, ONCE] else (whole, ONCE)
+    return found[chosen], *chosen
+
+
+def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: Device) -> Iterator[Repeats]:
+    """Yield of which variables a thread may have several values, so that it reads less often what they do not change.
+
+    A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
+    Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
+    way together.  Single elements gain nothing: Swin's biases and the patches of an MAE take a tenth longer so.
+    """
+    count = shapes.sizes.value(nest.count(ELEMENTS))
+    if is_symbolic(count) or nest.bounds or nest.inner or width == 1:
+        return
+    loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
+    for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):
+        inner *= typical(before.extent)
+        if inner >= WARP * width and any(read and each.name not in read for read in loads):
+            repeats = MAX_REPEATS
+            while repeats > 1:
+                enough = count // (width * repeats) >= REPEATING_THREADS * device.multiprocessors
+                if enough and shapes.sizes.divisor(each.extent) % repeats == 0:
+                    yield each.name, repeats
+                repeats //= 2
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -271,9 +322,9 @@ def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
     ]
 
 
-def _narrowed(count: int, width: int, device: Device) -> int:
-    """Return a width at which a small tensor has more vectors."""
-    small = SMALL_VECTORS * device.multiprocessors
+def _narrowed(count: int, width: int, device: Device, vectors: int = SMALL_VECTORS) -> int:
+    """Return a width at which a small tensor has more vectors: as many as these on a multiprocessor."""
+    small = vectors * device.multiprocessors
     if is_symbolic(count):
         return min(width, SMALL_WIDTH) if estimate(count // width) < small else width
     while width > SMALL_WIDTH and count // width < small:
@@ -293,13 +344,13 @@ def _prefers_columns(nest: Nest, name: str, program: Program) -> bool:
 
 
 def width_along(
-    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, is_split: bool = False
+    nest: Nest, name: str | Variable, program: Program, shapes: Shapes, aligned: bool, split_by: SplitBy = ""
 ) -> int:
     """Return the elements of a vector along a variable, or along the last one of a list.
 
-    Of the widths that divide the variable's extent, and that no store and no branch splits, unless `is_split` allows
-    that, it is the one with which most bytes are moved by whole vectors, and the widest of these.  Vectors of what most
-    bytes are of have 16 at most; those of other accesses may be several loads.
+    Of the widths that divide the variable's extent, it is the one with which most bytes are moved by whole vectors, and
+    the widest of these.  No store and no branch splits its vectors, unless `split_by` says that "branches" may, or
+    "stores" as well.  Vectors of what most bytes are of have 16 at most; those of other accesses may be several loads.
     """
     last = name if isinstance(name, Variable) else next(reversed(nest.lists[name]), None)
     if last is None or not aligned:
@@ -312,10 +363,10 @@ def width_along(
     is_flat = not nest.levels and len(nest.lists[ELEMENTS]) == 1
     for width in _all_widths(widest) if is_flat else _widths(last.extent, widest, shapes):
         lanes = Lanes(last.name, width)
-        if not is_split and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
+        if not split_by and not all(lanes.are_on_one_side(index, bound, shapes.sizes) for index, bound in nest.bounds):
             continue
         whole = [each for each in along if lanes.are_contiguous(each.address, shapes.sizes)]
-        is_stored_so = all(each.operand or each in whole for each in along)
+        is_stored_so = split_by == "stores" or all(each.operand or each in whole for each in along)
         moved = sum(each.moved for each in whole)
         if is_stored_so and moved > most:
             best, most = width, moved

@@ -25,7 +25,7 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, product
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
@@ -118,6 +118,10 @@ class Writer:
     def known(self, key: Any) -> Reference | None:
         """Return what the text has for a key where the next line stands."""
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
+
+    def values(self) -> list[tuple[str, Place]]:
+        """Return the values that the text has where the next line stands, in the order in which it computed them."""
+        return [key for key in self.scopes[0] if isinstance(key, tuple) and len(key) == 2]
 
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
@@ -297,7 +301,8 @@ class Writer:
             return found
         varies, masked = self.lanes.vary(address), bool(self.masks)
         at, shares = self.index(address, in_lane=varies), self.arguments.size(each.shares)
-        text = f"stored<{kind}>({each.pointer}, {at}, {shares})"
+        first, step = (at, self.arguments.size(product(each.shape))) if each.is_across else (f"({at}) * {shares}", "1")
+        text = f"stored<{kind}>({each.pointer}, {first}, {step}, {shares})"
         text = f"{self.masks[-1]}[j] ? {text} : {kind}()" if masked else text
         return self.keep(instance, self.declare(kind, text, varies or masked, masked=masked))
 

@@ -11,6 +11,7 @@ from region_speed_cases import (
     columns,
     flat_vectors,
     layer_norm,
+    repeated_reads,
     row_outputs,
     short_rows,
     stored_reductions,
@@ -73,6 +74,9 @@ def operators() -> Iterator[Made]:
             low = 0 if source in ("bool", "uint8") else -12
             x = numbers((2, 24), source, low=low, high=1 if source == "bool" else 12)
             yield one(f"Cast {source} to {target}", "Cast", x, dtype=target, to=target)
+    large = np.array([-(2**63), -(2**62) + 1, -(2**32), -7, -1, 0, 6, 2**31, 2**32 - 1, 2**40 + 3, 2**63 - 1])
+    divisors = large[large != 0]
+    yield one("Mod of large int64", "Mod", large[1:, None], divisors[divisors != -1], fmod=0)
     infinite = np.array([1.0, np.inf, -np.inf, np.nan], np.float32)
     yield one("IsInf of +inf", "IsInf", infinite, dtype="bool", detect_negative=0)
     yield one("Gelu by tanh", "Gelu", numbers((64,), "float32"), approximate="tanh")
@@ -215,5 +219,5 @@ def models() -> Iterator[Made]:
 
 def all_cases() -> dict[str, RegionProgram]:
     """Return all programs by name."""
-    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs)
+    of_plans = (stored_reductions, columns, flat_vectors, short_rows, transposed_tiles, row_outputs, repeated_reads)
     return dict(each for kind in (operators, maps, reductions, *of_plans, models) for each in kind())

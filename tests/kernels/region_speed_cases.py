@@ -132,6 +132,9 @@ def row_outputs() -> Iterator[Made]:
                        lambda p, x, a=len(shape) + axis, k=keepdims: quantized(p, x, a, k))  # fmt: skip
     yield made("quantized rows, dynamic", [numbers((37, 96))], lambda p, x: quantized(p, x, 1, 1), (37, 96))
     yield made("quantized long rows", [numbers((2, 33000))], lambda p, x: quantized(p, x, 1, 1))
+    for dynamic in ((), (5, 7)):
+        yield made(f"sums of rows with other axes {dynamic}", [numbers((5, 7, 96), "float16")], sums_of_rows, dynamic)
+    yield made("least of the first and the last rows", [numbers((37, 96))], least_of_parts)
     yield made("log-softmax of long odd rows", [numbers((6, 8211), "float16")],
                lambda p, x: p.op("LogSoftmax", x, axis=1))  # fmt: skip
 
@@ -146,12 +149,56 @@ def quantized(program: RegionProgram, x: str, axis: int, keepdims: int) -> Seque
     return program.op("Div", rounded, scale), program.op("Neg", scale), program.op("Exp", program.op("Neg", largest))
 
 
+def repeated_reads() -> Iterator[Made]:
+    """Elements of which neighbouring rows, or images, read what is the same for all of them."""
+    padding, k, q = (numbers(shape, "int64", i, 0, 64) for i, shape in enumerate([(4, 64), (1, 64), (256, 1)]))
+    yield made("a mask of padding and of causality", [padding, k, q], masked_places)
+    for dtype in FLOATS:
+        x, bias, places = numbers((64, 3, 16, 16), dtype), numbers((12, 3), dtype), numbers((16, 16), "int64", 1, 0, 11)
+        yield made(f"biases of windows at places of {dtype}", [x, bias, places], biased_windows)
+    x, rows, columns = (numbers(shape, "float16", i) for i, shape in enumerate([(64, 32, 48), (32, 1), (48,)]))
+    yield made("rows and columns of images", [x, rows, columns], lambda p, x, a, b: (
+        p.op("Mul", p.op("Add", x, p.op("Exp", a)), b), p.op("Max", x, p.op("Abs", b))))  # fmt: skip
+
+
+def masked_places(program: RegionProgram, padding: str, k: str, q: str) -> str:
+    """0 where a key is there and not behind its query, and the least float16 elsewhere."""
+    is_there = program.op("Unsqueeze", program.op("Cast", padding, dtype="bool", to="bool"), axes=[1, 2])
+    is_seen = program.op("And", is_there, program.op("LessOrEqual", k, q, dtype="bool"))
+    values = [program.op("Constant", dtype="float16", value=value) for value in (0.0, -65504.0)]
+    return program.op("Where", is_seen, *values, dtype="float16")
+
+
+def biased_windows(program: RegionProgram, x: str, bias: str, places: str) -> str:
+    """The biases of Swin's windows, of which each pair of places has an index."""
+    return program.op("Add", x, program.op("Transpose", program.op("Gather", bias, places, axis=0), perm=[2, 0, 1]))
+
+
+def sums_of_rows(program: RegionProgram, x: str) -> Sequence[str]:
+    """Comparisons with a row's sum, and its maximum and sum with axes of one element elsewhere."""
+    wide = program.op("Unsqueeze", program.op("Abs", x), axes=[1])
+    total = program.op("ReduceSum", wide, axes=[3], keepdims=1)
+    largest = program.op("ReduceMax", program.op("Neg", wide), axes=[3], keepdims=0)
+    turned = program.op("Transpose", program.op("ReduceMin", x, axes=[2], keepdims=1), perm=[0, 2, 1])
+    return program.op("Neg", x), program.op("Less", wide, total, dtype="bool"), largest, turned
+
+
+def least_of_parts(program: RegionProgram, x: str) -> Sequence[str]:
+    """All elements, and the least ones of two parts of the rows."""
+    least = program.op("ReduceMin", x, axes=[1], keepdims=1)
+    return program.op("Neg", x), *program.ops_of("Split", least, count=2, axis=0, sizes=[16, 21])
+
+
 def transposed_tiles() -> Iterator[Made]:
     """Outputs that are read along one axis and stored along another."""
     for dtype in (*FLOATS, "float64", "int64", "int8", "bool"):
         x = numbers((2, 33, 70), dtype, low=0 if dtype == "bool" else -12, high=1 if dtype == "bool" else 12)
         yield one(f"Transpose of odd tiles of {dtype}", "Transpose", x, perm=[0, 2, 1])
         yield one(f"Transpose of large tiles of {dtype}", "Transpose", np.tile(x[:, :32], (3, 2, 2)), perm=[0, 2, 1])
+    for dynamic in ((), (3,), (3, 5)):
+        for dtype in ("float16", "float32", "int64"):
+            yield one(f"pixels of patches of {dtype} {dynamic}", "Transpose", numbers((3, 5, 6, 2, 2, 8), dtype),
+                      dynamic=dynamic, perm=[0, 5, 1, 3, 2, 4])  # fmt: skip
     for dynamic in ((), (48,), (3, 40, 48)):
         d = f" {dynamic}" if dynamic else ""
         x, row, column = (numbers(shape, "float16", i) for i, shape in enumerate([(3, 40, 48), (40,), (48, 1)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Sequence
 
@@ -12,10 +13,10 @@ import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
 from region_cases import all_cases
-from region_drafts import RegionProgram
+from region_drafts import RegionProgram, one
 from region_emulation import plan_of
 from region_random import random_program
-from region_speed_cases import mean_pooling, quantized
+from region_speed_cases import layer_norm, mean_pooling, quantized, sums_of_rows
 from sampling import by_parts
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling needs cuda-bindings and nvidia-cuda-nvrtc")
@@ -68,14 +69,26 @@ def test_whole_vectors_are_read_where_counts_are_odd(shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_a_mask_does_not_narrow_the_vectors_of_scores(dtype: str) -> None:
-    """One of 64 bits is read by neighbouring threads side by side, so that a thread's elements are far apart."""
+    """One of 64 bits, which takes many lines, is read once for eight rows."""
     program = RegionProgram()
-    x, mask = program.operand(np.zeros((64, 256, 512), np.float16)), program.operand(np.zeros(512, dtype))
+    x, mask = program.operand(np.zeros((128, 256, 512), np.float16)), program.operand(np.zeros(512, dtype))
     chosen = program.op("Cast", mask, dtype="bool", to="bool")
     program.outputs = [program.op("Where", chosen, x, program.op("Neg", x), dtype="float16")]
     (step,) = launches_of(program)
-    assert ("EACH(8) at[j] = first + j * 128;" if dtype == "int64" else "load(x1 + (o2), ") in step.kernel.text
-    assert step.grid[0] == 64 * 256 * 512 // (8 * 128)
+    repeats = 8 if dtype == "int64" else 1
+    before, *behind = step.kernel.text.split("for (int k = 0; k < 8; ++k)")
+    assert "load(x1 + (o" in before and len(behind) == repeats // 8
+    assert step.grid[0] == 128 * 256 * 512 // (repeats * 8 * 128)
+
+
+def test_elements_lie_apart_where_a_warp_then_reads_fewer_lines() -> None:
+    """Rows are too few for a thread to have several."""
+    program = RegionProgram()
+    x, mask = program.operand(np.zeros((64, 64, 512), np.float16)), program.operand(np.zeros(512, np.int64))
+    chosen = program.op("Cast", mask, dtype="bool", to="bool")
+    program.outputs = [program.op("Where", chosen, x, program.op("Neg", x), dtype="float16")]
+    (step,) = launches_of(program)
+    assert "EACH(8) at[j] = first + j * 128;" in step.kernel.text and step.grid[0] == 64 * 64 * 512 // (8 * 128)
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -100,8 +113,8 @@ def test_operands_are_read_once_for_outputs_of_several_shapes() -> None:
     assert step.kernel.text.count("load(x0") == 1
 
 
-def test_what_lies_as_it_is_stored_is_read_behind_a_tile() -> None:
-    """ConvNeXt's layer scale: the residual is channels-first, and added when the tile is stored."""
+def test_what_lies_as_it_is_stored_does_not_go_through_a_tile() -> None:
+    """ConvNeXt's layer scale: the residual is channels-first, read with all else, and added when the tile is stored."""
     program = RegionProgram()
     shapes = [(16, 56, 56, 96), (96,), (16, 96, 56, 56)]
     x, gamma, residual = (program.operand(np.zeros(shape, np.float16)) for shape in shapes)
@@ -109,7 +122,8 @@ def test_what_lies_as_it_is_stored_is_read_behind_a_tile() -> None:
     program.outputs = [program.op("Add", turned, residual)]
     (step,) = launches_of(program)
     read, stored = step.kernel.text.split("__syncthreads();")
-    assert "load(x0" in read and "load(x1" in read and "load(x2" in stored and "load_one" not in step.kernel.text
+    assert all(f"load(x{i}" in read for i in range(3)) and "load" not in stored
+    assert re.search(r"= v0_\d+\[j\] \+ ahead_\w+\[k\]\[j\]", stored)
 
 
 def test_threads_read_side_by_side_where_a_reduction_is_not_over_the_last_axis() -> None:
@@ -150,14 +164,58 @@ def test_rows_are_read_once_for_all_outputs(keepdims: int) -> None:
     assert step.grid[0] == 5000 and step.kernel.text.count("load(x0") == 1
 
 
+def test_rows_are_read_once_for_all_reductions_that_are_stored() -> None:
+    """The mean and the variance of rows, of which some are gathered."""
+    program = RegionProgram()
+    x, places = program.operand(np.zeros((5000, 512), np.float16)), program.operand(np.zeros(3, np.int64))
+    program.outputs = [program.op("Gather", layer_norm(program, x, [1]), places, axis=0)]
+    first, second = launches_of(program)
+    assert first.kernel.text.count("load(x0") == 1 and first.kernel.text.count("store_accumulator") == 2
+    assert second.grid[0] * second.block[0] * 2 == 3 * 512
+
+
+def test_rows_are_read_once_for_outputs_with_other_axes() -> None:
+    program = RegionProgram()
+    program.outputs = list(sums_of_rows(program, program.operand(np.zeros((64, 384, 64), np.float16))))
+    (step,) = launches_of(program)
+    assert step.grid[0] * step.block[0] == 8 * 64 * 384 and step.kernel.text.count("load(x0") == 1
+
+
 def test_tiles_are_read_and_stored_by_vectors() -> None:
     program = RegionProgram()
-    x = program.operand(np.zeros((64, 512, 520), np.float16))
+    x = program.operand(np.zeros((128, 512, 520), np.float16))
     program.outputs = [program.op("Transpose", x, perm=[0, 2, 1])]
     (step,) = launches_of(program)
     assert "float v0_1[8];" in step.kernel.text and "load(x0 + (" in step.kernel.text
     assert "float v0_2[8];" in step.kernel.text and "put(1, y0 + (" in step.kernel.text
-    assert step.grid[0] == 64 * (512 // 64) * -(-520 // 64)
+    assert step.grid[0] == 128 * (512 // 64) * -(-520 // 64)
+
+
+def test_short_axes_that_are_read_side_by_side_are_read_at_once() -> None:
+    """The patches of DiT: eight channels are one load, and a store of each is side by side with those of a warp."""
+    (step,) = launches_of(
+        one("", "Transpose", np.zeros((256, 16, 16, 2, 2, 8), np.float16), perm=[0, 5, 1, 3, 2, 4])[1]
+    )
+    assert "load(x0 + (" in step.kernel.text and "EACH(8) put_one(0, y0 + (" in step.kernel.text
+    assert step.grid[0] * step.block[0] == 256 * 32 * 32
+
+
+@pytest.mark.parametrize(("last", "blocks"), [(16, 6), (40, 16), (96, 36)])
+def test_tiles_have_as_many_elements_as_short_axes(last: int, blocks: int) -> None:
+    """So that no thread is without elements."""
+    program = RegionProgram()
+    program.outputs = [program.op("Transpose", program.operand(np.zeros((96, 384, last), np.float32)), perm=[0, 2, 1])]
+    (step,) = launches_of(program)
+    assert step.grid[0] == 96 * blocks
+
+
+def test_tiles_of_few_elements_are_small() -> None:
+    """The scores of DeBERTa: 1.6M elements are in 12 blocks for each multiprocessor."""
+    program = RegionProgram()
+    x, y = (program.operand(np.zeros((96, 128, 128), np.float16)) for _ in range(2))
+    program.outputs = [program.op("Add", y, program.op("Transpose", x, perm=[0, 2, 1]))]
+    (step,) = launches_of(program)
+    assert step.grid[0] == 96 * 16
 
 
 def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
