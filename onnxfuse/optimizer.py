@@ -6,7 +6,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,6 +18,8 @@ from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
+from onnxfuse.half.result import HalfResult
+from onnxfuse.halving import Halving, Request, request
 from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.dtypes import Array
 from onnxfuse.ir.load import load
@@ -53,6 +55,9 @@ def optimize(
     shapes: Sequence[str] = (),
     timeout: float | None = DEFAULT_TIMEOUT,
     tolerance: float | None = None,
+    dtype: Literal["float16", "bfloat16"] | None = None,
+    io: Literal["float32", "half"] = "float32",
+    max_error: float | None = None,
     progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:
     """Fuse a model.
@@ -77,11 +82,17 @@ def optimize(
               models in this process, without a limit
     tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
               the original's own noise is larger
+    dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.
+              External weights then lie in `report.folder`, as long as the report exists
+    io        the dtype of the graph's floating-point inputs and outputs where the model is converted: that of the
+              original ("float32"), or `dtype` ("half")
+    max_error the largest error of an output that is allowed against float32, relative to its largest value; as many
+              nodes stay in float32 as that takes.  By default errors are told, and NaN or infinite values not allowed
     progress  called with the stage, how much of it is done, and of how much
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
     model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion,
-    VerificationError if the models differ although no fusion and no folding causes it.
+    VerificationError if the models differ although no fusion and no folding causes it, or `max_error` cannot be kept.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
@@ -94,11 +105,12 @@ def optimize(
     elif REGION in only:
         regions = regions or True
     operators = _operators(fallback, emit, layout, REGION in only)
+    half = request(dtype, io, max_error)
     if operators == "standard":
         layout, regions = "nchw", False
     with own_process(timeout if verify else None):
         return _optimize(
-            model, fusions, operators, layout, regions, verify, inputs, shapes, tolerance, StageTimer(progress)
+            model, fusions, operators, layout, regions, verify, inputs, shapes, tolerance, half, StageTimer(progress)
         )
 
 
@@ -124,6 +136,7 @@ def _optimize(
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
     tolerance: float | None,
+    half: Request | None,
     timer: StageTimer,
 ) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
@@ -131,17 +144,14 @@ def _optimize(
         original, folder = load(model)
     is_standard = operators == "standard"
     source = in_newest_opset(original, folder) if is_standard else original
-    fuse_again = functools.partial(_fuse, source, folder, opset_of(original), operators=operators, timer=timer)
-    taken_back = TakenBack()
-    if verify:
-        verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
-        try:
-            result, verified = _fuse_until_equal(fuse_again, fusions, layout, regions, verifier, taken_back)
-        except VerificationError as error:
-            _check_converted(verifier, source)
-            raise error
+    options = _Options(fusions, operators, layout, regions, verify, inputs, shapes, tolerance, opset_of(original))
+    if half is None:
+        found, told = _fuse_verified(original, source, folder, options, timer), None
     else:
-        result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
+        found, folder, told = _fuse_in_half(
+            Halving(source, folder, half, fusions, inputs, shapes, timer, verify), options
+        )
+    result, verified, taken_back = found
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original)},
@@ -149,9 +159,61 @@ def _optimize(
         result.fused_of_model, result.all_folded, tuple(result.near()),
         tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
         result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
-        quantized_operators(result.written), what_was_written(result) if is_standard else None,
+        quantized_operators(result.written), what_was_written(result) if is_standard else None, told, folder,
     )  # fmt: skip
     return result.written, report
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What `optimize` was asked to do with a model."""
+
+    fusions: Sequence[Fusion]
+    operators: OperatorSet
+    layout: Layout
+    regions: Regions
+    verify: bool
+    inputs: Mapping[str, Array] | None
+    shapes: Sequence[str]
+    tolerance: float | None
+    opset: int  # of the original
+
+
+def _fuse_verified(
+    original: onnx.ModelProto, source: onnx.ModelProto, folder: Path | None, options: _Options, timer: StageTimer
+) -> tuple[FusedModel, Verification, TakenBack]:
+    """Return the fused model, whether it agrees with the original, and what was taken back for that.
+
+    source  the original in the opset in which it is fused
+    """
+    fuse_again = functools.partial(_fuse, source, folder, options.opset, operators=options.operators, timer=timer)
+    taken_back = TakenBack()
+    if not options.verify:
+        fused = fuse_again(options.fusions, layout=options.layout, regions=options.regions)
+        return fused, NOT_VERIFIED, taken_back
+    verifier = Verifier(original, folder, options.inputs, timer, options.shapes, options.tolerance)
+    try:
+        result, verified = _fuse_until_equal(
+            fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
+        )
+    except VerificationError as error:
+        _check_converted(verifier, source)
+        raise error
+    return result, verified, taken_back
+
+
+def _fuse_in_half(
+    halving: Halving, options: _Options
+) -> tuple[tuple[FusedModel, Verification, TakenBack], Path | None, HalfResult]:
+    """Return the fused model in half precision, as `_fuse_verified` does, where its weights lie, and its errors."""
+    while True:
+        converted = halving.convert()
+        inputs = None if options.inputs is None else halving.feeds(options.inputs)
+        given = replace(options, inputs=inputs)
+        found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
+        told, passed = halving.judge(found[0].written)
+        if passed:
+            return found, converted.folder, replace(told, scratch=converted.scratch)
 
 
 def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:

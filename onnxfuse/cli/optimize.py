@@ -61,6 +61,24 @@ from onnxfuse.errors import UsageError
     is_flag=True,
     help="Let elementwise operators that follow a product or convolution join its kernel. These kernels are not timed.",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16"]),
+    help="Convert the model to half precision.  What overflows or loses too much there stays in float32.",
+)
+@click.option(
+    "--io",
+    type=click.Choice(["float32", "half"]),
+    default="float32",
+    show_default=True,
+    help="With --dtype: the dtype of the graph's floating-point inputs and outputs.",
+)
+@click.option(
+    "--max-error",
+    type=click.FloatRange(0, min_open=True),
+    metavar="X",
+    help="With --dtype: let nodes stay in float32 until no output is off by more, relative to its largest value.",
+)
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--dry-run", is_flag=True, help="Print the report, and write no model.")
@@ -80,6 +98,9 @@ def optimize_command(
     layout: Literal["auto", "nchw", "nhwc"],
     regions: bool,
     epilogues: bool,
+    dtype: Literal["float16", "bfloat16"] | None,
+    io: Literal["float32", "half"],
+    max_error: float | None,
     verify: bool,
     report: Path | None,
     dry_run: bool,
@@ -104,10 +125,10 @@ def optimize_command(
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
             regions="epilogues" if epilogues and regions else regions, verify=verify, inputs=inputs, shapes=shapes,
-            timeout=timeout, tolerance=tolerance, progress=progress,
+            timeout=timeout, tolerance=tolerance, dtype=dtype, io=io, max_error=max_error, progress=progress,
         )  # fmt: skip
     if target:
-        save(optimized, target, folder=source.parent)
+        save(optimized, target, folder=result.folder)
         result = result.written(target)
     if report:
         result.write(report)

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.half.result import HalfResult, half_lines
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.layout.assign import LayoutResult
 from onnxfuse.match import Miss
@@ -87,6 +88,8 @@ class Report:
     stays: tuple[Stays, ...] = ()  # operators that could be spelled out to be fused, and stay as they are
     quantized: Mapping[str, int] = field(default_factory=dict)  # operators on quantized numbers, which are not fused
     standard: Standard | None = None  # what stands for the fused nodes, with emit="standard"
+    half: HalfResult | None = None  # what the conversion to half precision did, with a dtype
+    folder: Path | None = None  # where the external data of the model lies until it is saved
 
     @property
     def counts(self) -> dict[str, int]:
@@ -107,7 +110,7 @@ class Report:
         """Return plain data.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, verified and seconds.
+        layout, regions, estimate, standard, half, verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -143,6 +146,7 @@ class Report:
                 "launches_after": self.after.launches,
             },
             "standard": self.standard.to_json() if self.standard else {},
+            "half": self.half.to_json() if self.half else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -223,6 +227,7 @@ def _lines(report: Report) -> list[str]:
     lines += [*_subgraph_lines(report.subgraphs), *_function_lines(report.inlined)]
     lines += [*_region_lines(report.regions), *_layout_lines(report.layout)]
     lines += [*_stays_lines(report.stays), *_quantized_lines(report.quantized), *standard_lines(report.standard)]
+    lines += half_lines(report.half)
     return [*lines, *_dropped_lines(report.dropped), *verification_lines(report.verified)]
 
 

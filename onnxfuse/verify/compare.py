@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import onnx
 
 from onnxfuse.errors import VerificationError, first_line
@@ -17,7 +18,7 @@ from onnxfuse.ir.extract import extract
 from onnxfuse.ir.load import load
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import OutputDifference, compare_output
-from onnxfuse.verify.noise import move_by_one_ulp
+from onnxfuse.verify.noise import ROUNDINGS, move_by_one_ulp, move_by_rounding
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, run_original
@@ -212,8 +213,9 @@ def measure_noise(
 ) -> dict[str, float]:
     """Return how far outputs of the original move, relative to their largest value.
 
-    Two causes are measured: inputs that move by one unit in the last place, and onnxruntime without its own graph
-    optimizations.  An output whose NaN or infinite values move shows nothing of its noise.
+    Two causes are measured: inputs that move by one unit in the last place, or by one rounding to half precision where
+    the model rounds float32 inputs to that, and onnxruntime without its own graph optimizations.  An output whose NaN
+    or infinite values move shows nothing of its noise.
     """
     if reference.in_float32:
         model = model_to_float32(model)
@@ -221,13 +223,18 @@ def measure_noise(
     for optimize, moved in ((True, True), (False, False)):
         session = open_session(model, folder, optimize=optimize)
         for each in reference.runs:
-            feeds = {n: move_by_one_ulp(n, v) for n, v in each.feeds.items()} if moved else each.feeds
+            feeds = {n: _moved(n, v, reference.half_precision) for n, v in each.feeds.items()} if moved else each.feeds
             outputs = run(session, arrays_to_float32(feeds) if reference.in_float32 else feeds)
             for name in names:
                 other = compare_output(name, each.outputs[name], outputs.get(name)).max_rel
                 found[name] = max(found[name], other if math.isfinite(other) else 0.0)
         del session  # one model is open at a time
     return found
+
+
+def _moved(name: str, value: Array, half: str) -> Array:
+    is_cast = half and value.dtype == np.float32
+    return move_by_rounding(name, value, ROUNDINGS[half]) if is_cast else move_by_one_ulp(name, value)
 
 
 def first_difference(

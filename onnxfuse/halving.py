@@ -1,0 +1,303 @@
+"""Convert a model to half precision, measure how far it is from float32, and let more of it stay until that holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.errors import UsageError, VerificationError, first_line
+from onnxfuse.fuse_model import FusedModel, StageTimer, fuse_model
+from onnxfuse.half.choose import Known, Unit
+from onnxfuse.half.convert import Converted, Io, convert
+from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
+from onnxfuse.half.ranges import Range, observe
+from onnxfuse.half.result import HalfError, HalfResult, reasons
+from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
+from onnxfuse.half.suspects import suspects
+from onnxfuse.half.weights import Weights
+from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.reference import Reference, run_original
+from onnxfuse.verify.requested_shapes import draws
+from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+
+BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
+DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
+RUNS: Final = 2  # in which ranges are observed
+MAX_WIDENED: Final = 0.5  # of the nodes: where more must stay, half precision is of no use
+
+Model = tuple[onnx.ModelProto, Path | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for with --dtype, --io and --max-error."""
+
+    precision: Precision
+    io: Io
+    max_error: float | None
+
+
+def request(dtype: str | None, io: str, max_error: float | None) -> Request | None:
+    """Return what is asked for; None without a dtype.  Raises UsageError where that contradicts itself."""
+    if dtype is None:
+        given = "io" if io != "float32" else "max_error" if max_error is not None else ""
+        if given:
+            raise UsageError(f"{given} is for models that are converted; give the dtype too: float16 or bfloat16")
+        return None
+    if dtype not in PRECISIONS:
+        raise UsageError(f"dtype is 'float16' or 'bfloat16', not '{dtype}'")
+    if io not in ("float32", "half"):
+        raise UsageError(f"io is 'float32' or 'half', not '{io}'")
+    if max_error is not None and not max_error > 0:
+        raise UsageError(f"max_error is a number above 0, such as 0.01, not {max_error}")
+    return Request(PRECISIONS[dtype], "half" if io == "half" else "float32", max_error)
+
+
+@dataclass
+class Halving:
+    """A model on its way to half precision."""
+
+    source: onnx.ModelProto
+    folder: Path | None
+    wanted: Request
+    fusions: Sequence[Fusion]
+    inputs: Mapping[str, Array] | None
+    shapes: Sequence[str]
+    timer: StageTimer
+    verify: bool
+    asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
+    converted: Converted | None = None
+    _queue: list[str] | None = None
+    _step: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a model whose operators have no bfloat16."""
+        opset = opset_of(self.source)
+        if self.wanted.precision is not FLOAT16 and opset < BFLOAT16_OPSET:
+            raise UsageError(f"the model has opset {opset}, whose operators have no bfloat16; export it for opset "
+                             f"{BFLOAT16_OPSET} or newer, or ask for float16")  # fmt: skip
+
+    # --- what is known of the model --------------------------------------------------------------------------
+
+    @cached_property
+    def plain(self) -> FusedModel:
+        """The model with constants folded and spellings in one form, in the precision that it has."""
+        return fuse_model(self.source, self.folder, [], layout="nchw", keep_unfused=True, timer=self.timer)
+
+    @cached_property
+    def types(self) -> dict[str, int]:
+        """The dtypes of all tensors by name; a name that stands for several dtypes is left out."""
+        found: dict[str, int] = {}
+        several: set[str] = set()
+        for _, each in self.plain.everywhere():
+            assert each.unfused is not None
+            for name, (dtype, _shape) in each.unfused.types.items():
+                if found.setdefault(name, dtype) != dtype:
+                    several.add(name)
+        for name in several:
+            del found[name]
+        return found
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What will be fused: the nodes inside never write their results to memory."""
+        in_float32 = {fusion.name for fusion in self.fusions if fusion.casts}
+        found = fuse_model(self.plain.model, self.folder, self.fusions, layout="nchw", timer=self.timer).fused
+        return [Unit(one.fusion, frozenset(one.replaces), one.fusion in in_float32) for one in found]
+
+    @cached_property
+    def reference(self) -> Reference | None:
+        """Runs of the original; None where none are wanted, or it does not run."""
+        if not self.verify:
+            return None
+        with self.timer.stage("verify"):
+            try:
+                return run_original(self.source, self.folder, self.inputs or {}, self._tell, self.shapes)
+            except VerificationError:
+                return None
+
+    @cached_property
+    def ranges(self) -> dict[str, Range]:
+        """How large tensors become; nothing where the model does not run."""
+        with self.timer.stage("ranges"):
+            if self.reference is not None:
+                feeds: list[Mapping[str, Array]] = [each.feeds for each in self.reference.runs]
+                return self._observe(feeds)
+            found: dict[str, Range] = {}
+            runs = 0
+            for number, draw in enumerate(draws(self.source, self.shapes, self.inputs or {})):
+                seen = self._observe([draw.make()])
+                found = {**found, **{n: found[n].joined(r) if n in found else r for n, r in seen.items()}}
+                runs += bool(seen)
+                if runs == RUNS or number == DRAWS_TRIED:
+                    break
+            return found
+
+    def _observe(self, feeds: Sequence[Mapping[str, Array]]) -> dict[str, Range]:
+        model = self.plain.model
+        try:
+            return observe(model, self.types, self.folder, feeds, self._tell)
+        except Exception:  # whatever onnxruntime raises: sizes that do not fit, an operator of others
+            return {}
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights of the model."""
+        return Weights(self.folder, self.wanted.precision)
+
+    def _tell(self, step: str) -> None:
+        self.timer.progress(f"half: {step}", 0, 0)
+
+    # --- conversion ------------------------------------------------------------------------------------------
+
+    def convert(self) -> Converted:
+        """Return the model in half precision, with what was asked to stay in float32."""
+        ranges = self.ranges
+        with self.timer.stage("convert"):
+            model = self.plain.model
+            weights = Weights(self.folder, self.wanted.precision, _losses=self.weights._losses)
+            known = Known(opset_of(model), self.wanted.precision, weights, self.units, ranges, self.asked)
+            self.converted = convert(model, self.types, known, self.wanted.io)
+        return self.converted
+
+    def feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Return inputs in the dtypes that the converted model takes."""
+        assert self.converted is not None
+        dtypes = {each.name: each.dtype for each in model_inputs(self.converted.model)}
+        return {name: value.astype(dtypes.get(name, value.dtype)) for name, value in feeds.items()}
+
+    # --- errors ----------------------------------------------------------------------------------------------
+
+    def judge(self, written: onnx.ModelProto) -> tuple[HalfResult, bool]:
+        """Return the errors of the optimized model, and whether they are small enough.
+
+        Where they are not, what is to stay in float32 next is asked for.  Raises VerificationError where nothing is
+        left that could stay.
+        """
+        assert self.converted is not None
+        result = self._result(written)
+        with self.timer.stage("verify"):
+            if self.reference is None:
+                note = "its errors were not measured" + (": the original does not run" if self.verify else "")
+                return replace(result, note=note), True
+            try:
+                errors = self._errors(written)
+            except Exception as error:
+                return replace(result, note=f"its errors were not measured: {first_line(error)}"), True
+            result = replace(result, errors=errors)
+            wrong = [e for e in errors if e.error > (self.wanted.max_error or math.inf) or math.isinf(e.error)]
+            if not wrong:
+                return result, True
+            worst = max(wrong, key=lambda each: each.error)
+            if not self._widen(worst):
+                what = f"output '{worst.name}' is off by {worst.error:.1e} of its largest value"
+                raise VerificationError(
+                    f"{what} in {self.wanted.precision.name}, with {len(self.asked)} nodes in float32; "
+                    "the error cannot be made smaller: convert without max_error, or stay in float32"
+                )
+            return result, False
+
+    def _result(self, written: onnx.ModelProto) -> HalfResult:
+        assert self.converted is not None
+        note = ""
+        if self.wanted.precision is not FLOAT16:
+            note = (
+                "errors were measured in float32, rounded to bfloat16 behind each node: onnxruntime's CPU provider has "
+                "few operators in bfloat16"
+            )
+        if not self.ranges:
+            note = "; ".join(filter(None, ["the model was not run to see how large its tensors become", note]))
+        return HalfResult(
+            self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
+            reasons(self.converted.by_rule), weight_bytes(self.source), weight_bytes(written), (),
+            self.wanted.max_error, note,
+        )  # fmt: skip
+
+    def _errors(self, written: onnx.ModelProto) -> tuple[HalfError, ...]:
+        """Return the error of each floating-point output, and its noise."""
+        assert self.converted is not None and self.reference is not None
+        self._tell("errors")
+        made = self._outputs(written)
+        exact = model_to_float32_exactly(self.plain.model)
+        model, weights = with_moved_weights(exact, self.folder, self.wanted.precision)
+        session = open_session(model, self.folder if weights.scratch is None else Path(weights.scratch.name))
+        noisy = [run(session, moved(arrays_to_float32(r.feeds), self.wanted.precision)) for r in self.reference.runs]
+        found = []
+        hidden = self.reference.not_compared
+        for name, value in self.reference.runs[0].outputs.items():
+            if name in hidden or not isinstance(value, np.ndarray) or value.dtype.name not in DTYPE_NUMBERS:
+                continue
+            if value.dtype.kind not in "fV":
+                continue
+            error = max(
+                _distance(name, r.outputs[name], new[name]) for r, new in zip(self.reference.runs, made, strict=True)
+            )
+            noise = max(
+                _distance(name, r.outputs[name], new[name]) for r, new in zip(self.reference.runs, noisy, strict=True)
+            )
+            found.append(HalfError(name, error, noise))
+        return tuple(found)
+
+    def _outputs(self, model: onnx.ModelProto) -> list[dict[str, object]]:
+        """Return the outputs of a model in half precision for each run."""
+        assert self.converted is not None and self.reference is not None
+        runs = [self.feeds(each.feeds) for each in self.reference.runs]
+        if self.wanted.precision is FLOAT16:
+            session = open_session(model, self.converted.folder)
+            return [run(session, feeds) for feeds in runs]
+        session = open_session(with_roundings(model, self.converted.types), self.converted.folder, optimize=False)
+        return [run(session, arrays_to_float32(feeds)) for feeds in runs]
+
+    def _widen(self, worst: HalfError) -> bool:
+        """Ask for more nodes in float32, twice as many each time; False where none are left."""
+        assert self.converted is not None and self.reference is not None
+        reason = f"the error of '{worst.name}' was {worst.error:.1e}"
+        left = [name for name in self._suspects() if name not in self.asked]
+        if not left:
+            return False
+        chosen = left[: self._step]
+        self._step *= 2
+        for name in chosen:
+            unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
+            self.asked |= dict.fromkeys(unit, reason)
+        return True
+
+    def _suspects(self) -> Collection[str]:
+        assert self.converted is not None and self.reference is not None
+        if self._queue is None:
+            feeds = self.reference.runs[0].feeds
+            half, given = self.converted.model, self.feeds(feeds)
+            if self.wanted.precision is not FLOAT16:
+                half, given = with_roundings(half, self.converted.types), arrays_to_float32(given)
+            self._queue = suspects(
+                (self.plain.model, self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
+            )
+            every = [each.name or each.output[0] for each in self.plain.model.graph.node]
+            self._queue += [name for name in reversed(every) if name not in set(self._queue)]
+        return self._queue
+
+
+def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model whose half-precision parts are evaluated in float32; the model itself where it has none."""
+    return model_to_float32(model) if half_precision_of(model) else model
+
+
+def _distance(name: str, expected: object, actual: object) -> float:
+    """Return the error of an output relative to its largest value; its dtype may differ."""
+    assert isinstance(expected, np.ndarray)
+    new = np.asarray(actual)
+    if new.shape != expected.shape:
+        return math.inf
+    return compare_output(name, expected.astype(np.float32), new.astype(np.float32)).max_rel
