@@ -13,18 +13,20 @@ import numpy as np
 import onnx
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.errors import UsageError, VerificationError, first_line
+from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
 from onnxfuse.fuse_model import FusedModel, StageTimer, fuse_model
 from onnxfuse.half.choose import Known, Unit
 from onnxfuse.half.convert import Converted, Io, convert
+from onnxfuse.half.operators import STAY, half_inputs, is_onnx
 from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
 from onnxfuse.half.ranges import Range, observe
 from onnxfuse.half.result import HalfError, HalfResult, reasons
 from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
 from onnxfuse.half.suspects import suspects
 from onnxfuse.half.weights import Weights
-from onnxfuse.ir.convert_opset import opset_of
+from onnxfuse.ir.convert_opset import convert_opset, opset_of
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.ir.protos import nodes
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.inputs import model_inputs
@@ -33,6 +35,7 @@ from onnxfuse.verify.requested_shapes import draws
 from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
 
 BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
+CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
 RUNS: Final = 2  # in which ranges are observed
 MAX_WIDENED: Final = 0.5  # of the nodes: where more must stay, half precision is of no use
@@ -69,7 +72,7 @@ def request(dtype: str | None, io: str, max_error: float | None) -> Request | No
 class Halving:
     """A model on its way to half precision."""
 
-    source: onnx.ModelProto
+    original: onnx.ModelProto
     folder: Path | None
     wanted: Request
     fusions: Sequence[Fusion]
@@ -82,12 +85,27 @@ class Halving:
     _queue: list[str] | None = None
     _step: int = 1
 
-    def __post_init__(self) -> None:
-        """Raise UsageError for a model whose operators have no bfloat16."""
-        opset = opset_of(self.source)
-        if self.wanted.precision is not FLOAT16 and opset < BFLOAT16_OPSET:
-            raise UsageError(f"the model has opset {opset}, whose operators have no bfloat16; export it for opset "
-                             f"{BFLOAT16_OPSET} or newer, or ask for float16")  # fmt: skip
+    @cached_property
+    def source(self) -> onnx.ModelProto:
+        """The original, in an opset whose operators have the dtype where the converter of onnx brings it there.
+
+        Raises UsageError for a model whose operators have no bfloat16.
+        """
+        precision, opset = self.wanted.precision, opset_of(self.original)
+        gain = any(
+            _takes(n, CONVOLUTION_OPSET, precision) and not _takes(n, opset, precision)
+            for n in nodes(self.original.graph)
+        )
+        if precision is FLOAT16 or not gain or not opset:
+            return self.original
+        try:
+            return convert_opset(self.original, CONVOLUTION_OPSET)
+        except ModelError as error:
+            if opset >= BFLOAT16_OPSET:
+                return self.original
+            raise UsageError(
+                f"the model has opset {opset}, whose operators have no bfloat16, and {error}; or ask for float16"
+            ) from error
 
     # --- what is known of the model --------------------------------------------------------------------------
 
@@ -124,7 +142,7 @@ class Halving:
             return None
         with self.timer.stage("verify"):
             try:
-                return run_original(self.source, self.folder, self.inputs or {}, self._tell, self.shapes)
+                return run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
             except VerificationError:
                 return None
 
@@ -137,7 +155,7 @@ class Halving:
                 return self._observe(feeds)
             found: dict[str, Range] = {}
             runs = 0
-            for number, draw in enumerate(draws(self.source, self.shapes, self.inputs or {})):
+            for number, draw in enumerate(draws(self.original, self.shapes, self.inputs or {})):
                 seen = self._observe([draw.make()])
                 found = {**found, **{n: found[n].joined(r) if n in found else r for n, r in seen.items()}}
                 runs += bool(seen)
@@ -167,7 +185,7 @@ class Halving:
         ranges = self.ranges
         with self.timer.stage("convert"):
             model = self.plain.model
-            weights = Weights(self.folder, self.wanted.precision, _losses=self.weights._losses)
+            weights = Weights(self.folder, self.wanted.precision, losses=self.weights.losses)
             known = Known(opset_of(model), self.wanted.precision, weights, self.units, ranges, self.asked)
             self.converted = convert(model, self.types, known, self.wanted.io)
         return self.converted
@@ -221,7 +239,7 @@ class Halving:
             note = "; ".join(filter(None, ["the model was not run to see how large its tensors become", note]))
         return HalfResult(
             self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
-            reasons(self.converted.by_rule), weight_bytes(self.source), weight_bytes(written), (),
+            reasons(self.converted.by_rule), weight_bytes(self.original), weight_bytes(written), (),
             self.wanted.max_error, note,
         )  # fmt: skip
 
@@ -230,8 +248,8 @@ class Halving:
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
         made = self._outputs(written)
-        exact = model_to_float32_exactly(self.plain.model)
-        model, weights = with_moved_weights(exact, self.folder, self.wanted.precision)
+        wide = model_to_float32_exactly(self.plain.model)
+        model, weights = with_moved_weights(wide, self.folder, self.wanted.precision)
         session = open_session(model, self.folder if weights.scratch is None else Path(weights.scratch.name))
         noisy = [run(session, moved(arrays_to_float32(r.feeds), self.wanted.precision)) for r in self.reference.runs]
         found = []
@@ -241,11 +259,10 @@ class Halving:
                 continue
             if value.dtype.kind not in "fV":
                 continue
-            error = max(
-                _distance(name, r.outputs[name], new[name]) for r, new in zip(self.reference.runs, made, strict=True)
-            )
-            noise = max(
-                _distance(name, r.outputs[name], new[name]) for r, new in zip(self.reference.runs, noisy, strict=True)
+            exact = [each.float32_outputs.get(name, each.outputs[name]) for each in self.reference.runs]
+            error, noise = (
+                max(_distance(name, old, new[name]) for old, new in zip(exact, results, strict=True))
+                for results in (made, noisy)
             )
             found.append(HalfError(name, error, noise))
         return tuple(found)
@@ -287,6 +304,11 @@ class Halving:
             every = [each.name or each.output[0] for each in self.plain.model.graph.node]
             self._queue += [name for name in reversed(every) if name not in set(self._queue)]
         return self._queue
+
+
+def _takes(node: onnx.NodeProto, opset: int, precision: Precision) -> bool:
+    """Return whether the first input of an operator of ONNX may be in half precision in an opset."""
+    return is_onnx(node) and node.op_type not in STAY and 0 in half_inputs(node, opset, precision)
 
 
 def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:

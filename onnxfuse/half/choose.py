@@ -254,6 +254,8 @@ def _by_range(
         producer = scope.producers.get(name)
         is_score = producer in scores or any(j in scores for j in scope.readers.get(name, ()))
         reason = describe_range(name, seen, precision, is_score)
+        if not reason and seen.smallest < precision.smallest and _is_divided_by(scope, name):
+            reason = f"'{name}' goes down to {seen.smallest:.2g}, and is divided by, or its logarithm taken"
         if not reason and precision is not FLOAT16:
             reason = _describe_cancelling(scope, known, name)
         if not reason:
@@ -273,6 +275,16 @@ def describe_range(name: str, seen: Range, precision: Precision, is_score: bool)
     if 0 < magnitude < precision.smallest:
         return f"'{name}' stays below {magnitude:.2g}"
     return ""
+
+
+def _is_divided_by(scope: Scope, name: str) -> bool:
+    """Return whether small values of a tensor become large."""
+    readers = [scope.nodes[i] for i in scope.readers.get(name, ())]
+    return any(
+        node.op_type in ("Log", "Reciprocal") or (node.op_type == "Div" and node.input[1] == name)
+        for node in readers
+        if is_onnx(node)
+    )
 
 
 def _describe_cancelling(scope: Scope, known: Known, name: str) -> str:
@@ -306,9 +318,9 @@ def _by_weight(
         allowed = half_inputs(node, known.opset, known.precision)
         for k, name in enumerate(node.input):
             tensor = scope.constants.get(name)
-            if tensor is None or k not in allowed or name in clamped or not scope.is_real(name):
+            if tensor is None or k not in allowed or not scope.is_real(name):
                 continue
             if scope.elements(name) == 1 and any(out in inside for out in node.output):
                 continue
-            if why := known.weights.loss(tensor):
+            if why := known.weights.loss(tensor, clamp=name in clamped):
                 yield i, f"its constant '{name}' {why}"

@@ -23,14 +23,16 @@ from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_SLICE: Final = 2**28  # bytes of the weights of the nodes that run at a time
 MASKED: Final = 1e30  # numbers of this size only mask scores
+KINDS: Final = ("lowest", "highest", "smallest")  # of the fields of Range, which each tensor's outputs are named after
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a tensor held in all runs: the lowest, the highest, and the largest magnitude of finite ones."""
+    """The numbers that a tensor held in all runs: the lowest, the highest, and the smallest magnitude but 0."""
 
     lowest: float
     highest: float
+    smallest: float
 
     @property
     def magnitude(self) -> float:
@@ -39,7 +41,9 @@ class Range:
 
     def joined(self, other: Range) -> Range:
         """Return the range of both."""
-        return Range(min(self.lowest, other.lowest), max(self.highest, other.highest))
+        return Range(
+            min(self.lowest, other.lowest), max(self.highest, other.highest), min(self.smallest, other.smallest)
+        )
 
 
 def observe(
@@ -56,22 +60,27 @@ def observe(
     """
     found: dict[str, Range] = {}
 
-    def record(name: str, lowest: float, highest: float) -> None:
-        seen = Range(min(lowest, 0.0), max(highest, 0.0))
+    def record(name: str, seen: Range) -> None:
         found[name] = found[name].joined(seen) if name in found else seen
 
     live: list[dict[str, object]] = [dict(feeds) for feeds in runs]
     for feeds in runs:
         for name, value in feeds.items():
-            finite = value[np.isfinite(value)] if types.get(name, 0) in REAL else value[:0]
-            if finite.size:
-                record(name, float(finite.min()), float(finite.max()))
+            if types.get(name, 0) in REAL:
+                record(name, range_of(value))
     pieces = list(slices(model))
     for number, piece in enumerate(pieces):
         tell(f"ranges {number + 1} of {len(pieces)}")
         wanted = _read_later(model, pieces[number + 1 :])
         _run_piece(model, piece, types, folder, live, wanted, record)
     return found
+
+
+def range_of(value: Array) -> Range:
+    """Return the range of the finite values of an array."""
+    finite = value[np.isfinite(value)].astype(np.float32)
+    magnitudes = np.abs(finite[finite != 0])
+    return Range(float(finite.min(initial=0.0)), float(finite.max(initial=0.0)), float(magnitudes.min(initial=MASKED)))
 
 
 def slices(model: onnx.ModelProto) -> Iterator[list[onnx.NodeProto]]:
@@ -101,7 +110,7 @@ def _run_piece(
     folder: Path | None,
     live: Sequence[dict[str, object]],
     later: set[str],
-    record: Callable[[str, float, float], None],
+    record: Callable[[str, Range], None],
 ) -> None:
     """Run some nodes on what is live, record the ranges of what they compute, and keep what is read later."""
     made = [name for node in piece for name in node.output if name]
@@ -112,9 +121,9 @@ def _run_piece(
     for values in live:
         results = run(session, {name: values[name] for name in values if name in read})  # type: ignore[misc]
         for name in watched:
-            lowest, highest = (float(np.asarray(results[f"{name}::{kind}"])) for kind in ("lowest", "highest"))
-            if math.isfinite(lowest) and math.isfinite(highest):
-                record(name, lowest, highest)
+            seen = Range(*(float(np.asarray(results[f"{name}::{kind}"])) for kind in KINDS))
+            if math.isfinite(seen.magnitude):
+                record(name, seen)
         for name in [name for name in values if name not in later]:
             del values[name]
         values.update({name: results[name] for name in carried})
@@ -154,10 +163,14 @@ def _piece_model(
             ("Min", [f"{name}::above", "::up"], "held", {}),
             ("ReduceMin", [f"{name}::held"], "lowest", {"keepdims": 0}),
             ("ReduceMax", [f"{name}::held"], "highest", {"keepdims": 0}),
+            ("Abs", [f"{name}::held"], "size", {}),
+            ("Greater", [f"{name}::size", "::zero"], "counts", {}),
+            ("Where", [f"{name}::counts", f"{name}::size", "::up"], "sizes", {}),
+            ("ReduceMin", [f"{name}::sizes"], "smallest", {"keepdims": 0}),
         ]
         for op, inputs, output, attributes in nodes:
             graph.node.append(onnx.helper.make_node(op, inputs, [f"{name}::{output}"], **attributes))
-        graph.output.extend(onnx.ValueInfoProto(name=f"{name}::{kind}") for kind in ("lowest", "highest"))
+        graph.output.extend(onnx.ValueInfoProto(name=f"{name}::{kind}") for kind in KINDS)
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in carried)
     return result
 

@@ -31,7 +31,7 @@ class Weights:
     folder: Path | None
     precision: Precision
     scratch: tempfile.TemporaryDirectory[str] | None = None  # where converted external weights lie
-    _losses: dict[str, str] = field(default_factory=dict)
+    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of the weights that were looked at
     _end: int = 0
 
     def value(self, tensor: onnx.TensorProto) -> Array:
@@ -45,13 +45,16 @@ class Weights:
         load_external_data_for_tensor(loaded, str(self.folder))
         return onnx.numpy_helper.to_array(loaded)
 
-    def loss(self, tensor: onnx.TensorProto) -> str:
-        """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it."""
+    def loss(self, tensor: onnx.TensorProto, clamp: bool = False) -> str:
+        """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
+
+        Of what masks or bounds (`clamp`), numbers beyond the range may become the last one in it.
+        """
         if tensor.data_type != onnx.TensorProto.FLOAT:
             return ""
-        if tensor.name not in self._losses:
-            self._losses[tensor.name] = describe_loss(self.value(tensor), self.precision)
-        return self._losses[tensor.name]
+        if (tensor.name, clamp) not in self.losses:
+            self.losses[tensor.name, clamp] = describe_loss(self.value(tensor), self.precision, clamp)
+        return self.losses[tensor.name, clamp]
 
     def converted(self, tensor: onnx.TensorProto, name: str, number: int, clamp: bool = False) -> onnx.TensorProto:
         """Return a tensor in the dtype `number`, float32 or half precision, under a name."""
@@ -102,14 +105,14 @@ class Weights:
         return result
 
 
-def describe_loss(value: Array, precision: Precision) -> str:
+def describe_loss(value: Array, precision: Precision, clamp: bool = False) -> str:
     """Return what a weight loses in half precision that it must not, as the end of a sentence; "" for nothing."""
     flat = value.reshape(-1)
     lost = norm = 0.0
     for start in range(0, flat.size, CHECKED_AT_ONCE):
         piece = flat[start : start + CHECKED_AT_ONCE]
         half = precision.rounded(piece)
-        finite = np.isfinite(piece)
+        finite = np.isfinite(piece) & ~(clamp & (np.abs(piece) > precision.largest))
         if (finite & ~np.isfinite(half.astype(np.float32))).any():
             return f"holds {float(np.abs(piece[finite]).max()):.3g}, beyond the range of {precision.name}"
         with np.errstate(invalid="ignore"):
