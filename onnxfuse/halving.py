@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,7 @@ BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
 CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
 RUNS: Final = 2  # in which ranges are observed
-MAX_WIDENED: Final = 0.5  # of the nodes: where more must stay, half precision is of no use
+MAX_KEPT: Final = 0.5  # of the nodes: where more must stay because of errors, half precision is of no use
 
 Model = tuple[onnx.ModelProto, Path | None]
 
@@ -82,8 +83,9 @@ class Halving:
     verify: bool
     asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
     converted: Converted | None = None
-    _queue: list[str] | None = None
-    _step: int = 1
+    _count: int = 0  # of the nodes that are asked to stay
+    _enough: int | None = None  # the smallest such number with which the errors were small enough
+    _too_few: int = -1  # the largest with which they were not
 
     @cached_property
     def source(self) -> onnx.ModelProto:
@@ -198,45 +200,68 @@ class Halving:
 
     # --- errors ----------------------------------------------------------------------------------------------
 
-    def judge(self, written: onnx.ModelProto) -> tuple[HalfResult, bool]:
-        """Return the errors of the optimized model, and whether they are small enough.
-
-        Where they are not, what is to stay in float32 next is asked for.  Raises VerificationError where nothing is
-        left that could stay.
-        """
-        assert self.converted is not None
+    def judge(self, written: onnx.ModelProto) -> HalfResult:
+        """Return the errors of the optimized model."""
         result = self._result(written)
         with self.timer.stage("verify"):
             if self.reference is None:
                 note = "its errors were not measured" + (": the original does not run" if self.verify else "")
-                return replace(result, note=note), True
+                return replace(result, note="; ".join(filter(None, [result.note, note])))
             try:
-                errors = self._errors(written)
+                return replace(result, errors=self._errors(written))
             except Exception as error:
-                return replace(result, note=f"its errors were not measured: {first_line(error)}"), True
-            result = replace(result, errors=errors)
-            wrong = [e for e in errors if e.error > (self.wanted.max_error or math.inf) or math.isinf(e.error)]
-            if not wrong:
-                return result, True
-            worst = max(wrong, key=lambda each: each.error)
-            if not self._widen(worst):
-                what = f"output '{worst.name}' is off by {worst.error:.1e} of its largest value"
-                raise VerificationError(
-                    f"{what} in {self.wanted.precision.name}, with {len(self.asked)} nodes in float32; "
-                    "the error cannot be made smaller: convert without max_error, or stay in float32"
-                )
-            return result, False
+                return replace(result, note=f"its errors were not measured: {first_line(error)}")
+
+    def is_good(self, result: HalfResult) -> bool:
+        """Return whether no error is larger than allowed, and no output became NaN or infinite."""
+        return all(e.error <= (self.wanted.max_error or math.inf) and math.isfinite(e.error) for e in result.errors)
+
+    def go_on(self, result: HalfResult) -> bool:
+        """Ask for other nodes in float32; False where what was found cannot be made better.
+
+        As long as errors are too large, the number of nodes is doubled; then it is halved towards the last that was
+        too small.  Raises VerificationError where errors are too large although half of the nodes stay.
+        """
+        assert self.converted is not None
+        is_half = not self._count or len(result.kept) <= MAX_KEPT * result.nodes
+        if self.is_good(result) and is_half:
+            self._enough = self._count
+        elif self._enough is None and (not is_half or not self._left()):
+            raise VerificationError(self._refusal(result))
+        else:
+            self._too_few = self._count
+        if self._enough is None:
+            self._count = max(1, 2 * self._count)
+        elif self._enough - self._too_few <= max(1, self._enough // 4):
+            return False
+        else:
+            self._count = (self._enough + self._too_few) // 2
+        reason = f"the error of '{result.worst.name}' was {result.worst.error:.1e}" if result.worst else ""
+        self._ask(self._queue[: self._count], reason)
+        return True
+
+    def _left(self) -> bool:
+        return self._count < len(self._queue)
+
+    def _refusal(self, result: HalfResult) -> str:
+        """Return why a model cannot be converted as is asked for."""
+        worst, name = result.worst, self.wanted.precision.name
+        share = f"with {len(result.kept)} of {result.nodes} nodes in float32"
+        advice = "allow a larger error, or keep float32"
+        if worst is None or self.is_good(result):
+            return f"an error of {self.wanted.max_error} is kept in {name} only {share}; {advice}"
+        found = f"is off by {worst.error:.1e} of its largest value" if math.isfinite(worst.error) else "is not finite"
+        return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
+
+    def _ask(self, names: Sequence[str], reason: str) -> None:
+        self.asked.clear()
+        for name in names:
+            unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
+            self.asked |= dict.fromkeys(unit, reason)
 
     def _result(self, written: onnx.ModelProto) -> HalfResult:
         assert self.converted is not None
-        note = ""
-        if self.wanted.precision is not FLOAT16:
-            note = (
-                "errors were measured in float32, rounded to bfloat16 behind each node: onnxruntime's CPU provider has "
-                "few operators in bfloat16"
-            )
-        if not self.ranges:
-            note = "; ".join(filter(None, ["the model was not run to see how large its tensors become", note]))
+        note = "" if self.ranges else "the model was not run to see how large its tensors become"
         return HalfResult(
             self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
             reasons(self.converted.by_rule), weight_bytes(self.original), weight_bytes(written), (),
@@ -247,10 +272,12 @@ class Halving:
         """Return the error of each floating-point output, and its noise."""
         assert self.converted is not None and self.reference is not None
         self._tell("errors")
-        made = self._outputs(written)
+        made = self._outputs(written, as_is=False)
+        if self.wanted.precision is FLOAT16:  # of whose nodes onnxruntime rounds some, and NaN shows
+            made += self._outputs(written, as_is=True)
         wide = model_to_float32_exactly(self.plain.model)
         model, weights = with_moved_weights(wide, self.folder, self.wanted.precision)
-        session = open_session(model, self.folder if weights.scratch is None else Path(weights.scratch.name))
+        session = open_session(model, self.folder if weights.scratch is None else weights.scratch.path)
         noisy = [run(session, moved(arrays_to_float32(r.feeds), self.wanted.precision)) for r in self.reference.runs]
         found = []
         hidden = self.reference.not_compared
@@ -261,49 +288,37 @@ class Halving:
                 continue
             exact = [each.float32_outputs.get(name, each.outputs[name]) for each in self.reference.runs]
             error, noise = (
-                max(_distance(name, old, new[name]) for old, new in zip(exact, results, strict=True))
+                max(_distance(name, old, new[name]) for old, new in zip(itertools.cycle(exact), results))
                 for results in (made, noisy)
             )
             found.append(HalfError(name, error, noise))
         return tuple(found)
 
-    def _outputs(self, model: onnx.ModelProto) -> list[dict[str, object]]:
-        """Return the outputs of a model in half precision for each run."""
+    def _outputs(self, model: onnx.ModelProto, *, as_is: bool) -> list[dict[str, object]]:
+        """Return the outputs of a model in half precision for each run.
+
+        as_is  in onnxruntime as it is; else in float32, rounded behind each node
+        """
         assert self.converted is not None and self.reference is not None
         runs = [self.feeds(each.feeds) for each in self.reference.runs]
-        if self.wanted.precision is FLOAT16:
+        if as_is:
             session = open_session(model, self.converted.folder)
             return [run(session, feeds) for feeds in runs]
         session = open_session(with_roundings(model, self.converted.types), self.converted.folder, optimize=False)
         return [run(session, arrays_to_float32(feeds)) for feeds in runs]
 
-    def _widen(self, worst: HalfError) -> bool:
-        """Ask for more nodes in float32, twice as many each time; False where none are left."""
+    @cached_property
+    def _queue(self) -> list[str]:
+        """The nodes in the order in which they are to stay in float32."""
         assert self.converted is not None and self.reference is not None
-        reason = f"the error of '{worst.name}' was {worst.error:.1e}"
-        left = [name for name in self._suspects() if name not in self.asked]
-        if not left:
-            return False
-        chosen = left[: self._step]
-        self._step *= 2
-        for name in chosen:
-            unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
-            self.asked |= dict.fromkeys(unit, reason)
-        return True
-
-    def _suspects(self) -> Collection[str]:
-        assert self.converted is not None and self.reference is not None
-        if self._queue is None:
-            feeds = self.reference.runs[0].feeds
-            half, given = self.converted.model, self.feeds(feeds)
-            if self.wanted.precision is not FLOAT16:
-                half, given = with_roundings(half, self.converted.types), arrays_to_float32(given)
-            self._queue = suspects(
+        feeds = self.reference.runs[0].feeds
+        half, given = with_roundings(self.converted.model, self.converted.types), arrays_to_float32(self.feeds(feeds))
+        with self.timer.stage("verify"):
+            found = suspects(
                 (self.plain.model, self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
             )
-            every = [each.name or each.output[0] for each in self.plain.model.graph.node]
-            self._queue += [name for name in reversed(every) if name not in set(self._queue)]
-        return self._queue
+        every = [each.name or each.output[0] for each in self.plain.model.graph.node]
+        return [*found, *(name for name in reversed(every) if name not in set(found))]
 
 
 def _takes(node: onnx.NodeProto, opset: int, precision: Precision) -> bool:

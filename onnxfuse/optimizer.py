@@ -206,14 +206,17 @@ def _fuse_in_half(
     halving: Halving, options: _Options
 ) -> tuple[tuple[FusedModel, Verification, TakenBack], Path | None, HalfResult]:
     """Return the fused model in half precision, as `_fuse_verified` does, where its weights lie, and its errors."""
+    best: tuple[tuple[FusedModel, Verification, TakenBack], Path | None, HalfResult] | None = None
     while True:
         converted = halving.convert()
         inputs = None if options.inputs is None else halving.feeds(options.inputs)
         given = replace(options, inputs=inputs)
         found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
-        told, passed = halving.judge(found[0].written)
-        if passed:
-            return found, converted.folder, replace(told, scratch=converted.scratch)
+        told = replace(halving.judge(found[0].written), scratch=converted.scratch)
+        if best is None or halving.is_good(told):
+            best = found, converted.folder, told
+        if not halving.go_on(told):
+            return best
 
 
 def _check_converted(verifier: Verifier, source: onnx.ModelProto) -> None:

@@ -76,7 +76,8 @@ def choose(scope: Scope, known: Known) -> Choice:
         if i not in rules:
             kept.setdefault(i, reason)
     asked = {i: known.asked[label(node)] for i, node in enumerate(scope.nodes) if label(node) in known.asked}
-    kept |= {i: reason for i, reason in asked.items() if i not in rules and i not in kept}
+    computes = {i for i in asked if scope.real_inputs(i) or scope.real_outputs(i)}
+    kept |= {i: reason for i, reason in asked.items() if i in computes and i not in rules and i not in kept}
     return Choice(rules, kept, clamped, scores)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from onnxfuse.half.masks import MASKED_INPUTS
 from onnxfuse.half.operators import READS_ANY, half_inputs, half_outputs, is_onnx, label
 from onnxfuse.half.precision import REAL, Kept
 from onnxfuse.half.scope import Scope
+from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.execution_order import outer_reads
 from onnxfuse.ir.protos import copy_without, graphs, subgraphs, tensors
 
@@ -38,7 +38,7 @@ class Converted:
     kept: tuple[Kept, ...]  # because of their values
     by_rule: tuple[Kept, ...]  # because of what they are
     types: Mapping[str, int]  # the dtypes that tensors of the main graph have now
-    scratch: tempfile.TemporaryDirectory[str] | None = None  # is removed with this object
+    scratch: ScratchFolder | None = None
 
 
 def convert(model: onnx.ModelProto, types: Mapping[str, int], known: Known, io: Io = "float32") -> Converted:
@@ -48,14 +48,14 @@ def convert(model: onnx.ModelProto, types: Mapping[str, int], known: Known, io: 
     io     "half" converts the graph's inputs and outputs too
     """
     if any(uses_external_data(t) for t in tensors(model.graph, *model.functions)):
-        known.weights.scratch = tempfile.TemporaryDirectory(prefix="onnxfuse-half-")
+        known.weights.scratch = ScratchFolder()
     names = {t.name for part in graphs(model.graph) for t in (*part.input, *part.initializer)}
     names |= {name for part in graphs(model.graph) for node in part.node for name in (node.name, *node.output)}
     writer = _Writer(known, types, names)
     result, main = copy_without(model, "graph"), _Part(writer, model.graph, None)
     result.graph.CopyFrom(main.rewritten(io))
     scratch = known.weights.scratch
-    folder = known.weights.folder if scratch is None else Path(scratch.name)
+    folder = known.weights.folder if scratch is None else scratch.path
     return Converted(result, folder, writer.nodes, tuple(writer.kept), tuple(writer.by_rule), main.present, scratch)
 
 

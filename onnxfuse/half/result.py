@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any, Final
 from rich.markup import escape
 
 from onnxfuse.half.precision import Kept
+from onnxfuse.half.weights import ScratchFolder
 
 MAX_KEPT_SHOWN: Final = 10
 USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an error needs no explanation
@@ -21,6 +21,8 @@ USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an erro
 class HalfError:
     """How far an output is from float32, relative to its largest value.
 
+    What each node writes is rounded to half precision, as kernels do, while the nodes compute in float32: onnxruntime's
+    CPU provider has few operators in half precision, and does not round between most of those.
     `noise` is how far the output moves in float32 where each weight and each input is moved by one rounding to half
     precision.  Both are infinite where NaN or infinite values appear.
     """
@@ -48,7 +50,7 @@ class HalfResult:
     errors: tuple[HalfError, ...] = ()
     max_error: float | None = None
     note: str = ""  # how the errors were measured if not as usual, or why they were not
-    scratch: tempfile.TemporaryDirectory[str] | None = None  # which holds converted external weights
+    scratch: ScratchFolder | None = None  # which holds converted external weights
 
     @property
     def worst(self) -> HalfError | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from onnxfuse.half.precision import REAL, Precision
-from onnxfuse.half.weights import Weights
+from onnxfuse.half.weights import ScratchFolder, Weights
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
 from onnxfuse.ir.protos import replace_tensors, tensors
 from onnxfuse.verify.noise import move_by_rounding
@@ -25,7 +24,7 @@ def with_moved_weights(
     """Return a model whose weights are moved by one rounding to half precision, and what holds them on disk."""
     weights = Weights(folder, precision)
     if any(uses_external_data(tensor) for tensor in tensors(plain.graph, *plain.functions)):
-        weights.scratch = tempfile.TemporaryDirectory(prefix="onnxfuse-noise-")
+        weights.scratch = ScratchFolder()
     return replace_tensors(plain, weights.moved), weights
 
 

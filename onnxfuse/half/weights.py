@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,13 +26,22 @@ MAX_PARAMETER: Final = 8  # elements of what may be no weight: the scales of a R
 CHECKED_AT_ONCE: Final = 2**22  # elements of a weight: float64 copies of all of it would take three times its size
 
 
+class ScratchFolder:
+    """A folder of temporary files, which is removed with this object."""
+
+    def __init__(self) -> None:
+        """Make the folder, where the environment has temporary files."""
+        self.path = Path(tempfile.mkdtemp(prefix="onnxfuse-half-"))
+        self._removal = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
 @dataclass
 class Weights:
     """The weights of a model, whose external data lies in `folder`, on their way to half precision."""
 
     folder: Path | None
     precision: Precision
-    scratch: tempfile.TemporaryDirectory[str] | None = None  # where converted external weights lie
+    scratch: ScratchFolder | None = None  # where converted external weights lie
     losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of the weights that were looked at
     _end: int = 0
 
@@ -96,7 +107,7 @@ class Weights:
         if len(raw) < EXTERNAL_THRESHOLD or self.scratch is None:
             result.raw_data = raw
             return result
-        with Path(self.scratch.name, DATA_FILE).open("ab") as file:
+        with (self.scratch.path / DATA_FILE).open("ab") as file:
             file.write(raw)
         result.data_location = onnx.TensorProto.EXTERNAL
         for key, value in (("location", DATA_FILE), ("offset", self._end), ("length", len(raw))):
@@ -111,14 +122,20 @@ def describe_loss(value: Array, precision: Precision, clamp: bool = False) -> st
     lost = norm = 0.0
     for start in range(0, flat.size, CHECKED_AT_ONCE):
         piece = flat[start : start + CHECKED_AT_ONCE]
-        half = precision.rounded(piece)
-        finite = np.isfinite(piece) & ~(clamp & (np.abs(piece) > precision.largest))
-        if (finite & ~np.isfinite(half.astype(np.float32))).any():
-            return f"holds {float(np.abs(piece[finite]).max()):.3g}, beyond the range of {precision.name}"
-        with np.errstate(invalid="ignore"):
-            error = np.where(finite, half.astype(np.float64) - piece, 0.0)
-        lost += float(np.square(error).sum())
-        norm += float(np.square(np.where(finite, piece, 0.0).astype(np.float64)).sum())
+        half = precision.rounded(piece).astype(np.float32)
+        if not np.isfinite(half).all():
+            counts = np.isfinite(piece) & ~(clamp & (np.abs(piece) > precision.largest))
+            piece = np.where(counts, piece, np.float32(0))
+            half = np.where(counts, half, np.float32(0))
+            if not np.isfinite(half).all():
+                return f"holds {float(np.abs(piece).max()):.3g}, beyond the range of {precision.name}"
+        error, size = (float(np.abs(each).max(initial=0.0)) or 1.0 for each in (half - piece, piece))
+        lost += error**2 * _squares((half - piece) / np.float32(error))
+        norm += size**2 * _squares(piece / np.float32(size))
     if lost > norm * precision.max_loss**2:
         return f"loses {(lost / norm) ** 0.5:.1e} of its norm in {precision.name}"
     return ""
+
+
+def _squares(value: Array) -> float:
+    return float(np.dot(value, value))
