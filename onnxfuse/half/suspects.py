@@ -17,6 +17,8 @@ from onnxfuse.ir.protos import copy_without
 from onnxfuse.verify.cpu_session import open_session, run
 
 MAX_COMPARED_AT_ONCE: Final = 64  # tensors
+FIRST_INFINITE: Final = 1e300  # more than any error, less than infinity
+AMPLIFIED: Final = 4.0  # times the error of what a node reads
 Model = tuple[onnx.ModelProto, Path | None]
 
 
@@ -33,7 +35,8 @@ def suspects(
     plain  the model in float32 and the folder of its data; `half` is the same model in half precision
     types  the dtypes of the tensors of `plain`
 
-    The first node whose values are not finite comes before all others.  Raises whatever onnxruntime raises.
+    The first node whose values are not finite comes before all others.  Behind a node that only amplifies an error, as
+    a difference of large numbers does, come those that compute what it reads.  Raises whatever onnxruntime raises.
     """
     nodes = plain[0].graph.node
     written = {name for node in half[0].graph.node for name in node.output}
@@ -44,15 +47,18 @@ def suspects(
         wanted = names[start : start + MAX_COMPARED_AT_ONCE]
         exact, rounded = _values(plain, wanted, feeds), _values(half, wanted, half_feeds)
         errors |= {name: _error(exact[name], rounded[name]) for name in wanted}
+    producers = {name: label(node) for node in nodes for name in node.output}
     added: dict[str, float] = {}
+    sources: dict[str, list[str]] = {}
     for place, node in enumerate(nodes):
         before = max((errors.get(name, 0.0) for name in node.input), default=0.0)
         after = max((errors.get(name, 0.0) for name in node.output), default=0.0)
         if after > before:
-            added[label(node)] = after - before if math.isfinite(after) else math.inf
-            if math.isinf(after):
-                added[label(node)] = 1e300 / (1 + place)
-    return sorted(added, key=lambda name: -added[name])
+            added[label(node)] = after - before if math.isfinite(after) else FIRST_INFINITE / (1 + place)
+        if before and after > AMPLIFIED * before:
+            sources[label(node)] = [producers[name] for name in node.input if name in errors]
+    ordered = sorted(added, key=lambda name: -added[name])
+    return list(dict.fromkeys(each for name in ordered for each in (name, *sources.get(name, ()))))
 
 
 def _values(model: Model, names: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -233,7 +233,7 @@ attention (float[batch,seq,16] x, int64[batch,seq] attention_mask) => (float[bat
 
 
 def test_phi_2_whose_scores_exceed_float16_keeps_its_attention_in_float32() -> None:
-    """As in the trained Phi-2: all keys share a large component, so that products are beyond 65,504 before the scale."""
+    """As in the trained Phi-2: keys share a large component, so that products are beyond 65,504 before the scale."""
     text = ATTENTION.replace("<float[16,16] wq,", "<float[16] bq, float[16] bk, float[16,16] wq,")
     for name in "qk":
         text = text.replace(
