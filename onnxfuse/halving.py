@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -157,12 +158,13 @@ class Halving:
                 return self._observe(feeds)
             found: dict[str, Range] = {}
             runs = 0
-            for number, draw in enumerate(draws(self.original, self.shapes, self.inputs or {})):
-                seen = self._observe([draw.make()])
-                found = {**found, **{n: found[n].joined(r) if n in found else r for n, r in seen.items()}}
-                runs += bool(seen)
-                if runs == RUNS or number == DRAWS_TRIED:
-                    break
+            with suppress(VerificationError):  # inputs of which nothing can be drawn
+                for draw in itertools.islice(draws(self.original, self.shapes, self.inputs or {}), DRAWS_TRIED):
+                    seen = self._observe([draw.make()])
+                    found |= {name: found[name].joined(one) if name in found else one for name, one in seen.items()}
+                    runs += bool(seen)
+                    if runs == RUNS:
+                        break
             return found
 
     def _observe(self, feeds: Sequence[Mapping[str, Array]]) -> dict[str, Range]:
