@@ -27,6 +27,7 @@ from onnxfuse.layout.assign import LAYOUT, Layout
 from onnxfuse.passes import Folded
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
@@ -144,21 +145,23 @@ def _optimize(
         original, folder = load(model)
     is_standard = operators == "standard"
     source = in_newest_opset(original, folder) if is_standard else original
+    if half is not None and has_fused_nodes(source):  # whose bodies hold dtypes
+        source = in_operators(source, folder)[0]
     options = _Options(fusions, operators, layout, regions, verify, inputs, shapes, tolerance, opset_of(original))
     if half is None:
-        found, told = _fuse_verified(original, source, folder, options, timer), None
+        result, verified, taken_back = _fuse_verified(original, source, folder, options, timer)
+        first, told = None, None
     else:
-        found, folder, told = _fuse_in_half(
-            Halving(source, folder, half, fusions, inputs, shapes, timer, verify), options
-        )
-    result, verified, taken_back = found
+        halving = Halving(source, folder, half, fusions, inputs, shapes, timer, verify)
+        (result, verified, taken_back), folder, told = _fuse_in_half(halving, options)
+        first = halving.plain
     path = str(model) if isinstance(model, str | os.PathLike) else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original)},
         {"path": None, "nodes": len(result.written.graph.node)},
-        result.fused_of_model, result.all_folded, tuple(result.near()),
-        tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
-        result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
+        result.fused_of_model, (*(first.all_folded if first else ()), *result.all_folded), tuple(result.near()),
+        tuple(taken_back.dropped), (first or result).before, result.after, verified, timer.seconds, result.layout,
+        result.without_regions, tuple(_subgraphs(result)), (first or result).inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None, told, folder,
     )  # fmt: skip
     return result.written, report

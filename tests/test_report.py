@@ -33,6 +33,7 @@ SCHEMA: dict[str, Any] = {
     "regions": {"nodes": int, "replaced": int, "joined": int, "bytes_saved": int, "launches_saved": int},
     "estimate": {"bytes_before": int, "bytes_after": int, "launches_before": int, "launches_after": int},
     "standard": {},  # but for emit="standard"
+    "half": {},  # but with a dtype
     "verified": {
         "status": str,
         "passed": bool,

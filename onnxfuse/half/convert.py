@@ -209,7 +209,7 @@ class _Part:
         self.present[name] = dtype
         if name not in wanted or wanted[name] in (0, dtype):
             return name
-        own = self.writer.unique(f"{name}_{'half' if dtype == self.half else 'float32'}")
+        own = self.writer.unique(f"{name}_{self._suffix(dtype)}")
         self.casts[name, dtype] = own
         self.present[name] = wanted[name]
         return own
@@ -233,12 +233,15 @@ class _Part:
             return name
         if (name, dtype) not in self.casts:
             source = name
-            result = self.writer.unique(f"{name}_{'half' if dtype == self.half else 'float32'}")
+            result = self.writer.unique(f"{name}_{self._suffix(dtype)}")
             if dtype == self.half and self._may_be_mask(name, reader):
                 source = self._bounded(source)
             self._append_cast(source, result, dtype)
             self.casts[name, dtype] = result
         return self.casts[name, dtype]
+
+    def _suffix(self, dtype: int) -> str:
+        return "half" if dtype == self.half else "float32"
 
     def _present(self, name: str) -> int:
         if name in self.present:
@@ -277,7 +280,7 @@ class _Part:
             return self.outer._weight(name, dtype)
         if (name, dtype) not in self.weights:
             first = not any(each == name for each, _ in self.weights)
-            own = name if first else self.writer.unique(f"{name}_{dtype}")
+            own = name if first else self.writer.unique(f"{name}_{self._suffix(dtype)}")
             made = self.writer.known.weights.converted(self.own[name], own, dtype, clamp=name in self.clamped)
             self.weights[name, dtype] = made
         return self.weights[name, dtype].name

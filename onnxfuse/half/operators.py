@@ -18,6 +18,10 @@ CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs al
     "NhwcConv", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipGroupNorm",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
+WITHOUT_BFLOAT16: Final = frozenset({  # those of them that onnxruntime 1.31 declares for float16 alone
+    "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
+    "SkipGroupNorm",
+})  # fmt: skip
 ONNXRUNTIME_ONLY: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "Affine", "Scale"})
 STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(RANDOM_OPERATORS, "it draws random numbers"),
@@ -73,7 +77,8 @@ def half_inputs(node: onnx.NodeProto, opset: int, precision: Precision) -> froze
     """Return the inputs, by position, that may have half precision; those of other dtypes may be among them."""
     every = frozenset(range(len(node.input)))
     if not is_onnx(node):
-        return every if node.domain == "com.microsoft" and node.op_type in CONTRIB else frozenset()
+        known = CONTRIB if precision.name == "float16" else CONTRIB - WITHOUT_BFLOAT16
+        return every if node.domain == "com.microsoft" and node.op_type in known else frozenset()
     schema = _schema(node.op_type, opset)
     if schema is None:
         return every if node.op_type in ONNXRUNTIME_ONLY else frozenset()

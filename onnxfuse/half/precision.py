@@ -38,8 +38,8 @@ class Precision:
 
     def clamped(self, value: Array) -> Array:
         """Return values in this precision, of which finite ones stay finite: what a mask or a bound means by them."""
-        finite = np.isfinite(value)
-        return self.rounded(np.where(finite, np.clip(value, -self.largest, self.largest), value))
+        wide = np.asarray(value, np.float32)
+        return self.rounded(np.where(np.isfinite(wide), np.clip(wide, -self.largest, self.largest), wide))
 
 
 FLOAT16: Final = Precision("float16", TensorProto.FLOAT16, 65504.0, 65504.0 / 4, 2.0**-14, 2.0**-11, 2.0**-10)

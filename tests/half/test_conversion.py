@@ -87,6 +87,20 @@ def test_norms_that_are_written_out_compute_in_float32_inside_of_fused_nodes() -
     assert worst_factor(report) < 1
 
 
+def test_a_fused_model_is_converted_like_the_model_it_was_made_from() -> None:
+    fused, expected = optimize(load_exported("bert_sdpa_dynamo_fp32.onnx"), verify=False)
+    converted, report = optimize(fused, dtype="float16", verify=False)
+    assert report.counts == expected.counts
+    assert {t.data_type for t in converted.graph.initializer} <= {TensorProto.FLOAT16, TensorProto.INT64}
+
+
+def test_operators_of_onnx_are_written_in_half_precision() -> None:
+    model, report = optimize(load_exported("bert_sdpa_ts_fp32.onnx"), dtype="float16", emit="standard")
+    assert {"Attention", "Gelu", "LayerNormalization"} <= set(ops(model))
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
 # --- inputs and outputs ----------------------------------------------------------------------------------------------
 
 PRODUCT = """
