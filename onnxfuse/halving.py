@@ -24,6 +24,7 @@ from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
 from onnxfuse.half.ranges import Range, observe
 from onnxfuse.half.result import HalfError, HalfResult, reasons
 from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
+from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
 from onnxfuse.half.weights import Weights
 from onnxfuse.ir.convert_opset import convert_opset, opset_of
@@ -175,6 +176,11 @@ class Halving:
             return {}
 
     @cached_property
+    def prepared(self) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
+        """The plain model with what can be brought into range, and the dtypes and ranges of its tensors."""
+        return scale_queries(self.plain.model, self.types, self.ranges, self.wanted.precision)
+
+    @cached_property
     def weights(self) -> Weights:
         """The weights of the model."""
         return Weights(self.folder, self.wanted.precision)
@@ -186,12 +192,11 @@ class Halving:
 
     def convert(self) -> Converted:
         """Return the model in half precision, with what was asked to stay in float32."""
-        ranges = self.ranges
+        model, types, ranges = self.prepared
         with self.timer.stage("convert"):
-            model = self.plain.model
             weights = Weights(self.folder, self.wanted.precision, losses=self.weights.losses)
             known = Known(opset_of(model), self.wanted.precision, weights, self.units, ranges, self.asked)
-            self.converted = convert(model, self.types, known, self.wanted.io)
+            self.converted = convert(model, types, known, self.wanted.io)
         return self.converted
 
     def feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -317,7 +322,7 @@ class Halving:
         half, given = with_roundings(self.converted.model, self.converted.types), arrays_to_float32(self.feeds(feeds))
         with self.timer.stage("verify"):
             found = suspects(
-                (self.plain.model, self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
+                (self.prepared[0], self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
             )
         every = [each.name or each.output[0] for each in self.plain.model.graph.node]
         return [*found, *(name for name in reversed(every) if name not in set(found))]

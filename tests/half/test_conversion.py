@@ -246,18 +246,32 @@ attention (float[batch,seq,16] x, int64[batch,seq] attention_mask) => (float[bat
 """
 
 
-def test_phi_2_whose_scores_exceed_float16_keeps_its_attention_in_float32() -> None:
-    """As in the trained Phi-2: keys share a large component, so that products are beyond 65,504 before the scale."""
+def attention_with_a_large_component(size: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Return an attention of which all keys share a component, as in the trained Phi-2, and inputs."""
     text = ATTENTION.replace("<float[16,16] wq,", "<float[16] bq, float[16] bk, float[16,16] wq,")
     for name in "qk":
-        text = text.replace(
-            f"{name} = MatMul (x, w{name})", f"{name}p = MatMul (x, w{name})\n  {name} = Add ({name}p, b{name})"
-        )
+        sum_with_bias = f"{name}p = MatMul (x, w{name})\n  {name} = Add ({name}p, b{name})"
+        text = text.replace(f"{name} = MatMul (x, w{name})", sum_with_bias)
     large, other = np.zeros(16), np.random.default_rng(2).standard_normal((16, 16)) / 4
-    large[[0, 8]], other[:, [0, 8]] = 300, 0
-    source = parse(text, bq=large, bk=large, wq=other, wk=other)
+    large[[0, 8]], other[:, [0, 8]] = size, 0
     x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
     feeds = {"x": x, "attention_mask": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    return parse(text, bq=large, bk=large, wq=other, wk=other), feeds
+
+
+def test_phi_2_whose_products_exceed_float16_scales_queries_first() -> None:
+    """Products reach 40,000 before they are scaled and 14,142 behind that."""
+    source, feeds = attention_with_a_large_component(200)
+    model, report = optimize(source, dtype="float16", inputs=feeds)
+    assert report.counts["attention"] == 1
+    assert not kept(report)
+    assert np.isfinite(run(model, **feeds)[0]).all()
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
+def test_an_attention_whose_scores_exceed_float16_stays_in_float32() -> None:
+    source, feeds = attention_with_a_large_component(300)
     model, report = optimize(source, dtype="float16", inputs=feeds)
     assert report.counts["attention"] == 1
     assert all("reaches 9e+04" in reason for reason in kept(report).values())
