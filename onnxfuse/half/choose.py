@@ -10,7 +10,17 @@ import numpy as np
 import onnx
 
 from onnxfuse.half.masks import bound_inputs, score_nodes
-from onnxfuse.half.operators import EXACT_INPUTS, MOVES, READS_ANY, STAY, half_inputs, half_outputs, is_onnx, label
+from onnxfuse.half.operators import (
+    EXACT_INPUTS,
+    FILLS,
+    MOVES,
+    READS_ANY,
+    STAY,
+    half_inputs,
+    half_outputs,
+    is_onnx,
+    label,
+)
 from onnxfuse.half.precision import FLOAT16, Kept, Precision
 from onnxfuse.half.ranges import Range
 from onnxfuse.half.scope import Scope
@@ -98,6 +108,8 @@ def _by_rule(scope: Scope, known: Known, scores: frozenset[int]) -> dict[int, st
             continue
         if is_onnx(node) and node.op_type in STAY:
             found[i] = STAY[node.op_type]
+        elif is_onnx(node) and not scope.real_inputs(i) and node.op_type not in FILLS:
+            found[i] = COUNTS
         elif not _can(scope, known, i):
             found[i] = CANNOT.format(precision=known.precision.name, opset=known.opset)
     for i, node in enumerate(scope.nodes):
@@ -188,19 +200,15 @@ def _fills_mask(node: onnx.NodeProto) -> bool:
 
 
 def _positions(scope: Scope, unit: Unit) -> set[int]:
-    return {i for i, node in enumerate(scope.nodes) if label(node) in unit.nodes or unit.nodes & set(node.output)}
+    return {i for name in unit.nodes for i in scope.named.get(name, ())}
 
 
 def _inside(scope: Scope, known: Known) -> dict[str, Unit]:
     """Return the tensors that vanish in fused nodes, which compute them in float32 or do not round them."""
     found: dict[str, Unit] = {}
     outputs = {value.name for value in scope.graph.output}
-    owners: dict[str, list[int]] = {}
-    for i, node in enumerate(scope.nodes):
-        for name in {label(node), *node.output}:
-            owners.setdefault(name, []).append(i)
     for unit in known.units:
-        members = {i for name in unit.nodes for i in owners.get(name, ())}
+        members = _positions(scope, unit)
         for i in members:
             node = scope.nodes[i]
             for name in node.output:

@@ -22,7 +22,7 @@ from onnxfuse.half.precision import REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.execution_order import outer_reads
-from onnxfuse.ir.protos import copy_without, graphs, subgraphs, tensors
+from onnxfuse.ir.protos import copy_without, graphs, is_control_flow, subgraphs, tensors
 
 FLOAT = TensorProto.FLOAT
 Io: TypeAlias = Literal["float32", "half"]
@@ -112,9 +112,9 @@ class _Part:
         result = copy_without(self.graph, "node", "initializer", "value_info", "input", "output")
         for value in self.graph.input:
             result.input.append(self._border(value, io))
-            self.present[value.name] = result.input[-1].type.tensor_type.elem_type
+            self.present[value.name] = self._declared(result.input[-1])
         outputs = [self._border(value, io) for value in self.graph.output]
-        wanted = {value.name: value.type.tensor_type.elem_type for value in outputs}
+        wanted = {value.name: self._declared(value) for value in outputs}
         for i in range(len(self.graph.node)):
             self._rewrite(i, wanted)
         for name in wanted:
@@ -136,6 +136,9 @@ class _Part:
             copy.type.tensor_type.elem_type = self.half
         return copy
 
+    def _declared(self, value: onnx.ValueInfoProto) -> int:
+        return value.type.tensor_type.elem_type or self.writer.types.get(value.name, 0)
+
     # --- nodes -----------------------------------------------------------------------------------------------
 
     def _rewrite(self, i: int, wanted: Mapping[str, int]) -> None:
@@ -147,6 +150,7 @@ class _Part:
         reals = scope.real_inputs(i), scope.real_outputs(i)
         self.writer.nodes += bool(reals[0] or reals[1])
         wide = self.choice.is_wide(i)
+        as_it_was = wide and (is_control_flow(node) or not is_onnx(node))
         self._rewrite_subgraphs(new)
         reads_any = is_onnx(node) and node.op_type in READS_ANY
         allowed = frozenset[int]() if wide else half_inputs(node, known.opset, known.precision)
@@ -154,7 +158,8 @@ class _Part:
             if scope.is_real(name) and reads_any and name not in scope.constants:
                 new.input[k] = self.aliases.get(name, name)
             elif scope.is_real(name):
-                new.input[k] = self._read(name, self.half if k in allowed else FLOAT, i)
+                other = scope.types[name] if as_it_was else FLOAT
+                new.input[k] = self._read(name, self.half if k in allowed else other, i)
             elif name in scope.constants:
                 self._read(name, scope.constants[name].data_type, i)
         halves = frozenset[int]() if wide else half_outputs(node, known.opset, known.precision)
@@ -163,11 +168,12 @@ class _Part:
             if reals[0] and self._pass_on(node, to, wanted):
                 return
             next(a for a in new.attribute if a.name == "to").i = to
-        elif reals[1] and not reals[0]:
-            self._fill(new, wide)
+        elif reals[1] and not reals[0] and not wide:
+            self._fill(new)
         for k, name in enumerate(node.output):
             if scope.is_real(name):
-                new.output[k] = self._written(name, self.half if k in halves else FLOAT, wanted)
+                other = scope.types[name] if as_it_was else FLOAT
+                new.output[k] = self._written(name, self.half if k in halves else other, wanted)
         self.out.append(new)
         self._append_output_casts(node, new, wanted)
 
@@ -187,17 +193,17 @@ class _Part:
         """The tensors of this graph that subgraphs read."""
         return frozenset(name for node in self.graph.node for inner in subgraphs(node) for name in outer_reads(inner))
 
-    def _fill(self, node: onnx.NodeProto, wide: bool) -> None:
-        """Let a node that reads no floating-point numbers write half precision."""
-        if wide:
-            return
-        precision = self.writer.known.precision
+    def _fill(self, node: onnx.NodeProto) -> None:
+        """Let a Constant or a ConstantOfShape write half precision."""
+        value = np.zeros(1, np.float32)
         for attribute in node.attribute:
-            if attribute.name == "value" and attribute.HasField("t") and attribute.t.data_type in REAL:
+            if attribute.name == "value":
                 value = onnx.numpy_helper.to_array(attribute.t)
-                attribute.t.CopyFrom(onnx.numpy_helper.from_array(precision.clamped(value), attribute.t.name))
-            elif attribute.name == "dtype" and attribute.i in REAL:
-                attribute.i = self.half
+            elif attribute.name in ("value_float", "value_floats"):
+                value = np.array(onnx.helper.get_attribute_value(attribute), np.float32)
+        stored = onnx.numpy_helper.from_array(self.writer.known.precision.clamped(value))
+        del node.attribute[:]
+        node.attribute.append(onnx.helper.make_attribute("value", stored))
 
     def _rewrite_subgraphs(self, node: onnx.NodeProto) -> None:
         for attribute in node.attribute:

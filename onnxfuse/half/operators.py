@@ -28,6 +28,21 @@ STAY: Final = {  # operators that stay in float32 whatever they read, and why
     **dict.fromkeys(CONTROL_FLOW, "values pass from one iteration or branch to another in one dtype"),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it quantizes"),
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it quantizes"),
+    **dict.fromkeys(
+        (
+            "ConcatFromSequence",
+            "Optional",
+            "OptionalGetElement",
+            "SequenceAt",
+            "SequenceConstruct",
+            "SequenceEmpty",
+            "SequenceErase",
+            "SequenceInsert",
+            "SequenceMap",
+            "SplitToSequence",
+        ),
+        "it has sequences or optional values",
+    ),
     "CumSum": "sums of many terms are kept exact",
     "Range": "it counts",
     "NonMaxSuppression": "it compares boxes in float32",
@@ -52,7 +67,8 @@ MOVES: Final = frozenset({
     "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterND",
     "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
 })  # fmt: skip
-READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf", "CastLike"})  # whatever dtype they read
+FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
+READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # whatever dtype they read
 
 
 def is_onnx(node: onnx.NodeProto) -> bool:

@@ -43,6 +43,15 @@ class Scope:
                 found[name].append(i)
         return found
 
+    @cached_property
+    def named(self) -> dict[str, list[int]]:
+        """The positions of nodes by their names and by their outputs."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for i, node in enumerate(self.nodes):
+            for name in {node.name, *node.output} - {""}:
+                found[name].append(i)
+        return found
+
     def is_real(self, name: str) -> bool:
         """Return whether a tensor's dtype may change."""
         return bool(name) and self.types.get(name, 0) in REAL

@@ -405,6 +405,50 @@ def test_the_state_of_a_loop_stays_in_float32() -> None:
     assert report.half.bytes_after < report.half.bytes_before
 
 
+def test_a_loop_in_float16_keeps_its_state_as_it_is() -> None:
+    text = """
+    loop (float16[batch,8] x) => (float16[batch,8] y)
+    <int64 count = {3}, bool go = {1}>
+    {
+      y = Loop (count, go, x) <
+        body = g (int64 i, bool c, float16[batch,8] s) => (bool d, float16[batch,8] t)
+          { d = Identity (c)  u = Sigmoid (s)  t = Tanh (u) }
+      >
+    }
+    """
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float16)
+    for dtype in ("float16", "bfloat16"):
+        _, report = optimize(parse(text), dtype=dtype)  # type: ignore[call-overload]
+        assert report.half is not None
+        assert report.half.errors
+    np.testing.assert_allclose(
+        run(optimize(parse(text), dtype="float16")[0], x=x)[0], run(parse(text), x=x)[0], atol=5e-3
+    )
+
+
+def test_sequences_windows_and_fills_keep_their_dtypes() -> None:
+    text = """
+    several (float[4,8] x, int64[2] shape) => (float[2,8] y, float[4,8] z)
+    <int64 first = {0}, int64 size = {8}, bool[4,8] keep = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0}, float lowest = {-3.4e38}>
+    {
+      h = Relu (x)
+      parts = SplitToSequence <axis = 0> (h, two)
+      part = SequenceAt (parts, first)
+      window = HannWindow (size)
+      y = Mul (part, window)
+      zeros = ConstantOfShape (shape)
+      mask = Where (keep, zeros, lowest)
+      scores = Add (h, mask)
+      z = Softmax (scores)
+    }
+    """.replace("bool[4,8] keep", "int64 two = {2}, bool[4,8] keep")
+    feeds = {"x": np.random.default_rng(0).uniform(0, 1, (4, 8)).astype(np.float32), "shape": np.array([4, 8])}
+    _, report = optimize(parse(text), dtype="float16", inputs=feeds)
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
 def test_casts_of_other_tools_go() -> None:
     """A converter that blocks Relu and LayerNormalization leaves six Casts, between which nothing fuses."""
     text = """
