@@ -105,6 +105,8 @@ def half_inputs(node: onnx.NodeProto, opset: int, precision: Precision) -> froze
 def half_outputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
     """Return the outputs, by position, that have half precision where all of `half_inputs` do."""
     every = frozenset(range(len(node.output)))
+    if is_onnx(node) and node.op_type in FILLS:
+        return every
     schema = _schema(node.op_type, opset) if is_onnx(node) else None
     if schema is None:
         return every

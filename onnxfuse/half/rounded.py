@@ -13,7 +13,7 @@ from onnx.external_data_helper import uses_external_data
 from onnxfuse.half.precision import REAL, Precision
 from onnxfuse.half.weights import ScratchFolder, Weights
 from onnxfuse.ir.dtypes import HALF_PRECISION, Array
-from onnxfuse.ir.protos import replace_tensors, tensors
+from onnxfuse.ir.protos import graphs, replace_tensors, subgraphs, tensors
 from onnxfuse.verify.noise import move_by_rounding
 from onnxfuse.verify.to_float32 import model_to_float32
 
@@ -25,7 +25,11 @@ def with_moved_weights(
     weights = Weights(folder, precision)
     if any(uses_external_data(tensor) for tensor in tensors(plain.graph, *plain.functions)):
         weights.scratch = ScratchFolder()
-    return replace_tensors(plain, weights.moved), weights
+    result = replace_tensors(plain, weights.moved)
+    for part in graphs(*(inner for node in result.graph.node for inner in subgraphs(node))):
+        for tensor in part.initializer:
+            tensor.CopyFrom(weights.moved(tensor))
+    return result, weights
 
 
 def moved(feeds: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
