@@ -180,6 +180,7 @@ class _Options:
     shapes: Sequence[str]
     tolerance: float | None
     opset: int  # of the original
+    is_converted: bool = False  # to half precision
 
 
 def _fuse_verified(
@@ -194,7 +195,9 @@ def _fuse_verified(
     if not options.verify:
         fused = fuse_again(options.fusions, layout=options.layout, regions=options.regions)
         return fused, NOT_VERIFIED, taken_back
-    verifier = Verifier(original, folder, options.inputs, timer, options.shapes, options.tolerance)
+    verifier = Verifier(
+        original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted
+    )
     try:
         result, verified = _fuse_until_equal(
             fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
@@ -213,7 +216,7 @@ def _fuse_in_half(
     while True:
         converted = halving.convert()
         inputs = None if options.inputs is None else halving.feeds(options.inputs)
-        given = replace(options, inputs=inputs)
+        given = replace(options, inputs=inputs, is_converted=True)
         found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
         told = replace(halving.judge(found[0].written), scratch=converted.scratch)
         if best is None or halving.is_good(told):

@@ -218,13 +218,13 @@ def measure_noise(
     """Return how far outputs of the original move, relative to their largest value.
 
     Two causes are measured: inputs that move by one unit in the last place, and onnxruntime without its own graph
-    optimizations.  Float32 inputs move by one rounding to half precision as well, for outputs that are computed in it.
+    optimizations.  Where a model was converted to half precision, its float32 inputs move by one rounding to that too.
     An output whose NaN or infinite values move shows nothing of its noise.
     """
     if reference.in_float32:
         model = model_to_float32(model)
     found = dict.fromkeys(names, 0.0)
-    rounded = [name for name in names if name in reference.half_tensors]
+    rounded = [name for name in names if reference.is_converted and name in reference.half_tensors]
     half = reference.half_precision if rounded else ""
     causes: list[tuple[bool, Callable[[str, Array], Array], Sequence[str]]] = [
         (True, move_by_one_ulp, names), (False, lambda _, value: value, names),
