@@ -164,9 +164,9 @@ class _Part:
                 self._read(name, scope.constants[name].data_type, i)
         halves = frozenset[int]() if wide else half_outputs(node, known.opset, known.precision)
         if is_onnx(node) and node.op_type == "Cast" and reals[1]:
-            to = FLOAT if wide else self.half
-            if reals[0] and self._pass_on(node, to, wanted):
+            if reals[0] and self._pass_on(node, wanted):
                 return
+            to = FLOAT if wide else self.half
             next(a for a in new.attribute if a.name == "to").i = to
         elif reals[1] and not reals[0] and not wide:
             self._fill(new)
@@ -177,12 +177,12 @@ class _Part:
         self.out.append(new)
         self._append_output_casts(node, new, wanted)
 
-    def _pass_on(self, cast: onnx.NodeProto, to: int, wanted: Mapping[str, int]) -> bool:
-        """Let readers of a Cast between floating-point dtypes read its input, where it stands for nothing any more."""
+    def _pass_on(self, cast: onnx.NodeProto, wanted: Mapping[str, int]) -> bool:
+        """Let readers of a Cast between floating-point dtypes read its input, where the names allow that."""
         source, result = cast.input[0], cast.output[0]
         if source in self.scope.constants or result in wanted or self._captured(result):
             return False
-        self.aliases[result] = self._read(source, to, None)
+        self.aliases[result] = self.aliases.get(source, source)
         return True
 
     def _captured(self, name: str) -> bool:
