@@ -1,13 +1,15 @@
 """Measure the memory that `onnxfuse optimize` takes for a large model whose weights lie in a file beside it.
 
-    python benchmarks/memory.py [--gigabytes 2.8] [--packed] [--verify] [--folder FOLDER] [--out results]
+    python benchmarks/memory.py [--gigabytes 2.8] [--packed] [--verify] [--dtype float16] [--folder FOLDER]
+                                [--out results]
 
 The model is a chain of decoder blocks of width 2,048 in float32 (RMSNorm, queries, keys and values, attention, a gated
 product, residuals), as many as it takes; with `--packed` the gate and the up weight are one constant, which is split.
 Its weights are normal numbers, the same ones every 16 MB.  The command runs in a process of its own,
 and told is the largest size of its memory and that of the processes that it starts (the sum of Pss, looked up 50 times
-a second, on Linux only), beside that of a process which only imports onnxfuse.  With `--verify` the command verifies,
-and told besides is the size of onnxruntime when it runs the model alone.
+a second, on Linux only), beside that of a process which only imports onnxfuse.  With `--dtype` it converts the
+model to half precision, for which it runs the model in slices.  With `--verify` the command verifies, and told besides
+is the size of onnxruntime when it runs the model alone.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.8, help="size of the weights")
     parser.add_argument("--packed", action="store_true", help="gate and up weights are one constant")
     parser.add_argument("--verify", action="store_true", help="also verify, and run onnxruntime alone")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], help="also convert to half precision")
     parser.add_argument("--folder", type=Path, help="where the models are written  [default: that of temporary files]")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     given = parser.parse_args()
@@ -60,12 +63,13 @@ def main() -> None:
         source, target = Path(name) / "in.onnx", Path(name) / "out.onnx"
         size = build(source, given.gigabytes, packed=given.packed)
         command = ["-m", "onnxfuse", "optimize", str(source), str(target), *([] if given.verify else ["--no-verify"])]
+        command += ["--dtype", given.dtype] if given.dtype else []
         found = {"imports": peak(["-c", "import onnxfuse.optimizer"]), "optimize": peak(command)}
         if given.verify:
             found["onnxruntime alone"] = peak(["-c", ALONE, str(source)])
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(), "weights_gb": size / 1e9,
-        "packed": given.packed, "verify": given.verify,
+        "packed": given.packed, "verify": given.verify, "dtype": given.dtype or "float32",
         "versions": {each: version(each) for each in ("onnxfuse", "onnx", "onnxruntime", "protobuf")},
         "peaks": {what: {"mb": round(each.megabytes), "seconds": round(each.seconds, 1)}
                   for what, each in found.items()},
@@ -74,6 +78,7 @@ def main() -> None:
         print(f"{what:20} {each.megabytes:8,.0f} MB {each.seconds:8.1f} s")
     given.out.mkdir(parents=True, exist_ok=True)
     kind = f"{'-packed' if given.packed else ''}{'-verify' if given.verify else ''}"
+    kind += f"-{given.dtype}" if given.dtype else ""
     path = given.out / f"memory{kind}-{result['date']}.json"
     path.write_text(result_text(result), encoding="utf-8")
 

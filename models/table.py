@@ -118,6 +118,7 @@ SMALL_LLAMA = SMALL_BERT | {"kv_heads": 1, "head_dim": 8}
 BERT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "vocab": 30522, "positions": 512}
 VIT_BASE = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "image": 224, "patch": 16}
 T5_BASE = {key: value for key, value in BERT_BASE.items() if key != "positions"} | {"head_dim": 64, "vocab": 32128}
+WHISPER_SMALL = {"layers": 12, "heads": 12, "hidden": 768, "intermediate": 3072, "positions": 1500, "mel_bins": 80}
 SWIN_TINY = {"depths": [2, 2, 6, 2], "stage_heads": [3, 6, 12, 24], "stem": 96, "window": 7, "image": 224, "patch": 4}
 LLAMA_BLOCKS = {"layers": 4, "heads": 32, "kv_heads": 8, "head_dim": 64, "hidden": 2048, "intermediate": 8192,
                 "vocab": 32000, "positions": 2048}  # fmt: skip
@@ -401,5 +402,6 @@ ARCHITECTURES = [
         {"layers": 2, "heads": 2, "hidden": 16, "intermediate": 24, "positions": 16, "mel_bins": 8},
         (DYNAMO, TS),
         IMAGE,
+        full=WHISPER_SMALL,
     ),
 ]

@@ -6,7 +6,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,6 +20,8 @@ from onnxfuse.dsl.terms import OperatorSet
 from onnxfuse.emit_standard import in_newest_opset, in_standard_operators, what_was_written
 from onnxfuse.errors import ModelError, UsageError, VerificationError
 from onnxfuse.fuse_model import FusedModel, Progress, Regions, StageTimer, fuse_model
+from onnxfuse.half.result import HalfResult
+from onnxfuse.halving import Halving, Request, request
 from onnxfuse.ir.convert_opset import opset_of
 from onnxfuse.ir.digest import graph_digest
 from onnxfuse.ir.dtypes import Array
@@ -35,6 +37,7 @@ from onnxfuse.report.outline import Rewritten, outline
 from onnxfuse.report.report import Dropped, Report, Subgraph, quantized_operators
 from onnxfuse.report.unmatched import why_no_region, why_unmatched
 from onnxfuse.rewrite.replace import REGION, Fused
+from onnxfuse.unfuse_model import has_fused_nodes, in_operators
 from onnxfuse.verifier import WEIGHT_FOLDING, Verifier
 from onnxfuse.verify.compare import NOT_VERIFIED, Verification
 from onnxfuse.verify.compare_parts import PartFinding, PartsVerification
@@ -64,6 +67,9 @@ def optimize(
     shapes: Sequence[str] = (),
     timeout: float | None = DEFAULT_TIMEOUT,
     tolerance: float | None = None,
+    dtype: Literal["float16", "bfloat16"] | None = None,
+    io: Literal["float32", "half"] = "float32",
+    max_error: float | None = None,
     progress: Progress = lambda stage, done, of: None,
 ) -> tuple[onnx.ModelProto, Report]:
     """Fuse a model.
@@ -90,11 +96,18 @@ def optimize(
               models in this process, without a limit
     tolerance the largest error of an output, relative to its largest value; by default that of its dtype, or more where
               the original's own noise is larger
+    dtype     the half precision that the model is converted to; what overflows, or loses too much, stays in float32.
+              External weights then lie in `report.folder`, as long as the report exists
+    io        the dtype of the graph's floating-point inputs and outputs where the model is converted: that of the
+              original ("float32"), or `dtype` ("half")
+    max_error the largest error of an output that is allowed against float32, relative to its largest value; as many
+              nodes stay in float32 as that takes.  By default errors are told, and NaN or infinite values not allowed
     progress  called with the stage, how much of it is done, and of how much
 
     Returns the model, in which each fused node calls a model-local function, and the report.  Raises ModelError if the
     model cannot be read, or for emit="standard" not be converted to opset 24, UsageError for an unknown fusion or a
-    plan of another model, VerificationError if the models differ although no fusion and no folding causes it.
+    plan of another model, VerificationError if the models differ although no fusion and no folding causes it, or
+    `max_error` cannot be kept.
     """
     if fallback not in ("onnx", "ort"):
         raise UsageError(f"fallback is 'onnx' or 'ort', not '{fallback}'")
@@ -102,12 +115,17 @@ def optimize(
     only, skip = list(only), list(skip)
     fusions, regions = _selected(only, skip, patterns, regions)
     operators = _operators(fallback, emit, layout, REGION in only)
+    half = request(dtype, io, max_error)
+    if half and plan is not None:
+        raise UsageError(
+            "a plan lists the matches of the model as it is; save the model that dtype gives, and make a plan of that"
+        )
     if operators == "standard":
         layout, regions = "nchw", False
     with own_process(timeout if verify else None):
         return _optimize(
             model, fusions, only, operators, layout, regions, None if plan is None else Path(plan), verify, inputs,
-            shapes, tolerance, StageTimer(progress),
+            shapes, tolerance, half, StageTimer(progress),
         )  # fmt: skip
 
 
@@ -172,6 +190,7 @@ def _optimize(
     inputs: Mapping[str, Array] | None,
     shapes: Sequence[str],
     tolerance: float | None,
+    half: Request | None,
     timer: StageTimer,
 ) -> tuple[onnx.ModelProto, Report]:
     """Return the optimized model and its report, as `optimize` does, of fusions that are known."""
@@ -179,39 +198,110 @@ def _optimize(
         original, folder = load(model)
     is_standard = operators == "standard"
     source = in_newest_opset(original, folder) if is_standard else original
-    fuse_again: Callable[..., FusedModel]
-    fuse_again = functools.partial(_fuse, source, folder, opset_of(original), operators=operators, timer=timer)
-    chosen = None if plan is None else ChosenFuse(fuse_again, read_choices(plan, original))
-    fuse_again = chosen or fuse_again
-    taken_back = TakenBack()
-    if verify:
-        verifier = Verifier(original, folder, inputs, timer, shapes, tolerance)
-        try:
-            result, verified = _fuse_until_equal(fuse_again, fusions, layout, regions, verifier, taken_back)
-        except VerificationError as error:
-            _check_converted(verifier, source)
-            raise error
+    if half is not None and has_fused_nodes(source):  # whose bodies hold dtypes
+        source = in_operators(source, folder)[0]
+    choices = None if plan is None else read_choices(plan, original)
+    options = _Options(
+        fusions, operators, layout, regions, choices, verify, inputs, shapes, tolerance, opset_of(original)
+    )
+    halving, told = None, None
+    if half is None:
+        found = _fuse_verified(original, source, folder, options, timer)
     else:
-        result, verified = fuse_again(fusions, layout=layout, regions=regions), NOT_VERIFIED
-    if chosen:
-        chosen.check_known()
-    off = chosen.switched_off if chosen else ()
-    told = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
+        halving = Halving(source, folder, half, fusions, inputs, shapes, timer, verify)
+        found, folder, told = _fuse_in_half(halving, options)
+    result, taken_back, off = found.model, found.taken_back, found.switched_off
+    first = halving.plain if halving else result
+    known = {one.fusion for one in taken_back.dropped} | {name.partition(":")[0] for name in off}
     path = str(model) if isinstance(model, str | os.PathLike) else None
     size = file_bytes(Path(path), original) if path else None
     report = Report(
         {"path": path, "nodes": len(original.graph.node), "opset": opset_of(original),
          "bytes": size, "digest": graph_digest(original)},
         {"path": None, "nodes": len(result.written.graph.node), "bytes": None},
-        result.fused_of_model, result.all_folded, tuple(result.near()),
-        tuple(taken_back.dropped), result.before, result.after, verified, timer.seconds, result.layout,
-        result.without_regions, tuple(_subgraphs(result)), result.inlined, result.stays,
+        result.fused_of_model, (*(first.all_folded if halving else ()), *result.all_folded), tuple(result.near()),
+        tuple(taken_back.dropped), first.before, result.after, found.verified, timer.seconds, result.layout,
+        result.without_regions, tuple(_subgraphs(result)), first.inlined, result.stays,
         quantized_operators(result.written), what_was_written(result) if is_standard else None,
-        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, told),
+        count_operators(original, result.written), _assumed_sizes(original), _unmatched(result, fusions, only, known),
         off,
         gather_facts(original, result.written, path, fusions, _graphs(result), _why_not_fused(result)),
+        told, folder,
     )  # fmt: skip
     return result.written, report
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What `optimize` was asked to do with a model."""
+
+    fusions: Sequence[Fusion]
+    operators: OperatorSet
+    layout: Layout
+    regions: Regions
+    choices: Choices | None
+    verify: bool
+    inputs: Mapping[str, Array] | None
+    shapes: Sequence[str]
+    tolerance: float | None
+    opset: int  # of the original
+    is_converted: bool = False  # to half precision
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The fused model, whether it agrees with the original, and what was left out for that, or by a plan."""
+
+    model: FusedModel
+    verified: Verification
+    taken_back: TakenBack
+    switched_off: tuple[str, ...] = ()
+
+
+def _fuse_verified(
+    original: onnx.ModelProto, source: onnx.ModelProto, folder: Path | None, options: _Options, timer: StageTimer
+) -> _Found:
+    """Return the fused model, whether it agrees with the original, and what was taken back for that.
+
+    source  the original in the opset in which it is fused
+    """
+    fuse_again: Callable[..., FusedModel]
+    fuse_again = functools.partial(_fuse, source, folder, options.opset, operators=options.operators, timer=timer)
+    chosen = ChosenFuse(fuse_again, options.choices) if options.choices else None
+    fuse_again = chosen or fuse_again
+    taken_back = TakenBack()
+    if options.verify:
+        verifier = Verifier(
+            original, folder, options.inputs, timer, options.shapes, options.tolerance, options.is_converted
+        )
+        try:
+            result, verified = _fuse_until_equal(
+                fuse_again, options.fusions, options.layout, options.regions, verifier, taken_back
+            )
+        except VerificationError as error:
+            _check_converted(verifier, source)
+            raise error
+    else:
+        result = fuse_again(options.fusions, layout=options.layout, regions=options.regions)
+        verified = NOT_VERIFIED
+    if chosen:
+        chosen.check_known()
+    return _Found(result, verified, taken_back, tuple(chosen.switched_off) if chosen else ())
+
+
+def _fuse_in_half(halving: Halving, options: _Options) -> tuple[_Found, Path | None, HalfResult]:
+    """Return the fused model in half precision, as `_fuse_verified` does, where its weights lie, and its errors."""
+    best: tuple[_Found, Path | None, HalfResult] | None = None
+    while True:
+        converted = halving.convert()
+        inputs = None if options.inputs is None else halving.feeds(options.inputs)
+        given = replace(options, inputs=inputs, is_converted=True)
+        found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
+        told = replace(halving.judge(found.model.written), scratch=converted.scratch)
+        if best is None or halving.is_good(told):
+            best = found, converted.folder, told
+        if not halving.go_on(told):
+            return best
 
 
 def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:

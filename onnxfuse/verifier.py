@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -38,6 +38,7 @@ class Verifier:
     timer: StageTimer
     shapes: Sequence[str] = ()
     tolerance: float | None = None
+    is_converted: bool = False  # to half precision
     equal_parts: set[str] = field(default_factory=set)  # their keys
     _reference: Reference | VerificationError | None = None
     _inside: tuple[FusedModel, Sequence[tuple[FusedModel, Feeds | None]]] | None = None  # of the last result
@@ -46,7 +47,8 @@ class Verifier:
         """Return runs of the original.  Raises VerificationError if it does not run."""
         if self._reference is None:
             try:
-                self._reference = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+                found = run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+                self._reference = replace(found, is_converted=self.is_converted)
             except VerificationError as error:
                 self._reference = error
         if isinstance(self._reference, VerificationError):

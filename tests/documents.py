@@ -37,6 +37,7 @@ NOT_RUN = {  # beginnings of commands, and why no test runs them
     "python examples/cpp/build_example.py": "test_cpp_example.py builds and runs the program",
     "./run_model": "test_cpp_example.py builds and runs the program",
     "python vocoder.py": "test_packages.py does, before the other commands of that page",
+    "onnxfuse optimize model.onnx half.onnx": "tests/half does, with models of its own",
     "python benchmarks/ort_kernels.py": "it reads the registry of onnxruntime-gpu",
     'eval "$(_ONNXFUSE_COMPLETE': "test_docs.py asks the program what it completes",
     "_ONNXFUSE_COMPLETE": "test_docs.py asks the program what it completes",

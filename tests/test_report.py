@@ -44,6 +44,7 @@ SCHEMA: dict[str, Any] = {
     "operators": [{"op": str, "before": int, "after": int}],
     "unmatched": {...: str},
     "switched_off": [str],
+    "half": {},  # but with a dtype
     "verified": {
         "status": str,
         "passed": bool,

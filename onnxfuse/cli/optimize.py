@@ -57,6 +57,24 @@ if TYPE_CHECKING:
     show_default=True,
     help="What stands for a fusion: functions, for which there are kernels, or ONNX's operators of opset 23 or 24.",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16"]),
+    help="Convert the model to half precision.  What overflows or loses too much there stays in float32.",
+)
+@click.option(
+    "--io",
+    type=click.Choice(["float32", "half"]),
+    default="float32",
+    show_default=True,
+    help="With --dtype: the dtype of the graph's floating-point inputs and outputs.",
+)
+@click.option(
+    "--max-error",
+    type=click.FloatRange(0, min_open=True),
+    metavar="X",
+    help="With --dtype: let nodes stay in float32 until no output is off by more, relative to its largest value.",
+)
 @verify_option
 @click.option("--report", type=file_path, help="Write the report to a .json or .html file.")
 @click.option("--all", "everything", is_flag=True, help="Print all operators, reasons and near misses.")
@@ -78,6 +96,9 @@ def optimize_command(
     timeout: float,
     fallback: Literal["onnx", "ort"],
     emit: Literal["functions", "standard"],
+    dtype: Literal["float16", "bfloat16"] | None,
+    io: Literal["float32", "half"],
+    max_error: float | None,
     verify: bool,
     report: Path | None,
     everything: bool,
@@ -102,11 +123,11 @@ def optimize_command(
     with shown_progress() as progress:
         optimized, result = optimize(
             source, only=only, skip=skip, patterns=patterns, fallback=fallback, emit=emit, layout=layout,
-            regions=given_regions(regions, epilogues), plan=plan, verify=verify, inputs=inputs,
-            shapes=shapes, timeout=timeout, tolerance=tolerance, progress=progress,
+            regions=given_regions(regions, epilogues), plan=plan, verify=verify, inputs=inputs, shapes=shapes,
+            timeout=timeout, tolerance=tolerance, dtype=dtype, io=io, max_error=max_error, progress=progress,
         )  # fmt: skip
     if target:
-        save(optimized, target, folder=source.parent)
+        save(optimized, target, folder=result.folder)
         result = result.written(target)
     if report:
         result.write(report)

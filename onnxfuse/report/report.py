@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onnxfuse.errors import ModelError, UsageError
+from onnxfuse.half.result import HalfResult, half_lines
 from onnxfuse.ir.file_bytes import file_bytes
 from onnxfuse.ir.inline_functions import Inlined
 from onnxfuse.ir.load import read
@@ -105,6 +106,8 @@ class Report:
     unmatched: Mapping[str, str] = field(default_factory=dict)  # fusions named by `only` that match nothing, and why
     switched_off: tuple[str, ...] = ()  # names of matches that a plan leaves out
     facts: Facts | None = None  # of the model and the run, for the page
+    half: HalfResult | None = None  # what the conversion to half precision did, with a dtype
+    folder: Path | None = None  # where the external data of the model lies until it is saved
 
     @property
     def counts(self) -> dict[str, int]:
@@ -125,7 +128,7 @@ class Report:
         """Return plain data.
 
         Its keys are input, output, counts, subgraphs, functions, fused, folded, missed, stays, quantized, dropped,
-        layout, regions, estimate, standard, operators, unmatched, switched_off, verified and seconds.
+        layout, regions, estimate, standard, half, operators, unmatched, switched_off, verified and seconds.
         """
         return {
             "input": dict(self.input),
@@ -166,6 +169,7 @@ class Report:
             "operators": [asdict(one) for one in self.operators],
             "unmatched": dict(self.unmatched),
             "switched_off": list(self.switched_off),
+            "half": self.half.to_json() if self.half else {},
             "verified": self.verified.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -285,6 +289,7 @@ def _lines(report: Report, everything: bool) -> Iterator[Line]:
     yield from stays_lines(report.stays)
     yield from quantized_lines(report.quantized)
     yield from map(Line, standard_lines(report.standard))
+    yield from map(Line, half_lines(report.half))
 
 
 def _region_lines(regions: RegionGain) -> Iterator[Line]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import onnx
 
 from onnxfuse.errors import VerificationError, first_line
@@ -17,7 +19,7 @@ from onnxfuse.ir.extract import extract
 from onnxfuse.ir.load import load
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import OutputDifference, compare_output
-from onnxfuse.verify.noise import move_by_one_ulp
+from onnxfuse.verify.noise import ROUNDINGS, move_by_one_ulp, move_by_rounding
 from onnxfuse.verify.observed import NotCompared
 from onnxfuse.verify.own_process import TimeLimitExceeded
 from onnxfuse.verify.reference import Progress, Reference, run_original
@@ -197,12 +199,15 @@ def _find_ties(
     found: dict[str, str] = {}
     for error in errors:
         node = None if error.passed or error.tolerance else source_of_indices(model, error.name)
-        if node is None or reference.in_float32:
+        if node is None:
             continue
-        session = open_session(extract(model, [node.input[0]]), folder, optimize=False)
-        scores = [run(session, each.feeds)[node.input[0]] for each in reference.runs]
+        part = extract(model, [node.input[0]])
+        session = open_session(model_to_float32(part) if reference.in_float32 else part, folder, optimize=False)
+        feeds = [arrays_to_float32(each.feeds) if reference.in_float32 else each.feeds for each in reference.runs]
+        scores = [run(session, each)[node.input[0]] for each in feeds]
+        half = reference.half_precision if node.input[0] in reference.half_tensors else ""
         old = [each.outputs[error.name] for each in reference.runs]
-        if are_ties(node, scores, old, [result.get(error.name) for result in results]):
+        if are_ties(node, scores, old, [result.get(error.name) for result in results], half):
             found[error.name] = f"its indices differ, but the scores there ('{node.input[0]}') are ties"
     return found
 
@@ -213,21 +218,33 @@ def measure_noise(
     """Return how far outputs of the original move, relative to their largest value.
 
     Two causes are measured: inputs that move by one unit in the last place, and onnxruntime without its own graph
-    optimizations.  An output whose NaN or infinite values move shows nothing of its noise.
+    optimizations.  Where a model was converted to half precision, its float32 inputs move by one rounding to that too.
+    An output whose NaN or infinite values move shows nothing of its noise.
     """
     if reference.in_float32:
         model = model_to_float32(model)
     found = dict.fromkeys(names, 0.0)
-    for optimize, moved in ((True, True), (False, False)):
+    rounded = [name for name in names if reference.is_converted and name in reference.half_tensors]
+    half = reference.half_precision if rounded else ""
+    causes: list[tuple[bool, Callable[[str, Array], Array], Sequence[str]]] = [
+        (True, move_by_one_ulp, names), (False, lambda _, value: value, names),
+        *([(True, functools.partial(_move_by_half_rounding, half), rounded)] if half else []),
+    ]  # fmt: skip
+    for optimize, move, affected in causes:
         session = open_session(model, folder, optimize=optimize)
         for each in reference.runs:
-            feeds = {n: move_by_one_ulp(n, v) for n, v in each.feeds.items()} if moved else each.feeds
+            feeds = {n: move(n, v) for n, v in each.feeds.items()}
             outputs = run(session, arrays_to_float32(feeds) if reference.in_float32 else feeds)
-            for name in names:
+            for name in affected:
                 other = compare_output(name, each.outputs[name], outputs.get(name)).max_rel
                 found[name] = max(found[name], other if math.isfinite(other) else 0.0)
         del session  # one model is open at a time
     return found
+
+
+def _move_by_half_rounding(half: str, name: str, value: Array) -> Array:
+    is_cast = value.dtype == np.float32
+    return move_by_rounding(name, value, ROUNDINGS[half]) if is_cast else move_by_one_ulp(name, value)
 
 
 def first_difference(

@@ -10,6 +10,7 @@ import numpy as np
 
 from onnxfuse.ir.dtypes import FLOAT_NAMES, Array
 
+ROUNDINGS: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # the largest relative error of a rounding
 DRAWN_BLOCK: Final = 1_000_003  # numbers are drawn once and repeated; being prime, the count fits no axis
 
 
@@ -17,7 +18,18 @@ def move_by_one_ulp(name: str, value: Array) -> Array:
     """Return floating-point values, each moved up or down by one unit in the last place; others as they are."""
     if value.dtype.name not in FLOAT_NAMES:
         return value
+    largest = float(ml_dtypes.finfo(value.dtype).max)  # type: ignore[no-untyped-call]
+    return np.asarray(np.nextafter(value, (_signs(name, value) * largest).astype(value.dtype)))
+
+
+def move_by_rounding(name: str, value: Array, rounding: float) -> Array:
+    """Return float32 values, each moved up or down by a relative error; others as they are."""
+    if value.dtype != np.float32:
+        return value
+    return np.asarray(value * (1 + _signs(name, value).astype(np.float32) * np.float32(rounding)))
+
+
+def _signs(name: str, value: Array) -> Array:
     random = np.random.default_rng(zlib.crc32(name.encode()))
     block = random.integers(0, 2, min(value.size, DRAWN_BLOCK), np.int8) * 2 - 1
-    largest = float(ml_dtypes.finfo(value.dtype).max)  # type: ignore[no-untyped-call]
-    return np.asarray(np.nextafter(value, (np.resize(block, value.shape) * largest).astype(value.dtype)))
+    return np.resize(block, value.shape)

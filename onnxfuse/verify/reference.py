@@ -60,6 +60,7 @@ class Reference:
     note: str
     not_compared: Mapping[str, str] = field(default_factory=dict)  # outputs that show nothing, and why
     random: frozenset[str] = frozenset()  # those of them whose values are new in every run
+    is_converted: bool = False  # to half precision, whose Casts of float32 inputs are there for no other reason
     tolerance: float | None = None  # replaces those of the dtypes, and the noise of the original
 
     def worst_difference(self, results: Sequence[Mapping[str, object]], name: str) -> OutputDifference:

@@ -24,14 +24,19 @@ def source_of_indices(model: onnx.ModelProto, output: str) -> onnx.NodeProto | N
     return node if node is not None and (node.op_type, index) in INDEX_OPS else None
 
 
-def are_ties(node: onnx.NodeProto, scores: Sequence[object], old: Sequence[object], new: Sequence[object]) -> bool:
-    """Return whether the scores at the old and the new indices of every run are equal but for rounding."""
+def are_ties(
+    node: onnx.NodeProto, scores: Sequence[object], old: Sequence[object], new: Sequence[object], half: str = ""
+) -> bool:
+    """Return whether the scores at the old and the new indices of every run are equal but for rounding.
+
+    `half` is the half precision that scores are computed in or from, "" for none.
+    """
     default = next(axis for (op_type, _), axis in INDEX_OPS.items() if op_type == node.op_type)
     axis = next((a.i for a in node.attribute if a.name == "axis"), default)
-    return all(_is_tie(axis, *run) for run in zip(scores, old, new, strict=True))
+    return all(_is_tie(axis, half, *run) for run in zip(scores, old, new, strict=True))
 
 
-def _is_tie(axis: int, scores: object, old: object, new: object) -> bool:
+def _is_tie(axis: int, half: str, scores: object, old: object, new: object) -> bool:
     if not (isinstance(scores, np.ndarray) and isinstance(old, np.ndarray) and isinstance(new, np.ndarray)):
         return False
     rows = scores.size // max(1, scores.shape[axis])
@@ -42,7 +47,8 @@ def _is_tie(axis: int, scores: object, old: object, new: object) -> bool:
     if ((new < 0) | (new >= scores.shape[axis])).any():
         return False
     at = [_scores_at(scores, indices.reshape(shape), axis) for indices in (old, new)]
-    allowed = TOLERANCES.get(scores.dtype.name, 0.0) * float(np.abs(scores.astype(np.float64)).max(initial=0.0))
+    tolerance = max(TOLERANCES.get(scores.dtype.name, 0.0), TOLERANCES.get(half, 0.0))
+    allowed = tolerance * float(np.abs(scores.astype(np.float64)).max(initial=0.0))
     return bool((np.abs(at[0] - at[1]) <= allowed).all())
 
 

@@ -1,0 +1,43 @@
+"""Find what masks scores: numbers such as -1e9 or -3.4e38, which half precision has no place for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxfuse.half.operators import is_onnx
+from onnxfuse.half.scope import Scope
+
+# Between a mask and the softmax that it is for.
+ON_THE_WAY: Final = frozenset({
+    "Add", "And", "Cast", "Clip", "Concat", "ConstantOfShape", "Expand", "Flatten", "Gather", "GatherND", "Identity",
+    "Max", "Min", "Mul", "Neg", "Not", "Or", "Pad", "Reshape", "ScatterND", "Slice", "Split", "Squeeze", "Sub", "Sum",
+    "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+})  # fmt: skip
+MASKED_INPUTS: Final = {  # operators that read scores, or what is added to them, at these inputs
+    "Softmax": (0,), "LogSoftmax": (0,), "ReduceLogSumExp": (0,), "Attention": (3, 5), "MultiHeadAttention": (4, 5),
+    "GroupQueryAttention": (10,), "ReduceMax": (0,),
+}  # fmt: skip
+BOUNDS: Final = {"Clip": (1, 2), "Max": (0, 1), "Min": (0, 1)}  # inputs that are bounds, where they are constants
+
+
+def score_nodes(scope: Scope) -> frozenset[int]:
+    """Return the nodes between products and softmax, and those that compute what is added to scores there."""
+    starts = [
+        node.input[k]
+        for node in scope.nodes
+        for k in MASKED_INPUTS.get(node.op_type, ())
+        if k < len(node.input) and node.input[k]
+    ]
+    return frozenset(scope.behind(starts, lambda i: _leads_on(scope, i)))
+
+
+def _leads_on(scope: Scope, i: int) -> bool:
+    node = scope.nodes[i]
+    return is_onnx(node) and node.op_type in ON_THE_WAY
+
+
+def bound_inputs(scope: Scope, i: int) -> frozenset[str]:
+    """Return the constants that a node reads as bounds: beyond the range of half precision they bound nothing."""
+    node = scope.nodes[i]
+    positions = BOUNDS.get(node.op_type, ()) if is_onnx(node) else ()
+    return frozenset(node.input[k] for k in positions if k < len(node.input) and node.input[k] in scope.constants)

@@ -1,0 +1,122 @@
+"""Which operators compute in half precision, and which of their inputs and outputs then have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Final
+
+import onnx
+
+from onnxfuse.half.precision import Precision
+from onnxfuse.ir.protos import CONTROL_FLOW, RANDOM_OPERATORS
+from onnxfuse.ir.validate import ONNX_DOMAINS
+
+CONTRIB: Final = frozenset({  # of com.microsoft, whose floating-point inputs all have one dtype
+    "Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "EmbedLayerNormalization", "FastGelu", "FusedConv",
+    "FusedGemm", "FusedMatMul", "Gelu", "GemmFastGelu", "GroupNorm", "GroupQueryAttention", "MultiHeadAttention",
+    "NhwcConv", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization", "SkipGroupNorm",
+    "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+})  # fmt: skip
+WITHOUT_BFLOAT16: Final = frozenset({  # those of them that onnxruntime 1.31 declares for float16 alone
+    "BiasAdd", "BiasSplitGelu", "EmbedLayerNormalization", "FusedConv", "FusedGemm", "GroupNorm", "NhwcConv",
+    "SkipGroupNorm",
+})  # fmt: skip
+ONNXRUNTIME_ONLY: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "Affine", "Scale"})
+STAY: Final = {  # operators that stay in float32 whatever they read, and why
+    **dict.fromkeys(RANDOM_OPERATORS, "it draws random numbers"),
+    **dict.fromkeys(CONTROL_FLOW, "values pass from one iteration or branch to another in one dtype"),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"), "it quantizes"),
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger"), "it quantizes"),
+    **dict.fromkeys(
+        (
+            "ConcatFromSequence",
+            "Optional",
+            "OptionalGetElement",
+            "SequenceAt",
+            "SequenceConstruct",
+            "SequenceEmpty",
+            "SequenceErase",
+            "SequenceInsert",
+            "SequenceMap",
+            "SplitToSequence",
+        ),
+        "it has sequences or optional values",
+    ),
+    "CumSum": "sums of many terms are kept exact",
+    "Range": "it counts",
+    "NonMaxSuppression": "it compares boxes in float32",
+    "TopK": "what it selects would change between values that half precision cannot tell apart",
+    "ArgMax": "what it selects would change between values that half precision cannot tell apart",
+    "ArgMin": "what it selects would change between values that half precision cannot tell apart",
+    "GridSample": "it reads at coordinates, of which half precision would lose parts of a pixel",
+    "RoiAlign": "it reads at coordinates, of which half precision would lose parts of a pixel",
+    "MelWeightMatrix": "its table is a constant of float32",
+    "STFT": "it is a transform of audio, whose powers exceed half precision",
+    "DFT": "it is a transform of audio, whose powers exceed half precision",
+}
+# Inputs of operators that select or read at coordinates: the arithmetic in front of these stays in float32 too.
+EXACT_INPUTS: Final = {"TopK": (0,), "ArgMax": (0,), "ArgMin": (0,), "GridSample": (1,), "RoiAlign": (1,),
+                       "NonMaxSuppression": (0, 1)}  # fmt: skip
+ELEMENTWISE: Final = frozenset({
+    "Abs", "Add", "Cast", "Ceil", "Clip", "Div", "Exp", "Floor", "Log", "Max", "Mean", "Min", "Mod", "Mul", "Neg",
+    "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Softmax", "LogSoftmax", "Sqrt", "Sub", "Sum", "Tanh",
+    "Where",
+})  # fmt: skip
+MOVES: Final = frozenset({
+    "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterND",
+    "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
+})  # fmt: skip
+FILLS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})  # they write the dtype that an attribute names
+READS_ANY: Final = frozenset({"Cast", "Shape", "Size", "IsNaN", "IsInf"})  # whatever dtype they read
+
+
+def is_onnx(node: onnx.NodeProto) -> bool:
+    """Return whether an operator is one of the ONNX domain."""
+    return node.domain in ONNX_DOMAINS
+
+
+def label(node: onnx.NodeProto) -> str:
+    """Return a node's name, or that of its first output."""
+    return node.name or next((name for name in node.output if name), "")
+
+
+@functools.cache
+def _schema(op: str, opset: int) -> onnx.defs.OpSchema | None:
+    try:
+        return onnx.defs.get_schema(op, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+
+
+def half_inputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
+    """Return the inputs, by position, that may have half precision; those of other dtypes may be among them."""
+    every = frozenset(range(len(node.input)))
+    if not is_onnx(node):
+        known = CONTRIB if precision.name == "float16" else CONTRIB - WITHOUT_BFLOAT16
+        return every if node.domain == "com.microsoft" and node.op_type in known else frozenset()
+    schema = _schema(node.op_type, opset)
+    if schema is None:
+        return every if node.op_type in ONNXRUNTIME_ONLY else frozenset()
+    wanted = f"tensor({precision.name})"
+    return frozenset(i for i in every if wanted in _formal(schema.inputs, i).types)
+
+
+def half_outputs(node: onnx.NodeProto, opset: int, precision: Precision) -> frozenset[int]:
+    """Return the outputs, by position, that have half precision where all of `half_inputs` do."""
+    every = frozenset(range(len(node.output)))
+    if is_onnx(node) and node.op_type in FILLS:
+        return every
+    schema = _schema(node.op_type, opset) if is_onnx(node) else None
+    if schema is None:
+        return every
+    inputs = {_formal(schema.inputs, i).type_str for i in half_inputs(node, opset, precision)}
+    wanted = f"tensor({precision.name})"
+    formals = {i: _formal(schema.outputs, i) for i in every}
+    return frozenset(
+        i for i, each in formals.items() if wanted in each.types and (each.type_str in inputs or not inputs)
+    )
+
+
+def _formal(formals: Sequence[onnx.defs.OpSchema.FormalParameter], i: int) -> onnx.defs.OpSchema.FormalParameter:
+    return formals[min(i, len(formals) - 1)]

@@ -1,0 +1,59 @@
+"""What there is to know of float16 and bfloat16: ranges, what a value becomes, and which losses count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from onnx import TensorProto
+
+from onnxfuse.ir.dtypes import Array
+
+REAL: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})  # dtypes that may change
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A half precision: how large values may become, and what a weight may lose."""
+
+    name: str  # as --dtype has it
+    number: int  # of onnx.TensorProto.DataType
+    largest: float
+    limit: float  # the largest magnitude that a run may show: inputs other than those seen may lead to more
+    smallest: float  # the smallest magnitude that is held with all bits
+    rounding: float  # the largest relative error of a value in range
+    max_loss: float  # of a weight, relative to its norm
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype in NumPy."""
+        return np.dtype(np.float16 if self.name == "float16" else ml_dtypes.bfloat16)
+
+    def rounded(self, value: Array) -> Array:
+        """Return values in this precision; those beyond its range become infinite."""
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(self.numpy)
+
+    def clamped(self, value: Array) -> Array:
+        """Return values in this precision, of which finite ones stay finite: what a mask or a bound means by them."""
+        wide = np.asarray(value, np.float32)
+        return self.rounded(np.where(np.isfinite(wide), np.clip(wide, -self.largest, self.largest), wide))
+
+
+FLOAT16: Final = Precision("float16", TensorProto.FLOAT16, 65504.0, 65504.0 / 4, 2.0**-14, 2.0**-11, 2.0**-10)
+# Rounding alone takes up to 2^-8 of a bfloat16 weight, so only what overflows is too much.
+BFLOAT16: Final = Precision(
+    "bfloat16", TensorProto.BFLOAT16, 3.3895313892515355e38, 3.3895313892515355e38 / 4, 2.0**-126, 2.0**-8, 2.0**-7
+)
+PRECISIONS: Final = {each.name: each for each in (FLOAT16, BFLOAT16)}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A node that stays in float32, and why."""
+
+    node: str  # its name, or its first output
+    op: str
+    reason: str

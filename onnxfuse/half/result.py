@@ -1,0 +1,100 @@
+"""What a report says of a conversion to half precision."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rich.markup import escape
+
+from onnxfuse.half.precision import Kept
+from onnxfuse.half.weights import ScratchFolder
+
+MAX_KEPT_SHOWN: Final = 10
+USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an error needs no explanation
+
+
+@dataclass(frozen=True)
+class HalfError:
+    """How far an output is from float32, relative to its largest value.
+
+    What each node writes is rounded to half precision, as kernels do, while the nodes compute in float32: onnxruntime's
+    CPU provider has few operators in half precision, and does not round between most of those.
+    `noise` is how far the output moves in float32 where each weight and each input is moved by one rounding to half
+    precision.  Both are infinite where NaN or infinite values appear.
+    """
+
+    name: str
+    error: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class HalfResult:
+    """A model in half precision: what stayed in float32, and how far its outputs are from the original's.
+
+    `nodes` compute on floating-point numbers in the model before it is fused.  `kept` stayed in float32 because of
+    their values, and `by_rule` because of what they are, by reason.
+    """
+
+    dtype: str
+    io: str
+    nodes: int
+    kept: tuple[Kept, ...]
+    by_rule: Mapping[str, int]
+    bytes_before: int
+    bytes_after: int
+    errors: tuple[HalfError, ...] = ()
+    max_error: float | None = None
+    note: str = ""  # how the errors were measured if not as usual, or why they were not
+    scratch: ScratchFolder | None = None  # which holds converted external weights
+
+    @property
+    def worst(self) -> HalfError | None:
+        """The output with the largest error."""
+        return max(self.errors, key=lambda each: each.error, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; an infinite error, which JSON cannot write, is None."""
+        return {
+            "dtype": self.dtype, "io": self.io, "nodes": self.nodes, "kept": [asdict(each) for each in self.kept],
+            "by_rule": dict(self.by_rule), "bytes_before": self.bytes_before, "bytes_after": self.bytes_after,
+            "max_error": self.max_error, "note": self.note,
+            "errors": [{"name": e.name, "error": _finite(e.error), "noise": _finite(e.noise)} for e in self.errors],
+        }  # fmt: skip
+
+
+def half_lines(half: HalfResult | None) -> list[str]:
+    """Return the lines of a report about half precision; none for a model that was not converted."""
+    if half is None:
+        return []
+    share = f"{half.nodes - len(half.kept) - sum(half.by_rule.values())} of {half.nodes} nodes"
+    size = f"{_megabytes(half.bytes_before)} -> {_megabytes(half.bytes_after)} of weights"
+    lines = [f"Half precision: {share} in {half.dtype}, {size}"]
+    lines += [
+        f"  {escape(each.op)} '{escape(each.node)}' stays in float32: {escape(each.reason)}"
+        for each in half.kept[:MAX_KEPT_SHOWN]
+    ]
+    if len(half.kept) > MAX_KEPT_SHOWN:
+        lines.append(f"  {len(half.kept) - MAX_KEPT_SHOWN} more stay because of their values")
+    lines += [f"  {count} stay in float32: {escape(reason)}" for reason, count in half.by_rule.items()]
+    if (worst := half.worst) is not None:
+        told = f"'{escape(worst.name)}' is off by {worst.error:.1e} of its largest value"
+        lines.append(f"  {told}; the noise of {half.dtype} there is {worst.noise:.1e}")
+    return [*lines, *([f"  {escape(half.note)}"] if half.note else [])]
+
+
+def reasons(by_rule: tuple[Kept, ...]) -> dict[str, int]:
+    """Return how many nodes stay for each reason, the most frequent first."""
+    return dict(Counter(each.reason for each in by_rule).most_common())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"

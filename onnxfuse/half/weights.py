@@ -1,0 +1,141 @@
+"""Convert weights tensor by tensor: what is stored in a file goes to another file, never all of it into memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+from onnxfuse.errors import ModelError
+from onnxfuse.half.precision import REAL, Precision
+from onnxfuse.ir.dtypes import Array
+from onnxfuse.ir.load import EXTERNAL_THRESHOLD
+from onnxfuse.verify.noise import move_by_rounding
+
+DATA_FILE: Final = "weights.data"
+MAX_PARAMETER: Final = 8  # elements of what may be no weight: the scales of a Resize, an epsilon
+CHECKED_AT_ONCE: Final = 2**22  # elements of a weight: float64 copies of all of it would take three times its size
+
+
+class ScratchFolder:
+    """A folder of temporary files, which is removed with this object."""
+
+    def __init__(self) -> None:
+        """Make the folder, where the environment has temporary files."""
+        self.path = Path(tempfile.mkdtemp(prefix="onnxfuse-half-"))
+        self._removal = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+@dataclass
+class Weights:
+    """The weights of a model, whose external data lies in `folder`, on their way to half precision."""
+
+    folder: Path | None
+    precision: Precision
+    scratch: ScratchFolder | None = None  # where converted external weights lie
+    losses: dict[tuple[str, bool], str] = field(default_factory=dict)  # of the weights that were looked at
+    _end: int = 0
+
+    def value(self, tensor: onnx.TensorProto) -> Array:
+        """Return the values of a tensor, read from its file where they are external."""
+        if not uses_external_data(tensor):
+            return onnx.numpy_helper.to_array(tensor)
+        if self.folder is None:
+            raise ModelError(f"weight '{tensor.name}' lies in an external file; give the model as a path")
+        loaded = onnx.TensorProto()
+        loaded.CopyFrom(tensor)
+        load_external_data_for_tensor(loaded, str(self.folder))
+        return onnx.numpy_helper.to_array(loaded)
+
+    def loss(self, tensor: onnx.TensorProto, clamp: bool = False) -> str:
+        """Return why a weight must stay as it is, as the end of a sentence; "" where half precision holds it.
+
+        Of what masks or bounds (`clamp`), numbers beyond the range may become the last one in it.
+        """
+        if tensor.data_type != onnx.TensorProto.FLOAT:
+            return ""
+        if (tensor.name, clamp) not in self.losses:
+            self.losses[tensor.name, clamp] = describe_loss(self.value(tensor), self.precision, clamp)
+        return self.losses[tensor.name, clamp]
+
+    def converted(self, tensor: onnx.TensorProto, name: str, number: int, clamp: bool = False) -> onnx.TensorProto:
+        """Return a tensor in the dtype `number`, float32 or half precision, under a name."""
+        if tensor.data_type == number:
+            return self.kept(tensor, name)
+        value = self.value(tensor)
+        if number == onnx.TensorProto.FLOAT:
+            value = value.astype(np.float32)
+        else:
+            value = self.precision.clamped(value) if clamp else self.precision.rounded(value)
+        if not uses_external_data(tensor):
+            return onnx.numpy_helper.from_array(value, name)
+        return self._written(name, number, tensor.dims, value.tobytes())
+
+    def moved(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
+        """Return a weight of which each element is moved up or down by one rounding to half precision."""
+        if tensor.data_type not in REAL or math.prod(tensor.dims) <= MAX_PARAMETER:
+            return self.kept(tensor, tensor.name)
+        value = self.value(tensor)
+        moved = move_by_rounding(tensor.name, value.astype(np.float32), self.precision.rounding).astype(value.dtype)
+        if not uses_external_data(tensor):
+            return onnx.numpy_helper.from_array(moved, tensor.name)
+        return self._written(tensor.name, tensor.data_type, tensor.dims, moved.tobytes())
+
+    def kept(self, tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
+        """Return a tensor as it is, under a name; its data lies beside that of converted ones where it is external."""
+        if uses_external_data(tensor) and self.scratch is not None:
+            return self._written(name, tensor.data_type, tensor.dims, self.value(tensor).tobytes())
+        if tensor.name == name:
+            return tensor
+        result = onnx.TensorProto()
+        result.CopyFrom(tensor)
+        result.name = name
+        return result
+
+    def _written(self, name: str, number: int, dims: list[int], raw: bytes) -> onnx.TensorProto:
+        """Append bytes to the scratch file, and return the tensor that refers to them; small ones stay in memory."""
+        result = onnx.TensorProto(name=name, data_type=number, dims=dims)
+        if len(raw) < EXTERNAL_THRESHOLD or self.scratch is None:
+            result.raw_data = raw
+            return result
+        with (self.scratch.path / DATA_FILE).open("ab") as file:
+            file.write(raw)
+        result.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", DATA_FILE), ("offset", self._end), ("length", len(raw))):
+            result.external_data.add(key=key, value=str(value))
+        self._end += len(raw)
+        return result
+
+
+def describe_loss(value: Array, precision: Precision, clamp: bool = False) -> str:
+    """Return what a weight loses in half precision that it must not, as the end of a sentence; "" for nothing."""
+    flat = value.reshape(-1)
+    lost = norm = 0.0
+    for start in range(0, flat.size, CHECKED_AT_ONCE):
+        piece = flat[start : start + CHECKED_AT_ONCE]
+        half = precision.rounded(piece).astype(np.float32)
+        if not np.isfinite(half).all():
+            counts = np.isfinite(piece) & ~(clamp & (np.abs(piece) > precision.largest))
+            piece = np.where(counts, piece, np.float32(0))
+            half = np.where(counts, half, np.float32(0))
+            if not np.isfinite(half).all():
+                return f"holds {float(np.abs(piece).max()):.3g}, beyond the range of {precision.name}"
+        error, size = (float(np.abs(each).max(initial=0.0)) or 1.0 for each in (half - piece, piece))
+        lost += error**2 * _squares((half - piece) / np.float32(error))
+        norm += size**2 * _squares(piece / np.float32(size))
+    if lost > norm * precision.max_loss**2:
+        return f"loses {(lost / norm) ** 0.5:.1e} of its norm in {precision.name}"
+    return ""
+
+
+def _squares(value: Array) -> float:
+    return float(np.dot(value, value))

@@ -1,0 +1,347 @@
+"""Convert a model to half precision, measure how far it is from float32, and let more of it stay until that holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+
+from onnxfuse.dsl.declaration import Fusion
+from onnxfuse.errors import ModelError, UsageError, VerificationError, first_line
+from onnxfuse.fuse_model import FusedModel, StageTimer, fuse_model
+from onnxfuse.half.choose import Known, Unit
+from onnxfuse.half.convert import Converted, Io, convert
+from onnxfuse.half.operators import STAY, half_inputs, is_onnx
+from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
+from onnxfuse.half.ranges import Range, observe
+from onnxfuse.half.result import HalfError, HalfResult, reasons
+from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
+from onnxfuse.half.scale_queries import scale_queries
+from onnxfuse.half.suspects import suspects
+from onnxfuse.half.weights import Weights
+from onnxfuse.ir.convert_opset import convert_opset, opset_of
+from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
+from onnxfuse.ir.protos import nodes
+from onnxfuse.verify.cpu_session import open_session, run
+from onnxfuse.verify.difference import compare_output
+from onnxfuse.verify.inputs import model_inputs
+from onnxfuse.verify.reference import Reference, run_original
+from onnxfuse.verify.requested_shapes import draws
+from onnxfuse.verify.to_float32 import arrays_to_float32, half_precision_of, model_to_float32
+
+BFLOAT16_OPSET: Final = 13  # the first opset with operators in bfloat16
+CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16
+DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
+RUNS: Final = 2  # in which ranges are observed
+MAX_KEPT: Final = 0.5  # of the nodes: where more must stay because of errors, half precision is of no use
+
+Model = tuple[onnx.ModelProto, Path | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for with --dtype, --io and --max-error."""
+
+    precision: Precision
+    io: Io
+    max_error: float | None
+
+
+def request(dtype: str | None, io: str, max_error: float | None) -> Request | None:
+    """Return what is asked for; None without a dtype.  Raises UsageError where that contradicts itself."""
+    if dtype is None:
+        given = "io" if io != "float32" else "max_error" if max_error is not None else ""
+        if given:
+            raise UsageError(f"{given} is for models that are converted; give the dtype too: float16 or bfloat16")
+        return None
+    if dtype not in PRECISIONS:
+        raise UsageError(f"dtype is 'float16' or 'bfloat16', not '{dtype}'")
+    if io not in ("float32", "half"):
+        raise UsageError(f"io is 'float32' or 'half', not '{io}'")
+    if max_error is not None and not max_error > 0:
+        raise UsageError(f"max_error is a number above 0, such as 0.01, not {max_error}")
+    return Request(PRECISIONS[dtype], "half" if io == "half" else "float32", max_error)
+
+
+@dataclass
+class Halving:
+    """A model on its way to half precision."""
+
+    original: onnx.ModelProto
+    folder: Path | None
+    wanted: Request
+    fusions: Sequence[Fusion]
+    inputs: Mapping[str, Array] | None
+    shapes: Sequence[str]
+    timer: StageTimer
+    verify: bool
+    asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
+    converted: Converted | None = None
+    _count: int = 0  # of the nodes that are asked to stay
+    _enough: int | None = None  # the smallest such number with which the errors were small enough
+    _too_few: int = -1  # the largest with which they were not
+
+    @cached_property
+    def source(self) -> onnx.ModelProto:
+        """The original, in an opset whose operators have the dtype where the converter of onnx brings it there.
+
+        Raises UsageError for a model whose operators have no bfloat16.
+        """
+        precision, opset = self.wanted.precision, opset_of(self.original)
+        gain = any(
+            _takes(n, CONVOLUTION_OPSET, precision) and not _takes(n, opset, precision)
+            for n in nodes(self.original.graph)
+        )
+        if precision is FLOAT16 or not gain or not opset:
+            return self.original
+        try:
+            return convert_opset(self.original, CONVOLUTION_OPSET)
+        except ModelError as error:
+            if opset >= BFLOAT16_OPSET:
+                return self.original
+            raise UsageError(
+                f"the model has opset {opset}, whose operators have no bfloat16, and {error}; or ask for float16"
+            ) from error
+
+    # --- what is known of the model --------------------------------------------------------------------------
+
+    @cached_property
+    def plain(self) -> FusedModel:
+        """The model with constants folded and spellings in one form, in the precision that it has."""
+        return fuse_model(self.source, self.folder, [], layout="nchw", keep_unfused=True, timer=self.timer)
+
+    @cached_property
+    def types(self) -> dict[str, int]:
+        """The dtypes of all tensors by name; a name that stands for several dtypes is left out."""
+        found: dict[str, int] = {}
+        several: set[str] = set()
+        for _, each in self.plain.everywhere():
+            assert each.unfused is not None
+            for name, (dtype, _shape) in each.unfused.types.items():
+                if found.setdefault(name, dtype) != dtype:
+                    several.add(name)
+        for name in several:
+            del found[name]
+        return found
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What will be fused: the nodes inside never write their results to memory."""
+        in_float32 = {fusion.name for fusion in self.fusions if fusion.casts}
+        found = fuse_model(self.plain.model, self.folder, self.fusions, layout="nchw", timer=self.timer).fused
+        return [Unit(one.fusion, frozenset(one.replaces), one.fusion in in_float32) for one in found]
+
+    @cached_property
+    def reference(self) -> Reference | None:
+        """Runs of the original; None where none are wanted, or it does not run."""
+        if not self.verify:
+            return None
+        with self.timer.stage("verify"):
+            try:
+                return run_original(self.original, self.folder, self.inputs or {}, self._tell, self.shapes)
+            except VerificationError:
+                return None
+
+    @cached_property
+    def ranges(self) -> dict[str, Range]:
+        """How large tensors become; nothing where the model does not run."""
+        with self.timer.stage("ranges"):
+            if self.reference is not None:
+                feeds: list[Mapping[str, Array]] = [each.feeds for each in self.reference.runs]
+                return self._observe(feeds)
+            found: dict[str, Range] = {}
+            runs = 0
+            with suppress(VerificationError):  # inputs of which nothing can be drawn
+                for draw in itertools.islice(draws(self.original, self.shapes, self.inputs or {}), DRAWS_TRIED):
+                    seen = self._observe([draw.make()])
+                    found |= {name: found[name].joined(one) if name in found else one for name, one in seen.items()}
+                    runs += bool(seen)
+                    if runs == RUNS:
+                        break
+            return found
+
+    def _observe(self, feeds: Sequence[Mapping[str, Array]]) -> dict[str, Range]:
+        model = self.plain.model
+        try:
+            return observe(model, self.types, self.folder, feeds, self._tell)
+        except Exception:  # whatever onnxruntime raises: sizes that do not fit, an operator of others
+            return {}
+
+    @cached_property
+    def prepared(self) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
+        """The plain model with what can be brought into range, and the dtypes and ranges of its tensors."""
+        return scale_queries(self.plain.model, self.types, self.ranges, self.wanted.precision)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights of the model."""
+        return Weights(self.folder, self.wanted.precision)
+
+    def _tell(self, step: str) -> None:
+        self.timer.progress(f"half: {step}", 0, 0)
+
+    # --- conversion ------------------------------------------------------------------------------------------
+
+    def convert(self) -> Converted:
+        """Return the model in half precision, with what was asked to stay in float32."""
+        model, types, ranges = self.prepared
+        with self.timer.stage("convert"):
+            weights = Weights(self.folder, self.wanted.precision, losses=self.weights.losses)
+            known = Known(opset_of(model), self.wanted.precision, weights, self.units, ranges, self.asked)
+            self.converted = convert(model, types, known, self.wanted.io)
+        return self.converted
+
+    def feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Return inputs in the dtypes that the converted model takes."""
+        assert self.converted is not None
+        dtypes = {each.name: each.dtype for each in model_inputs(self.converted.model)}
+        return {name: value.astype(dtypes.get(name, value.dtype)) for name, value in feeds.items()}
+
+    # --- errors ----------------------------------------------------------------------------------------------
+
+    def judge(self, written: onnx.ModelProto) -> HalfResult:
+        """Return the errors of the optimized model."""
+        result = self._result(written)
+        with self.timer.stage("verify"):
+            if self.reference is None:
+                note = "its errors were not measured" + (": the original does not run" if self.verify else "")
+                return replace(result, note="; ".join(filter(None, [result.note, note])))
+            try:
+                return replace(result, errors=self._errors(written))
+            except Exception as error:
+                return replace(result, note=f"its errors were not measured: {first_line(error)}")
+
+    def is_good(self, result: HalfResult) -> bool:
+        """Return whether no error is larger than allowed, and no output became NaN or infinite."""
+        return all(e.error <= (self.wanted.max_error or math.inf) and math.isfinite(e.error) for e in result.errors)
+
+    def go_on(self, result: HalfResult) -> bool:
+        """Ask for other nodes in float32; False where what was found cannot be made better.
+
+        As long as errors are too large, the number of nodes is doubled; then it is halved towards the last that was
+        too small.  Raises VerificationError where errors are too large although half of the nodes stay.
+        """
+        assert self.converted is not None
+        is_half = not self._count or len(result.kept) <= MAX_KEPT * result.nodes
+        if self.is_good(result) and is_half:
+            self._enough = self._count
+        elif self._enough is None and (not is_half or not self._left()):
+            raise VerificationError(self._refusal(result))
+        else:
+            self._too_few = self._count
+        if self._enough is None:
+            self._count = max(1, 2 * self._count)
+        elif self._enough - self._too_few <= max(1, self._enough // 4):
+            return False
+        else:
+            self._count = (self._enough + self._too_few) // 2
+        reason = f"the error of '{result.worst.name}' was {result.worst.error:.1e}" if result.worst else ""
+        self._ask(self._queue[: self._count], reason)
+        return True
+
+    def _left(self) -> bool:
+        return self._count < len(self._queue)
+
+    def _refusal(self, result: HalfResult) -> str:
+        """Return why a model cannot be converted as is asked for."""
+        worst, name = result.worst, self.wanted.precision.name
+        share = f"with {len(result.kept)} of {result.nodes} nodes in float32"
+        advice = "allow a larger error, or keep float32"
+        if worst is None or self.is_good(result):
+            return f"an error of {self.wanted.max_error} is kept in {name} only {share}; {advice}"
+        found = f"is off by {worst.error:.1e} of its largest value" if math.isfinite(worst.error) else "is not finite"
+        return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
+
+    def _ask(self, names: Sequence[str], reason: str) -> None:
+        self.asked.clear()
+        for name in names:
+            unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
+            self.asked |= dict.fromkeys(unit, reason)
+
+    def _result(self, written: onnx.ModelProto) -> HalfResult:
+        assert self.converted is not None
+        note = "" if self.ranges else "the model was not run to see how large its tensors become"
+        return HalfResult(
+            self.wanted.precision.name, self.wanted.io, self.converted.nodes, self.converted.kept,
+            reasons(self.converted.by_rule), weight_bytes(self.original), weight_bytes(written), (),
+            self.wanted.max_error, note,
+        )  # fmt: skip
+
+    def _errors(self, written: onnx.ModelProto) -> tuple[HalfError, ...]:
+        """Return the error of each floating-point output, and its noise."""
+        assert self.converted is not None and self.reference is not None
+        self._tell("errors")
+        made = self._outputs(written, as_is=False)
+        if self.wanted.precision is FLOAT16:  # of whose nodes onnxruntime rounds some, and NaN shows
+            made += self._outputs(written, as_is=True)
+        wide = model_to_float32_exactly(self.plain.model)
+        model, weights = with_moved_weights(wide, self.folder, self.wanted.precision)
+        session = open_session(model, self.folder if weights.scratch is None else weights.scratch.path)
+        noisy = [run(session, moved(arrays_to_float32(r.feeds), self.wanted.precision)) for r in self.reference.runs]
+        found = []
+        hidden = self.reference.not_compared
+        for name, value in self.reference.runs[0].outputs.items():
+            if name in hidden or not isinstance(value, np.ndarray) or value.dtype.name not in DTYPE_NUMBERS:
+                continue
+            if value.dtype.kind not in "fV":
+                continue
+            exact = [each.float32_outputs.get(name, each.outputs[name]) for each in self.reference.runs]
+            error, noise = (
+                max(_distance(name, old, new[name]) for old, new in zip(itertools.cycle(exact), results))
+                for results in (made, noisy)
+            )
+            found.append(HalfError(name, error, noise))
+        return tuple(found)
+
+    def _outputs(self, model: onnx.ModelProto, *, as_is: bool) -> list[dict[str, object]]:
+        """Return the outputs of a model in half precision for each run.
+
+        as_is  in onnxruntime as it is; else in float32, rounded behind each node
+        """
+        assert self.converted is not None and self.reference is not None
+        runs = [self.feeds(each.feeds) for each in self.reference.runs]
+        if as_is:
+            session = open_session(model, self.converted.folder)
+            return [run(session, feeds) for feeds in runs]
+        session = open_session(with_roundings(model, self.converted.types), self.converted.folder, optimize=False)
+        return [run(session, arrays_to_float32(feeds)) for feeds in runs]
+
+    @cached_property
+    def _queue(self) -> list[str]:
+        """The nodes in the order in which they are to stay in float32."""
+        assert self.converted is not None and self.reference is not None
+        feeds = self.reference.runs[0].feeds
+        half, given = with_roundings(self.converted.model, self.converted.types), arrays_to_float32(self.feeds(feeds))
+        with self.timer.stage("verify"):
+            found = suspects(
+                (self.prepared[0], self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
+            )
+        every = [each.name or each.output[0] for each in self.plain.model.graph.node]
+        return [*found, *(name for name in reversed(every) if name not in set(found))]
+
+
+def _takes(node: onnx.NodeProto, opset: int, precision: Precision) -> bool:
+    """Return whether the first input of an operator of ONNX may be in half precision in an opset."""
+    return is_onnx(node) and node.op_type not in STAY and 0 in half_inputs(node, opset, precision)
+
+
+def model_to_float32_exactly(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model whose half-precision parts are evaluated in float32; the model itself where it has none."""
+    return model_to_float32(model) if half_precision_of(model) else model
+
+
+def _distance(name: str, expected: object, actual: object) -> float:
+    """Return the error of an output relative to its largest value; its dtype may differ."""
+    assert isinstance(expected, np.ndarray)
+    new = np.asarray(actual)
+    if new.shape != expected.shape:
+        return math.inf
+    return compare_output(name, expected.astype(np.float32), new.astype(np.float32)).max_rel

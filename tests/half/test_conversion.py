@@ -1,0 +1,547 @@
+"""Test the conversion to half precision: what it writes, what stays in float32 and why, and what is told of errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+from exported_models import load_exported
+from onnx import TensorProto, numpy_helper
+
+from onnxfuse import UsageError, VerificationError, optimize
+from onnxfuse.cli import main
+from onnxfuse.report.report import Report
+
+HEAD = '<ir_version: {ir}, opset_import: ["" : {opset}]>'
+
+
+def parse(text: str, opset: int = 20, **values: np.ndarray | float) -> onnx.ModelProto:
+    """Parse a model from ONNX text; weights have the given values, or random ones of size 1 / sqrt(rows)."""
+    model = onnx.parser.parse_model(HEAD.format(ir=8, opset=opset) + text)
+    random = np.random.default_rng(0)
+    known = {t.name for t in model.graph.initializer}
+    for value in model.graph.value_info:
+        if value.name in known:
+            continue
+        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        drawn = random.standard_normal(shape) / (shape[0] if len(shape) > 1 else 1) ** 0.5
+        array = np.broadcast_to(values.get(value.name, drawn), shape).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, value.name))
+    del model.graph.value_info[:]
+    return model
+
+
+def run(model: onnx.ModelProto, **feeds: np.ndarray) -> list[np.ndarray]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return list(session.run(None, feeds))
+
+
+def ops(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph.node)
+
+
+def kept(report: Report) -> dict[str, str]:
+    """Return the nodes that stayed in float32 because of their values, and why."""
+    assert report.half is not None
+    return {each.node: each.reason for each in report.half.kept}
+
+
+def worst_factor(report: Report) -> float:
+    """Return the largest error of an output, as a multiple of the noise of half precision there."""
+    assert report.half is not None
+    assert report.half.errors
+    return max(each.error / each.noise for each in report.half.errors)
+
+
+# --- it looks like an export in that precision -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert_sdpa_ts", "llama_eager_ts", "llama_kvcache_sdpa_dynamo", "vit_eager_dynamo"])
+def test_a_converted_export_has_the_fused_nodes_of_a_native_one(name: str) -> None:
+    converted, report = optimize(load_exported(f"{name}_fp32.onnx"), dtype="float16", io="half", verify=False)
+    native, expected = optimize(load_exported(f"{name}_fp16.onnx"), verify=False)
+    assert report.counts == expected.counts
+    assert ops(converted) == ops(native)
+
+    def attributes(model: onnx.ModelProto) -> list[bytes]:
+        fused = [node for node in model.graph.node if node.domain == "onnxfuse"]
+        return sorted(
+            b"".join(sorted(a.SerializeToString() for a in node.attribute if a.name != "epsilon")) for node in fused
+        )
+
+    assert attributes(converted) == attributes(native)
+    bodies = [sorted(len(f.node) for f in model.functions) for model in (converted, native)]
+    assert bodies[0] == bodies[1]
+
+
+def test_norms_that_are_written_out_compute_in_float32_inside_of_fused_nodes() -> None:
+    converted, report = optimize(load_exported("bert_eager_ts13_fp32.onnx"), dtype="float16")
+    assert report.counts["layer_norm"] == 4
+    assert ops(converted)["Cast"] == 0  # those of the outputs are in the epilogues of products and norms, or a region
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 1
+
+
+def test_a_fused_model_is_converted_like_the_model_it_was_made_from() -> None:
+    fused, expected = optimize(load_exported("bert_sdpa_dynamo_fp32.onnx"), verify=False)
+    converted, report = optimize(fused, dtype="float16", verify=False)
+    assert report.counts == {**expected.counts, "region": 1}  # of the Casts of outputs
+    assert {t.data_type for t in converted.graph.initializer} <= {TensorProto.FLOAT16, TensorProto.INT64}
+
+
+def test_operators_of_onnx_are_written_in_half_precision() -> None:
+    model, report = optimize(load_exported("bert_sdpa_ts_fp32.onnx"), dtype="float16", emit="standard")
+    assert {"Attention", "Gelu", "LayerNormalization"} <= set(ops(model))
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
+# --- inputs and outputs ----------------------------------------------------------------------------------------------
+
+PRODUCT = """
+product (float[batch,8] x) => (float[batch,6] y)
+<float[8,6] w, float[6] b>
+{
+  h = MatMul (x, w)
+  s = Add (h, b)
+  y = Relu (s)
+}
+"""
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float16", TensorProto.FLOAT16), ("bfloat16", TensorProto.BFLOAT16)])
+def test_inputs_and_outputs_stay_in_float32_unless_asked(dtype: str, number: int) -> None:
+    for io, wanted in (("float32", TensorProto.FLOAT), ("half", number)):
+        model, report = optimize(parse(PRODUCT), dtype=dtype, io=io)  # type: ignore[call-overload]
+        graph = model.graph
+        assert [v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)] == [wanted] * 2
+        assert {t.data_type for t in graph.initializer} == {number}
+        assert ops(model) == Counter(gemm_bias_activation=1, Cast=1 if io == "float32" else 0)
+        assert report.verified.status == "verified"
+        assert worst_factor(report) < 3
+
+
+def test_integers_positions_and_their_angles_stay() -> None:
+    """A position above 2,048 is no float16; the table of a rotary embedding is, once it is computed."""
+    text = """
+    angles (int64[n] position, float[n,4] x) => (float[n,4] y)
+    <float[1,4] frequency>
+    {
+      p = Cast <to = 1> (position)
+      axis = Constant <value_ints = [1]> ()
+      column = Unsqueeze (p, axis)
+      angle = Mul (column, frequency)
+      c = Cos (angle)
+      y = Mul (x, c)
+    }
+    """
+    position = np.arange(4001, 4006)
+    x = np.ones((5, 4), np.float32)
+    model, report = optimize(parse(text), dtype="float16", inputs={"position": position, "x": x})
+    error = run(parse(text), position=position, x=x)[0] - run(model, position=position, x=x)[0]
+    assert np.abs(error).max() < 1e-3
+    assert report.half is not None
+    assert sum(report.half.by_rule.values()) >= 3
+    assert not report.half.kept
+
+
+def test_scales_of_a_resize_and_what_is_selected_stay() -> None:
+    text = """
+    select (float[1,2,4,4] x) => (float[1,2,8,8] y, float[1,2,8,3] best, int64[1,2,8,3] which)
+    <float[4] scales = {1, 1, 2, 2}, int64[1] three = {3}>
+    {
+      h = Mul (x, x)
+      y = Resize <mode = "nearest"> (h, , scales)
+      scores = Sigmoid (y)
+      best, which = TopK (scores, three)
+    }
+    """
+    model, report = optimize(parse(text), dtype="float16", regions=False)
+    types = {t.name: t.data_type for t in model.graph.initializer}
+    assert types["scales"] == TensorProto.FLOAT
+    assert report.half is not None
+    assert any("tell apart" in reason for reason in report.half.by_rule)
+    assert report.verified.status == "verified"
+
+
+# --- ranges ----------------------------------------------------------------------------------------------------------
+
+LARGE = """
+large (float[batch,8] x) => (float[batch,8] y)
+<float[8,8] first, float[8,8] second, float[8,8] third, float[1] small = {0.0001}>
+{
+  a = MatMul (x, first)
+  b = MatMul (a, second)
+  c = Mul (b, small)
+  y = MatMul (c, third)
+}
+"""
+
+
+def test_what_exceeds_float16_stays_in_float32_around_that_tensor() -> None:
+    source = parse(LARGE, second=np.eye(8) * 1e5)
+    x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
+    model, report = optimize(source, dtype="float16", inputs={"x": x})
+    assert len(kept(report)) <= 2
+    assert all("'b' reaches" in reason or "second" in reason or "small" in reason for reason in kept(report).values())
+    assert np.isfinite(run(model, x=x)[0]).all()
+    assert worst_factor(report) < 3
+    _, report = optimize(source, dtype="bfloat16", inputs={"x": x})
+    assert not kept(report)
+
+
+def test_values_far_from_those_of_the_run_have_room() -> None:
+    """A quarter of the range is left: inputs four times as large as those that were seen do not overflow."""
+    source = parse(PRODUCT, w=np.full((8, 6), 1000.0), b=0)
+    _, report = optimize(source, dtype="float16", inputs={"x": np.full((2, 8), 2.0, np.float32)})
+    assert not kept(report)
+    _, report = optimize(source, dtype="float16", inputs={"x": np.full((2, 8), 2.2, np.float32)})
+    assert kept(report)
+    assert "reaches 1.76e+04" in next(iter(kept(report).values()))
+
+
+def test_t5_whose_residuals_exceed_float16_stays_correct() -> None:
+    """As in trained T5 models: the output of a feed-forward block is beyond 65,504."""
+    source = load_exported("t5_encoder_eager_dynamo_fp32.onnx")
+    weight = next(t for t in source.graph.initializer if t.name == "val_178")
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1e6), weight.name))
+    _, report = optimize(source, dtype="float16")
+    assert report.half is not None
+    assert 0 < len(report.half.kept) <= 0.05 * report.half.nodes
+    assert worst_factor(report) < 3
+    assert (report.counts["rms_norm"], report.counts["gemm_bias_activation"]) == (4, 6)
+
+
+ATTENTION = """
+attention (float[batch,seq,16] x, int64[batch,seq] attention_mask) => (float[batch,seq,16] y)
+<float[16,16] wq, float[16,16] wk, float[16,16] wv, int64[4] heads = {0, 0, 2, 8}, int64[3] joined = {0, 0, 16},
+ float scale = {0.35355339}, float one = {1}, float lowest = {-3.4028235e38}, int64[2] axes = {1, 2}>
+{
+  q = MatMul (x, wq)
+  qh = Reshape (q, heads)
+  qt = Transpose <perm = [0, 2, 1, 3]> (qh)
+  k = MatMul (x, wk)
+  kh = Reshape (k, heads)
+  kt = Transpose <perm = [0, 2, 3, 1]> (kh)
+  v = MatMul (x, wv)
+  vh = Reshape (v, heads)
+  vt = Transpose <perm = [0, 2, 1, 3]> (vh)
+  product = MatMul (qt, kt)
+  scores = Mul (product, scale)
+  wide = Unsqueeze (attention_mask, axes)
+  number = Cast <to = 1> (wide)
+  hidden = Sub (one, number)
+  mask = Mul (hidden, lowest)
+  masked = Add (scores, mask)
+  p = Softmax <axis = -1> (masked)
+  context = MatMul (p, vt)
+  ct = Transpose <perm = [0, 2, 1, 3]> (context)
+  y = Reshape (ct, joined)
+}
+"""
+
+
+def attention_with_a_large_component(size: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Return an attention of which all keys share a component, as in the trained Phi-2, and inputs."""
+    text = ATTENTION.replace("<float[16,16] wq,", "<float[16] bq, float[16] bk, float[16,16] wq,")
+    for name in "qk":
+        sum_with_bias = f"{name}p = MatMul (x, w{name})\n  {name} = Add ({name}p, b{name})"
+        text = text.replace(f"{name} = MatMul (x, w{name})", sum_with_bias)
+    large, other = np.zeros(16), np.random.default_rng(2).standard_normal((16, 16)) / 4
+    large[[0, 8]], other[:, [0, 8]] = size, 0
+    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
+    feeds = {"x": x, "attention_mask": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    return parse(text, bq=large, bk=large, wq=other, wk=other), feeds
+
+
+def test_phi_2_whose_products_exceed_float16_scales_queries_first() -> None:
+    """Products reach 40,000 before they are scaled and 14,142 behind that."""
+    source, feeds = attention_with_a_large_component(200)
+    model, report = optimize(source, dtype="float16", inputs=feeds)
+    assert report.counts["attention"] == 1
+    assert not kept(report)
+    assert np.isfinite(run(model, **feeds)[0]).all()
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
+def test_an_attention_whose_scores_exceed_float16_stays_in_float32() -> None:
+    source, feeds = attention_with_a_large_component(300)
+    model, report = optimize(source, dtype="float16", inputs=feeds)
+    assert report.counts["attention"] == 1
+    assert all("reaches 9e+04" in reason for reason in kept(report).values())
+    assert kept(report)
+    assert np.isfinite(run(model, **feeds)[0]).all()
+    assert worst_factor(report) < 3
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowest", [-3.4028235e38, -1e9, -1e4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_masks_mean_what_they_meant(dtype: str, lowest: float) -> None:
+    source = parse(ATTENTION.replace("-3.4028235e38", f"{lowest}"))
+    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
+    feeds = {"x": x, "attention_mask": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    _, report = optimize(source, dtype=dtype, inputs=feeds)  # type: ignore[call-overload]
+    assert report.counts["attention"] == 1
+    assert not kept(report)
+    assert worst_factor(report) < 3
+
+
+def test_a_sequence_of_which_nothing_counts_has_finite_outputs() -> None:
+    """Its keys are all masked alike; which of them count is not defined, as in exports in half precision."""
+    x = np.random.default_rng(1).standard_normal((1, 5, 16)).astype(np.float32)
+    feeds = {"x": x, "attention_mask": np.zeros((1, 5), np.int64)}
+    model, _ = optimize(parse(ATTENTION), dtype="float16")
+    assert np.isfinite(run(model, **feeds)[0]).all()
+
+
+def test_a_mask_that_callers_add_to_scores_stays_finite() -> None:
+    text = """
+    masked (float[batch,seq,seq] scores, float[batch,seq,seq] mask) => (float[batch,seq,seq] y)
+    {
+      twice = Add (scores, scores)
+      sum = Add (twice, mask)
+      y = Softmax <axis = -1> (sum)
+    }
+    """
+    scores = np.random.default_rng(0).uniform(0, 1, (1, 4, 4)).astype(np.float32)
+    mask = np.where(np.tri(4), 0, np.finfo(np.float32).min).astype(np.float32)[None]
+    mask[:, 0] = np.finfo(np.float32).min  # a row of which nothing counts
+    feeds = {"scores": scores, "mask": mask}
+    model, _ = optimize(parse(text), dtype="float16", inputs=feeds)
+    assert np.isfinite(run(model, **feeds)[0]).all()
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_half_precision_cannot_hold_is_kept() -> None:
+    x = np.full((2, 8), 1e-3, np.float32)
+    for value, why in ((1e-6, "of its norm"), (1e5, "beyond the range")):
+        weight = np.random.default_rng(0).uniform(0.5, 1, (8, 6)) * value
+        model, report = optimize(parse(PRODUCT, w=weight, b=1), dtype="float16", inputs={"x": x})
+        assert why in " ".join(kept(report).values())
+        assert {t.name: t.data_type for t in model.graph.initializer}["w"] == TensorProto.FLOAT
+        assert not kept(optimize(parse(PRODUCT, w=weight), dtype="bfloat16")[1])
+
+
+def test_an_epsilon_that_vanishes_in_float16_is_kept() -> None:
+    text = """
+    logarithm (float[batch,8] x) => (float[batch,8] y)
+    <float epsilon = {1e-10}>
+    {
+      positive = Relu (x)
+      moved = Add (positive, epsilon)
+      y = Log (moved)
+    }
+    """
+    model, report = optimize(parse(text), dtype="float16")
+    assert len(kept(report)) == 2
+    assert np.isfinite(run(model, x=-np.ones((1, 8), np.float32))[0]).all()
+
+
+def test_external_weights_are_converted_into_a_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    model = parse(PRODUCT.replace("8,6", "8,600").replace("[6]", "[600]").replace("batch,6", "batch,600"))
+    onnx.save(model, source, save_as_external_data=True, size_threshold=1024)
+    result = CliRunner().invoke(main, ["optimize", str(source), str(target), "--dtype", "float16"])
+    assert result.exit_code == 0, result.output
+    assert "Half precision: 3 of 3 nodes in float16" in result.output
+    written = onnx.load(target)
+    assert {t.data_type for t in written.graph.initializer} == {TensorProto.FLOAT16}
+    x = np.ones((2, 8), np.float32)
+    np.testing.assert_allclose(run(written, x=x)[0], run(onnx.load(source), x=x)[0], rtol=2e-2, atol=2e-3)
+    assert optimize(source, dtype="float16")[1].folder != tmp_path
+
+
+# --- subgraphs and mixed files ---------------------------------------------------------------------------------------
+
+
+def test_bodies_of_an_if_are_converted_and_share_the_weights_outside() -> None:
+    text = """
+    branches (float[batch,8] x, bool flag) => (float[batch,8] y)
+    <float[8,8] w>
+    {
+      h = MatMul (x, w)
+      y = If (flag) <
+        then_branch = g1 () => (float[batch,8] a) { p = MatMul (h, w)  a = Relu (p) },
+        else_branch = g2 () => (float[batch,8] b) { q = MatMul (h, w)  b = Tanh (q) }
+      >
+    }
+    """
+    source = parse(text)
+    model, report = optimize(source, dtype="float16")
+    assert [t.data_type for t in model.graph.initializer] == [TensorProto.FLOAT16]
+    assert report.verified.status == "verified"
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    for flag in (np.array(True), np.array(False)):
+        np.testing.assert_allclose(run(model, x=x, flag=flag)[0], run(source, x=x, flag=flag)[0], atol=5e-3)
+
+
+def test_the_state_of_a_loop_stays_in_float32() -> None:
+    text = """
+    loop (float[batch,8] x) => (float[batch,8] y)
+    <float[8,8] w, int64 count = {3}, bool go = {1}>
+    {
+      y = Loop (count, go, x) <
+        body = g (int64 i, bool c, float[batch,8] s) => (bool d, float[batch,8] t)
+          { d = Identity (c)  p = MatMul (s, w)  t = Tanh (p) }
+      >
+    }
+    """
+    source = parse(text)
+    model, report = optimize(source, dtype="float16")
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    np.testing.assert_allclose(run(model, x=x)[0], run(source, x=x)[0], atol=5e-3)
+    assert report.half is not None
+    assert report.half.bytes_after < report.half.bytes_before
+
+
+def test_a_loop_in_float16_keeps_its_state_as_it_is() -> None:
+    text = """
+    loop (float16[batch,8] x) => (float16[batch,8] y)
+    <int64 count = {3}, bool go = {1}>
+    {
+      y = Loop (count, go, x) <
+        body = g (int64 i, bool c, float16[batch,8] s) => (bool d, float16[batch,8] t)
+          { d = Identity (c)  u = Sigmoid (s)  t = Tanh (u) }
+      >
+    }
+    """
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float16)
+    for dtype in ("float16", "bfloat16"):
+        _, report = optimize(parse(text), dtype=dtype)  # type: ignore[call-overload]
+        assert report.half is not None
+        assert report.half.errors
+    np.testing.assert_allclose(
+        run(optimize(parse(text), dtype="float16")[0], x=x)[0], run(parse(text), x=x)[0], atol=5e-3
+    )
+
+
+def test_sequences_windows_and_fills_keep_their_dtypes() -> None:
+    text = """
+    several (float[4,8] x, int64[2] shape) => (float[2,8] y, float[4,8] z)
+    <int64 first = {0}, int64 size = {8}, bool[4,8] keep = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0}, float lowest = {-3.4e38}>
+    {
+      h = Relu (x)
+      parts = SplitToSequence <axis = 0> (h, two)
+      part = SequenceAt (parts, first)
+      window = HannWindow (size)
+      y = Mul (part, window)
+      zeros = ConstantOfShape (shape)
+      mask = Where (keep, zeros, lowest)
+      scores = Add (h, mask)
+      z = Softmax (scores)
+    }
+    """.replace("bool[4,8] keep", "int64 two = {2}, bool[4,8] keep")
+    feeds = {"x": np.random.default_rng(0).uniform(0, 1, (4, 8)).astype(np.float32), "shape": np.array([4, 8])}
+    _, report = optimize(parse(text), dtype="float16", inputs=feeds)
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
+def test_casts_of_other_tools_go() -> None:
+    """A converter that blocks Relu and LayerNormalization leaves six Casts, between which nothing fuses."""
+    text = """
+    mixed (float[batch,8] x) => (float[batch,8] y)
+    <float16[8,8] w, float16[8] b, float[8] scale, float[8] shift>
+    {
+      xh = Cast <to = 10> (x)
+      h = MatMul (xh, w)
+      s = Add (h, b)
+      s32 = Cast <to = 1> (s)
+      r = Relu (s32)
+      rh = Cast <to = 10> (r)
+      h2 = MatMul (rh, w)
+      h32 = Cast <to = 1> (h2)
+      y = LayerNormalization (h32, scale, shift)
+    }
+    """
+    source = parse(text.replace("float16[8,8] w, float16[8] b, ", ""))
+    random = np.random.default_rng(0)
+    for name, shape in (("w", (8, 8)), ("b", (8,))):
+        source.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape).astype("f2"), name))
+    model, report = optimize(source, dtype="float16")
+    assert ops(model) == Counter(gemm_bias_activation=1, MatMul=1, layer_norm=1, Cast=1)
+    assert report.verified.status == "verified"
+    assert worst_factor(report) < 3
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+TWO = """
+two (float[batch,8] x, float[batch,1] far) => (float[batch,8] y)
+<float[8,8] w, float[8,8] v>
+{
+  h = MatMul (x, w)
+  a = Add (h, far)
+  b = Sub (a, far)
+  c = Relu (b)
+  y = MatMul (c, v)
+}
+"""
+
+
+def test_max_error_lets_the_nodes_that_lose_most_stay() -> None:
+    source = parse(TWO)
+    x = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
+    feeds = {"x": x, "far": np.full((16, 1), 300, np.float32)}
+    _, without = optimize(source, dtype="float16", inputs=feeds, regions=False)
+    assert without.half is not None
+    assert without.half.worst is not None
+    assert without.half.worst.error > 0.01
+    _, report = optimize(source, dtype="float16", inputs=feeds, max_error=0.004, regions=False)
+    assert report.half is not None
+    assert report.half.worst is not None
+    assert report.half.worst.error <= 0.004
+    assert 0 < len(report.half.kept) <= 2
+    assert all("the error of 'y' was" in reason for reason in kept(report).values())
+
+
+def test_an_error_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(VerificationError, match=r"nodes in float32; allow a larger error, or keep float32"):
+        optimize(load_exported("bert_sdpa_dynamo_fp32.onnx"), dtype="float16", max_error=1e-7)
+
+
+def test_differences_that_cancel_stay_in_float32_for_bfloat16() -> None:
+    x = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
+    feeds = {"x": x, "far": np.full((16, 1), 300, np.float32)}
+    _, report = optimize(parse(TWO), dtype="bfloat16", inputs=feeds, regions=False)
+    assert any("a difference of numbers up to" in reason for reason in kept(report).values())
+
+
+def test_convolutions_in_bfloat16_get_an_opset_that_has_them() -> None:
+    model, report = optimize(load_exported("mobilenetv3_large_ts11_bn_fp32.onnx"), dtype="bfloat16", verify=False)
+    assert {o.domain: o.version for o in model.opset_import}[""] == 22
+    assert report.half is not None
+    assert not report.half.by_rule
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    for options, text in (
+        ({"io": "half"}, "io is for models that are converted"),
+        ({"max_error": 0.1}, "max_error is for models"),
+        ({"dtype": "float8"}, "dtype is 'float16' or 'bfloat16', not 'float8'"),
+        ({"dtype": "float16", "io": "both"}, "io is 'float32' or 'half'"),
+        ({"dtype": "float16", "max_error": 0.0}, "a number above 0"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            optimize(parse(PRODUCT), **options)  # type: ignore[call-overload]
+
+
+def test_the_report_tells_error_noise_and_size() -> None:
+    _, report = optimize(parse(PRODUCT), dtype="float16")
+    found = report.to_json()["half"]
+    assert found["bytes_before"] == 2 * found["bytes_after"] == 4 * (8 * 6 + 6)
+    assert found["errors"][0]["name"] == "y"
+    assert 0 < found["errors"][0]["error"] < 3 * found["errors"][0]["noise"]
+    assert optimize(parse(PRODUCT))[1].to_json()["half"] == {}
