@@ -38,9 +38,10 @@ from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
+from onnxfuse.regions.beside import beside_others
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
-from onnxfuse.rewrite.select import FusionResult, fuse, nearness
+from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
 from onnxfuse.rewrite.settle_keys import settle_keys
 from onnxfuse.spell_out import Spelled, SpelledOut, Stays, in_terms_of_model, left_over, spell_out
 from onnxfuse.verify.parts import UnfusedGraph, unfused_graph
@@ -274,10 +275,12 @@ def _fuse_graph(
     with timer.stage("fuse"):
         progress = functools.partial(timer.progress, "fuse")
         exclude = settings.exclude
-        fusing = fuse(
-            graph, shapes, settings.fusions, operators=settings.operators, contrib=spelling.contrib,
-            exclude=exclude, keep=keep, progress=progress,
-        )  # fmt: skip
+        fuse_more = functools.partial(
+            fuse, graph, shapes, operators=settings.operators, contrib=spelling.contrib, exclude=exclude, keep=keep
+        )
+        spelled = {name for one in spelling.spelled for name in one.made}
+        leave = beside_others(graph, shapes, keep | spelled) if settings.regions else leave_none
+        fusing = fuse_more(settings.fusions, leave=leave, progress=progress)
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
@@ -286,9 +289,13 @@ def _fuse_graph(
         joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()
-        if settings.regions and not left:
-            made = assign_regions(graph, shapes, exclude, joining, known, keep)
-        if made.fused:
+        if settings.regions:
+            if not left:
+                made = assign_regions(graph, shapes, exclude, joining, known, keep)
+            # What was left to regions, and they have not taken:
+            rest = fuse_more([fusion for fusion in settings.fusions if fusion.last])
+            known = (*known, *rest.fused)
+            fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest.fused)))
             after = estimate_traffic(graph, shapes)
         records = {one.node: one for one in (*known, *made.fused)}
         fusing = replace(fusing, fused=tuple(records.values()))

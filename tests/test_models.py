@@ -251,10 +251,6 @@ ADDED_BY_NORMS: Mapping[str, Callable[[Config], int]] = {
     "llama_sdpa_ts_fp16.onnx": lambda c: 2,  # the converter has put the first Add and the last into float32
 }  # fmt: skip
 
-MORE_FUSED: Mapping[str, Counts] = {
-    "detector_ts11_bn_fp32.onnx": {"softmax": 1},  # the exporter moves the axis to the end and back
-}
-
 LESS_FUSED: Mapping[str, Collection[str]] = {
     "detector_ts11_bn_fp32.onnx": {"split"},  # this exporter divides channels by Slices
 }
@@ -277,7 +273,6 @@ def expected(name: str) -> tuple[Counts, Counts]:
         if norm == "rms_norm":  # of products without biases nothing is left to fuse
             fused -= Counter(gemm_bias_activation=count)
             plain += Counter(MatMul=count)
-    fused += Counter(MORE_FUSED.get(name, {}))
     if architecture in CHANNELS_LAST:
         fused += Counter(of(CHANNELS_LAST[architecture], config)) + Counter(conv_bias_activation=plain.pop("Conv", 0))
     for fusion in LESS_FUSED.get(name, ()):

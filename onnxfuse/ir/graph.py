@@ -157,8 +157,12 @@ class Graph:
             self.linked.nodes = [n for n in self.nodes if id(n) not in dead]
 
     def remember_origins(self) -> None:
-        """Record the operator and the name of the node that computes each tensor, for messages after it is replaced."""
-        self.origins = {t.name: (op_of(node), node.name or "") for node in self.nodes for t in node.outputs}
+        """Record the operator and the name of the node that computes each tensor, for messages after it is replaced.
+
+        What was recorded of a tensor before stays.
+        """
+        now = {t.name: (op_of(node), node.name or "") for node in self.nodes for t in node.outputs}
+        self.origins = {**now, **self.origins}
 
     def reads(self, node: Node) -> set[str]:
         """Return the names of the tensors that a node reads, those that its subgraphs read included."""

@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
@@ -84,6 +85,14 @@ def _is_behind(node: Node, wanted: Callable[[Node], bool], *, first: bool = Fals
     return False
 
 
+Leave: TypeAlias = Callable[[Match], bool]  # whether a match is left
+
+
+def leave_none(match: Match) -> bool:
+    """Leave no match."""
+    return False
+
+
 def fuse(
     graph: Graph,
     shapes: ShapeInfo,
@@ -93,6 +102,7 @@ def fuse(
     contrib: Set[str] = frozenset(),
     exclude: Collection[tuple[str, str]] = frozenset(),
     keep: Set[str] = frozenset(),
+    leave: Leave = leave_none,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> FusionResult:
     """Replace in the graph what the fusions match.
@@ -100,15 +110,17 @@ def fuse(
     Nodes are tried from outputs to inputs, until nothing changes.  `operators` says which of them bodies have;
     `contrib` names nodes in whose place those of com.microsoft may stand anyway.  `exclude` holds matches that are not
     replaced, each by the name of its fusion and of its first output.  `keep` holds the labels of nodes that no match
-    may have.  `progress` is called with the number of nodes tried, and of all nodes.
+    may have, and `leave` says which matches of fusions that are tried last are left.  `progress` is called with the
+    number of nodes tried, and of all nodes.
     """
     graph.remember_origins()
     attentions = frozenset(node.name or node.outputs[0].name for node in ends_of_attention(graph))
     functions = LocalFunctions(graph, operators, contrib)
     fused: list[Fused] = []
     misses: dict[tuple[str, str], Miss] = {}
-    for turn in ([f for f in fusions if not f.last], [f for f in fusions if f.last]):
-        by_root = _by_root(graph, shapes, turn, exclude, keep)
+    for is_last in (False, True):
+        turn = [fusion for fusion in fusions if fusion.last is is_last]
+        by_root = _by_root(graph, shapes, turn, exclude, keep, leave if is_last else leave_none)
         nodes = graph.nodes[::-1] if by_root else []
         while nodes:
             new = _sweep(graph, shapes, nodes, by_root, functions, misses, progress)
@@ -127,14 +139,17 @@ class _Candidate:
     matcher: Matcher
     excluded: frozenset[str]
     keep: Set[str]  # labels of nodes
+    leave: Leave
 
     def at(self, tensor: Tensor) -> Match | Miss | None:
         """Return the match that ends at the tensor, or the miss that came nearest."""
         if tensor.name in self.excluded:
             return None
         found = self.matcher.at(tensor)
-        is_kept = self.keep and isinstance(found, Match) and any(node_label(node) in self.keep for node in found.nodes)
-        return None if is_kept else found
+        if not isinstance(found, Match):
+            return found
+        is_kept = self.keep and any(node_label(node) in self.keep for node in found.nodes)
+        return None if is_kept or self.leave(found) else found
 
 
 def _by_root(
@@ -143,6 +158,7 @@ def _by_root(
     fusions: Sequence[Fusion],
     exclude: Collection[tuple[str, str]],
     keep: Set[str],
+    leave: Leave,
 ) -> Mapping[str, Sequence[_Candidate]]:
     """Return the matchers of the fusions that may occur, by the operators that these can end with."""
     by_root: dict[str, list[_Candidate]] = defaultdict(list)
@@ -152,7 +168,7 @@ def _by_root(
         if may_occur(fusion, present):
             excluded = frozenset(out for name, out in exclude if name == fusion.name)
             for op in matcher.prefilter.fusion_root_ops:
-                by_root[op].append(_Candidate(matcher, excluded, keep))
+                by_root[op].append(_Candidate(matcher, excluded, keep, leave))
     return by_root
 
 

@@ -359,3 +359,34 @@ def test_it_optimizes_again_what_was_optimized() -> None:
     assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
     assert report.counts == {}
     onnx.checker.check_model(again)
+
+
+# --- what patterns leave to regions -------------------------------------------------------------------------------
+
+CHAIN = "float[4, 8] x, float[4, 8] y, float[4, 8] w"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "a = Mul(x, y) b = Gelu(a) z = Add(b, w)",
+        "a = Sigmoid(x) b = Mul(x, a) c = Neg(b) z = Add(c, w)",
+        "a = Add(x, y) z = Softmax(a)",
+    ],
+)
+def test_an_activation_or_softmax_beside_others_is_part_of_their_region(nodes: str) -> None:
+    model, report = optimized(parsed(nodes, inputs=CHAIN, outputs="z", opset=20))
+    assert report.counts == {"region": 1} and report.verified.status == "verified"
+    assert [node.op_type for node in model.graph.node] == ["region"]
+
+
+def test_one_that_no_region_takes_is_fused_by_its_pattern() -> None:
+    """The Transpose of another size beside it would read the row of a softmax in another order."""
+    nodes = "a = Softmax(x) b = Transpose(a) z = Sub(b, v)"
+    _, report = optimized(parsed(nodes, inputs="float[512, 512] x, float[512, 512] v", outputs="z"))
+    assert report.counts == {"region": 1, "softmax": 1}
+
+
+def test_one_alone_is_fused_by_its_pattern() -> None:
+    _, report = optimized(parsed("a = MatMul(x, y) b = Gelu(a) z = MatMul(b, w)", inputs=MATRIX, outputs="z", opset=20))
+    assert report.counts == {"activation": 1}

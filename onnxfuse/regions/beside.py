@@ -1,0 +1,63 @@
+"""Matches that are better off in a region, because an operator stands beside them that a region takes as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+
+from onnxfuse.analysis.shape_info import ShapeInfo
+from onnxfuse.analysis.tensor_bytes import FREE_OPS
+from onnxfuse.ir.graph import Graph
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
+from onnxfuse.match import Match
+from onnxfuse.passes.folded import node_label
+from onnxfuse.regions.host import host_nodes
+from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+
+MAX_VIEWS = 4  # between a match and the operator beside it
+
+
+def beside_others(graph: Graph, shapes: ShapeInfo, keep: Set[str]) -> Callable[[Match], bool]:
+    """Return what says whether a match is left to a region: its nodes and one beside them can be in one.
+
+    Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not. `keep`
+    holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.
+    """
+    host = host_nodes(graph, shapes)
+
+    def may_be_in_region(node: Node) -> bool:
+        is_kept = node.name in keep or node_label(node) in keep
+        is_onnx = not node.domain or node.domain == "ai.onnx"
+        return is_onnx and not is_kept and node not in host and not isinstance(normal_form(graph, shapes, node), str)
+
+    def is_left(match: Match) -> bool:
+        inside = set(match.nodes)
+        if graph.opset < MIN_OPSET or not all(map(may_be_in_region, inside)):
+            return False
+        others = (n for node in inside for n in _beside(node) if n not in inside)
+        return any(map(may_be_in_region, others))
+
+    return is_left
+
+
+def _beside(node: Node) -> Iterator[Node]:
+    """Yield the operators that a node reads, and those that read it, with views at most between."""
+    for tensor in node.inputs:
+        yield from _before(tensor, MAX_VIEWS)
+    for tensor in node.outputs:
+        yield from _behind(tensor, MAX_VIEWS)
+
+
+def _before(tensor: Tensor, steps: int) -> Iterator[Node]:
+    made = producer(tensor)
+    if made is not None and op_of(made) not in FREE_OPS:
+        yield made
+    elif made is not None and steps:
+        yield from _before(made.inputs[0], steps - 1)
+
+
+def _behind(tensor: Tensor, steps: int) -> Iterator[Node]:
+    for reader in consumers(tensor):
+        if op_of(reader) not in FREE_OPS:
+            yield reader
+        elif steps:
+            yield from _behind(reader.outputs[0], steps - 1)
