@@ -95,10 +95,15 @@ class MatchContext(ABC):
         """Return whether a Cast is to float32."""
         return self.shapes.dtype(cast.outputs[0]) == TensorProto.FLOAT
 
-    def through_casts(self, tensor: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return what is under the Casts on a tensor, where the fusion absorbs them."""
+    def through_casts(self, tensor: Tensor, state: State, is_operand: bool = False) -> tuple[Tensor, State]:
+        """Return what is under the Casts on a tensor, where the fusion absorbs them.
+
+        On an operand only those to float32 are absorbed: another one rounds it to the dtype that the kernel reads.
+        """
         nodes = []
         while self.casts and (node := self.float_cast(tensor)):
+            if is_operand and not self.is_to_float32(node):
+                break
             nodes.append(node)
             tensor = node.inputs[0]
         return tensor, state.with_nodes(nodes)

@@ -11,6 +11,7 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import (
+    VIEW_OPS,
     Absent,
     Alternatives,
     Apply,
@@ -88,7 +89,7 @@ class Matcher(MatchContext):
             return term.match(self, tensor, state)
         if not term.is_leaf and id(term) not in state.terms:
             if self.casts:
-                tensor, state = self.through_casts(tensor, state)
+                tensor, state = self.through_casts(tensor, state, is_operand=_is_view_of_operand(term))
             if not self.fits(term, tensor):
                 self.fail(
                     term,
@@ -207,3 +208,10 @@ class Matcher(MatchContext):
                 found = after.with_term(id(output.term.unwrapped), tensor)
                 yield from self._with_side_outputs(root, found, index + 1)
         yield from self._with_side_outputs(root, state, index + 1)
+
+
+def _is_view_of_operand(term: Term) -> bool:
+    """Return whether a term is an operand of the fusion behind views alone."""
+    while len(term.parts) == 1 and term.own_ops and term.own_ops <= VIEW_OPS:
+        (term,) = term.parts
+    return isinstance(term, Capture)

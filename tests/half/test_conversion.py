@@ -126,6 +126,15 @@ def test_inputs_and_outputs_stay_in_float32_unless_asked(dtype: str, number: int
         assert worst_factor(report) < 3
 
 
+def test_a_past_in_float32_is_cast_in_front_of_attention() -> None:
+    """The kernel appends to a cache of one dtype, so the Cast that rounds the past must not be read past."""
+    model, _ = optimize(load_exported("llama_kvcache_sdpa_dynamo_fp32.onnx"), dtype="float16", verify=False)
+    casts = {o for node in model.graph.node if node.op_type.startswith(("Cast", "region")) for o in node.output}
+    attentions = [node for node in model.graph.node if node.op_type.startswith("attention_with_cache")]
+    assert len(attentions) == 2
+    assert all({name for name in node.input if name.startswith("past")} <= casts for node in attentions)
+
+
 def test_integers_positions_and_their_angles_stay() -> None:
     """A position above 2,048 is no float16; the table of a rotary embedding is, once it is computed."""
     text = """
