@@ -38,7 +38,7 @@ from onnxfuse.match import Miss
 from onnxfuse.passes import PIPELINE, WEIGHT_PASSES, Folded
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.assign import RegionResult, assign_regions
-from onnxfuse.regions.beside import beside_others
+from onnxfuse.regions.beside import LeftToRegions
 from onnxfuse.report.traffic import Traffic, estimate_traffic
 from onnxfuse.rewrite.replace import Fused
 from onnxfuse.rewrite.select import FusionResult, fuse, leave_none, nearness
@@ -279,8 +279,10 @@ def _fuse_graph(
             fuse, graph, shapes, operators=settings.operators, contrib=spelling.contrib, exclude=exclude, keep=keep
         )
         spelled = {name for one in spelling.spelled for name in one.made}
-        leave = beside_others(graph, shapes, keep | spelled) if settings.regions else leave_none
-        fusing = fuse_more(settings.fusions, leave=leave, progress=progress)
+        left_to_regions = LeftToRegions(graph, shapes, keep | spelled)
+        fusing = fuse_more(
+            settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
+        )
         standing = {*exclude, *_kept_outputs(graph, settings.fusions, keep)}
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
@@ -292,10 +294,10 @@ def _fuse_graph(
         if settings.regions:
             if not left:
                 made = assign_regions(graph, shapes, exclude, joining, known, keep)
-            # What was left to regions, and they have not taken:
-            rest = fuse_more([fusion for fusion in settings.fusions if fusion.last])
-            known = (*known, *rest.fused)
-            fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest.fused)))
+            if left_to_regions.any:
+                rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
+                known = (*known, *rest)
+                fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))
             after = estimate_traffic(graph, shapes)
         records = {one.node: one for one in (*known, *made.fused)}
         fusing = replace(fusing, fused=tuple(records.values()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxfuse.dsl.declaration import Fusion
-from onnxfuse.dsl.terms import Apply, Term, Wrapper, walk
+from onnxfuse.dsl.terms import VIEW_OPS, Apply, Capture, Term, Wrapper, walk
 from onnxfuse.dsl.words import Scaled
 from onnxfuse.errors import PatternError
 from onnxfuse.match.side_outputs import SideOutput, side_outputs
@@ -26,6 +26,7 @@ class FusionTerms:
     root_ops: Mapping[int, frozenset[str] | None]  # the operators that can compute a term; None where any can
     fusion_root_ops: frozenset[str]  # those of the first output and, where they are absorbed, of a Cast behind it
     side_outputs: tuple[SideOutput, ...]
+    views_of_operands: Set[int]  # terms that are an operand behind views alone
 
 
 @functools.lru_cache(maxsize=MAX_FUSIONS)
@@ -46,7 +47,14 @@ def fusion_terms(fusion: Fusion) -> FusionTerms:
         root_ops,
         ends | {"Cast"} if fusion.casts else ends,
         side_outputs(fusion),
+        {id(term) for term in terms if _is_view_of_operand(term)},
     )
+
+
+def _is_view_of_operand(term: Term) -> bool:
+    while len(term.parts) == 1 and term.own_ops and term.own_ops <= VIEW_OPS:
+        (term,) = term.parts
+    return isinstance(term, Capture)
 
 
 def _without_remarks(term: Term) -> Term:

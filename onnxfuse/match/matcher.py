@@ -11,7 +11,6 @@ from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.dsl.declaration import Fusion
 from onnxfuse.dsl.guards import Guard
 from onnxfuse.dsl.terms import (
-    VIEW_OPS,
     Absent,
     Alternatives,
     Apply,
@@ -50,6 +49,7 @@ class Matcher(MatchContext):
         super().__init__(graph, shapes, fusion)
         known = fusion_terms(fusion)
         self._visible, self._repeated, self._side_outputs = known.visible, known.repeated, known.side_outputs
+        self._views_of_operands = known.views_of_operands
         self._associative: dict[int, AssociativeMatcher] = {}
         self._decompositions = Decompositions(self)
         self._view_sources = ViewSources(self)
@@ -89,7 +89,7 @@ class Matcher(MatchContext):
             return term.match(self, tensor, state)
         if not term.is_leaf and id(term) not in state.terms:
             if self.casts:
-                tensor, state = self.through_casts(tensor, state, is_operand=_is_view_of_operand(term))
+                tensor, state = self.through_casts(tensor, state, is_operand=id(term) in self._views_of_operands)
             if not self.fits(term, tensor):
                 self.fail(
                     term,
@@ -208,10 +208,3 @@ class Matcher(MatchContext):
                 found = after.with_term(id(output.term.unwrapped), tensor)
                 yield from self._with_side_outputs(root, found, index + 1)
         yield from self._with_side_outputs(root, state, index + 1)
-
-
-def _is_view_of_operand(term: Term) -> bool:
-    """Return whether a term is an operand of the fusion behind views alone."""
-    while len(term.parts) == 1 and term.own_ops and term.own_ops <= VIEW_OPS:
-        (term,) = term.parts
-    return isinstance(term, Capture)

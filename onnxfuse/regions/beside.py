@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from functools import cached_property
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import FREE_OPS
@@ -16,27 +18,38 @@ from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
 MAX_VIEWS = 4  # between a match and the operator beside it
 
 
-def beside_others(graph: Graph, shapes: ShapeInfo, keep: Set[str]) -> Callable[[Match], bool]:
-    """Return what says whether a match is left to a region: its nodes and one beside them can be in one.
+@dataclass
+class LeftToRegions:
+    """Says whether a match is left to a region: its nodes and one beside them can be in one.
 
-    Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not. `keep`
+    Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not.  `keep`
     holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.
     """
-    host = host_nodes(graph, shapes)
 
-    def may_be_in_region(node: Node) -> bool:
-        is_kept = node.name in keep or node_label(node) in keep
-        is_onnx = not node.domain or node.domain == "ai.onnx"
-        return is_onnx and not is_kept and node not in host and not isinstance(normal_form(graph, shapes, node), str)
+    graph: Graph
+    shapes: ShapeInfo
+    keep: Set[str]
+    any: bool = False  # whether a match was left
 
-    def is_left(match: Match) -> bool:
+    def __call__(self, match: Match) -> bool:
+        """Return whether a match is left."""
         inside = set(match.nodes)
-        if graph.opset < MIN_OPSET or not all(map(may_be_in_region, inside)):
+        if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False
-        others = (n for node in inside for n in _beside(node) if n not in inside)
-        return any(map(may_be_in_region, others))
+        others = (other for node in inside for other in _beside(node) if other not in inside)
+        is_left = any(map(self._may_be_in_region, others))
+        self.any |= is_left
+        return is_left
 
-    return is_left
+    @cached_property
+    def _host(self) -> set[Node]:
+        return set(host_nodes(self.graph, self.shapes))
+
+    def _may_be_in_region(self, node: Node) -> bool:
+        is_onnx = not node.domain or node.domain == "ai.onnx"
+        if not is_onnx or node.name in self.keep or node_label(node) in self.keep:
+            return False
+        return node not in self._host and not isinstance(normal_form(self.graph, self.shapes, node), str)
 
 
 def _beside(node: Node) -> Iterator[Node]:

@@ -130,8 +130,9 @@ def test_a_function_that_is_called_a_thousand_times_is_inlined() -> None:
     calls = "\n".join(f"x{i + 1} = my.act (x{i})" for i in range(1000))
     model = parse(f"""g (float[b,8] x0) => (float[b,8] x1000) {{ {calls} }}
         <domain: "my", opset_import: ["" : 17]> act (v) => (u) {{ g = Sigmoid (v)  u = Mul (v, g) }}""")
-    optimized, report = optimize(model, verify=False)
+    optimized, report = optimize(model, verify=False, regions=False)
     assert report.counts == {"activation": 1000} and len(optimized.functions) == 1
+    assert optimize(model, verify=False)[1].counts == {"region": 32}  # of at most 64 operators
 
 
 def test_a_function_with_a_loop_in_both_branches() -> None:
