@@ -294,7 +294,7 @@ def _fuse_graph(
         if settings.regions:
             if not left:
                 made = assign_regions(graph, shapes, exclude, joining, known, keep)
-            if left_to_regions.any:
+            if left_to_regions.has_left:
                 rest = fuse_more([fusion for fusion in settings.fusions if fusion.last]).fused
                 known = (*known, *rest)
                 fusing = replace(fusing, remaining=fusing.remaining.difference(*(one.replaces for one in rest)))

@@ -22,6 +22,7 @@ from onnxfuse.half.precision import REAL, Kept
 from onnxfuse.half.scope import Scope
 from onnxfuse.half.weights import ScratchFolder
 from onnxfuse.ir.execution_order import outer_reads
+from onnxfuse.ir.graph import take_name
 from onnxfuse.ir.protos import copy_without, graphs, is_control_flow, subgraphs, tensors
 
 FLOAT = TensorProto.FLOAT
@@ -71,12 +72,7 @@ class _Writer:
     by_rule: list[Kept] = field(default_factory=list)
 
     def unique(self, stem: str) -> str:
-        name, count = stem, 1
-        while name in self.names:
-            count += 1
-            name = f"{stem}_{count}"
-        self.names.add(name)
-        return name
+        return take_name(self.names, stem)
 
 
 class _Part:

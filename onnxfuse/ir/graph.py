@@ -20,6 +20,16 @@ from onnxfuse.ir.node import AttributeValue, Constant, Node, Tensor, consumers, 
 from onnxfuse.ir.protos import subgraphs
 
 
+def take_name(names: set[str], stem: str) -> str:
+    """Return a name that is not among `names` yet, and add it: `stem`, else `stem_2`, `stem_3` and so on."""
+    name, count = stem, 1
+    while name in names:
+        count += 1
+        name = f"{stem}_{count}"
+    names.add(name)
+    return name
+
+
 @dataclass
 class Graph:
     """A model's main graph, or a subgraph as one, whose nodes are rewritten in place.
@@ -74,12 +84,7 @@ class Graph:
 
     def unique_name(self, stem: str) -> str:
         """Return a name that no node or tensor has yet, and take it: `stem`, else `stem_2`, `stem_3` and so on."""
-        name, count = stem, 1
-        while name in self.names:
-            count += 1
-            name = f"{stem}_{count}"
-        self.names.add(name)
-        return name
+        return take_name(self.names, stem)
 
     def constant(self, stem: str, value: Array) -> Constant:
         """Return a new initializer."""

@@ -29,7 +29,7 @@ class LeftToRegions:
     graph: Graph
     shapes: ShapeInfo
     keep: Set[str]
-    any: bool = False  # whether a match was left
+    has_left: bool = False  # whether a match was left
 
     def __call__(self, match: Match) -> bool:
         """Return whether a match is left."""
@@ -38,7 +38,7 @@ class LeftToRegions:
             return False
         others = (other for node in inside for other in _beside(node) if other not in inside)
         is_left = any(map(self._may_be_in_region, others))
-        self.any |= is_left
+        self.has_left |= is_left
         return is_left
 
     @cached_property
