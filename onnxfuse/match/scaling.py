@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from onnxfuse.dsl.terms import Capture, Term
 from onnxfuse.ir.node import Node, Tensor, op_of, producer
@@ -22,7 +23,7 @@ def match_scaled(
         elif m.casts and m.float_cast(tensor):
             tensor = node.inputs[0]
         elif op_of(node) in ("Mul", "Div"):
-            m.fail(term, state.with_nodes([*nodes, node]), lambda node=node: _no_number(node))  # type: ignore[misc]
+            m.fail(term, state.with_nodes([*nodes, node]), partial(_no_number, node, tuple(node.inputs)))
             return
         else:
             break
@@ -56,6 +57,7 @@ def scale_step(m: MatchContext, node: Node) -> tuple[Tensor, float] | None:
     return (right, value) if value is not None and op_of(node) == "Mul" else None
 
 
-def _no_number(node: Node) -> str:
-    left, right = (t.name for t in node.inputs)
+def _no_number(node: Node, inputs: Sequence[Tensor]) -> str:
+    """Return the sentence; the node has lost its inputs where a region has replaced it since."""
+    left, right = (t.name for t in inputs)
     return f"{op_of(node)} '{node.name}' takes '{left}' and '{right}'; required a constant number as one of them"

@@ -177,7 +177,7 @@ class _Biases:
 
     def _table(self, table: Constant, axis: int) -> Factored | None:
         """Return the factors of a table of rank one: every head is a multiple of one of them."""
-        if len(table.shape) < -axis or table.shape[axis] == 1 or math.prod(table.shape) > MAX_TABLE_ELEMENTS:
+        if len(table.shape) < -axis or table.shape[axis] == 1 or not 0 < math.prod(table.shape) <= MAX_TABLE_ELEMENTS:
             return None
         value = constant_value(self.graph, table)
         by_head = np.moveaxis(value, axis, 0).reshape(table.shape[axis], -1).astype(np.float64)

@@ -88,6 +88,12 @@ def test_a_table_of_rank_two_stays() -> None:
     check("bias = Slice (table, first, end, axis)", count=0, table=table, **ends)
 
 
+def test_an_empty_table_stays() -> None:
+    table = np.zeros((3, 1, 0), np.float32)
+    before = parse("() => (y) { y = Add (a, b) }", 17, a=table, b=table)
+    assert not any(apply(before, factor_biases)[1])
+
+
 def test_heads_in_reverse_stay() -> None:
     steps = {"first": [2], "end": [-(2**40)], "axis": [0], "step": [-1]}
     weights = {name: np.array(value, np.int64) for name, value in steps.items()}
