@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size
 
@@ -87,6 +88,7 @@ class Index:
 
 
 NOTHING = Index(ZERO)
+UNBOUNDED: Final = as_size(2**62)  # the extent of an atom of which no bound is known: more elements than memory holds
 
 
 def variable_index(name: str, extent: Size) -> Index:
@@ -154,9 +156,9 @@ def _quotient(index: Index, by: Size) -> Index:
         if atom.kind == "div" and atom.of and factor == ONE:
             inner, divisor = atom.of, by * atom.by
     bounds = inner.range
-    count = bounds[1] + 1 if bounds else None
-    extent = (count.divided(divisor) if count else None) or count or divisor
-    if count and count.constant is not None and divisor.constant:
+    count = bounds[1] + 1 if bounds else UNBOUNDED
+    extent = count.divided(divisor) or count
+    if count.constant is not None and divisor.constant:
         extent = as_size(-(-count.constant // divisor.constant))
     return Index(ZERO, ((Atom("div", extent, of=inner, by=divisor), ONE),))
 

@@ -84,6 +84,11 @@ def operators() -> Iterator[Made]:
     yield one("HardSigmoid with alpha and beta", "HardSigmoid", numbers((64,), "float16"), alpha=0.1, beta=0.7)
 
 
+def _falling(program: RegionProgram, x: str, y: str) -> list[str]:
+    rows = program.op("Slice", program.op("Reshape", x, shape=[-1, 3, 22]), axes=[0], starts=[-2], ends=[3], steps=[1])
+    return [program.op("Transpose", rows, perm=[1, 2, 0]), program.op("Add", rows, y)]
+
+
 def maps() -> Iterator[Made]:
     x = numbers((4, 6, 16), "float16")
     for dynamic in ((), (4,), (4, 6, 16)):
@@ -114,6 +119,9 @@ def maps() -> Iterator[Made]:
         perm = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
         yield one(f"Transpose of tiles {shape}", "Transpose", numbers(shape, "float16"), perm=perm)
         yield one(f"Transpose of tiles {shape}, dynamic", "Transpose", numbers(shape), dynamic=shape[:1], perm=perm)
+    # The slice has 5 - n elements of the dynamic axis, a size of which no sign can be proved.
+    yield made("Slice whose size falls with the axis, in two orders", [numbers((3, 33, 2)), numbers((22,), seed=1)],
+               _falling, (3,))  # fmt: skip
     yield one("Transpose of all", "Transpose", numbers((16, 8, 32), "float16"), perm=[2, 1, 0])
     yield made("Split", [x], lambda p, a: p.ops_of("Split", a, count=3, axis=2, sizes=[8, 6, 2]))
     yield one("Squeeze", "Squeeze", x[:1], axes=[0])
