@@ -52,7 +52,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Shape:
-    """A convolution of square images, padded by half of its square filter.
+    """A convolution of rows, square images or cubes, padded by half of its filter, which is as long on each axis.
 
     Of a transposed one, so much is cut off that y is as large as x times the stride.
     """
@@ -65,6 +65,8 @@ class Shape:
     stride: int = 1
     group: int = 1
     transposed: bool = False
+    axes: int = 2
+    dilation: int = 1
 
     @property
     def depthwise(self) -> bool:
@@ -78,29 +80,32 @@ class Shape:
     def kind(self) -> str:
         if self.transposed:
             return "transposed"
+        if self.axes != 2:
+            return f"{self.axes}-D"
         return "depthwise" if self.depthwise else "grouped" if self.group > 1 else "stem" if self.stem else "dense"
 
     @property
     def name(self) -> str:
         channels = f"{self.c} {self.size} depthwise" if self.depthwise else f"{self.c}-{self.m} {self.size}"
         groups = f" {self.group} groups" if self.kind == "grouped" else ""
-        taps = f"{self.taps}x{self.taps}{f'/{self.stride}' * (self.stride > 1)}"
+        taps = "x".join([str(self.taps)] * self.axes) + f"/{self.stride}" * (self.stride > 1)
+        taps += f" dilated {self.dilation}" * (self.dilation > 1)
         return f"b{self.batch} {channels} {taps}{groups}{' transposed' * self.transposed}"
 
     @property
     def pad(self) -> int:
-        return (self.taps - self.stride) // 2 if self.transposed else self.taps // 2
+        return (self.taps - self.stride) // 2 if self.transposed else self.taps // 2 * self.dilation
 
     @property
     def out_size(self) -> int:
         if self.transposed:
             return (self.size - 1) * self.stride + self.taps - 2 * self.pad
-        return (self.size + 2 * self.pad - self.taps) // self.stride + 1
+        return (self.size + 2 * self.pad - (self.taps - 1) * self.dilation - 1) // self.stride + 1
 
     @property
     def flops(self) -> int:
         size = self.size if self.transposed else self.out_size  # of the image whose pixels all taps meet
-        return 2 * self.batch * size**2 * self.m * self.taps**2 * (self.c // self.group)
+        return 2 * self.batch * size**self.axes * self.m * self.taps**self.axes * (self.c // self.group)
 
 
 SHAPES = (
@@ -120,6 +125,7 @@ SHAPES = (
     Shape(2, 320, 320, 64, 3),
     Shape(2, 640, 640, 32, 3),
     Shape(2, 1280, 1280, 16, 3),
+    Shape(2, 1280, 1280, 8, 3),
     Shape(1, 128, 128, 512, 3),
     Shape(8, 3, 32, 640, 3, 2),
     Shape(8, 64, 64, 80, 3),
@@ -134,6 +140,16 @@ SHAPES = (
     Shape(8, 64, 1, 320, 2, 2, transposed=True),
     Shape(32, 512, 256, 16, 4, 2, transposed=True),
     Shape(8, 64, 64, 128, 4, 2, 64, transposed=True),
+    Shape(8, 80, 768, 3000, 3, axes=1),  # Whisper small's first two
+    Shape(8, 768, 768, 3000, 3, 2, axes=1),
+    Shape(1, 512, 512, 32000, 3, 2, axes=1),  # wav2vec 2.0's second, of 10 s
+    Shape(1, 256, 256, 1376, 7, axes=1, dilation=3),  # HiFi-GAN's blocks, 2 s
+    Shape(1, 128, 128, 11008, 11, axes=1, dilation=5),
+    Shape(1, 32, 32, 44032, 11, axes=1, dilation=5),
+    Shape(2, 32, 32, 128, 3, axes=3),  # a UNet of volumes, in patches of 128x128x128
+    Shape(2, 64, 64, 64, 3, axes=3),
+    Shape(2, 128, 256, 32, 3, 2, axes=3),
+    Shape(1, 512, 512, 16, 3, axes=3),
 )
 
 
@@ -157,16 +173,17 @@ class Case:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The operands' shapes, as the node has them."""
         s = self.shape
-        x = (s.batch, s.c, s.size, s.size) if s.stem else (s.batch, s.size, s.size, s.c)
-        w = (s.taps, s.taps, 1, s.m) if s.depthwise else (s.m, s.taps, s.taps, s.c // s.group)
+        sizes, taps = (s.size,) * s.axes, (s.taps,) * s.axes
+        x = (s.batch, s.c, *sizes) if s.stem else (s.batch, *sizes, s.c)
+        w = (*taps, 1, s.m) if s.depthwise else (s.m, *taps, s.c // s.group)
         if s.transposed and not s.depthwise:
-            w = (s.c, s.taps, s.taps, s.m // s.group)
+            w = (s.c, *taps, s.m // s.group)
         every = {"x": x, "w": w, "bias": (s.m,)}
         return every | ({"residual": self.y_shape} if self.residual else {})
 
     @property
     def y_shape(self) -> tuple[int, ...]:
-        return (self.shape.batch, self.shape.out_size, self.shape.out_size, self.shape.m)
+        return (self.shape.batch, *[self.shape.out_size] * self.shape.axes, self.shape.m)
 
     @property
     def fusion(self) -> str:
@@ -176,8 +193,9 @@ class Case:
         s = self.shape
         layouts = ("ihwo", "hwoi") if s.transposed else ("ohwi", "hwio")
         attributes: dict[str, Any] = {
-            "layout": "nhwc", "w_layout": layouts[s.depthwise], "kernel_shape": [s.taps] * 2,
-            "strides": [s.stride] * 2, "dilations": [1, 1], "pads": [s.pad] * 4, "group": s.group,
+            "layout": "nhwc", "w_layout": layouts[s.depthwise], "kernel_shape": [s.taps] * s.axes,
+            "strides": [s.stride] * s.axes, "dilations": [s.dilation] * s.axes, "pads": [s.pad] * (2 * s.axes),
+            "group": s.group,
             "activation": self.activation, "residual_position": "before",
         }  # fmt: skip
         attributes |= {"x_layout": "nchw"} if s.stem else {}
@@ -198,18 +216,24 @@ class Case:
     def tensors(self) -> dict[str, torch.Tensor]:
         s = self.shape
         made = {name: torch.randn(shape, device="cuda") for name, shape in self.shapes().items()}
-        made["w"] /= math.sqrt(s.taps**2 * s.c // s.group)
+        made["w"] /= math.sqrt(s.taps**s.axes * s.c // s.group)
         return {name: tensor.to(DTYPES[self.dtype]) for name, tensor in made.items()}
 
     def in_torch(self, sets: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Return operands as PyTorch takes them: axes N, C, H, W (M, C, H, W for weights), memory channels-last."""
+        """Return operands as PyTorch takes them: axes N, C, H, W (M, C, H, W for weights), memory channels-last.
+
+        Rows are images of one row, because PyTorch has no channels-last convolution of rows.
+        """
+        in_memory = torch.channels_last_3d if self.shape.axes == 3 else torch.channels_last
 
         def turned(name: str, tensor: torch.Tensor) -> torch.Tensor:
             if name == "bias":
                 return tensor
-            axes = (3, 2, 0, 1) if name == "w" and self.shape.depthwise else (0, 3, 1, 2)
-            kept = name == "x" and self.shape.stem
-            return (tensor if kept else tensor.permute(axes)).contiguous(memory_format=torch.channels_last)
+            if name == "w" and self.shape.depthwise:
+                tensor = tensor.permute(3, 2, 0, 1)
+            elif name != "x" or not self.shape.stem:
+                tensor = tensor.movedim(-1, 1)
+            return (tensor if self.shape.axes > 1 else tensor.unsqueeze(2)).contiguous(memory_format=in_memory)
 
         shared = {name: turned(name, tensor) for name, tensor in sets[0].items() if name in ("x", "residual")}
         return [{n: shared[n] if n in shared else turned(n, t) for n, t in each.items()} for each in sets]
@@ -240,17 +264,25 @@ def runs(plan: Plan, sets: Sequence[dict[str, torch.Tensor]], out: torch.Tensor)
     return [functools.partial(call, list(each.values())) for each in sets]
 
 
+def geometry(s: Shape) -> tuple[list[int], list[int], list[int]]:
+    """Return strides, pads and dilations as PyTorch takes them, of an image of one row where x is rows."""
+    before, axes = ([1], [0], [1]) if s.axes == 1 else ([], [], []), s.axes
+    return before[0] + [s.stride] * axes, before[1] + [s.pad] * axes, before[2] + [s.dilation] * axes
+
+
 def bare(case: Case) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return PyTorch's convolution alone."""
-    options = {"stride": case.shape.stride, "padding": case.shape.pad, "groups": case.shape.group}
-    convolve = F.conv_transpose2d if case.shape.transposed else F.conv2d
+    s = case.shape
+    convolve = F.conv_transpose2d if s.transposed else F.conv3d if s.axes == 3 else F.conv2d
+    steps, pads, dilations = geometry(s)
+    options = {"stride": steps, "padding": pads, "dilation": dilations, "groups": s.group}
     return lambda given: convolve(given["x"], given["w"], **options)
 
 
 def fused(case: Case) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return PyTorch's operator for convolution, bias, residual and ReLU in one call of cuDNN."""
     s, aten = case.shape, torch.ops.aten
-    options = ([s.stride] * 2, [s.pad] * 2, [1, 1], s.group)
+    options = (*geometry(s), s.group)
     if case.residual:
         return lambda g: aten.cudnn_convolution_add_relu(g["x"], g["w"], g["residual"], 1.0, g["bias"], *options)
     return lambda g: aten.cudnn_convolution_relu(g["x"], g["w"], g["bias"], *options)
@@ -261,10 +293,10 @@ def reference(case: Case, given: dict[str, torch.Tensor]) -> torch.Tensor:
     wide = torch.float64 if case.dtype == "float32" else torch.float32
     exact = {name: tensor.to(wide) for name, tensor in given.items()}
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=False, allow_tf32=False):
-        y = bare(case)(exact) + exact["bias"][:, None, None]
+        y = (bare(case)(exact).movedim(1, -1) + exact["bias"]).movedim(-1, 1)
     y = y + exact["residual"] if case.residual else y
     y = {"relu": F.relu, "silu": F.silu, "none": lambda y: y}[case.activation](y)
-    return y.permute(0, 2, 3, 1).contiguous()
+    return y.movedim(1, -1).reshape(case.y_shape)
 
 
 def measure(case: Case, replays: int) -> dict[str, Any]:
@@ -356,7 +388,8 @@ def chosen(given: argparse.Namespace) -> Iterator[Case]:
         for shape in SHAPES:
             if parts and not any(part in shape.name for part in parts):
                 continue
-            for residual in (False, True) if shape.kind == "dense" and not given.quick else (shape.kind == "dense",):
+            with_residual = shape.kind in ("dense", "1-D", "3-D")
+            for residual in (False, True) if with_residual and not given.quick else (with_residual,):
                 yield Case(shape, dtype, given.activation, residual)
 
 

@@ -28,6 +28,7 @@ WITH_OPTIONS = (
     "gemm",
     "kernels",
     "memory",
+    "model_kernels",
     "models",
     "other_gpus",
     "regions",
