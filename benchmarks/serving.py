@@ -9,11 +9,12 @@ The models are BERT-base and, for the growing cache, four blocks of a Llama, bot
 models/export.py's tables build into DIR/onnx, once.  Requests have sizes drawn from a seed over ranges of the dims;
 their inputs come from the host, and their outputs stay on the device.  Everything runs on this host, without a network.
 
-    visits   the first visit of each fresh shape against later visits of it, the engines in turns
-    load     threads on one session, in turns: latency and throughput, for shapes that were visited and for unseen ones
-    cache    a decoder whose cache grows from 1 token to 4096: the time of each step, and against its neighbours
-    memory   the resident memory of the process and the GPU's memory, over shapes, an engine in a process of its own
-    cold     from the start of a process to its first answer: empty caches, filled caches, a plan file
+    visits      the first visit of each fresh shape against later visits of it, the engines in turns
+    load        threads on one session, in turns: latency and throughput, for visited shapes and for unseen ones
+    cache       a decoder whose cache grows from 1 token to 4096: the time of each step, and against its neighbours
+    memory      the resident memory of the process and the GPU's memory, over shapes, an engine in a process of its own
+    cold        from the start of a process to its first answer: empty caches, filled caches, a plan file
+    background  requests with pauses, before, while and after a session of onnxfuse is tuned between them
 
 Each part runs in a process of its own, so that one that fails costs its own result only.  The caches of onnxfuse and
 CuPy are empty at the beginning, unless --caches names a folder, and the parts share them.  Results come into
@@ -48,6 +49,7 @@ from serving_engines import ENGINES, Bounds, Served
 from serving_growth import beyond_onnxruntime, growing_cache, memory
 from serving_load import load, visits
 from serving_tables import table
+from serving_tuning import background
 
 from onnxfuse.bench.machine import device, versions
 from onnxfuse.errors import first_line
@@ -56,7 +58,8 @@ from onnxfuse.optimizer import optimize
 from onnxfuse.tuning.bound_session import default_provider
 from onnxfuse.tuning.dispatch import TunePolicy
 
-PARTS = ("visits", "load", "cache", "memory", "cold")
+PARTS = ("visits", "load", "cache", "memory", "cold", "background")
+AMOUNTS = ("fresh", "threads", "seconds", "tokens", "shapes", "starts", "tuning")  # options that parts take
 MODEL, DECODER = Case("bert", "bert", {}), Case("llama-decode", "llama_decode", {})
 RANGES = {"batch": (1, 8), "seq": (1, 512)}
 THREADS = "1,2,4,8,16"
@@ -103,6 +106,8 @@ def measured(task: Mapping[str, Any]) -> dict[str, Any]:
             return growing_cache(served, task["tokens"], bounds)
         case "memory":
             return memory(served, task["engine"], task["shapes"], bounds)
+        case "background":
+            return background(served, task["tuning"], bounds)
         case _:
             return cold(served, task["starts"], bounds)
 
@@ -155,7 +160,7 @@ def measure(run: Run, part: str, model: Mapping[str, Any]) -> dict[str, Any]:
     ranges = {} if part == "cache" else dict(options.range or RANGES)
     served = {"original": model["original"], "fused": model["fused"], "provider": options.provider,
               "tune": options.tune, "ranges": ranges, "seed": options.seed}  # fmt: skip
-    amounts = {name: getattr(options, name) for name in ("fresh", "threads", "seconds", "tokens", "shapes", "starts")}
+    amounts = {name: getattr(options, name) for name in AMOUNTS}
     if part == "memory":
         found = {each: run.result(part, served=served, engine=each, **amounts) for each in ENGINES}
         found["beyond_onnxruntime"] = beyond_onnxruntime(found)
@@ -197,6 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=4096, help="that the cache of `cache` grows to (default 4096)")
     add("--shapes", type=int, default=1000, help="of `memory` (default 1000)")
     add("--starts", type=int, default=3, help="of `cold`, in each way (default 3)")
+    add("--tuning", type=float, default=30, help="seconds of `background` while it measures (default 30)")
     add("--tune", choices=get_args(TunePolicy), default="cached", help="that of onnxfuse.InferenceSession")
     add("--caches", type=Path, help="folder of the caches of onnxfuse and CuPy; default: a new one")
     add("--budget", type=float, default=580, help="stop after so many seconds (default 580)")

@@ -14,7 +14,7 @@ def table(part: str, result: Mapping[str, Any]) -> str:
     """Return the lines that tell the result of a part."""
     if "error" in result:
         return f"{part}: {result['error']}"
-    title, rows = {"visits": _visits, "load": _load, "cache": _cache, "memory": _memory, "cold": _cold}[part](result)
+    title, rows = TABLES[part](result)
     stopped = f"; stopped early: {result['stopped']}" if result.get("stopped") else ""
     wrong = "; WRONG: the engines' outputs differ" if result.get("agrees") is False else ""
     return f"{part}: {title}{stopped}{wrong}\n{grid(rows)}"
@@ -79,3 +79,16 @@ def _cold(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
         )
     sizes = ", ".join(f"{name} {size}" for name, size in result["sizes"].items())
     return f"seconds from the start of a process to its first answer ({sizes})", rows
+
+
+def _background(result: Mapping[str, Any]) -> tuple[str, list[Row]]:
+    sizes = [" ".join(f"{name} {size}" for name, size in each.items()) for each in result["sizes"]]
+    rows: list[Row] = [["", "requests", "p50 ms", "p99", "worst", *(f"p50 at {each}" for each in sizes)]]
+    for row in result["rows"]:
+        times = [row[name] for name in ("requests", "p50_ms", "p99_ms", "worst_ms")]
+        rows.append([f"{row['phase']}, tune={row['tune']}", *times, *row["median_ms_by_size"]])
+    return f"{result['measured']} kernels and sizes measured between requests {result['pause_ms']:.0f} ms apart", rows
+
+
+TABLES = {"visits": _visits, "load": _load, "cache": _cache, "memory": _memory, "cold": _cold,
+          "background": _background}  # fmt: skip
