@@ -291,17 +291,17 @@ def _fuse_verified(
 
 def _fuse_in_half(halving: Halving, options: _Options) -> tuple[_Found, Path | None, HalfResult]:
     """Return the fused model in half precision, as `_fuse_verified` does, where its weights lie, and its errors."""
-    best: tuple[_Found, Path | None, HalfResult] | None = None
-    while True:
+
+    def attempt(verify: bool) -> tuple[tuple[_Found, Path | None], HalfResult]:
         converted = halving.convert()
         inputs = None if options.inputs is None else halving.feeds(options.inputs)
-        given = replace(options, inputs=inputs, is_converted=True)
+        given = replace(options, inputs=inputs, is_converted=True, verify=options.verify and verify)
         found = _fuse_verified(converted.model, converted.model, converted.folder, given, halving.timer)
         told = replace(halving.judge(found.model.written), scratch=converted.scratch)
-        if best is None or halving.is_good(told):
-            best = found, converted.folder, told
-        if not halving.go_on(told):
-            return best
+        return (found, converted.folder), told
+
+    (found, folder), told = halving.settle(attempt)
+    return found, folder, told
 
 
 def _assumed_sizes(model: onnx.ModelProto) -> dict[str, int]:
