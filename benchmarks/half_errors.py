@@ -21,7 +21,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ CONVERTERS = {  # by name in the result: the module that has convert_float_to_fl
     "onnxruntime": "onnxruntime.transformers.float16",
 }
 VERSIONS = ("onnxfuse", "onnx", "onnxruntime", "onnxconverter-common", "numpy")
-SECONDS = 120  # of one run of a model
+SECONDS = 600  # of one run of a model
 MAX_MESSAGE = 60  # characters of an error that are written
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: _version(name) for name in VERSIONS},
+        "versions": version_of(VERSIONS),
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, path in models(Path(folder), given.trained):
@@ -87,9 +87,9 @@ def models(folder: Path, trained: bool) -> list[tuple[str, Path]]:
     return found
 
 
-def measured(path: Path, dtypes: list[str]) -> dict[str, Any]:
-    """Return what each way makes of a model."""
-    model = onnx.load(path)
+def measured(path: Path, dtypes: list[str], others: bool = True) -> dict[str, Any]:
+    """Return what each way makes of a model: onnxfuse, and other converters, which need all of it in memory."""
+    model = onnx.load(path, load_external_data=others)
     found: dict[str, Any] = {}
     with own_process(SECONDS):
         try:
@@ -98,7 +98,7 @@ def measured(path: Path, dtypes: list[str]) -> dict[str, Any]:
             return {"original": {"error": first_line(error)}}
         for dtype in dtypes:
             found[dtype] = ours(path, dtype, reference)
-        if "float16" in dtypes:
+        if others and "float16" in dtypes:
             found |= {name: theirs(model, path, module, reference) for name, module in CONVERTERS.items()}
     return found
 
@@ -165,11 +165,15 @@ def errors_of(model: onnx.ModelProto, folder: Path | None, reference: Reference)
     return largest
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+def version_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages; those of packages that are not installed are empty."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 if __name__ == "__main__":

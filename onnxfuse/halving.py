@@ -241,23 +241,22 @@ class Halving:
         def suffices(count: int) -> bool:
             self._ask(count, _why(result, self.wanted.max_error))
             tried[count] = told = attempt(False)[1]
-            if must and len(told.kept) > MAX_KEPT * told.nodes:
-                raise VerificationError(self._refusal(told))
-            return self._is_allowed(told)
+            return self._is_allowed(told) and not (must and len(told.kept) > MAX_KEPT * told.nodes)
 
         count = fewest(suffices, min(limit, len(self._queue)))
-        if count is None and must and self.wanted.max_error is None:
+        if count is None and self.wanted.max_error is None:
             count = min((n for n, told in tried.items() if _is_finite(told)), default=None)
-        if count is None and must:
+        if count is None:
             raise VerificationError(self._refusal(tried[max(tried)]))
-        note = "" if count else _unexplained(tried)
-        if not count:
-            return first[0], replace(result, note="; ".join(filter(None, [result.note, note])))
-        self._ask(count, _why(result, self.wanted.max_error))
-        made, told = attempt(True)
-        if not _is_finite(told) or (self.wanted.max_error is not None and not self._is_allowed(told)):
-            raise VerificationError(self._refusal(told))
-        return made, told
+        made, last = first
+        if count:
+            self._ask(count, _why(result, self.wanted.max_error))
+            made, last = attempt(True)
+            if must and not (_is_finite(last) if self.wanted.max_error is None else self._is_allowed(last)):
+                raise VerificationError(self._refusal(last))
+        if self.wanted.max_error is None and last.unusual is not None:
+            last = replace(last, note="; ".join(filter(None, [last.note, _unexplained(tried)])))
+        return made, last
 
     def _is_allowed(self, result: HalfResult) -> bool:
         """Return whether no error is larger than max_error, or unusual where none was given."""
@@ -380,11 +379,13 @@ def _why(result: HalfResult, max_error: float | None) -> str:
 def _unexplained(tried: Mapping[int, HalfResult]) -> str:
     """Return that more nodes in float32 did not make an error usual."""
     most = max(tried)
-    far, last = tried[0].unusual, tried[most].unusual
-    assert far is not None and last is not None
+    last = tried[most].unusual
+    told = f"errors are more than {USUAL_FACTOR:g} times the noise"
+    if last is None:
+        return told
     return (
-        f"the error of '{far.name}' is more than {USUAL_FACTOR:g} times its noise; with {most} more nodes in float32 "
-        f"that of '{last.name}' still is, {last.error:.1e}. max_error lets more of them stay"
+        f"{told}; with {most} more nodes in float32 that of '{last.name}' still is, {last.error:.1e}. "
+        "max_error lets more of them stay"
     )
 
 

@@ -551,7 +551,7 @@ def test_an_error_is_told_that_only_many_nodes_would_lower() -> None:
     assert report.half is not None
     assert not report.half.kept
     assert report.half.note == (
-        "the error of 'y' is more than 3 times its noise; with 2 more nodes in float32 that of 'y' still is, 4.9e-02. "
+        "errors are more than 3 times the noise; with 2 more nodes in float32 that of 'y' still is, 4.9e-02. "
         "max_error lets more of them stay"
     )
 
