@@ -255,6 +255,29 @@ def test_t5_whose_residuals_exceed_float16_stays_correct() -> None:
     assert (report.counts["rms_norm"], report.counts["gemm_bias_activation"]) == (4, 6)
 
 
+def test_a_product_whose_result_exceeds_float16_reads_scaled_numbers() -> None:
+    """As every feed-forward block of T5 does: the product stays in float16, and what multiplies it back does not."""
+    text = """
+    feed_forward (float[batch,8] x) => (float[batch,8] y)
+    <float[8,32] first, float[32,8] second, float[8] scale>
+    {
+      h = MatMul (x, first)
+      r = Relu (h)
+      b = MatMul (r, second)
+      s = Add (b, x)
+      y = LayerNormalization <axis = -1> (s, scale)
+    }
+    """
+    source = parse(text, second=np.random.default_rng(2).standard_normal((32, 8)) * 2e4)
+    x = np.random.default_rng(1).standard_normal((16, 8)).astype(np.float32)
+    model, report = optimize(source, dtype="float16", inputs={"x": x})
+    assert report.half is not None
+    assert sorted(each.op for each in report.half.kept) == ["Add", "LayerNormalization", "Mul"]
+    assert {t.name for t in model.graph.initializer if t.data_type == TensorProto.FLOAT16} >= {"first", "second"}
+    assert worst_factor(report) < 3
+    assert np.isfinite(run(model, x=x)[0]).all()
+
+
 ATTENTION = """
 attention (float[batch,seq,16] x, int64[batch,seq] attention_mask) => (float[batch,seq,16] y)
 <float[16,16] wq, float[16,16] wk, float[16,16] wv, int64[4] heads = {0, 0, 2, 8}, int64[3] joined = {0, 0, 16},
