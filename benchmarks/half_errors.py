@@ -8,7 +8,9 @@ far that output moves in float32 when each weight and input moves by one roundin
 
 Other converters are onnxconverter-common's and that of onnxruntime's transformers tools, both with keep_io_types=True.
 Their models, and those of onnxfuse again (`as_is`), run as they are in onnxruntime on the CPU, which rounds less than
-a GPU does; `fused` is the number of nodes after `onnxfuse optimize`, which shows what their Casts split.
+a GPU does.  `rounded` is their error where each node rounds what it writes, as `error` is that of onnxfuse, also where
+onnxruntime refuses the model.  `fused` is the number of nodes after `onnxfuse optimize`, which shows what their Casts
+split.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from result_text import result_text
 
 from onnxfuse import optimize
 from onnxfuse.errors import OnnxfuseError, first_line
+from onnxfuse.half.rounded import with_roundings
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.own_process import own_process
@@ -133,12 +136,22 @@ def theirs(model: onnx.ModelProto, path: Path, module: str, reference: Reference
         converted = convert(copy, keep_io_types=True)
     except Exception as error:
         return {"failed": shortened(error)}
-    row = {"nodes": len(converted.graph.node), "as_is": errors_of(converted, path.parent, reference)}
+    row = {"nodes": len(converted.graph.node), "as_is": errors_of(converted, path.parent, reference),
+           "rounded": errors_of(rounded(converted), path.parent, reference)}  # fmt: skip
     try:
         fused, _ = optimize(converted, verify=False)
         return {**row, "fused": len(fused.graph.node)}
     except Exception as error:
         return {**row, "not_fused": shortened(error)}
+
+
+def rounded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model in float32 that rounds what each node writes in half precision, whatever dtypes are recorded."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.ClearField("value_info")
+    graph = onnx.shape_inference.infer_shapes(copy).graph
+    return with_roundings(copy, {value.name: value.type.tensor_type.elem_type for value in graph.value_info})
 
 
 def shortened(error: Exception) -> str:
