@@ -8,7 +8,9 @@ far that output moves in float32 when each weight and input moves by one roundin
 
 Other converters are onnxconverter-common's and that of onnxruntime's transformers tools, both with keep_io_types=True.
 Their models, and those of onnxfuse again (`as_is`), run as they are in onnxruntime on the CPU, which rounds less than
-a GPU does; `fused` is the number of nodes after `onnxfuse optimize`, which shows what their Casts split.
+a GPU does.  `rounded` is their error where each node rounds what it writes, as `error` is that of onnxfuse, also where
+onnxruntime refuses the model.  `fused` is the number of nodes after `onnxfuse optimize`, which shows what their Casts
+split.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from result_text import result_text
 
 from onnxfuse import optimize
 from onnxfuse.errors import OnnxfuseError, first_line
+from onnxfuse.half.rounded import with_roundings
 from onnxfuse.verify.cpu_session import open_session, run
 from onnxfuse.verify.difference import compare_output
 from onnxfuse.verify.own_process import own_process
@@ -42,7 +45,7 @@ CONVERTERS = {  # by name in the result: the module that has convert_float_to_fl
     "onnxruntime": "onnxruntime.transformers.float16",
 }
 VERSIONS = ("onnxfuse", "onnx", "onnxruntime", "onnxconverter-common", "numpy")
-SECONDS = 120  # of one run of a model
+SECONDS = 600  # of one run of a model
 MAX_MESSAGE = 60  # characters of an error that are written
 
 
@@ -59,7 +62,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: _version(name) for name in VERSIONS},
+        "versions": version_of(VERSIONS),
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, path in models(Path(folder), given.trained):
@@ -87,9 +90,9 @@ def models(folder: Path, trained: bool) -> list[tuple[str, Path]]:
     return found
 
 
-def measured(path: Path, dtypes: list[str]) -> dict[str, Any]:
-    """Return what each way makes of a model."""
-    model = onnx.load(path)
+def measured(path: Path, dtypes: list[str], others: bool = True) -> dict[str, Any]:
+    """Return what each way makes of a model: onnxfuse, and other converters, which need all of it in memory."""
+    model = onnx.load(path, load_external_data=others)
     found: dict[str, Any] = {}
     with own_process(SECONDS):
         try:
@@ -98,7 +101,7 @@ def measured(path: Path, dtypes: list[str]) -> dict[str, Any]:
             return {"original": {"error": first_line(error)}}
         for dtype in dtypes:
             found[dtype] = ours(path, dtype, reference)
-        if "float16" in dtypes:
+        if others and "float16" in dtypes:
             found |= {name: theirs(model, path, module, reference) for name, module in CONVERTERS.items()}
     return found
 
@@ -133,12 +136,22 @@ def theirs(model: onnx.ModelProto, path: Path, module: str, reference: Reference
         converted = convert(copy, keep_io_types=True)
     except Exception as error:
         return {"failed": shortened(error)}
-    row = {"nodes": len(converted.graph.node), "as_is": errors_of(converted, path.parent, reference)}
+    row = {"nodes": len(converted.graph.node), "as_is": errors_of(converted, path.parent, reference),
+           "rounded": errors_of(rounded(converted), path.parent, reference)}  # fmt: skip
     try:
         fused, _ = optimize(converted, verify=False)
         return {**row, "fused": len(fused.graph.node)}
     except Exception as error:
         return {**row, "not_fused": shortened(error)}
+
+
+def rounded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model in float32 that rounds what each node writes in half precision, whatever dtypes are recorded."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.ClearField("value_info")
+    graph = onnx.shape_inference.infer_shapes(copy).graph
+    return with_roundings(copy, {value.name: value.type.tensor_type.elem_type for value in graph.value_info})
 
 
 def shortened(error: Exception) -> str:
@@ -165,11 +178,15 @@ def errors_of(model: onnx.ModelProto, folder: Path | None, reference: Reference)
     return largest
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+def version_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages; those of packages that are not installed are empty."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 if __name__ == "__main__":

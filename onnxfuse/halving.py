@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import onnx
@@ -22,11 +22,13 @@ from onnxfuse.half.convert import Converted, Io, convert
 from onnxfuse.half.operators import STAY, half_inputs, is_onnx
 from onnxfuse.half.precision import FLOAT16, PRECISIONS, Precision
 from onnxfuse.half.ranges import Range, observe
-from onnxfuse.half.result import HalfError, HalfResult, reasons
+from onnxfuse.half.result import USUAL_FACTOR, HalfError, HalfResult, reasons
 from onnxfuse.half.rounded import moved, weight_bytes, with_moved_weights, with_roundings
+from onnxfuse.half.scale_products import scale_products
 from onnxfuse.half.scale_queries import scale_queries
 from onnxfuse.half.suspects import suspects
 from onnxfuse.half.weights import Weights
+from onnxfuse.half.widening import fewest
 from onnxfuse.ir.convert_opset import convert_opset, opset_of
 from onnxfuse.ir.dtypes import DTYPE_NUMBERS, Array
 from onnxfuse.ir.protos import nodes
@@ -42,8 +44,11 @@ CONVOLUTION_OPSET: Final = 22  # the first opset with convolutions in bfloat16
 DRAWS_TRIED: Final = 8  # sizes at which a model is tried where it is not verified
 RUNS: Final = 2  # in which ranges are observed
 MAX_KEPT: Final = 0.5  # of the nodes: where more must stay because of errors, half precision is of no use
+MAX_WIDENED: Final = 0.1  # of the nodes that stay without being asked for, so that errors are as usual
+NOISE_DRAWS: Final = 8  # where one does not explain an error: it may be a tenth of the next one
 
 Model = tuple[onnx.ModelProto, Path | None]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,7 @@ class Halving:
     verify: bool
     asked: dict[str, str] = field(default_factory=dict)  # nodes that are to stay in float32, and why
     converted: Converted | None = None
-    _count: int = 0  # of the nodes that are asked to stay
-    _enough: int | None = None  # the smallest such number with which the errors were small enough
-    _too_few: int = -1  # the largest with which they were not
+    noises: list[dict[str, float]] = field(default_factory=list)  # how far each output moved, of each draw
 
     @cached_property
     def source(self) -> onnx.ModelProto:
@@ -178,7 +181,8 @@ class Halving:
     @cached_property
     def prepared(self) -> tuple[onnx.ModelProto, dict[str, int], dict[str, Range]]:
         """The plain model with what can be brought into range, and the dtypes and ranges of its tensors."""
-        return scale_queries(self.plain.model, self.types, self.ranges, self.wanted.precision)
+        precision = self.wanted.precision
+        return scale_products(*scale_queries(self.plain.model, self.types, self.ranges, precision), self.weights)
 
     @cached_property
     def weights(self) -> Weights:
@@ -219,50 +223,64 @@ class Halving:
             except Exception as error:
                 return replace(result, note=f"its errors were not measured: {first_line(error)}")
 
-    def is_good(self, result: HalfResult) -> bool:
-        """Return whether no error is larger than allowed, and no output became NaN or infinite."""
-        return all(e.error <= (self.wanted.max_error or math.inf) and math.isfinite(e.error) for e in result.errors)
+    def settle(self, attempt: Callable[[bool], tuple[Made, HalfResult]]) -> tuple[Made, HalfResult]:
+        """Return the attempt with the fewest nodes in float32 whose errors are allowed, and these errors.
 
-    def go_on(self, result: HalfResult) -> bool:
-        """Ask for other nodes in float32; False where what was found cannot be made better.
+        attempt  converts the model with the nodes that are asked to stay, verifies it if told to, and judges it
 
-        As long as errors are too large, the number of nodes is doubled; then it is halved towards the last that was
-        too small.  Raises VerificationError where errors are too large although half of the nodes stay.
+        By default, errors are to be usual, for which at most MAX_WIDENED of the nodes stay; where that does not do, the
+        model is the first that is finite, and a note tells so.  Raises VerificationError where values that are not
+        finite, or errors above max_error, appear although MAX_KEPT of the nodes stay.
         """
-        assert self.converted is not None
-        is_half = not self._count or len(result.kept) <= MAX_KEPT * result.nodes
-        if self.is_good(result) and is_half:
-            self._enough = self._count
-        elif self._enough is None and (not is_half or not self._left()):
-            raise VerificationError(self._refusal(result))
-        else:
-            self._too_few = self._count
-        if self._enough is None:
-            self._count = max(1, 2 * self._count)
-        elif self._enough - self._too_few <= max(1, self._enough // 4):
-            return False
-        else:
-            self._count = (self._enough + self._too_few) // 2
-        reason = f"the error of '{result.worst.name}' was {result.worst.error:.1e}" if result.worst else ""
-        self._ask(self._queue[: self._count], reason)
-        return True
+        first = attempt(True)
+        result = first[1]
+        if self._is_allowed(result):
+            return first
+        must = self.wanted.max_error is not None or not _is_finite(result)
+        limit = max(2, int((MAX_KEPT if must else MAX_WIDENED) * result.nodes))  # a tensor has a writer and a reader
+        tried: dict[int, HalfResult] = {0: result}
 
-    def _left(self) -> bool:
-        return self._count < len(self._queue)
+        def suffices(count: int) -> bool:
+            self._ask(count, _why(result, self.wanted.max_error))
+            tried[count] = told = attempt(False)[1]
+            return self._is_allowed(told) and not (must and len(told.kept) > MAX_KEPT * told.nodes)
+
+        count = fewest(suffices, min(limit, len(self._queue)))
+        if count is None and self.wanted.max_error is None:
+            count = min((n for n, told in tried.items() if _is_finite(told)), default=None)
+        if count is None:
+            raise VerificationError(self._refusal(tried[max(tried)]))
+        made, last = first
+        if count:
+            self._ask(count, _why(result, self.wanted.max_error))
+            made, last = attempt(True)
+            if must and not (_is_finite(last) if self.wanted.max_error is None else self._is_allowed(last)):
+                raise VerificationError(self._refusal(last))
+        if self.wanted.max_error is None and last.unusual is not None:
+            last = replace(last, note="; ".join(filter(None, [last.note, _unexplained(tried)])))
+        return made, last
+
+    def _is_allowed(self, result: HalfResult) -> bool:
+        """Return whether no error is larger than max_error, or unusual where none was given."""
+        if self.wanted.max_error is None:
+            return result.unusual is None
+        return all(each.error <= self.wanted.max_error for each in result.errors)
 
     def _refusal(self, result: HalfResult) -> str:
         """Return why a model cannot be converted as is asked for."""
         worst, name = result.worst, self.wanted.precision.name
         share = f"with {len(result.kept)} of {result.nodes} nodes in float32"
         advice = "allow a larger error, or keep float32"
-        if worst is None or self.is_good(result):
+        if worst is None or self._is_allowed(result):
             return f"an error of {self.wanted.max_error} is kept in {name} only {share}; {advice}"
         found = f"is off by {worst.error:.1e} of its largest value" if math.isfinite(worst.error) else "is not finite"
         return f"output '{worst.name}' {found} in {name}, {share}; {advice}"
 
-    def _ask(self, names: Sequence[str], reason: str) -> None:
+    def _ask(self, count: int, reason: str) -> None:
+        """Ask for nodes that are to stay in float32, those first that add most to the error."""
+        queue = self._queue  # of the first conversion, before others are asked for
         self.asked.clear()
-        for name in names:
+        for name in queue[:count]:
             unit = next((unit.nodes for unit in self.units if name in unit.nodes), frozenset({name}))
             self.asked |= dict.fromkeys(unit, reason)
 
@@ -282,24 +300,41 @@ class Halving:
         made = self._outputs(written, as_is=False)
         if self.wanted.precision is FLOAT16:  # of whose nodes onnxruntime rounds some, and NaN shows
             made += self._outputs(written, as_is=True)
-        wide = model_to_float32_exactly(self.plain.model)
-        model, weights = with_moved_weights(wide, self.folder, self.wanted.precision)
-        session = open_session(model, self.folder if weights.scratch is None else weights.scratch.path)
-        noisy = [run(session, moved(arrays_to_float32(r.feeds), self.wanted.precision)) for r in self.reference.runs]
-        found = []
-        hidden = self.reference.not_compared
-        for name, value in self.reference.runs[0].outputs.items():
-            if name in hidden or not isinstance(value, np.ndarray) or value.dtype.name not in DTYPE_NUMBERS:
-                continue
-            if value.dtype.kind not in "fV":
-                continue
-            exact = [each.float32_outputs.get(name, each.outputs[name]) for each in self.reference.runs]
-            error, noise = (
-                max(_distance(name, old, new[name]) for old, new in zip(itertools.cycle(exact), results))
-                for results in (made, noisy)
+        errors = self._distances(made)
+        found: tuple[HalfError, ...] = ()
+        for draw in range(NOISE_DRAWS):
+            if draw == len(self.noises):
+                self.noises.append(self._noise(draw))
+            found = tuple(
+                HalfError(name, error, _root_mean_square([each[name] for each in self.noises]))
+                for name, error in errors.items()
             )
-            found.append(HalfError(name, error, noise))
-        return tuple(found)
+            if len(self.noises) == 1 and all(each.error <= USUAL_FACTOR * each.noise for each in found):
+                break
+        return found
+
+    def _noise(self, draw: int) -> dict[str, float]:
+        """Return how far each output moves in float32 if each weight and each input moves by one rounding."""
+        assert self.reference is not None
+        precision = self.wanted.precision
+        self._tell(f"noise {draw + 1}")
+        wide = model_to_float32_exactly(self.plain.model)
+        model, weights = with_moved_weights(wide, self.folder, precision, draw)
+        session = open_session(model, self.folder if weights.scratch is None else weights.scratch.path)
+        feeds = [moved(arrays_to_float32(each.feeds), precision, draw) for each in self.reference.runs]
+        return self._distances([run(session, each) for each in feeds])
+
+    def _distances(self, results: Sequence[Mapping[str, object]]) -> dict[str, float]:
+        """Return the largest error of each floating-point output; results of several models may follow each other."""
+        assert self.reference is not None
+        runs = self.reference.runs
+        exact = [{**each.outputs, **each.float32_outputs} for each in runs]
+        return {
+            name: max(_distance(name, old[name], new[name]) for old, new in zip(itertools.cycle(exact), results))
+            for name, value in runs[0].outputs.items()
+            if name not in self.reference.not_compared
+            and isinstance(value, np.ndarray) and value.dtype.name in DTYPE_NUMBERS and value.dtype.kind in "fV"
+        }  # fmt: skip
 
     def _outputs(self, model: onnx.ModelProto, *, as_is: bool) -> list[dict[str, object]]:
         """Return the outputs of a model in half precision for each run.
@@ -316,16 +351,44 @@ class Halving:
 
     @cached_property
     def _queue(self) -> list[str]:
-        """The nodes in the order in which they are to stay in float32."""
+        """The nodes in the order in which they are to stay in float32: the last ones first where none are suspects."""
         assert self.converted is not None and self.reference is not None
         feeds = self.reference.runs[0].feeds
         half, given = with_roundings(self.converted.model, self.converted.types), arrays_to_float32(self.feeds(feeds))
-        with self.timer.stage("verify"):
-            found = suspects(
-                (self.prepared[0], self.folder), (half, self.converted.folder), self.types, feeds, given, self._tell
-            )
+        plain, rounded = (self.prepared[0], self.folder), (half, self.converted.folder)
+        found: list[str] = []
+        with self.timer.stage("verify"), suppress(Exception):  # whatever onnxruntime raises: no memory, no time
+            found = suspects(plain, rounded, self.types, feeds, given, self._tell)
         every = [each.name or each.output[0] for each in self.plain.model.graph.node]
         return [*found, *(name for name in reversed(every) if name not in set(found))]
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+def _is_finite(result: HalfResult) -> bool:
+    return all(math.isfinite(each.error) for each in result.errors)
+
+
+def _why(result: HalfResult, max_error: float | None) -> str:
+    """Return why more nodes stay than in the conversion that had these errors."""
+    worst = result.worst if max_error is not None or not _is_finite(result) else result.unusual
+    assert worst is not None
+    return f"the error of '{worst.name}' was {worst.error:.1e}"
+
+
+def _unexplained(tried: Mapping[int, HalfResult]) -> str:
+    """Return that more nodes in float32 did not make an error usual."""
+    most = max(tried)
+    last = tried[most].unusual
+    told = f"errors are more than {USUAL_FACTOR:g} times the noise"
+    if last is None:
+        return told
+    return (
+        f"{told}; with {most} more nodes in float32 that of '{last.name}' still is, {last.error:.1e}. "
+        "max_error lets more of them stay"
+    )
 
 
 def _takes(node: onnx.NodeProto, opset: int, precision: Precision) -> bool:

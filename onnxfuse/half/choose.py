@@ -24,17 +24,19 @@ from onnxfuse.half.operators import (
 from onnxfuse.half.precision import FLOAT16, Kept, Precision
 from onnxfuse.half.ranges import Range
 from onnxfuse.half.scope import Scope
+from onnxfuse.half.variances import variance_nodes
 from onnxfuse.half.weights import Weights
 
 PRODUCTS: Final = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"})
 LARGE_MASK: Final = 1e4  # no score comes near it: a constant of this size beside scores is a mask
 LARGE_ANGLE: Final = 64.0  # from here on, float16 knows an angle to 0.03 or worse
-CANCELLED: Final = 2.0**-5  # a sum that is this much smaller than its terms has lost five of bfloat16's eight bits
+BITS_LEFT: Final = 3  # of a sum that is much smaller than its terms: one that keeps fewer has lost too many
 
 CANNOT: Final = "{precision} is no dtype of this operator in opset {opset}"
 COUNTS: Final = "it is computed from integers: positions and lengths"
 ANGLE: Final = "it is an angle, or its sine or cosine"
 EXACT: Final = "what is selected, or where is read, follows from it"
+VARIANCE: Final = "it is a variance, the difference of a mean of squares and a squared mean"
 INSIDE: Final = "it is inside of a fused node, which computes it in float32"
 
 
@@ -81,6 +83,8 @@ def choose(scope: Scope, known: Known) -> Choice:
     rules = _by_rule(scope, known, scores)
     inside = _inside(scope, known)
     rules |= {i: INSIDE for i in _norms(scope, known) if i not in rules}
+    fused = {i for unit in known.units if unit.in_float32 for i in _positions(scope, unit)}
+    rules |= {i: VARIANCE for i in variance_nodes(scope) if i not in rules and i not in fused}
     kept: dict[int, str] = {}
     for i, reason in (*_by_range(scope, known, scores, inside), *_by_weight(scope, known, clamped, inside)):
         if i not in rules:
@@ -265,11 +269,10 @@ def _by_range(
         reason = describe_range(name, seen, precision, is_score)
         if not reason and seen.smallest < precision.smallest and _is_divided_by(scope, name):
             reason = f"'{name}' goes down to {seen.smallest:.2g}, and is divided by, or its logarithm taken"
-        if not reason and precision is not FLOAT16:
-            reason = _describe_cancelling(scope, known, name)
-        if not reason:
-            continue
         unit = inside.get(name)
+        if not reason:
+            yield from () if unit else _by_cancelling(scope, known, name)
+            continue
         if unit is None:
             yield from ((i, reason) for i in _around(scope, name))
         elif producer is not None and scope.nodes[producer].op_type in PRODUCTS and seen.magnitude > precision.limit:
@@ -296,16 +299,17 @@ def _is_divided_by(scope: Scope, name: str) -> bool:
     )
 
 
-def _describe_cancelling(scope: Scope, known: Known, name: str) -> str:
-    """Return that a difference is much smaller than what it is taken of."""
+def _by_cancelling(scope: Scope, known: Known, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the node of a difference that is much smaller than what it is taken of, and those that compute that."""
     i = scope.producers.get(name)
     if i is None or scope.nodes[i].op_type not in ("Sub", "Add"):
-        return ""
-    terms = [known.ranges[each].magnitude for each in scope.nodes[i].input if each in known.ranges]
-    seen = known.ranges[name].magnitude
-    if len(terms) < 2 or not 0 < seen < CANCELLED * max(terms):
-        return ""
-    return f"'{name}' stays below {seen:.2g}, a difference of numbers up to {max(terms):.3g}"
+        return
+    terms = {each: known.ranges[each].magnitude for each in scope.nodes[i].input if each in known.ranges}
+    seen, largest = known.ranges[name].magnitude, max(terms.values(), default=0.0)
+    if len(terms) < 2 or not 0 < seen < known.precision.rounding * 2**BITS_LEFT * largest:
+        return
+    reason = f"'{name}' stays below {seen:.2g}, a difference of numbers up to {largest:.3g}"
+    yield from ((j, reason) for j in (i, *(scope.producers[each] for each in terms if each in scope.producers)))
 
 
 def _around(scope: Scope, name: str) -> Iterator[int]:

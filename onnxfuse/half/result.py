@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from onnxfuse.half.precision import Kept
 from onnxfuse.half.weights import ScratchFolder
+from onnxfuse.verify.noise import ROUNDINGS
 
 MAX_KEPT_SHOWN: Final = 10
 USUAL_FACTOR: Final = 3.0  # of the noise of half precision, below which an error needs no explanation
@@ -24,12 +25,17 @@ class HalfError:
     What each node writes is rounded to half precision, as kernels do, while the nodes compute in float32: onnxruntime's
     CPU provider has few operators in half precision, and does not round between most of those.
     `noise` is how far the output moves in float32 where each weight and each input is moved by one rounding to half
-    precision.  Both are infinite where NaN or infinite values appear.
+    precision, up or down at random: the root mean square of the draws.  Both are infinite where NaN or infinite values
+    appear.
     """
 
     name: str
     error: float
     noise: float
+
+    def is_usual(self, dtype: str) -> bool:
+        """Return whether the error is at most USUAL_FACTOR times the noise, or one rounding of the output itself."""
+        return math.isfinite(self.error) and self.error <= max(USUAL_FACTOR * self.noise, ROUNDINGS[dtype])
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,12 @@ class HalfResult:
     def worst(self) -> HalfError | None:
         """The output with the largest error."""
         return max(self.errors, key=lambda each: each.error, default=None)
+
+    @property
+    def unusual(self) -> HalfError | None:
+        """Of the outputs whose errors the noise does not explain, the one that is the farthest from that."""
+        found = [each for each in self.errors if not each.is_usual(self.dtype)]
+        return max(found, key=lambda each: each.error / (each.noise or ROUNDINGS[self.dtype]), default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; an infinite error, which JSON cannot write, is None."""

@@ -19,22 +19,25 @@ from onnxfuse.verify.to_float32 import model_to_float32
 
 
 def with_moved_weights(
-    plain: onnx.ModelProto, folder: Path | None, precision: Precision
+    plain: onnx.ModelProto, folder: Path | None, precision: Precision, draw: int
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Return a model whose weights are moved by one rounding to half precision, and what holds them on disk."""
+    """Return a model whose weights are moved by one rounding to half precision, and what holds them on disk.
+
+    draw  another one has other directions
+    """
     weights = Weights(folder, precision)
     if any(uses_external_data(tensor) for tensor in tensors(plain.graph, *plain.functions)):
         weights.scratch = ScratchFolder()
-    result = replace_tensors(plain, weights.moved)
+    result = replace_tensors(plain, lambda tensor: weights.moved(tensor, draw))
     for part in graphs(*(inner for node in result.graph.node for inner in subgraphs(node))):
         for tensor in part.initializer:
-            tensor.CopyFrom(weights.moved(tensor))
+            tensor.CopyFrom(weights.moved(tensor, draw))
     return result, weights
 
 
-def moved(feeds: Mapping[str, Array], precision: Precision) -> dict[str, Array]:
+def moved(feeds: Mapping[str, Array], precision: Precision, draw: int) -> dict[str, Array]:
     """Return inputs of which floating-point values are moved up or down by one rounding to half precision."""
-    return {name: move_by_rounding(name, value, precision.rounding) for name, value in feeds.items()}
+    return {name: move_by_rounding(name, value, precision.rounding, draw) for name, value in feeds.items()}
 
 
 def with_roundings(model: onnx.ModelProto, types: Mapping[str, int]) -> onnx.ModelProto:

@@ -80,12 +80,13 @@ class Weights:
             return onnx.numpy_helper.from_array(value, name)
         return self._written(name, number, tensor.dims, value.tobytes())
 
-    def moved(self, tensor: onnx.TensorProto) -> onnx.TensorProto:
-        """Return a weight of which each element is moved up or down by one rounding to half precision."""
+    def moved(self, tensor: onnx.TensorProto, draw: int) -> onnx.TensorProto:
+        """Return a weight of which each element is moved up or down by one rounding to half precision, as drawn."""
         if tensor.data_type not in REAL or math.prod(tensor.dims) <= MAX_PARAMETER:
             return self.kept(tensor, tensor.name)
         value = self.value(tensor)
-        moved = move_by_rounding(tensor.name, value.astype(np.float32), self.precision.rounding).astype(value.dtype)
+        wide = value.astype(np.float32)
+        moved = move_by_rounding(tensor.name, wide, self.precision.rounding, draw).astype(value.dtype)
         if not uses_external_data(tensor):
             return onnx.numpy_helper.from_array(moved, tensor.name)
         return self._written(tensor.name, tensor.data_type, tensor.dims, moved.tobytes())

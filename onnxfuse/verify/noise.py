@@ -22,14 +22,17 @@ def move_by_one_ulp(name: str, value: Array) -> Array:
     return np.asarray(np.nextafter(value, (_signs(name, value) * largest).astype(value.dtype)))
 
 
-def move_by_rounding(name: str, value: Array, rounding: float) -> Array:
-    """Return float32 values, each moved up or down by a relative error; others as they are."""
+def move_by_rounding(name: str, value: Array, rounding: float, draw: int = 0) -> Array:
+    """Return float32 values, each moved up or down by a relative error; others as they are.
+
+    draw  another one has other directions
+    """
     if value.dtype != np.float32:
         return value
-    return np.asarray(value * (1 + _signs(name, value).astype(np.float32) * np.float32(rounding)))
+    return np.asarray(value * (1 + _signs(name, value, draw).astype(np.float32) * np.float32(rounding)))
 
 
-def _signs(name: str, value: Array) -> Array:
-    random = np.random.default_rng(zlib.crc32(name.encode()))
+def _signs(name: str, value: Array, draw: int = 0) -> Array:
+    random = np.random.default_rng(zlib.crc32(name.encode()) + draw)
     block = random.integers(0, 2, min(value.size, DRAWN_BLOCK), np.int8) * 2 - 1
     return np.resize(block, value.shape)
