@@ -26,46 +26,13 @@
 //   RESIDUAL_FIRST        1: the residual is added before the activation; 0 where there is none
 //   OPTIONAL_BIAS         1: some products of this launch have a bias; that of the others is null and counts as zeros
 //
-// Elementwise operators that joined the product follow: `Program`, which kernels/epilogue_program.py generates in front
-// of the kernel's text. They read their other operands and store all outputs but one, which the kernel stores as y.
-// PROGRAM_PARAMETERS are what the kernel takes behind its own parameters, and PROGRAM_ARGUMENTS initialise a Program.
+// Elementwise operators that joined the product follow: the `Program` of program.cuh.
 //   PROGRAM_RESIDUAL      1: the residual is one of the program's operands, and not added
 #pragma once
 #include "types.cuh"
 #include "activations.cuh"
+#include "program.cuh"
 
-#ifndef HAS_PROGRAM
-#define HAS_PROGRAM 0
-#define PROGRAM_RESIDUAL 0
-#define PROGRAM_PARAMETERS
-#define PROGRAM_ARGUMENTS
-
-namespace program {
-
-struct Program {  // of no operators
-    // What it reads for a row, for W columns of all rows, and for W elements of y.
-    struct OfRow {};
-    template <int W> struct OfColumns {};
-    template <int W> struct OfElements {};
-
-    // Load these; `left` columns, and the row if it is `inside`, are those of y. ALIGNED: all rows of y begin at
-    // multiples of W elements. `at` is the index of the first element.
-    __device__ __forceinline__ void load(OfRow&, int row, bool inside) const {}
-    template <bool ALIGNED, int W>
-    __device__ __forceinline__ void load(OfColumns<W>&, int column, int left) const {}
-    template <bool ALIGNED, int W>
-    __device__ __forceinline__ void load(OfElements<W>&, int row, int column, long long at, int left) const {}
-
-    // Makes results of the product's, and stores the other outputs.
-    template <bool ALIGNED, int W>
-    __device__ __forceinline__ void apply(float (&results)[W], const float (&residual)[W], const OfRow&,
-                                          const OfColumns<W>&, const OfElements<W>&, long long at, int left) const {}
-};
-
-}  // namespace program
-#endif
-
-using program::Program;
 using T = ELEMENT;
 
 constexpr bool HAS_EXTRA = HAS_UP_BIAS || HAS_SLOPE || HAS_COLUMN_SHIFT;

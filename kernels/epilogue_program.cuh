@@ -21,6 +21,12 @@ struct Elements {  // as they lie in memory
             for (int i = 0; i < W; ++i) at[i] = i < left ? from[i] : S(0);
         }
     }
+    // The element of column `first` + i is at from(first + i).
+    template <class From>
+    __device__ __forceinline__ void load_each(int first, int left, From from) {
+#pragma unroll
+        for (int i = 0; i < W; ++i) at[i] = i < left ? *from(first + i) : S(0);
+    }
     __device__ __forceinline__ void read(S (&to)[W]) const {
 #pragma unroll
         for (int i = 0; i < W; ++i) to[i] = at[i];
@@ -41,6 +47,13 @@ struct Floats {
             for (int i = 0; i < W; ++i) each[i] = i < left ? load_one(from + i) : 0.0f;
             packed = pack<S, W>(each);
         }
+    }
+    template <class From>
+    __device__ __forceinline__ void load_each(int first, int left, From from) {
+        float each[W];
+#pragma unroll
+        for (int i = 0; i < W; ++i) each[i] = i < left ? load_one(from(first + i)) : 0.0f;
+        packed = pack<S, W>(each);
     }
     __device__ __forceinline__ void read(float (&to)[W]) const { unpack(packed, to); }
 };

@@ -1,6 +1,6 @@
-"""The elementwise operators that joined a product, as C++ that epilogue.cuh calls: `struct Program`.
+"""The elementwise operators that joined a fused node, as C++ that its kernel calls: the `Program` of program.cuh.
 
-Its operands have the shape of y, or one value for each column, for each row, or for several rows.
+Its operands are broadcast to the shape of y, or read through views: elements that lie elsewhere in their tensor.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from onnxfuse.kernels.epilogue_reads import COLUMN, ROW, are_neighbours, is_aligned
 from onnxfuse.kernels.implementation import Implementation
 from onnxfuse.kernels.joined import RESULT, Joined
-from onnxfuse.kernels.region import maps
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.indices import Index, divided, flat, variable_index
+from onnxfuse.kernels.region.indices import divided, flat, variable_index
+from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import NUMBER, STORED
 from onnxfuse.kernels.region.program import Program, parse
 from onnxfuse.kernels.region.references import Reference
@@ -21,12 +22,13 @@ from onnxfuse.kernels.region.shapes import Shapes, infer
 from onnxfuse.kernels.region.sizes import Sizes, product
 from onnxfuse.kernels.region.writer import Writer
 from onnxfuse.kernels.tensors import element_count
-from onnxfuse.region_operators import HALVES
-from onnxfuse.runtime.plan import Argument, Kernel, Plan, Pointer, TensorSpec
+from onnxfuse.region_operators import ELEMENTWISE, HALVES, VIEWS
+from onnxfuse.runtime.plan import Argument, Kernel, Launch, Plan, Pointer, TensorSpec
 
 OPERANDS: Final = ("of_row", "of_columns", "of_elements")  # what an operand has a value for
 WORDS: Final = {"float16": 1, "bfloat16": 1, "float64": 4, "int64": 4}  # of two elements, by dtype; 2 of the others
 Problem = TypeVar("Problem")  # a Gemm or a Conv
+WORD: Final = 2**31  # elements, from which on indices have 64 bits
 OUTPUT_REGISTERS: Final = 8  # of a thread, for an output that the program stores: for its values and addresses
 KINDS: Final = (*OPERANDS, *(f"load_{each}" for each in OPERANDS), "reading", "computing", "storing")  # of lines
 TEXT: Final = """\
@@ -97,11 +99,18 @@ class EpilogueProgram:
         Pointer | None
     )  # the operand that takes the place of a residual, so that the kernel loads it as it does one
     registers: int  # of a thread that holds what is read for two columns of two rows, eight times, and stores outputs
+    dtype: str  # of y
+    element_bytes: int  # that are read for an element, or for a column
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the program in its epilogue."""
         return Kernel(kernel.source, kernel.entry, kernel.defines, kernel.arch_specific,
                       self.text.replace("{source}", kernel.source))  # fmt: skip
+
+    def launch(self, launch: Launch) -> Launch:
+        """Return a launch with the program in its kernel's epilogue."""
+        kernel, arguments = with_program(launch.kernel, launch.arguments, self)
+        return replace(launch, kernel=kernel, arguments=arguments)
 
 
 def with_program(
@@ -118,24 +127,33 @@ def in_epilogue(problem: Problem, program: EpilogueProgram) -> Problem:
 
 
 def epilogue_program(
-    both: Joined, y: TensorSpec, inputs: Sequence[TensorSpec], takes_residual: bool
+    both: Joined,
+    y: TensorSpec,
+    inputs: Sequence[TensorSpec],
+    takes_residual: bool,
+    stored: Sequence[str] = (),
 ) -> tuple[EpilogueProgram, tuple[TensorSpec, ...]] | None:
-    """Return the program behind a product with the result `y`, and all outputs; None if epilogues cannot hold it.
+    """Return the program behind a fused node with the result `y`, and all outputs; None if epilogues cannot hold it.
 
-    `takes_residual`: the product has no residual, so that an operand may take its place.  Raises ValueError if shapes
-    do not fit.
+    `takes_residual`: the node has no residual, so that an operand may take its place.  `stored` are the dtypes that the
+    kernel can store, which are those of y unless they are given.  Raises ValueError if shapes do not fit.
     """
     program, sizes, specs = parse(both.behind), Sizes(), both.region_inputs(y, inputs)
     operands = {name: sizes.read(spec.shape) for name, spec in zip(both.behind.operands, specs, strict=True)}
     shapes = infer(program, operands, sizes)
     whole = shapes.of[RESULT]
     dtypes = [program.dtypes[name] for name in both.outputs]
+    kept = next((i for i, dtype in enumerate(dtypes) if dtype in (stored or (y.dtype,))), None)
     fits = all(
         len(shapes.of[name]) == len(whole) and all(map(sizes.equal, shapes.of[name], whole)) for name in both.outputs
     )
-    if not fits or y.dtype not in dtypes or not whole:
+    is_known = all(each.name in (*ELEMENTWISE, *VIEWS, "Constant") for each in program.operations)
+    if not fits or kept is None or not whole or not is_known:
         return None
-    text = _Text(both, program, shapes, dtypes.index(y.dtype))
+    text = _Text(both, program, shapes, kept)
+    others = [(name, spec) for name, spec in zip(operands, specs, strict=True) if name != RESULT]
+    if any(element_count(spec) >= WORD and not text.is_whole(name) for name, spec in others):
+        return None
     outputs = tuple(TensorSpec(y.shape, dtype, y.aligned) for dtype in dtypes)
     return text.made(takes_residual), outputs
 
@@ -164,29 +182,47 @@ class _Text:
     def __init__(self, both: Joined, program: Program, shapes: Shapes, stored: int) -> None:
         """Take the program, and the index of the output that the kernel stores."""
         self.both, self.program, self.shapes, self.stored = both, program, shapes, stored
-        self.arguments, self.registers = Arguments(shapes.sizes, False), 0
-        self.writer = Writer(program, shapes, self.arguments, False, {}, depth=3)
-        *rows, columns = shapes.of[RESULT]
-        left, places = variable_index("row", product(rows)), [variable_index("column", columns)]
+        *rows, self.columns = whole = shapes.of[RESULT]
+        left, places = variable_index(ROW, product(rows)), [variable_index(COLUMN, self.columns)]
         for dim in reversed(rows):
             left, inner = divided(left, dim)
             places.insert(0, inner)
         self.place = tuple(places)
-        self.whole = flat(self.place, shapes.of[RESULT])
+        self.whole = flat(self.place, whole)
+        self.arguments, self.registers, self.element_bytes = Arguments(shapes.sizes, False), 0, 0
+        self.writer = self._writer(self.arguments)
+        self.reads = self._reads()
+
+    def _writer(self, arguments: Arguments) -> Writer:
+        writer = Writer(self.program, self.shapes, arguments, False, {}, depth=3)
+        exact = self.program.dtypes[RESULT] not in HALVES
+        writer.keep((RESULT, self.place), Reference("x0[j]", exact=exact))
+        return writer
+
+    def _reads(self) -> list[tuple[str, Place]]:
+        """Return the operands that are read, and where."""
+        draft = self._writer(Arguments(self.shapes.sizes, False))
+        for name in self.both.outputs:
+            draft.value(name, self.place)
+        others = self.both.behind.operands[1:]
+        return [(name, place) for name, place in draft.values() if name in others]
 
     def made(self, takes_residual: bool) -> EpilogueProgram:
         """Return the program."""
-        others, dtypes, lines = self.both.behind.operands[1:], self.program.dtypes, list[dict[str, str]]()
-        residual = next((n for n in others if takes_residual and self._is_whole(n) and dtypes[n] == dtypes[RESULT]), "")
+        dtypes, lines, others = self.program.dtypes, list[dict[str, str]](), self.both.behind.operands
+        residual = next(
+            (n for n, _ in self.reads if takes_residual and self.is_whole(n) and dtypes[n] == dtypes[RESULT]), ""
+        )
         members, given = list[str](), list[Argument]()
-        self._keep(RESULT, "x0[j]")
-        for i, name in enumerate(others):
+        for i, (name, place) in enumerate(self.reads):
             if name == residual:
-                self._keep(name, "residual[j]")
+                self.writer.keep((name, place), Reference("residual[j]"))
                 continue
-            lines.append(self._operand(name))
-            members.append(f"const {STORED[dtypes[name]]}* {name}")
-            given.append(Pointer("input", self.both.own + i))
+            is_first = all(name != before for before, _ in self.reads[:i])
+            lines.append(self._operand(name, place, name if is_first else f"{name}_{i}"))
+            if is_first:
+                members.append(f"const {STORED[dtypes[name]]}* {name}")
+                given.append(Pointer("input", self.both.own + others.index(name) - 1))
         results = [self.writer.value(name, self.place).text for name in self.both.outputs]
         for i, name in enumerate(self.both.outputs):
             if i != self.stored:
@@ -206,35 +242,38 @@ class _Text:
             members="".join(f"    {each};\n" for each in members), lines=inner, source="{source}",
             **{kind: "\n".join(f"        {each}" for each in parts[kind]) for kind in KINDS if kind != "computing"},
         )  # fmt: skip
-        taken = Pointer("input", self.both.own + others.index(residual)) if residual else None
+        taken = Pointer("input", self.both.own + others.index(residual) - 1) if residual else None
         y = Pointer("output", self.stored)
-        return EpilogueProgram(text, (*given, *self.arguments.values), y, taken, self.registers)
+        return EpilogueProgram(
+            text, (*given, *self.arguments.values), y, taken, self.registers, dtypes[self.both.outputs[self.stored]],
+            self.element_bytes,
+        )  # fmt: skip
 
-    def _index(self, name: str) -> Index:
-        shape = self.shapes.of[name]
-        return flat(maps.broadcast(self.place, self.shapes.of[RESULT], shape, self.shapes), shape)
+    def is_whole(self, name: str) -> bool:
+        """Return whether an operand is read where y is, and nowhere else."""
+        return [flat(place, self.shapes.of[each]) for each, place in self.reads if each == name] == [self.whole]
 
-    def _is_whole(self, name: str) -> bool:
-        return self._index(name) == self.whole
-
-    def _keep(self, name: str, text: str) -> None:
-        place = maps.broadcast(self.place, self.shapes.of[RESULT], self.shapes.of[name], self.shapes)
-        exact = name != RESULT or self.program.dtypes[name] not in HALVES
-        self.writer.keep((name, place), Reference(text, exact=exact))
-
-    def _operand(self, name: str) -> dict[str, str]:
-        """Return the lines for an operand: one element for each column, or one for all of them."""
-        index, dtype = self._index(name), self.program.dtypes[name]
-        varies = "column" in index.variables()
-        self._keep(name, f"{name}_[{'j' if varies else 0}]")
-        width, aligned, left = ("W", "ALIGNED", "left") if varies else ("1", "true", "inside")
-        self.registers += WORDS.get(dtype, 2) * (2 if not varies else 16 if "row" in index.variables() else 8)
-        of = "of_row" if not varies else "of_elements" if "row" in index.variables() else "of_columns"
+    def _operand(self, name: str, place: Place, variable: str) -> dict[str, str]:
+        """Return the lines for what is read of an operand: one element for each column, or one for all of them."""
+        index, dtype = flat(place, self.shapes.of[name]), self.program.dtypes[name]
+        varies = COLUMN in index.variables()
+        self.writer.keep((name, place), Reference(f"{variable}_[{'j' if varies else 0}]"))
+        width, left = ("W", "left") if varies else ("1", "inside")
+        self.registers += WORDS.get(dtype, 2) * (2 if not varies else 16 if ROW in index.variables() else 8)
+        self.element_bytes += 2 * WORDS.get(dtype, 2) if varies else 0
+        of = "of_row" if not varies else "of_elements" if ROW in index.variables() else "of_columns"
         at = "at" if of == "of_elements" and index == self.whole else self.writer.index(index)
+        if not varies or are_neighbours(index):
+            aligned = "true" if not varies else "ALIGNED"
+            if varies and not is_aligned(index, self.columns, self.shapes.sizes):
+                aligned = "false"
+            load = f"load<{aligned}>({name} + ({at}), {left})"
+        else:
+            load = f"load_each(column, left, [&](int column) {{ return {name} + ({at}); }})"
         return {
-            of: f"Elements<{STORED[dtype]}, {width}> {name};",
-            f"load_{of}": f"to.{name}.template load<{aligned}>({name} + ({at}), {left});",
-            "reading": f"{NUMBER[dtype]} {name}_[{width}];\n        {of}.{name}.read({name}_);",
+            of: f"Elements<{STORED[dtype]}, {width}> {variable};",
+            f"load_{of}": f"to.{variable}.{'template ' if load.startswith('load<') else ''}{load};",
+            "reading": f"{NUMBER[dtype]} {variable}_[{width}];\n        {of}.{variable}.read({variable}_);",
         }
 
 

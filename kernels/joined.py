@@ -1,7 +1,7 @@
 """Nodes that elementwise operators have joined: the attribute `program` says what follows the node's own result.
 
-Such a node is a product with an epilogue of any operators.  Kernels have these as their epilogue, where epilogue.cuh
-can hold them (epilogue_program.py); otherwise the plan of the product runs, and behind it that of a region.
+Such a node is a product or a norm with an epilogue of any operators.  Kernels have these as their epilogue, where it
+can hold them (epilogue_program.py); otherwise the plan of the node by itself runs, and behind it that of a region.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from onnxfuse.kernels.tensors import ITEM_BYTES, element_count
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, Pointer, Step, TensorSpec
 
 REGION: Final = "region"  # the fusion of what is a program and nothing else
-RESULT: Final = "x0"  # the name of the product's result in the program; x1, x2, ... are operands behind the product's
+RESULT: Final = "x0"  # the name of the own result in the program; x1, x2, ... are operands behind the node's own
 MAX_TWO_STEPS: Final = 2  # plans that leave the program to another launch
 Planner: TypeAlias = Callable[[FusedNode, Sequence[TensorSpec], Device], list[Plan]]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A node in two: the product, and the region that reads its result and the node's last operands."""
+    """A node in two: the product, and the region that reads its first result and the node's last operands.
+
+    What is called a product here may be a norm.  Its other results are the node's last outputs.
+    """
 
     product: FusedNode
     behind: FusedNode
@@ -34,6 +37,10 @@ class Joined:
     def own(self) -> int:
         """The number of the product's operands."""
         return len(self.product.operands)
+
+    def other_result(self, index: int) -> Pointer:
+        """Return the output of the node that is one of the product's results but the first."""
+        return Pointer("output", len(self.outputs) + index - 1)
 
     def region_inputs(self, y: TensorSpec, inputs: Sequence[TensorSpec]) -> list[TensorSpec]:
         """Return the operands of the region."""
@@ -56,9 +63,12 @@ def joined(node: FusedNode) -> Joined:
         raise ValueError(f"{node.fusion}: its program cannot be read: {type(error).__name__}: {error}") from error
     others = [name for name in dtypes if name.startswith("x") and name != RESULT]
     own = len(node.operands) - len(others)
-    product = replace(node, operands=node.operands[:own], attributes=attributes, output_dtypes=(result,))
+    of_program, others_of_product = node.output_dtypes[: len(outputs)], node.output_dtypes[len(outputs) :]
+    product = replace(
+        node, operands=node.operands[:own], attributes=attributes, output_dtypes=(result, *others_of_product)
+    )
     text = json.dumps({**content, "outputs": [name for name in outputs if name != RESULT]}, separators=(",", ":"))
-    given = tuple(dtype for name, dtype in zip(outputs, node.output_dtypes, strict=True) if name != RESULT)
+    given = tuple(dtype for name, dtype in zip(outputs, of_program, strict=True) if name != RESULT)
     behind = FusedNode(REGION, node.name, (RESULT, *others), {"program": text}, given)
     return Joined(product, behind, outputs)
 
@@ -88,10 +98,10 @@ def in_two_steps(both: Joined, inputs: Sequence[TensorSpec], device: Device, pla
 
 
 def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Device, product: Plan) -> Plan:
-    (y,) = product.outputs
+    y, *others = product.outputs
     (behind,) = region.candidates(both.behind, both.region_inputs(y, inputs), device)
     specs = iter(behind.outputs)
-    outputs = tuple(y if name == RESULT else next(specs) for name in both.outputs)
+    outputs = (*(y if name == RESULT else next(specs) for name in both.outputs), *others)
     given = [i for i, name in enumerate(both.outputs) if name != RESULT]
     scratch, before = product.scratch, len(product.scratch)
     result = Pointer("scratch", before)
@@ -102,7 +112,9 @@ def _one_after_the_other(both: Joined, inputs: Sequence[TensorSpec], device: Dev
     kept = len(scratch)
 
     def of_product(pointer: Pointer) -> Pointer:
-        return replace(result, offset=pointer.offset) if pointer.kind == "output" else pointer
+        if pointer.kind != "output":
+            return pointer
+        return replace(both.other_result(pointer.index) if pointer.index else result, offset=pointer.offset)
 
     def of_region(pointer: Pointer) -> Pointer:
         if pointer.kind == "input":

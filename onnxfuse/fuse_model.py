@@ -279,7 +279,10 @@ def _fuse_graph(
             fuse, graph, shapes, operators=settings.operators, contrib=spelling.contrib, exclude=exclude, keep=keep
         )
         spelled = {name for one in spelling.spelled for name in one.made}
-        left_to_regions = LeftToRegions(graph, shapes, keep | spelled)
+        joins = settings.regions is True
+        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
+        of_any_layout = {name for name, epilogue in joining.items() if epilogue != "nhwc"}
+        left_to_regions = LeftToRegions(graph, shapes, keep | spelled, of_any_layout)
         fusing = fuse_more(
             settings.fusions, leave=left_to_regions if settings.regions else leave_none, progress=progress
         )
@@ -287,8 +290,6 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        joins = settings.regions is True
-        joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
         known = (*fusing.fused, *layouts.fused)
         made = RegionResult()
         if settings.regions:

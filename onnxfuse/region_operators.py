@@ -26,6 +26,8 @@ GATHERS: Final = ("Gather", "GatherElements")
 MAPS: Final = frozenset(
     ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Concat", "Split", "Pad", "Tile", *GATHERS)
 )
+# The maps of which an epilogue reads an operand of its own through: an element of theirs is one of one input.
+VIEWS: Final = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Slice", "Split")
 SUMS: Final = (
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceL2",
     "ReduceLogSumExp",

@@ -70,7 +70,8 @@ def _parts(call: Call) -> tuple[Program, dict[str, str], Sequence[str]]:
         return program, dict(zip(call.node.operands, inputs, strict=True)), program.outputs
     both = joined(call.node)
     read = [f"{call.node.fusion}({', '.join(inputs[: both.own])})", *inputs[both.own :]]
-    return parse(both.behind), dict(zip(both.behind.operands, read, strict=True)), both.outputs
+    others = [f"result {i} of {call.node.fusion}" for i in range(2, len(both.product.output_dtypes) + 1)]
+    return parse(both.behind), dict(zip(both.behind.operands, read, strict=True)), [*both.outputs, *others]
 
 
 def _program_text(call: Call) -> Iterator[str]:

@@ -4,7 +4,7 @@ from onnxfuse.dsl import Term, fusion, packed_slice, rearrange, require, tensor
 from onnxfuse.patterns._activations import gate_activation
 
 
-@fusion(out="... d")
+@fusion(out="... d", last=True)
 def gated_activation(gate: Term = tensor(), up: Term = tensor()) -> Term:
     """y = activation(gate) * up (Shazeer 2020, arXiv:2002.05202); either may be a slice of each row of its operand"""
     require(

@@ -7,6 +7,6 @@
 #include "norm.cuh"
 
 ROW_KERNEL add_rms_norm(const X_T* x, const RESIDUAL_T* residual, const SCALE_T* scale, const BIAS_T* bias, Y_T* y,
-                        SUM_T* sum, float epsilon, long long rows) {
-    each_row(Norm<Squares>{x, residual, scale, bias, y, sum, epsilon, STREAMED}, rows);
+                        SUM_T* sum, float epsilon, long long rows PROGRAM_PARAMETERS) {
+    each_row(Norm<Squares>{x, residual, scale, bias, y, sum, epsilon, STREAMED, {{PROGRAM_ARGUMENTS}}}, rows);
 }

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from onnxfuse.kernels import joined
+from onnxfuse.kernels.joined import is_joined
 from onnxfuse.kernels.norms.group_norm import group_norm_plan
 from onnxfuse.kernels.norms.group_norm_nhwc import group_norm_nhwc_plans
 from onnxfuse.kernels.norms.norm import norm_candidates
 from onnxfuse.kernels.norms.softmax import softmax_plan
 from onnxfuse.kernels.tensors import unsupported_choice, unsupported_dtype
 from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import for_later_plans
 
 GROUP_NORM_ACTIVATIONS: Final = ("none", "silu")
 GROUP_NORM_LAYOUTS: Final = ("nchw", "nhwc")
@@ -18,6 +21,8 @@ GROUP_NORM_LAYOUTS: Final = ("nchw", "nhwc")
 
 def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> str | None:
     """Return why no kernel runs this node on this device; None if one does."""
+    if is_joined(node):
+        return joined.unsupported(node, input_dtypes, device, supports)
     refusal = unsupported_dtype(node, input_dtypes)
     if refusal is None and node.fusion == "group_norm":
         refusal = unsupported_choice(node, "activation", GROUP_NORM_ACTIVATIONS, "none") or unsupported_choice(
@@ -28,6 +33,11 @@ def supports(node: FusedNode, input_dtypes: Sequence[str], device: Device) -> st
 
 def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
     """Return the plans for these shapes, the expected fastest first.  Raises ValueError if shapes do not fit."""
+    if is_joined(node):
+        both = joined.joined(node)
+        found = norm_candidates(both.product, inputs, device, both)
+        with for_later_plans(*(inputs[0].shape if found else ())):
+            return [*found, *joined.in_two_steps(both, inputs, device, candidates)]
     if node.fusion == "softmax":
         return [softmax_plan(node, inputs, device)]
     if node.fusion == "group_norm":

@@ -6,6 +6,7 @@
 #include "rows.cuh"
 #include "norm.cuh"
 
-ROW_KERNEL layer_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon, long long rows) {
-    each_row(Norm<Moments>{x, nullptr, scale, bias, y, nullptr, epsilon, STREAMED}, rows);
+ROW_KERNEL layer_norm(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, float epsilon,
+                      long long rows PROGRAM_PARAMETERS) {
+    each_row(Norm<Moments>{x, nullptr, scale, bias, y, nullptr, epsilon, STREAMED, {{PROGRAM_ARGUMENTS}}}, rows);
 }

@@ -4,6 +4,7 @@
 //   RESIDUAL, BIAS  1: the operand is present    SUM  1: x + residual is an output
 #pragma once
 
+#include "row_program.cuh"
 #include "statistics.cuh"
 
 template <bool ADDS>
@@ -18,11 +19,11 @@ struct RawPack<true> {
 };
 
 // A row op of rows.cuh: y = (v - shift) * slope * scale + bias, where v is x, or x + residual, which is also written
-// where SUM is 1.
+// where SUM is 1. A program makes other results of y (program.cuh).
 template <class Statistic, bool ADDS = RESIDUAL>
 struct Norm {
     using Partial = Statistic;
-    static constexpr bool WEIGHTS_VARY = false;
+    static constexpr bool WEIGHTS_VARY = HAS_PROGRAM;
     static constexpr bool LOCATES = false;
     using Raw = RawPack<ADDS>;
     struct Weights {
@@ -38,6 +39,7 @@ struct Norm {
     SUM_T* sum;
     float epsilon;
     bool streamed;
+    RowProgram program;
     Weights packs[CHUNKS];
     float shift, slope;
 
@@ -68,9 +70,10 @@ struct Norm {
             if (first) store_as(streamed, sum + at(row, pack), values);
     }
 
-    __device__ __forceinline__ void load_weights(int k, long long, int pack) {
+    __device__ __forceinline__ void load_weights(int k, long long row, int pack) {
         packs[k].scale = load_cached<WIDTH, WEIGHTS_CONSTANT>(scale + pack * WIDTH);
         if constexpr (BIAS) packs[k].bias = load_cached<WIDTH, WEIGHTS_CONSTANT>(bias + pack * WIDTH);
+        program.load_early(k, row, pack * WIDTH, at(row, pack));
     }
 
     template <class Exists>
@@ -83,7 +86,7 @@ struct Norm {
         slope = row.slope(ROW, epsilon);
     }
 
-    __device__ __forceinline__ void store_result(long long row, int k, int pack, float (&values)[WIDTH]) const {
+    __device__ __forceinline__ void store_result(long long row, int k, int pack, float (&values)[WIDTH]) {
         float scales[WIDTH], biases[WIDTH];
         unpack(packs[k].scale, scales);
         if constexpr (BIAS) unpack(packs[k].bias, biases);
@@ -92,6 +95,7 @@ struct Norm {
             const float normalized = (Statistic::CENTRED ? values[i] - shift : values[i]) * slope;
             values[i] = BIAS ? fmaf(normalized, scales[i], biases[i]) : normalized * scales[i];
         }
+        program.apply(k, row, pack * WIDTH, at(row, pack), values);
         store_as(streamed, y + at(row, pack), values);
     }
 };

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+from onnxfuse.kernels.epilogue_program import WORD, epilogue_program
+from onnxfuse.kernels.joined import Joined
 from onnxfuse.kernels.norms.rows import (
+    MAX_GRID,
     USUAL_THREADS,
     USUAL_VALUES,
     RowTiling,
@@ -36,31 +40,46 @@ from onnxfuse.runtime.plan import Argument, Device, FusedNode, Plan, Pointer, Sc
 MOMENTS_THREADS: Final = 256
 
 
-def norm_candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) -> list[Plan]:
+def norm_candidates(
+    node: FusedNode, inputs: Sequence[TensorSpec], device: Device, both: Joined | None = None
+) -> list[Plan]:
     """Return the plans of a norm, the expected fastest first.  Raises ValueError if shapes do not fit together.
 
-    Kernels take the operands of the fusion, then y, the sum if the fusion adds, epsilon and the number of rows.
+    Kernels take the operands of the fusion, then y, the sum if the fusion adds, epsilon and the number of rows.  `both`
+    are the norm and the operators that have joined it, whose operands follow; no kernel may be able to hold these.
     """
     x = required_spec(node, inputs, "x")
     length = int(element_count(required_spec(node, inputs, "scale")))  # `int` fixes a symbolic length: ROW is constant
     rows = math.prod(x.shape[:-1])
     _check(node, inputs, x, x.shape[-1])
-    outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)
+    results = outputs = tuple(TensorSpec(x.shape, dtype, x.aligned) for dtype in node.output_dtypes)
+    program, pointers = None, [Pointer("output", i) for i in range(len(results))]
+    if both is not None:
+        made = epilogue_program(both, results[0], inputs, False, tuple(STORAGE))
+        if made is None or rows >= WORD:
+            return []
+        program, outputs = made[0], (*made[1], *results[1:])
+        results = (TensorSpec(x.shape, program.dtype, x.aligned), *results[1:])
+        pointers = [program.y, *(both.other_result(i) for i in range(1, len(results)))]
     if rows * length == 0:
         return [Plan(outputs, ())]
     read = present(node, inputs, "x", "residual")
-    moved, item_bytes = [*read, *outputs], [ITEM_BYTES[tensor.dtype] for tensor in read]
-    width, weight_bytes = vector_width(moved, length, weights=inputs), weight_item_bytes(node, inputs)
+    moved, item_bytes = [*read, *results], [ITEM_BYTES[tensor.dtype] for tensor in read]
+    width = vector_width(moved, length, weights=inputs)
+    weight_bytes = weight_item_bytes(node, inputs) + (program.element_bytes if program else 0)
     defines = {
-        **_types(node, inputs, outputs), "ROW": length, "STREAMED": streamed_rows(moved, length, width),
+        **_types(node, inputs, results), "ROW": length, "STREAMED": streamed_rows(moved, length, width),
         "WEIGHTS_CONSTANT": all_constant(present(node, inputs, "scale", "bias")),
     }  # fmt: skip
-    arguments = _arguments(node, len(outputs), len(read) > 1, rows)
+    if program:
+        defines |= {"PRECISE": int(any(each.dtype == "float32" for each in outputs))}
+    arguments = _arguments(node, pointers, len(read) > 1, rows)
     max_threads = MOMENTS_THREADS if node.fusion == "layer_norm" else USUAL_THREADS
-    return [
-        Plan(outputs, (row_launch(node.fusion, tiling, rows, defines, arguments, item_bytes, device),))
-        for tiling in norm_tilings(rows, length, width, item_bytes, weight_bytes, max_threads, device)
-    ]
+    tilings = norm_tilings(rows, length, width, item_bytes, weight_bytes, max_threads, device)
+    if program:
+        tilings = [tiling for each in tilings if (tiling := _with_registers_to_spare(each)) is not None]
+    launches = (row_launch(node.fusion, each, rows, defines, arguments, item_bytes, device) for each in tilings)
+    return [Plan(outputs, (program.launch(each) if program else each,)) for each in launches]
 
 
 def norm_tilings(
@@ -82,6 +101,15 @@ def norm_tilings(
     if persistent is None or usual.width * usual.chunks < USUAL_VALUES:
         return [usual]
     return [persistent, usual] if persistent_is_faster(usual, persistent, rows, device) else [usual, persistent]
+
+
+def _with_registers_to_spare(tiling: RowTiling) -> RowTiling | None:
+    """Return a tiling for a kernel with a program; None if a block has no registers left for what that reads."""
+    if tiling.threads <= 32:
+        return tiling
+    if tiling.max_blocks < MAX_GRID:
+        return None
+    return replace(tiling, min_blocks=max(1, tiling.min_blocks - 1))
 
 
 def weight_item_bytes(node: FusedNode, inputs: Sequence[TensorSpec]) -> int:
@@ -122,11 +150,11 @@ def _types(node: FusedNode, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
     }
 
 
-def _arguments(node: FusedNode, outputs: int, adds: bool, rows: int) -> list[Argument]:
+def _arguments(node: FusedNode, results: Sequence[Argument], adds: bool, rows: int) -> list[Argument]:
     """Return the arguments of the kernel, as `norm_candidates` lists them."""
     names = ["x", *(["residual"] if adds else []), "scale", *([] if node.fusion == "rms_norm" else ["bias"])]
-    written: list[Argument] = [Pointer("output", i) for i in range(outputs)]
-    if adds and outputs == 1:
+    written = [*results]
+    if adds and len(results) == 1:
         written.append(Scalar(0, "int64"))
     epsilon = node.number("epsilon", 1e-5)
     read = (operand_pointer(node, name) for name in names)

@@ -6,6 +6,6 @@
 #include "rows.cuh"
 #include "norm.cuh"
 
-ROW_KERNEL rms_norm(const X_T* x, const SCALE_T* scale, Y_T* y, float epsilon, long long rows) {
-    each_row(Norm<Squares>{x, nullptr, scale, nullptr, y, nullptr, epsilon, STREAMED}, rows);
+ROW_KERNEL rms_norm(const X_T* x, const SCALE_T* scale, Y_T* y, float epsilon, long long rows PROGRAM_PARAMETERS) {
+    each_row(Norm<Squares>{x, nullptr, scale, nullptr, y, nullptr, epsilon, STREAMED, {{PROGRAM_ARGUMENTS}}}, rows);
 }

@@ -1,4 +1,4 @@
-"""Matches that are better off in a region, because an operator stands beside them that a region takes as well."""
+"""Matches that are better off in a region, or joined with the fused node in front of them."""
 
 from __future__ import annotations
 
@@ -8,38 +8,52 @@ from functools import cached_property
 
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.analysis.tensor_bytes import FREE_OPS
+from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.match import Match
 from onnxfuse.passes.folded import node_label
 from onnxfuse.regions.host import host_nodes
 from onnxfuse.regions.normal_form import MIN_OPSET, normal_form
+from onnxfuse.regions.pointwise import POINTWISE
 
 MAX_VIEWS = 4  # between a match and the operator beside it
 
 
 @dataclass
 class LeftToRegions:
-    """Says whether a match is left to a region: its nodes and one beside them can be in one.
+    """Says whether a match is left to a region: its nodes and one beside them can be in one, or join a fused node.
 
     Such a fusion (a softmax, an activation) would read and write a tensor that a region with both does not.  `keep`
-    holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.
+    holds the names of nodes whose fusion must not be left, and labels of nodes that are in no region.  `joining` are
+    the fusions that elementwise operators join, where that depends on no layout.
     """
 
     graph: Graph
     shapes: ShapeInfo
     keep: Set[str]
+    joining: Set[str] = frozenset()
     has_left: bool = False  # whether a match was left
 
     def __call__(self, match: Match) -> bool:
         """Return whether a match is left."""
-        inside = set(match.nodes)
+        inside = _nodes_up_to_operands(match)
         if self.graph.opset < MIN_OPSET or not all(map(self._may_be_in_region, inside)):
             return False
         others = (other for node in inside for other in _beside(node) if other not in inside)
-        is_left = any(map(self._may_be_in_region, others))
+        is_left = any(map(self._may_be_in_region, others)) or any(map(self._may_be_joined, inside))
         self.has_left |= is_left
         return is_left
+
+    def _may_be_joined(self, node: Node) -> bool:
+        """Return whether a node may join a fused node whose result nothing else reads."""
+        if op_of(node) not in POINTWISE:
+            return False
+        makers = [(made, tensor) for tensor in node.inputs if (made := producer(tensor)) is not None]
+        return any(
+            made.domain == DOMAIN and made.attrs["fusion"] in self.joining and consumers(tensor) == [node]
+            for made, tensor in makers
+        )
 
     @cached_property
     def _host(self) -> set[Node]:
@@ -50,6 +64,18 @@ class LeftToRegions:
         if not is_onnx or node.name in self.keep or node_label(node) in self.keep:
             return False
         return node not in self._host and not isinstance(normal_form(self.graph, self.shapes, node), str)
+
+
+def _nodes_up_to_operands(match: Match) -> set[Node]:
+    """Return the nodes of a match, and those that it reads its operands through, such as Slices of them."""
+    operands = {tensor.name for tensor in match.operands.values()}
+    found, work = set(match.nodes), list(match.nodes)
+    while work:
+        makers = (producer(tensor) for tensor in work.pop().inputs if tensor.name not in operands)
+        new = {maker for maker in makers if maker is not None and maker not in found}
+        found |= new
+        work += new
+    return found
 
 
 def _beside(node: Node) -> Iterator[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -65,6 +65,28 @@ class Clusters:
         self.of[node] = made
         return made
 
+    def part(self, nodes: Sequence[Node]) -> Cluster:
+        """Return a cluster of some nodes of one that was made, in execution order; `split` makes it theirs."""
+        steps, inside = [step for node in nodes for step in self.forms[node]], set(nodes)
+        read, made = {name for step in steps for name in step.inputs}, {t.name for node in nodes for t in node.outputs}
+        outputs = {
+            t.name: t
+            for node in nodes
+            for t in node.outputs
+            if self.graph.is_kept(t) or any(each not in inside for each in consumers(t))
+        }
+        operands = {t.name: t for node in nodes for t in node.inputs if t.name in read and t.name not in made}
+        found = Cluster(
+            list(nodes), operands, outputs, len(steps), 0.0, all(op_of(node) in FREE_OPS for node in nodes),
+            any(map(is_reduction, steps)), True,
+        )  # fmt: skip
+        found.cost = self._cost(found)
+        return found
+
+    def split(self, *parts: Cluster) -> None:
+        """Let parts of a cluster be clusters of their own."""
+        self.of.update((node, part) for part in parts for node in part.nodes)
+
     def count(self, tensor: Tensor) -> int:
         """Return the number of elements of a tensor, with assumed sizes for dynamic dims."""
         if tensor.name not in self._counts:
@@ -95,6 +117,10 @@ class Clusters:
         if both.cost > a.cost + b.cost:
             return f"together they would cost {both.cost - a.cost - b.cost:.3g} bytes more"
         return both
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of tensors, with assumed sizes for dynamic dims."""
+        return sum(tensor_bytes(self.shapes.shape(t), self.shapes.dtype(t)) for t in tensors)
 
     def _leaves(self, tensor: Tensor, inside: Sequence[Cluster]) -> bool:
         if self.graph.is_kept(tensor):

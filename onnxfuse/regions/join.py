@@ -1,9 +1,10 @@
-"""Join elementwise operators with the product whose result they read: one node, whose kernel has them as epilogue."""
+"""Join elementwise operators with the fused node whose result they read: its kernel then has them as epilogue."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 import onnx
 from onnx import helper
@@ -14,42 +15,106 @@ from onnxfuse.ir.dtypes import dtype_name
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, is_constant, producer
 from onnxfuse.passes.folded import node_label
-from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS
-from onnxfuse.regions.cluster import Cluster
+from onnxfuse.region_operators import ELEMENTWISE, PRODUCTS, VIEWS
+from onnxfuse.regions.cluster import MAX_OPERANDS, MAX_OUTPUTS, Cluster
+from onnxfuse.regions.formation import Formed, Merging
 from onnxfuse.regions.steps import Step
-from onnxfuse.regions.write import body, program
+from onnxfuse.regions.write import body, order_by_reading, program
 from onnxfuse.rewrite.replace import Fused, LocalFunctions
 
+VIEWED: Final = "views"  # of the declaration's `epilogue`
 
-def joined_result(
-    graph: Graph,
-    shapes: ShapeInfo,
-    cluster: Cluster,
-    forms: Mapping[Node, tuple[Step, ...]],
-    joining: Mapping[str, bool | str],
-) -> Tensor | None:
-    """Return the result of a fused node that a cluster can join; None if there is none.
 
-    `joining` are the fusions that elementwise operators join, with the layout that nodes must have, or True.  Nothing
-    else may read the result, but it may be an output of the graph, and all outputs of the cluster have its shape.
+@dataclass(frozen=True)
+class Join:
+    """What joins the fused node that gives `result`: a cluster, or a part of one whose other nodes stay apart."""
+
+    result: Tensor
+    cluster: Cluster
+    apart: Cluster | None = None
+
+
+def find_join(formed: Formed, cluster: Cluster, joining: Mapping[str, bool | str]) -> Join | None:
+    """Return how a cluster can join a fused node; None if it cannot.
+
+    `joining` are the fusions that elementwise operators join, with their declaration's `epilogue`.  Of the nodes of the
+    cluster, those that depend on the node's result must be elementwise, and their outputs have its shape.  What they
+    read besides is computed with them, where nothing else reads it and it is elementwise or, with "views", a view.
+    Nothing else may read the result, but it may be an output of the graph.
     """
-    steps = (step for node in cluster.nodes for step in forms[node])
-    if cluster.is_free or not all(step.op == "Constant" or step.op in ELEMENTWISE for step in steps):
+    merging = formed.merging
+    if merging is None or cluster.is_free:
         return None
+    graph, shapes = merging.graph, merging.clusters.shapes
     found = [
         tensor
         for tensor in cluster.operands.values()
         if (maker := producer(tensor)) is not None
         and maker.domain == DOMAIN
-        and joining.get(str(maker.attrs["fusion"]), False) in (True, maker.attrs.get("layout"))
+        and joining.get(str(maker.attrs["fusion"]), False) in (True, VIEWED, maker.attrs.get("layout"))
         and "program" not in maker.attrs
         and dtype_name(shapes.dtype(tensor)) in PRODUCTS
-        and len(maker.outputs) == 1
+        and tensor is maker.outputs[0]
         and all(node in cluster.nodes for node in consumers(tensor))
         and shapes.shape(tensor) is not None
-        and all(shapes.shape(output) == shapes.shape(tensor) for output in cluster.outputs.values())
+        and _is_behind_nothing(maker, cluster, merging.level)
     ]
-    return max(found, key=lambda tensor: graph.position[tensor.inputs[0]], default=None)
+    found.sort(key=lambda tensor: graph.position[tensor.inputs[0]], reverse=True)
+    with_views = (joining[str(tensor.inputs[0].attrs["fusion"])] == VIEWED for tensor in found)
+    joins = (_join(formed, merging, cluster, *each) for each in zip(found, with_views, strict=True))
+    return next((join for join in joins if join is not None), None)
+
+
+def _is_behind_nothing(maker: Node, cluster: Cluster, level: Mapping[Node, int]) -> bool:
+    """Return whether what a cluster reads besides the first result of a node depends on none of the node's results.
+
+    Where that is the only result, it does not, because nothing but the cluster reads it.  Else, what the cluster reads
+    must be of a lower level: then neither this join nor others can close a cycle.
+    """
+    makers = (producer(tensor) for tensor in cluster.operands.values() if tensor is not maker.outputs[0])
+    return len(maker.outputs) == 1 or all(each is None or level[each] < level[maker] for each in makers)
+
+
+def _join(formed: Formed, merging: Merging, cluster: Cluster, result: Tensor, with_views: bool) -> Join | None:
+    """Return the part of a cluster that can join the node of a result; None if there is none, or it does not pay."""
+    graph, shapes, forms = merging.graph, merging.clusters.shapes, formed.forms
+    part, made = set[Node](), {result.name}
+    for node in cluster.nodes:
+        if any(tensor.name in made for tensor in node.inputs):
+            if not all(step.op in ("Constant", *ELEMENTWISE) for step in forms[node]):
+                return None
+            part.add(node)
+            made |= {tensor.name for tensor in node.outputs}
+    outputs = [t for node in part for t in node.outputs if graph.is_kept(t) or not part.issuperset(consumers(t))]
+    if any(shapes.shape(output) != shapes.shape(result) for output in outputs):
+        return None
+    for node in reversed(cluster.nodes):
+        readers = {reader for tensor in node.outputs for reader in consumers(tensor)}
+        is_kept = any(graph.is_kept(tensor) for tensor in node.outputs)
+        is_elementwise = all(step.op in ("Constant", *ELEMENTWISE) for step in forms[node])
+        is_view = with_views and all(map(_is_read_in_place, forms[node]))
+        if readers <= part and not is_kept and (is_elementwise or is_view):
+            part.add(node)
+    left = [node for node in cluster.nodes if node not in part]
+    if not left:
+        return Join(result, cluster)
+    between = [t for node in left for t in node.outputs if any(reader in part for reader in consumers(t))]
+    if merging.clusters.bytes_of(between) >= merging.clusters.bytes_of([result]):
+        return None
+    inside = merging.clusters.part([node for node in cluster.nodes if node in part])
+    others = merging.clusters.part(left)
+    if len(inside.operands) > MAX_OPERANDS or len(others.outputs) > MAX_OUTPUTS:
+        return None
+    order_by_reading(inside, forms)
+    return Join(result, inside, others)
+
+
+def _is_read_in_place(step: Step) -> bool:
+    """Return whether an epilogue reads through a step: neighbours stay such."""
+    if step.op == "Transpose":
+        perm: list[int] = step.attributes["perm"]  # type: ignore[assignment]
+        return perm[-1] == len(perm) - 1
+    return step.op in ("Constant", *VIEWS)
 
 
 def write_joined(
@@ -70,7 +135,7 @@ def write_joined(
     others = {name: tensor for name, tensor in cluster.operands.items() if tensor is not result}
     kept = {result.name: result} if graph.is_kept(result) else {}
     joined = replace(cluster, operands={result.name: result, **others}, outputs={**cluster.outputs, **kept})
-    inputs, outputs = [*maker.inputs, *others.values()], list(joined.outputs.values())
+    inputs, outputs = [*maker.inputs, *others.values()], [*joined.outputs.values(), *maker.outputs[1:]]
     own: dict[str, AttributeValue] = {
         **{name: maker.attrs[name] for name in str(maker.attrs["attributes"]).split()},
         "output_ranks": [-1 if (rank := shapes.rank(t)) is None else rank for t in outputs],
@@ -111,7 +176,7 @@ def _body(
         nodes.append(helper.make_node(node.op_type, read, made))
         nodes[-1].attribute.extend(node.attribute)
     inputs = [*product.input, *(names[name] for name in behind.input[1:])]
-    outputs = [names[name] for name in behind.output]
+    outputs = [*(names[name] for name in behind.output), *product.output[1:]]
     opsets = {each.domain: each for each in (*behind.opset_import, *product.opset_import)}
     return helper.make_function(
         DOMAIN, fusion, inputs, outputs, nodes, list(opsets.values()), sorted(attributes),

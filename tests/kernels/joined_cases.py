@@ -1,19 +1,73 @@
-"""Products with elementwise operators in their epilogue: nodes, operands and expected results."""
+"""Products and norms with elementwise operators in their epilogue: nodes, operands and expected results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from conv_cases import ConvCase
+from kernel_references import layer_norm, rms_norm
 from region_drafts import NUMPY, RegionProgram
 
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 Build = Callable[[RegionProgram, str, Callable[..., str]], Sequence[str]]  # of the program, x0 and its operands
 ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+class Fused(Protocol):
+    """A node without a program, whose first result the program reads."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return its operands."""
+
+    def node(self) -> FusedNode:
+        """Return the fused node."""
+
+    def expect(self, arrays: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+        """Return its results in float64."""
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """A norm of rows of `n` elements."""
+
+    fusion: str
+    lead: tuple[int, ...]
+    n: int
+    dtype: str = "float16"
+    has_sum: bool = False  # whether the sum is a result
+    scale_dtype: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fusion}{' and sum' if self.has_sum else ''}"
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(2)
+        whole, weight = (*self.lead, self.n), (self.n,)
+        shapes = {"x": whole, "residual": whole, "scale": weight, "bias": weight}
+        names = ["x", *(["residual"] if self.fusion.startswith("add") else []), "scale"]
+        names += [] if self.fusion.endswith("rms_norm") else ["bias"]
+        dtypes = {"scale": self.scale_dtype, "bias": self.scale_dtype}
+        return {n: random.standard_normal(shapes[n]).astype(NUMPY[dtypes.get(n) or self.dtype]) for n in names}
+
+    def node(self) -> FusedNode:
+        return FusedNode(self.fusion, "y", tuple(self.arrays()), {"epsilon": 1e-5}, (self.dtype,) * (1 + self.has_sum))
+
+    def expect(self, arrays: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+        wide = {name: array.astype(np.float64) for name, array in arrays.items()}
+        total = wide["x"] + wide.get("residual", 0)
+        if "bias" in wide:
+            y = layer_norm(total, wide["scale"], wide["bias"], 1e-5)
+        else:
+            y = rms_norm(total, wide["scale"], 1e-5)
+        return [y, total][: 1 + self.has_sum]
 
 
 @dataclass(frozen=True)
@@ -28,11 +82,17 @@ class JoinedCase:
     dtype: str = "float16"
     operands: tuple[str, ...] = ("x", "w", "bias")
     layout: str = "kn"
-    conv: ConvCase | None = None  # in place of x w
+    instead: Fused | None = None  # of the product
+
+    @property
+    def conv(self) -> ConvCase | None:
+        return self.instead if isinstance(self.instead, ConvCase) else None
 
     def __str__(self) -> str:
         if self.conv:
             return f"{self.name} {self.conv}"
+        if self.instead:
+            return f"{self.name} {self.instead} {'x'.join(map(str, self.lead))}x{self.n} {self.dtype}"
         return f"{self.name} {'x'.join(map(str, self.lead))}x{self.n}x{self.k} {self.dtype}"
 
     def made(self) -> MadeCase:
@@ -46,7 +106,7 @@ class JoinedCase:
             return values > 0 if dtype == "bool" else values.astype(NUMPY[dtype])
 
         own = {name: drawn(shapes.get(name, (self.n,)), self.dtype, self.k**-0.5 if name in ("w", "up") else 1.0)
-               for name in self.operands} if self.conv is None else self.conv.arrays()  # fmt: skip
+               for name in self.operands} if self.instead is None else self.instead.arrays()  # fmt: skip
         program = RegionProgram()
         x0 = program.operand(np.zeros((*self.lead, self.n), NUMPY[self.dtype]))
 
@@ -73,9 +133,10 @@ class MadeCase:
     def node(self) -> FusedNode:
         """Return the fused node."""
         text, others = self.program.node().attributes["program"], list(self.program.operands)[1:]
-        if self.case.conv:
-            node = self.case.conv.node()
-            outputs, operands = self.program.output_dtypes(), (*node.operands, *others)
+        if self.case.instead:
+            node = self.case.instead.node()
+            outputs = (*self.program.output_dtypes(), *node.output_dtypes[1:])
+            operands = (*node.operands, *others)
             attributes = {**node.attributes, "program": text}
             return replace(node, operands=operands, attributes=attributes, output_dtypes=outputs)
         fusion = "gated_gemm" if "up" in self.own else "gemm_bias_activation"
@@ -84,15 +145,16 @@ class MadeCase:
 
     def specs(self, aligned: bool = True) -> list[TensorSpec]:
         """Return the operands as plans are made for them."""
-        constant = ("w", "up", "bias")
+        constant = ("w", "up", "bias", "scale")
         found = [TensorSpec(a.shape, a.dtype.name, aligned, name in constant) for name, a in self.own.items()]
         return [*found, *self.program.specs(aligned)[1:]]
 
     def expected(self) -> list[np.ndarray]:
-        """Return the outputs, from a product in float64."""
-        if self.case.conv:
-            operands = {**self.program.operands, "x0": self.case.conv.expect(self.own)[0].astype(np.float32)}
-            return replace(self.program, operands=operands).expected()
+        """Return the outputs, from results in float64."""
+        if self.case.instead:
+            y, *others = self.case.instead.expect(self.own)
+            operands = {**self.program.operands, "x0": y.astype(np.float32)}
+            return [*replace(self.program, operands=operands).expected(), *others]
         wide = {name: array.astype(np.float64) for name, array in self.own.items()}
         turned = {
             name: wide[name].T if self.case.layout == "nk" else wide[name] for name in ("w", "up") if name in wide
@@ -109,8 +171,9 @@ class MadeCase:
 
         With TF32, the operands of the product are rounded.
         """
-        for name, one, expected in zip(self.program.outputs, found, self.expected(), strict=True):
-            dtype = self.program.dtypes[name]
+        names, dtypes = self.program.outputs, self.node().output_dtypes
+        names = [*names, *(f"result {i}" for i in range(1, len(dtypes) - len(names) + 1))]
+        for name, dtype, one, expected in zip(names, dtypes, found, self.expected(), strict=True):
             if dtype not in ROUNDING:
                 np.testing.assert_array_equal(one, expected, err_msg=name)
                 continue
@@ -168,6 +231,29 @@ def _only_float32(p: RegionProgram, y: str, operand: Callable[..., str]) -> list
     return [p.op("Neg", p.op("Cast", y, dtype="float32", to="float32"))]
 
 
+def _modulated(lead: tuple[int, ...], n: int) -> Build:
+    """Return a program that reads its operands through views: parts of one tensor, heads of another, and one of pairs.
+
+    Of these, vectors of the first begin at multiples of 8 where n is one, and neighbours of the last lie apart.
+    """
+
+    def build(p: RegionProgram, y: str, operand: Callable[..., str]) -> list[str]:
+        parts, heads = operand(lead[0], 3 * n), operand(*lead, n // 4, 2, 4)
+        shift, scale = (
+            p.op("Slice", parts, axes=[1], starts=[at * n], ends=[(at + 1) * n], steps=[1]) for at in (0, 2)
+        )
+        axes = list(range(1, len(lead)))
+        shift, scale = ((p.op("Unsqueeze", each, axes=axes) if axes else each) for each in (shift, scale))
+        scaled = p.op("Add", p.op("Mul", y, scale), shift)
+        gates = p.ops_of("Split", heads, count=2, axis=len(lead) + 1, sizes=[1, 1])[1]
+        gated = p.op("Mul", scaled, p.op("Sigmoid", p.op("Reshape", gates, shape=[*(0 for _ in lead), n])))
+        pairs = operand(*lead, n, 2)
+        last = p.op("Slice", pairs, axes=[len(lead) + 1], starts=[1], ends=[2], steps=[1])
+        return [p.op("Add", gated, p.op("Squeeze", last, axes=[len(lead) + 1]))]
+
+    return build
+
+
 def case(kind: str, **sizes: object) -> JoinedCase:
     """Return a case of one of these programs."""
     made = JoinedCase(kind, _only_float32, **sizes)  # type: ignore[arg-type]
@@ -177,6 +263,7 @@ def case(kind: str, **sizes: object) -> JoinedCase:
         "several": _several(made.lead, made.n),
         "mixed": _mixed(made.lead, made.n),
         "only float32": _only_float32,
+        "modulated": _modulated(made.lead, made.n),
     }
     return replace(made, build=builds[kind])
 
@@ -184,7 +271,12 @@ def case(kind: str, **sizes: object) -> JoinedCase:
 def conv_case(kind: str, conv: ConvCase) -> JoinedCase:
     """Return a case of one of these programs behind a convolution."""
     k = conv.c // conv.group * math.prod(conv.kernel)
-    return replace(case(kind, lead=(conv.n, *conv.y_sizes), n=conv.m, k=k, dtype=conv.dtype), conv=conv)
+    return replace(case(kind, lead=(conv.n, *conv.y_sizes), n=conv.m, k=k, dtype=conv.dtype), instead=conv)
+
+
+def norm_case(kind: str, norm: NormCase) -> JoinedCase:
+    """Return a case of one of these programs behind a norm."""
+    return replace(case(kind, lead=norm.lead, n=norm.n, k=norm.n, dtype=norm.dtype), instead=norm)
 
 
 KINDS = ("chain", "broadcasts", "several", "mixed", "only float32")

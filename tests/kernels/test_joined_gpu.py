@@ -1,4 +1,4 @@
-"""Every plan of products with elementwise operators in their epilogue, on a GPU, against float64."""
+"""Every plan of fused nodes with elementwise operators in their epilogue, on a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from conv_cases import ConvCase
-from joined_cases import KINDS, JoinedCase, case, conv_case
+from joined_cases import KINDS, JoinedCase, NormCase, case, conv_case, norm_case
 from kernel_hosts import host_of, require_support
 from kernel_runs import compile_all, launch, normal, upload
 from region_drafts import NUMPY
@@ -38,7 +38,19 @@ CONVS = [
 ]  # fmt: skip
 
 
+# Rows of a warp, of a block, of a cluster, in shared memory, and read twice; a grid that is persistent.
+NORMS = [
+    NormCase("layer_norm", (2, 7), 40), NormCase("rms_norm", (3, 11), 768), NormCase("layer_norm", (2, 150), 1152),
+    NormCase("add_layer_norm", (4, 33), 768, has_sum=True), NormCase("add_rms_norm", (3, 50), 4096, has_sum=True),
+    NormCase("rms_norm", (2, 80), 8192, "bfloat16", scale_dtype="float32"), NormCase("layer_norm", (2, 3), 20480),
+    NormCase("add_rms_norm", (2, 600), 16, "float32"), NormCase("layer_norm", (300,), 65536),
+    NormCase("layer_norm", (64, 256), 256, "bfloat16"),
+]  # fmt: skip
+
+
 def cases() -> Iterator[JoinedCase]:
+    for i, kind in enumerate((*KINDS, "modulated")):
+        yield from (norm_case(kind, norm) for norm in NORMS[i % 2 :: 2] if norm.n < 65536 or kind == "modulated")
     for i, kind in enumerate(KINDS):  # of all sizes and convolutions, every second one
         for lead, n, k in SIZES[i % 2 :: 2]:
             yield case(kind, lead=lead, n=n, k=k)

@@ -1,0 +1,31 @@
+// The program of program.cuh in a row op of rows.cuh: what it reads for the packs of a thread, and its results.
+#pragma once
+#include "program.cuh"
+
+// Where weights are loaded along with the row, so is what the program reads of all packs; else each pack's is loaded
+// when its results are stored, because registers are few.
+struct RowProgram {
+    Program program;
+    Program::OfRow of_row;
+    Program::OfColumns<WIDTH> of_columns[PREFETCH_WEIGHTS ? CHUNKS : 1];
+    Program::OfElements<WIDTH> of_elements[PREFETCH_WEIGHTS ? CHUNKS : 1];
+
+    // For pack k; `row`, `column` and `at` are those of its first element in y.
+    __device__ __forceinline__ void load_early(int k, long long row, int column, long long at) {
+        if constexpr (PREFETCH_WEIGHTS) load(k, row, column, at);
+    }
+
+    __device__ __forceinline__ void apply(int k, long long row, int column, long long at, float (&values)[WIDTH]) {
+        if constexpr (!PREFETCH_WEIGHTS) load(k, row, column, at);
+        const float residual[WIDTH] = {};
+        const int slot = PREFETCH_WEIGHTS ? k : 0;
+        program.template apply<true>(values, residual, of_row, of_columns[slot], of_elements[slot], at, WIDTH);
+    }
+
+    __device__ __forceinline__ void load(int k, long long row, int column, long long at) {
+        const int slot = PREFETCH_WEIGHTS ? k : 0;
+        if (k == 0) program.load(of_row, int(row), true);
+        program.template load<true>(of_columns[slot], column, WIDTH);
+        program.template load<true>(of_elements[slot], int(row), column, at, WIDTH);
+    }
+};

@@ -1,0 +1,42 @@
+// Elementwise operators that joined a fused node: `Program`, which kernels/epilogue_program.py generates in front of the
+// kernel's text; here is one of no operators, for kernels without that text.
+//
+// A kernel calls it where it has results in fp32, and stores what it makes of them. The program reads its other operands
+// and stores all outputs but one, which the kernel stores as y. A column is a position on the last axis of y.
+//   HAS_PROGRAM           1: there are operators
+//   PROGRAM_PARAMETERS    what the kernel takes behind its own parameters
+//   PROGRAM_ARGUMENTS     what initialises a Program
+#pragma once
+
+#ifndef HAS_PROGRAM
+#define HAS_PROGRAM 0
+#define PROGRAM_RESIDUAL 0
+#define PROGRAM_PARAMETERS
+#define PROGRAM_ARGUMENTS
+
+namespace program {
+
+struct Program {  // of no operators
+    // What it reads for a row, for W columns of all rows, and for W elements of y.
+    struct OfRow {};
+    template <int W> struct OfColumns {};
+    template <int W> struct OfElements {};
+
+    // Load these; `left` columns, and the row if it is `inside`, are those of y. ALIGNED: all rows of y begin at
+    // multiples of W elements. `at` is the index of the first element.
+    __device__ __forceinline__ void load(OfRow&, int row, bool inside) const {}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfColumns<W>&, int column, int left) const {}
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void load(OfElements<W>&, int row, int column, long long at, int left) const {}
+
+    // Makes results of the product's, and stores the other outputs.
+    template <bool ALIGNED, int W>
+    __device__ __forceinline__ void apply(float (&results)[W], const float (&residual)[W], const OfRow&,
+                                          const OfColumns<W>&, const OfElements<W>&, long long at, int left) const {}
+};
+
+}  // namespace program
+#endif
+
+using program::Program;
