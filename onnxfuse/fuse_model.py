@@ -289,7 +289,8 @@ def _fuse_graph(
         without_regions = after = estimate_traffic(graph, shapes)
         joins = settings.regions is True
         joining = {fusion.name: fusion.epilogue for fusion in settings.fusions if fusion.epilogue and joins}
-        known = (*fusing.fused, *layouts.fused)
+        standing_nodes = {node.name for node in graph.nodes}  # layouts have put others in place of some
+        known = tuple(one for one in (*fusing.fused, *layouts.fused) if one.node in standing_nodes)
         made = RegionResult()
         if settings.regions:
             if not left:

@@ -216,13 +216,10 @@ PLAIN = PLAIN | dict.fromkeys(LIKE_LLAMA, PLAIN["llama"]) | {"phi3": {"MatMul": 
 # convolutions as well.
 CHANNELS_LAST: Mapping[str, Formulas] = {
     "resnet50": {"max_pool": lambda c: 1, "global_average_pool": lambda c: 1},
-    "mobilenetv3": {  # at this size maps end at one pixel, and three gates are products of equal shapes
-        "global_average_pool": lambda c: 9 + 1,
-        "channel_scale": lambda c: 9 - 3,
-    },
+    "mobilenetv3": {"global_average_pool": lambda c: 9 + 1},
     "convnext": {},
-    "mobilenetv3_large": {"global_average_pool": lambda c: 8 + 1, "channel_scale": lambda c: 8},
-    "efficientnet": {"global_average_pool": lambda c: 16 + 1, "channel_scale": lambda c: 16},
+    "mobilenetv3_large": {"global_average_pool": lambda c: 8 + 1},
+    "efficientnet": {"global_average_pool": lambda c: 16 + 1},
     "densenet": {
         "max_pool": lambda c: 1,
         "average_pool": lambda c: len(c["depths"]) - 1,

@@ -59,6 +59,10 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
             ("depthwise", (4, 4, 1, 48), {"pads": [1, 1, 1, 1], "w_layout": "hwoi", "group": 48}),
         )
     },
+    "convolution of a gated image": (
+        "conv_bias_activation", {"x": (2, 32, 32, 96), "w": (24, 1, 1, 96), "bias": (24,), "gate": (2, 1, 1, 96)},
+        {"layout": "nhwc", "activation": "none"}, 1,
+    ),
     "channels-last concat": (
         "concat", {"x_0": (2, 64, 64, 80), "x_1": (2, 64, 64, 16), "x_2": (2, 64, 64, 40)},
         {"layout": "nhwc", "axis": -1}, 1,
