@@ -16,6 +16,7 @@ from onnxfuse.layout.conversion import Conversion, Kind, Model
 from onnxfuse.layout.gates import join_gates
 from onnxfuse.layout.regions import Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
+from onnxfuse.layout.squeezes import join_squeezes
 from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Border, Writer
 from onnxfuse.passes.compose_views import compose_views
@@ -159,8 +160,9 @@ def _merge(
     activated = add_activations(graph, shapes, writer.originals, records, exclude)
     records |= {one.node: one for one in activated}
     gated = join_gates(graph, shapes, records)
-    vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated)
-    return [*added, *activated, *gated], vanished
+    squeezed = join_squeezes(graph, shapes, records)
+    vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
+    return [*added, *activated, *gated, *squeezed], vanished
 
 
 def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:

@@ -126,6 +126,16 @@ def behind(
     return result
 
 
+def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
+    """Return a body with other names for operands, which none of its values has."""
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    result.input[:] = [names.get(name, name) for name in body.input]
+    del result.node[:]
+    result.node.extend(_renamed(body.node, names))
+    return result
+
+
 def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
     result = []
     for node in nodes:
