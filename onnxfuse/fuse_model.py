@@ -290,7 +290,8 @@ def _fuse_graph(
         layouts = _assign_layouts(graph, shapes, settings.fusions, settings.layout, fusing.fused, standing)
         left = left_over(graph, shapes, spelling, fusing)
         without_regions = after = estimate_traffic(graph, shapes)
-        known = (*fusing.fused, *layouts.fused)
+        standing_nodes = {node.name for node in graph.nodes}  # layouts have put others in place of some
+        known = tuple(one for one in (*fusing.fused, *layouts.fused) if one.node in standing_nodes)
         made = RegionResult()
         if settings.regions:
             if not left:

@@ -12,6 +12,7 @@ from onnxfuse.kernels.conv import (
     depthwise,
     depthwise_mma,
     depthwise_sliding,
+    gate,
     grouped,
     hopper,
     matrix,
@@ -98,6 +99,8 @@ def candidates(node: FusedNode, inputs: Sequence[TensorSpec], device: Device) ->
     if is_joined(node):
         return _with_epilogue(node, inputs, device)
     conv, y = conv_of(node, inputs, device)
+    if conv.gate:
+        return gate.plans(node, inputs, device, candidates)
     return plans(node, conv, y, lambda: implementations(of_fewer_axes(conv), device))
 
 
@@ -107,7 +110,7 @@ def _with_epilogue(node: FusedNode, inputs: Sequence[TensorSpec], device: Device
     conv, y = conv_of(both.product, inputs[: both.own], device)
 
     def ways(program: EpilogueProgram) -> list[Implementation]:
-        return _of_programs(of_fewer_axes(in_epilogue(conv, program)), device)[:MAX_EPILOGUES]
+        return _of_programs(in_epilogue(conv, program), device)[:MAX_EPILOGUES]
 
     found = plans_in_epilogue(both, y, inputs, conv.residual is None, ways)
     with for_later_plans(conv.pixels if found else 0):
@@ -119,6 +122,9 @@ def _of_programs(conv: Conv, device: Device) -> list[Implementation]:
 
     That is so for the kernels of depthwise and grouped convolutions, and of stems.
     """
+    if conv.gate:
+        return matrix.implementations(conv, device)
+    conv = of_fewer_axes(conv)
     plain = replace(conv, program=None)
     if any(kind(plain, device) for kind in (_depthwise, stem.implementations, grouped.implementations)):
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onnxfuse.kernels.conv.problem import Conv
 from onnxfuse.kernels.gemm.implementations import implementations_if_any
 from onnxfuse.kernels.gemm.problem import Gemm
@@ -19,7 +21,7 @@ def as_gemm(conv: Conv) -> Gemm:
         bias=conv.bias, slope=conv.slope, column_scale=conv.column_scale, column_shift=conv.column_shift,
         residual=conv.residual, residual_first=conv.residual_first, activation=conv.activation,
         alpha=conv.alpha, beta=conv.beta, tf32=conv.tf32, weights_constant=conv.weights_constant,
-        program=conv.program,
+        program=conv.program, gate=conv.gate, gate_rows=math.prod(conv.y_sizes),
     )  # fmt: skip
 
 

@@ -117,8 +117,11 @@ def with_operands(
         residual_first=node.text("residual_position", "before") == "before",
         activation=node.text("activation", "none"), alpha=alpha, beta=beta, x_nchw=x_nchw, w_hwio=w_hwio,
         tf32=device.tf32, weights_constant=required_spec(node, inputs, "w").constant, transposed=transposed,
+        gate=_optional_pointer(node, inputs, "gate", (geometry.n, *[1] * len(geometry.sizes), geometry.c)),
     )  # fmt: skip
     _check_vectors(node, conv)
+    if conv.gate and not conv.pointwise:
+        raise ValueError(f"{node_label(node)}: x has a gate; required a filter of one tap at every pixel, in one group")
     return conv, y
 
 

@@ -16,7 +16,8 @@ from onnxfuse.runtime.symint import is_symbolic
 class Conv:
     """y = activation(conv(x, w) + bias) * column_scale + column_shift + residual.
 
-    The residual comes before the activation where `residual_first`.
+    The residual comes before the activation where `residual_first`.  With a gate, which only a `pointwise` one has, x
+    is multiplied by it first, and rounded to its dtype.
 
     It is computed in fp32 and rounded once.  Sizes, strides and so on have one entry for each spatial axis, the
     innermost last: (H, W) in two dimensions.  x is (n, *sizes, c), or (n, c, *sizes) where `x_nchw`; y and residual are
@@ -58,6 +59,7 @@ class Conv:
     weights_constant: bool = False  # no kernel writes w
     transposed: bool = False
     program: EpilogueProgram | None = None  # operators that follow
+    gate: Pointer | None = None  # (n, ones, c): a factor for each channel of an image of x
 
     @property
     def extra(self) -> Pointer | None:

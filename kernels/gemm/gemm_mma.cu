@@ -11,11 +11,13 @@
 //   X_COPY, W_COPY     bytes of a copy to shared memory: 16, 8, 4, or 2, which goes through registers
 //   GROUP_M            rows of tiles that are computed before the next columns, so that they find w in L2
 //   MIN_BLOCKS         blocks that must fit on a multiprocessor: a bound on registers
+//   X_GATE             1: x is multiplied by a gate first (gemm_gate.cuh)
 //   WIDTH              elements of an access to y, the residual and the column vectors; divides n
 //   and those of gemm_mma.cuh and of epilogue.cuh
 #include "types.cuh"
 #include "epilogue.cuh"
 #include "gemm_mma.cuh"
+#include "gemm_gate.cuh"
 
 constexpr int N = GEMM_N, K = GEMM_K;
 constexpr int TILES_N = (N + TILE_N - 1) / TILE_N, TILES_K = (K + TILE_K - 1) / TILE_K;
@@ -57,7 +59,7 @@ struct Operands {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, const T* column_scale,
-         const T* residual, T* y, float alpha, float beta, int m PROGRAM_PARAMETERS) {
+         const T* residual, T* y, float alpha, float beta, int m, const T* gate, int pixels PROGRAM_PARAMETERS) {
     extern __shared__ __align__(128) char memory[];
     const int tile = blockIdx.x, tiles_m = (m + TILE_M - 1) / TILE_M, side = GROUP_M * TILES_N;
     const int first = tile / side * GROUP_M, high = min(tiles_m - first, GROUP_M);
@@ -71,7 +73,14 @@ gemm_mma(const T* x, const T* w, const T* up, const T* bias, const T* extra, con
     release_successor();
     wait_for_predecessor();
     MmaSums sums = {};
-    multiply_tiles(operands, shared_address(memory), 0, TILES_K, sums);
+    if constexpr (X_GATE) {
+        const Gate<K, X_COPY> factors(gate, row, m, pixels);
+        GatedSums<Gate<K, X_COPY>> gated{sums, factors, 0};
+        multiply_tiles(operands, shared_address(memory), 0, TILES_K, gated);
+        sums = gated.sums;
+    } else {
+        multiply_tiles(operands, shared_address(memory), 0, TILES_K, sums);
+    }
 
     __syncthreads();  // the sums overwrite the stages
     float* staged = reinterpret_cast<float*>(memory);

@@ -129,6 +129,8 @@ struct TileCopy {
 struct Fragments {
     unsigned x[MMA_M][4], w[WEIGHTS][MMA_N / 2][4];
 
+    // ROUND: those of fp32 are rounded to TF32, which comes last of all that is done to them.
+    template <bool ROUND = true>
     __device__ __forceinline__ void load(unsigned stage, int step) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int row = warp / WARPS_N * MMA_M * 16, column = warp % WARPS_N * MMA_N * 8;
@@ -141,7 +143,7 @@ struct Fragments {
 #pragma unroll
             for (int j = 0; j < MMA_N / 2; ++j)
                 load_pair(w[weight][j], stage + X_BYTES + weight * W_BYTES, column + j * 16, step, lane);
-        if constexpr (TF32) round();
+        if constexpr (TF32 && ROUND) round();
     }
 
     __device__ __forceinline__ static void load_pair(unsigned (&to)[4], unsigned tile, int column, int step, int lane) {

@@ -34,6 +34,8 @@ def implementations(gemm: Gemm, device: Device) -> list[Implementation]:
 
 def implementations_if_any(gemm: Gemm, device: Device) -> list[Implementation]:
     """Return the same, or none if there is none."""
+    if gemm.gate:
+        return mma.implementations(gemm, device)
     for_few_rows = small.implementations(gemm, device)
     with for_later_plans(gemm.m if for_few_rows and not padded(gemm, residual=True)[1] else 0):
         wgmma = hopper.implementations(gemm, device)

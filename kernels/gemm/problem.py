@@ -15,6 +15,8 @@ from onnxfuse.runtime.plan import Pointer
 class Gemm:
     """y = activation(x w + bias) [* (x up + up_bias)] * column_scale + column_shift + residual, rounded once from fp32.
 
+    With a gate, x is multiplied by it first, and rounded to its dtype.
+
     All matrices are row-major, contiguous and of one dtype: x is m x k, y and residual are m x n; w and up are k x n,
     or n x k if `transposed`.  An operand that is None is absent.
     """
@@ -42,6 +44,8 @@ class Gemm:
     tf32: bool = False  # float32 operands may be rounded to TF32
     weights_constant: bool = False  # no kernel writes w and up, so that they are read before the predecessor has ended
     program: EpilogueProgram | None = None  # operators that follow; not of grouped products
+    gate: Pointer | None = None  # k elements for every `gate_rows` rows of x
+    gate_rows: int = 1
     grouped: tuple[Gemm, ...] = ()  # more products of the same x, with a bias at most, that one launch computes too
 
     @property

@@ -13,8 +13,10 @@ from onnxfuse.ir.node import Node, consumers, op_of, producer
 from onnxfuse.layout.activations import add_activations
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.conversion import Conversion, Kind, Model
+from onnxfuse.layout.gates import join_gates
 from onnxfuse.layout.regions import Regions
 from onnxfuse.layout.residuals import Addition, add_residuals, additions, find_residuals
+from onnxfuse.layout.squeezes import join_squeezes
 from onnxfuse.layout.wrapped_rules import conversion
 from onnxfuse.layout.writer import Border, Writer
 from onnxfuse.passes.compose_views import compose_views
@@ -65,7 +67,8 @@ def assign_layouts(
     """Make the regions of a sorted graph channels-last that can be (`nhwc`), or of them those where it pays (`auto`).
 
     A product or convolution that meets the Add of a residual, because the Transposes between them vanish, takes it in;
-    so does a gate of channels, with the activation that follows it.
+    so does a gate of channels, with the activation that follows it.  A pointwise convolution takes in the gate that it
+    reads.
 
     `channels_last` names for each fusion that has a channels-last form the operands that it reads channels-last.
     `recorded` are the records of the fused nodes that there are.  `exclude` holds nodes that stay channels-first, each
@@ -144,7 +147,7 @@ def _merge(
     recorded: Collection[Fused],
     exclude: Collection[tuple[str, str]],
 ) -> tuple[list[Fused], int]:
-    """Let fused nodes take in the residuals and activations behind them.
+    """Let fused nodes take in the residuals and activations behind them, and convolutions the gates that they read.
 
     Returns the records of these fused nodes, and how many channels-last nodes vanished.
     """
@@ -155,7 +158,11 @@ def _merge(
     added = add_residuals(graph, shapes, residuals, bodies, known, writer.originals, records)
     records |= {one.node: one for one in added}
     activated = add_activations(graph, shapes, writer.originals, records, exclude)
-    return [*added, *activated], sum(bool(one.perm) for one in residuals) + len(activated)
+    records |= {one.node: one for one in activated}
+    gated = join_gates(graph, shapes, records)
+    squeezed = join_squeezes(graph, shapes, records)
+    vanished = sum(bool(one.perm) for one in residuals) + len(activated) + len(gated) + 2 * len(squeezed)
+    return [*added, *activated, *gated, *squeezed], vanished
 
 
 def _region_end(graph: Graph, border: Border, reasons: Mapping[Node, str]) -> RegionEnd:

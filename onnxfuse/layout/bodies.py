@@ -104,6 +104,38 @@ def followed_by(
     return result
 
 
+def behind(
+    body: onnx.FunctionProto, operand: str, before: onnx.FunctionProto, attributes: Sequence[str]
+) -> onnx.FunctionProto:
+    """Return a body in which another one computes an operand, from what that other one reads.
+
+    Of that, what `body` reads too has the same name in both; the rest follows the operands of `body`.  `attributes` are
+    the names of the attributes of the node that calls the function.
+    """
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    taken = {*body.input, *before.input, *(name for node in body.node for name in (*node.input, *node.output))}
+    names = {name: _new_name(name, taken) for node in before.node for name in node.output}
+    first = _renamed(before.node, names)
+    for node in first:
+        node.output[:] = [names[name] for name in node.output]
+    del result.node[:]
+    result.node.extend([*first, *_renamed(body.node, {operand: names[before.output[0]]})])
+    result.input.extend(name for name in before.input if name not in body.input)
+    result.attribute[:] = sorted(attributes)
+    return result
+
+
+def with_operands(body: onnx.FunctionProto, names: Mapping[str, str]) -> onnx.FunctionProto:
+    """Return a body with other names for operands, which none of its values has."""
+    result = onnx.FunctionProto()
+    result.CopyFrom(body)
+    result.input[:] = [names.get(name, name) for name in body.input]
+    del result.node[:]
+    result.node.extend(_renamed(body.node, names))
+    return result
+
+
 def _renamed(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> list[onnx.NodeProto]:
     result = []
     for node in nodes:

@@ -24,7 +24,8 @@ NO_REASON: Final = "no fusion has this operator in this place"
 # The hue of a fusion's family in the picture, by a word of the fusion's name.
 HUES: Final = (
     ("attention", 295), ("gemm", 255), ("conv", 155), ("norm", 75), (REGION, 25), ("embedding", 340), ("rotary", 320),
-    ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("activation", 50),
+    ("softmax", 110), ("concat", 205), ("resize", 225), ("pool", 185), ("channel_scale", 130), ("squeeze", 120),
+    ("activation", 50),
 )  # fmt: skip
 OTHER_HUE, HUE_STEP = 0, 12
 ON_HOST: Final = "runs on the host"  # in the reason why shape arithmetic is in no region

@@ -96,6 +96,7 @@ class ConvCase:
             "w": self.w_shape,
             **dict.fromkeys(("bias", "slope", "column_scale", "column_shift"), (self.m,)),
             "residual": (self.n, *self.y_sizes, self.m),
+            "gate": (self.n, *[1] * self.axes, self.c),
         }
         factors = {"x": self.scale, "w": 1 / math.sqrt(taps * width), "slope": 0.25, "column_scale": 0.5}
         made = {}
@@ -131,6 +132,8 @@ class ConvCase:
         """Return y in float64, and the sums of the magnitudes of the terms of each element."""
         wide = {name: value.astype(np.float64) for name, value in arrays.items()}
         x = np.moveaxis(wide["x"], 1, -1) if self.x_nchw else wide["x"]
+        if "gate" in arrays:  # the products are rounded
+            x = (x * wide["gate"]).astype(NUMPY[self.dtype]).astype(np.float64)
         w = np.moveaxis(wide["w"], -1, 0) if self.w_hwio else wide["w"]
         y, magnitude = self._convolve(x, w), self._convolve(np.abs(x), np.abs(w))
         for name in ("bias", "column_shift", "residual"):

@@ -44,6 +44,10 @@ class DynamicConv:
         """Return the inputs of the node; the number of a dynamic size k is -1 - k."""
         case, names, specs = self.case, self.names(), []
         for operand in ("x", "w", *case.extra):
+            if operand == "gate":
+                images = -1 - names.index("n") if "n" in names else case.n
+                specs.append(TensorSpec((images, *[1] * case.axes, case.c), case.dtype, case.aligned))
+                continue
             dims = {"x": self._dims()[0], "residual": self._dims()[1]}.get(operand)
             if dims is None:
                 ones = (1,) * (case.axes if operand not in ("w", "bias") else 0)
@@ -108,6 +112,13 @@ def convolutions() -> Iterator[DynamicConv]:
     yield from _of(depthwise(1, 16, (8, 8, 8), (3, 3, 3), (), (1,) * 6), "n", "ndhw")
     yield from _of(ConvCase(1, 256, 256, (28, 28), (3, 3), (1, 1), SAME, group=32), *USUAL)
     yield from _of(ConvCase(1, 48, 48, (28, 28), (3, 3), (2, 2), SAME, group=6, extra=BOTH), "n", "nhw")
+
+
+def gated() -> Iterator[DynamicConv]:
+    """Yield convolutions of images with a gate."""
+    yield from _of(ConvCase(1, 144, 40, (28, 28), (1, 1), extra=(*BOTH, "gate")), *USUAL)
+    yield from _of(ConvCase(1, 672, 112, (14, 14), (1, 1), extra=("bias", "gate")), "n", "nhw")
+    yield from _of(ConvCase(1, 30, 20, (7, 7, 7), (1, 1, 1), dtype="float32", extra=("gate",)), "n", "ndhw")
 
 
 def transposed() -> Iterator[DynamicConv]:

@@ -10,7 +10,7 @@ from cache_cases import CachedCase, cached
 from onnxfuse.runtime.plan import FusedNode, TensorSpec
 
 D = 768
-WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "mean", "var", "table", "table_2"}
+WEIGHTS = {"frequencies", "w", "w_2", "w_3", "up", "scale", "bias", "bias_2", "mean", "var", "table", "table_2"}
 X, W, SQUARE = (300, D), (D,), (D, D)
 NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = {
     "layer_norm": ("layer_norm", {"x": X, "scale": W, "bias": W}, {"epsilon": 1e-5}, 1),
@@ -59,6 +59,15 @@ NODES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any], int]] = 
             ("depthwise", (4, 4, 1, 48), {"pads": [1, 1, 1, 1], "w_layout": "hwoi", "group": 48}),
         )
     },
+    "convolution of a gated image": (
+        "conv_bias_activation", {"x": (2, 32, 32, 96), "w": (24, 1, 1, 96), "bias": (24,), "gate": (2, 1, 1, 96)},
+        {"layout": "nhwc", "activation": "none"}, 1,
+    ),
+    "gate of an image": (
+        "squeeze_excite",
+        {"x": (2, 32, 32, 96), "w": (8, 1, 1, 96), "bias": (8,), "w_2": (96, 1, 1, 8), "bias_2": (96,)},
+        {"layout": "nhwc", "activation": "silu", "activation_2": "sigmoid"}, 1,
+    ),
     "channels-last concat": (
         "concat", {"x_0": (2, 64, 64, 80), "x_1": (2, 64, 64, 16), "x_2": (2, 64, 64, 40)},
         {"layout": "nhwc", "axis": -1}, 1,

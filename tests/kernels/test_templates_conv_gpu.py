@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conv_cases import NUMPY, ConvCase
-from dynamic_convs import DynamicConv, convolutions, transposed
+from dynamic_convs import DynamicConv, convolutions, gated, transposed
 from kernel_runs import RELATIVE, compile_all, compile_native, launch, result, upload
 from template_checks import concrete_plan, template_of
 
@@ -46,7 +46,7 @@ def described(conv: DynamicConv) -> list[tuple[ConvCase, Plan]]:
     return found
 
 
-@pytest.mark.parametrize("conv", [*convolutions(), *transposed()], ids=str)
+@pytest.mark.parametrize("conv", [*convolutions(), *transposed(), *gated()], ids=str)
 def test_matches_float64_at_any_size(conv: DynamicConv) -> None:
     if conv.case.dtype == "bfloat16" and gpu(0).arch <= NO_BF16_ARCH:
         pytest.skip("the GPU has no bfloat16")

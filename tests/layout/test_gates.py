@@ -47,3 +47,32 @@ def test_a_gate_that_differs_leaves_what_follows_it() -> None:
     result = converted(model, exclude={("channel_scale", "r"): 1})
     assert operators(result)["Add"] == 1 and attribute(nodes(result, "channel_scale")[0], "operands") == "x gate"
     assert_same(model, result.model, **SIZES)
+
+
+def test_a_pointwise_convolution_takes_in_the_gate_that_it_reads() -> None:
+    """Its operands are the image and the gate, and its body multiplies them first."""
+    model = between(f"{SE} p = Conv (g, k4, c4) b = Add (p, a)", "float[8,8,1,1] k3, float[8,8,1,1] k4, float[8] c4")
+    result = converted(model)
+    assert operators(result) == {"conv_bias_activation": 4, "Transpose": BORDERS, "global_average_pool": 1}
+    node = next(one for one in nodes(result, "conv_bias_activation") if "gate" in attribute(one, "operands"))
+    assert attribute(node, "operands") == "x w bias residual gate"
+    body = next(f for f in result.model.functions if f.name == node.op_type)
+    assert len(body.input) == len(node.input) and set(body.attribute) == {a.name for a in node.attribute}
+    record = next(one for one in result.fusing.fused if one.node == node.name)
+    assert set(record.replaces) == set("gpb")
+    assert_same(model, result.model, **SIZES)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "b = Conv <strides = [2, 2]> (g, k4)",
+        "b = Conv <pads = [1, 0, 0, 1]> (g, k4)",
+        "p = Conv (g, k4) b = Add (p, g)",
+    ],
+)
+def test_other_convolutions_and_readers_leave_the_gate(behind: str) -> None:
+    model = between(f"{SE} {behind}", "float[8,8,1,1] k3, float[8,8,1,1] k4")
+    result = converted(model)
+    assert len(nodes(result, "channel_scale")) == 1
+    assert_same(model, result.model, **SIZES)

@@ -182,7 +182,7 @@ def test_a_network_of_videos() -> None:
     model = network("video")
     result = converted(model, "auto")
     assert operators(result) == {
-        "conv_bias_activation": 6, "max_pool": 1, "global_average_pool": 1, "channel_scale": 1, "resize": 1,
+        "conv_bias_activation": 4, "max_pool": 1, "squeeze_excite": 1, "channel_scale": 1, "resize": 1,
         "concat": 1, "Transpose": 1,
     }  # fmt: skip
     (gate,) = nodes(result, "channel_scale")

@@ -227,13 +227,13 @@ def test_a_residual_before_and_after_the_activation() -> None:
 
 
 def test_a_squeeze_and_excite_block_stays_inside() -> None:
-    """The convolutions of the gate, whose images have one pixel, are in the region."""
+    """The convolutions of the gate, whose images have one pixel, are in the region, and one node with the mean."""
     body = """m = GlobalAveragePool (a) s = Conv (m, k3) t = Relu (s) e = Conv (t, k4) g = HardSigmoid (e)
     b = Mul (a, g)"""
     model = between(body, "float[4,8,1,1] k3, float[8,4,1,1] k4")
     result = converted(model)
     assert operators(result) == {
-        "conv_bias_activation": 4, "Transpose": BORDERS, "global_average_pool": 1, "channel_scale": 1,
+        "conv_bias_activation": 2, "Transpose": BORDERS, "squeeze_excite": 1, "channel_scale": 1,
     }  # fmt: skip
     (scale,) = nodes(result, "channel_scale")
     assert attribute(scale, "operands") == "x gate" and attribute(scale, "activation") == "none"

@@ -1,0 +1,68 @@
+"""Convolutions of an image times one number for each of its channels, the gate of a squeeze-and-excite block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from onnxfuse.kernels.chained import chained
+from onnxfuse.kernels.conv import matrix
+from onnxfuse.kernels.conv.operands import conv_of
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.elementwise.channel_scale import channel_scale_plan
+from onnxfuse.kernels.joined import Planner
+from onnxfuse.kernels.tensors import ITEM_BYTES
+from onnxfuse.runtime.plan import Device, FusedNode, Plan, TensorSpec
+from onnxfuse.runtime.symint import estimate, for_later_plans
+
+GATE: Final = "gate"
+MAX_EACH: Final = 4  # plans with the gate in front of the product in one kernel, and of two launches
+# Microseconds on an H200, from 18 blocks of EfficientNet-B0 and MobileNetV3 with 32 images: of a channel_scale, with no
+# bytes and for a byte of x; and what an operation of a product takes longer by tiles of mma.sync with a gate in front,
+# not by the fastest kernel without one.
+SCALE_US: Final = 1.3
+SCALE_BYTE_US: Final = 2 / 4.5e6
+GATE_FLOP_US: Final = 7e-9
+FEW_COLUMNS: Final = 40  # of y: then memory is the limit
+
+
+def plans(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
+    """Return the plans of a pointwise convolution with a gate: in one launch, and as a channel_scale and a convolution.
+
+    `convolution` plans one without a gate.  Raises ValueError if shapes do not fit.
+    """
+    conv, y = conv_of(node, inputs, device)
+    if not conv.pixels * conv.m:
+        return [Plan((y,), ())]
+    ways = matrix.implementations(conv, device)[:MAX_EACH]
+    one = [Plan((y,), each.steps, each.scratch) for each in ways]
+    is_first = bool(ways) and _is_expected_faster(conv)
+    with for_later_plans(conv.pixels if is_first else 0):
+        two = in_two_steps(node, inputs, device, convolution)
+    return [*one, *two] if is_first else [*two, *one]
+
+
+def _is_expected_faster(conv: Conv) -> bool:
+    """Return whether a kernel with the gate in front of the product is expected to be faster than two launches.
+
+    It is so for the products of those 18 for which this says so, and for no other.
+    """
+    if conv.m <= FEW_COLUMNS:
+        return True
+    longer = 2 * conv.c * conv.m * GATE_FLOP_US - conv.c * ITEM_BYTES[conv.dtype] * SCALE_BYTE_US  # for a pixel
+    return bool(estimate(conv.pixels) * longer < SCALE_US)
+
+
+def in_two_steps(node: FusedNode, inputs: Sequence[TensorSpec], device: Device, convolution: Planner) -> list[Plan]:
+    """Return plans that store x times the gate in scratch memory, from which the convolution reads it."""
+    names = node.operands
+    x, gate = names.index("x"), names.index(GATE)
+    scale = FusedNode("channel_scale", node.name, ("x", GATE), {"activation": "none", "layout": "nhwc"},
+                      (inputs[x].dtype,))  # fmt: skip
+    first = channel_scale_plan(scale, [inputs[x], inputs[gate]], device)
+    kept = [i for i in range(len(names)) if i != gate]
+    specs = [replace(inputs[i], aligned=True) if i == x else inputs[i] for i in kept]
+    behind = replace(node, operands=tuple(names[i] for i in kept))
+    read = [None if i == x else i for i in kept]
+    return [chained(first, each, (x, gate), read) for each in convolution(behind, specs, device)[:MAX_EACH]]
