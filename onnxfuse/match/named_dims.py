@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from onnxfuse.analysis import layout as layouts
-from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.dims import Size, is_known
 from onnxfuse.match.state import Dims
 
-Token: TypeAlias = tuple[str, bool]  # a name, and whether the axis may broadcast
+
+class Token(NamedTuple):
+    """A name, whether the axis may broadcast, and whether its size may be one that is not known."""
+
+    name: str
+    may_broadcast: bool
+    may_be_unknown: bool
 
 
 @functools.cache
 def _parsed(spec: str) -> tuple[tuple[Token, ...], bool, tuple[Token, ...]]:
     """Return the tokens before "...", whether that is present, and the tokens after it."""
     before, dots, after = spec.partition("...")
-    head, tail = (tuple((t.rstrip("?"), t.endswith("?")) for t in part.split()) for part in (before, after))
+    head, tail = (tuple(map(_token, part.split())) for part in (before, after))
     return head, bool(dots), tail
+
+
+def _token(text: str) -> Token:
+    return Token(text.rstrip("?"), text.endswith("?"), text.endswith("??"))
 
 
 @functools.lru_cache(maxsize=4096)  # asked for every fusion at every node, of the few shapes that a model has
@@ -44,7 +54,7 @@ def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
 def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any]) -> bool:
     """Bind names to sizes, beginning with the last axis; return whether they agree with what is bound already."""
     left = len(sizes)
-    for name, may_broadcast in reversed(tokens):
+    for name, may_broadcast, may_be_unknown in reversed(tokens):
         if not left:
             if not may_broadcast:
                 return False
@@ -54,7 +64,7 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
         if name.isdecimal():
             if found != int(name):
                 return False
-        elif not (may_broadcast and found == 1):
+        elif not (may_broadcast and found == 1) and not (may_be_unknown and not is_known(found)):
             known = dims.setdefault(name, found)
             if known is not found and known != found:
                 return False
