@@ -15,11 +15,12 @@ HEAD = """# Coverage
 How much of {count} public architectures is fused. `models/survey.py` exports each of them with random weights in a tiny
 size, by both exporters of torch, with attention as the library computes it by default (mostly
 `scaled_dot_product_attention`) and written out ("eager"), and optimizes the {exports} exports. What there is to fuse is
-counted while the torch module runs, by the functions and modules that it calls, but for those that read parameters
-alone; what fuses is counted in the fused nodes. A norm, an activation or a biased product that onnxfuse or an exporter
-computes from other constants counts as not fused. An export that onnxruntime does not run on inputs that the module
-takes, because the exporter lost an axis, a size or a type, counts as failed. Of {verified} exports, one in eight,
-outputs and fused nodes were also compared in onnxruntime: {statuses}.
+counted while the torch module runs, by the functions and modules that it calls. What it computes of parameters and
+buffers alone is not counted, and what it computes several times of the same tensors counts once. What fuses is counted
+in the fused nodes; norms and activations in regions, by the operators of these. A norm, an activation or a biased
+product that onnxfuse or an exporter computes from other constants counts as not fused. An export that onnxruntime does
+not run on inputs that the module takes, because the exporter lost an axis, a size or a type, counts as failed. Of
+{verified} exports, one in eight, outputs and fused nodes were also compared in onnxruntime: {statuses}.
 
 Made with {versions}.
 All numbers: [results](../benchmarks/results/{name}).
