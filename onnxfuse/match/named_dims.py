@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from onnxfuse.analysis import layout as layouts
-from onnxfuse.analysis.dims import Size, is_known
+from onnxfuse.analysis.dims import Size, is_known, product
 from onnxfuse.match.state import Dims
 
 
@@ -69,6 +70,35 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
             if known is not found and known != found:
                 return False
     return not left
+
+
+def axes_of(side: str) -> list[list[str]]:
+    """Return the names that each axis of one side of an arrangement is composed of; "..." is an axis here."""
+    return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", side)]
+
+
+@functools.cache  # asked at every failure to rearrange
+def has_axes_of(side: str, rank: int) -> bool:
+    """Return whether one side of an arrangement may describe a tensor of so many axes."""
+    axes = axes_of(side)
+    return len(axes) - 1 <= rank if ["..."] in axes else len(axes) == rank
+
+
+def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
+    """Return whether one side of an arrangement may describe a shape, as far as the sizes of its names are known."""
+    axes = axes_of(side)
+    if not has_axes_of(side, len(shape)):
+        return False
+    dots = next((i for i, names in enumerate(axes) if names == ["..."]), len(axes))
+    tail = axes[dots + 1 :]
+    pairs = [*zip(axes[:dots], shape, strict=False), *zip(tail, shape[len(shape) - len(tail) :], strict=True)]
+    return all(size is None or size == found for names, found in pairs for size in [size_of(names, known)])
+
+
+def size_of(names: Sequence[str], known: Dims) -> Size | None:
+    """Return the size of an axis that is composed of names; None where one of these is not known."""
+    sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]
+    return None if None in sizes else product([size for size in sizes if size is not None])
 
 
 def fitted_arrangement(pattern: str, source_rank: int, result_rank: int) -> layouts.Arrangement | None:
