@@ -116,6 +116,8 @@ def arranged_axes_text(side: str, dims: Dims) -> str:
 
 
 def _axis_text(names: Sequence[str], dims: Dims) -> str:
+    if names == ["..."] and "..." in dims:
+        return ", ".join(map(str, dims["..."]))
     size, text = size_of(names, dims), "*".join(names)
     return text if size is None or text.isdecimal() else f"{text}={size}"
 

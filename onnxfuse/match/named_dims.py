@@ -96,7 +96,9 @@ def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
 
 
 def size_of(names: Sequence[str], known: Dims) -> Size | None:
-    """Return the size of an axis that is composed of names; None where one of these is not known."""
+    """Return the size of an axis that is composed of names; None where one of these is not known, or several axes."""
+    if "..." in names:
+        return None
     sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]
     return None if None in sizes else product([size for size in sizes if size is not None])
 
