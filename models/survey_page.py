@@ -38,6 +38,13 @@ All of it is fused of {complete_count} architectures:
 
 {complete}
 
+{others}{level} Not exported, or not run by onnxruntime
+
+| architecture | exporter | error |
+|---|---|---|
+{errors}
+"""
+OTHERS = """\
 Of the others, fused of counted by dynamo, TorchScript, and TorchScript with attention written out; one number where
 these are equal.
 
@@ -54,11 +61,6 @@ the exporter's error.
 |---|---|---|---:|---|
 {reasons}
 
-{level} Not exported, or not run by onnxruntime
-
-| architecture | exporter | error |
-|---|---|---|
-{errors}
 """
 
 
@@ -119,13 +121,23 @@ def tables(entries: Sequence[Entry], level: str) -> str:
     return TABLES.format(
         level=level,
         totals="\n".join(totals(measured)),
-        structures=" | ".join(STRUCTURES),
-        columns="|".join("---:" for _ in STRUCTURES),
         complete_count=sum(each in complete for each in architectures),
         complete="\n".join(by_library(each for each in architectures if each in complete)),
-        rows="\n".join(architecture_row(each, measured) for each in architectures if each not in complete),
-        reasons="\n".join(reason_rows(measured)),
+        others=others(measured, [each for each in architectures if each not in complete], level),
         errors="\n".join(error_rows(entries)),
+    )
+
+
+def others(measured: Sequence[Entry], incomplete: Sequence[str], level: str) -> str:
+    """Return the tables of architectures of which not all is fused; "" where there are none."""
+    if not incomplete:
+        return ""
+    return OTHERS.format(
+        level=level,
+        structures=" | ".join(STRUCTURES),
+        columns="|".join("---:" for _ in STRUCTURES),
+        rows="\n".join(architecture_row(each, measured) for each in incomplete),
+        reasons="\n".join(reason_rows(measured)),
     )
 
 
