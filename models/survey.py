@@ -53,6 +53,9 @@ FAMILIES = {
     "attention": re.compile("attention"), "rotary": re.compile("rotary_embedding"), "norms": re.compile("norm"),
     "activations": re.compile("activation"), "biased products": re.compile("gemm"),
 }  # fmt: skip
+ACTIVATIONS = frozenset(
+    {"Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Sigmoid", "Tanh"}
+)
 NAME = re.compile("'[^']*'")
 PATHS = re.compile(r"(\[ONNXRuntimeError\] : \d+ : )|(/\S+/)")
 ORT_ERRORS = (
@@ -149,7 +152,15 @@ def fused_structures(model: onnx.ModelProto) -> Counter[str]:
         counts["activations"] += attributes.get("activation", b"none") != b"none"
         operands = set(attributes["operands"].decode().split())
         counts["biased products"] += len(operands.intersection(BIASES.get(fusion, ())))
+        counts += in_program(json.loads(attributes.get("program", b'{"ops": []}')))
     return counts
+
+
+def in_program(program: dict) -> Counter[str]:
+    """Return how many norms and activations are in the program of a region, or of what follows a product."""
+    operators = Counter(operator for operator, *_ in program["ops"])
+    activations = sum(operators[name] for name in ACTIVATIONS)
+    return Counter(norms=min(operators["ReduceMean"], operators["Sqrt"]), activations=activations)
 
 
 def reasons(report: onnxfuse.Report, structure: str) -> list[str]:

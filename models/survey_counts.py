@@ -1,16 +1,19 @@
 """Count what a torch module computes when it runs: attentions, rotated tensors, norms, activations, biased products.
 
 The counts come from the calls that the module makes, not from what any matcher finds in a graph.  What a module
-computes of its parameters alone, such as projections of a table of positions, is a constant, and not counted.
+computes of its parameters and buffers alone, such as projections of a table of positions, is a constant, and not
+counted.  What it computes several times of equal tensors, such as an activation of one embedding in every block,
+counts once: results of equal calls of the same tensors are equal.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,6 +39,7 @@ PRODUCTS = frozenset(
     {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm, torch.einsum}
     | {torch.baddbmm, torch.Tensor.baddbmm}
 )
+FILLS = frozenset({torch.arange, torch.full, torch.linspace, torch.ones, torch.zeros})  # of numbers alone
 # Where values of a product stop being scores: what a layer computes of them is something else.
 LAYERS = frozenset(
     {F.linear, torch.addmm, F.conv1d, F.conv2d, F.conv3d, F.layer_norm, F.batch_norm, F.group_norm, F.embedding}
@@ -59,11 +63,47 @@ class CallCounter(TorchFunctionMode):
         self._softmaxes = 0
         self._probabilities: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its softmax
         self._scores: dict[int, torch.Tensor] = {}  # by identity: what is computed of a product, up to the next layer
-        self._constants: dict[int, torch.Tensor] = {}  # by identity: what is computed of parameters alone
+        self._constants: dict[int, torch.Tensor] = {}  # by identity: buffers, and what is computed of constants alone
+        self._computed: set[Hashable] = set()  # what is counted, with the values that it reads
+        self._values: dict[int, tuple[torch.Tensor, int, int]] = {}  # by identity: the tensor, its version, its value
+        self._results: dict[Hashable, int] = {}  # values that calls have made
+        self._new_values = itertools.count()
+
+    def add_buffers(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Let buffers be constants until something is written into them."""
+        self._constants |= {id(buffer): buffer for buffer in buffers}
 
     def is_constant(self, tensor: object) -> bool:
-        """Return whether a tensor is a parameter, or was computed of parameters alone."""
+        """Return whether a tensor is a parameter or a buffer, or was computed of these alone."""
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._constants
+
+    def is_new(self, what: str, *read: object) -> bool:
+        """Return whether this was not computed before of tensors of these values."""
+        values = tuple(self._value(each) for each in read if isinstance(each, torch.Tensor))
+        known = bool(values) and (what, values) in self._computed
+        self._computed.add((what, values))
+        return not known
+
+    def _value(self, tensor: torch.Tensor) -> int:
+        """Return a number that tensors share which are known to be equal."""
+        _, version, value = self._values.get(id(tensor), (tensor, -1, -1))
+        if version != tensor._version:
+            value = next(self._new_values)
+            self._values[id(tensor)] = tensor, tensor._version, value
+        return value
+
+    def _key(self, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> Hashable:
+        """Return what calls share whose results are equal; None for one that reads no tensor and may draw numbers."""
+        leaves = tree_leaves((args, sorted(given), given))
+        if func not in FILLS and not any(isinstance(each, torch.Tensor) for each in leaves):
+            return None
+        return func, tuple(self._value(each) if isinstance(each, torch.Tensor) else repr(each) for each in leaves)
+
+    def _remember_values(self, key: Hashable, result: Any) -> None:
+        made = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+        for index, tensor in enumerate(made if key is not None else ()):
+            value = self._results.setdefault((key, index), next(self._new_values))
+            self._values[id(tensor)] = tensor, tensor._version, value
 
     def __torch_function__(
         self,
@@ -74,19 +114,22 @@ class CallCounter(TorchFunctionMode):
     ) -> Any:
         """Count one call, and run it."""
         given = dict(kwargs or {})
+        key = self._key(func, args, given)
         result = func(*args, **given)
+        self._remember_values(key, result)
         if self._follow_constants(func, args, given, result):
             return result
         if func is F.scaled_dot_product_attention:
-            self.counts["attention"] += 1
+            self.counts["attention"] += self.is_new("attention", *args[:2], given.get("query"), given.get("key"))
         elif func is F.multi_head_attention_forward:
             self._count_multi_head(args, given)
         elif func is F.linear:
-            self.counts["biased products"] += any(x is not None for x in (*args[2:3], given.get("bias")))
+            has_bias = any(x is not None for x in (*args[2:3], given.get("bias")))
+            self.counts["biased products"] += has_bias and self.is_new("product", *tree_leaves((args, given)))
         elif func is torch.addmm:
             self.counts["biased products"] += 1  # Conv1D of transformers
         elif func in ACTIVATION_FUNCTIONS and not self.inside:
-            self.counts["activations"] += 1
+            self.counts["activations"] += self.is_new(func.__name__, *tree_leaves((args, given)))
         self._follow_probabilities(func, args, given, result)
         return result
 
@@ -148,6 +191,7 @@ def _is_over_keys(args: tuple[Any, ...], given: Mapping[str, Any], rank: int) ->
 def count_structures(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
     """Return how many of each structure a run of the module computes."""
     counter = CallCounter()
+    counter.add_buffers(model.buffers())
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_counted(module, counter))
@@ -172,7 +216,9 @@ def _counted(module: nn.Module, counter: CallCounter) -> Iterator[None]:
         return
 
     def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
-        counter.counts[structure] += not (args and counter.is_constant(args[0]))
+        function = repr(module).lower().removesuffix("()")  # SiLU() and F.silu are the same
+        what = function if structure == "activations" else f"norm {id(module)}"
+        counter.counts[structure] += not (args and counter.is_constant(args[0])) and counter.is_new(what, *args)
         counter.inside += 1
 
     def end(*_: object) -> None:

@@ -15,11 +15,12 @@ HEAD = """# Coverage
 How much of {count} public architectures is fused. `models/survey.py` exports each of them with random weights in a tiny
 size, by both exporters of torch, with attention as the library computes it by default (mostly
 `scaled_dot_product_attention`) and written out ("eager"), and optimizes the {exports} exports. What there is to fuse is
-counted while the torch module runs, by the functions and modules that it calls, but for those that read parameters
-alone; what fuses is counted in the fused nodes. A norm, an activation or a biased product that onnxfuse or an exporter
-computes from other constants counts as not fused. An export that onnxruntime does not run on inputs that the module
-takes, because the exporter lost an axis, a size or a type, counts as failed. Of {verified} exports, one in eight,
-outputs and fused nodes were also compared in onnxruntime: {statuses}.
+counted while the torch module runs, by the functions and modules that it calls. What it computes of parameters and
+buffers alone is not counted, and what it computes several times of the same tensors counts once. What fuses is counted
+in the fused nodes; norms and activations in regions, by the operators of these. A norm, an activation or a biased
+product that onnxfuse or an exporter computes from other constants counts as not fused. An export that onnxruntime does
+not run on inputs that the module takes, because the exporter lost an axis, a size or a type, counts as failed. Of
+{verified} exports, one in eight, outputs and fused nodes were also compared in onnxruntime: {statuses}.
 
 Made with {versions}.
 All numbers: [results](../benchmarks/results/{name}).
@@ -37,6 +38,13 @@ All of it is fused of {complete_count} architectures:
 
 {complete}
 
+{others}{level} Not exported, or not run by onnxruntime
+
+| architecture | exporter | error |
+|---|---|---|
+{errors}
+"""
+OTHERS = """\
 Of the others, fused of counted by dynamo, TorchScript, and TorchScript with attention written out; one number where
 these are equal.
 
@@ -53,11 +61,6 @@ the exporter's error.
 |---|---|---|---:|---|
 {reasons}
 
-{level} Not exported, or not run by onnxruntime
-
-| architecture | exporter | error |
-|---|---|---|
-{errors}
 """
 
 
@@ -118,13 +121,23 @@ def tables(entries: Sequence[Entry], level: str) -> str:
     return TABLES.format(
         level=level,
         totals="\n".join(totals(measured)),
-        structures=" | ".join(STRUCTURES),
-        columns="|".join("---:" for _ in STRUCTURES),
         complete_count=sum(each in complete for each in architectures),
         complete="\n".join(by_library(each for each in architectures if each in complete)),
-        rows="\n".join(architecture_row(each, measured) for each in architectures if each not in complete),
-        reasons="\n".join(reason_rows(measured)),
+        others=others(measured, [each for each in architectures if each not in complete], level),
         errors="\n".join(error_rows(entries)),
+    )
+
+
+def others(measured: Sequence[Entry], incomplete: Sequence[str], level: str) -> str:
+    """Return the tables of architectures of which not all is fused; "" where there are none."""
+    if not incomplete:
+        return ""
+    return OTHERS.format(
+        level=level,
+        structures=" | ".join(STRUCTURES),
+        columns="|".join("---:" for _ in STRUCTURES),
+        rows="\n".join(architecture_row(each, measured) for each in incomplete),
+        reasons="\n".join(reason_rows(measured)),
     )
 
 

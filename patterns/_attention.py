@@ -18,9 +18,9 @@ from onnxfuse.dsl import (
     when,
 )
 
-SCORES: Final = "batch? heads? queries? keys?"
+SCORES: Final = "batch? heads? queries? keys??"
 SLOPES: Final = "heads 1 1"
-POSITIONS: Final = "batch? 1 queries? keys?"
+POSITIONS: Final = "batch? 1 queries? keys??"
 BIASED: Final = ("slopes", "position")  # `bias_kind` where there is a bias
 INFINITY: Final = float("inf")
 SWALLOWS_SCORES: Final = -1e30  # in float32 a finite score added to a value below this leaves that value as it is

@@ -75,6 +75,8 @@ def tensor(dims: str | None = None, *, optional: bool = False) -> Capture:
 
     `dims` names its axes, for example "... d": a name stands for one size throughout the fusion, "..." for any
     leading axes (the same throughout), `name?` for that size, 1, or an axis that is absent, and a number for itself.
+    `name??` is also a size that is not known, where a product of the fusion sums over what the tensor broadcasts to, so
+    that no model runs in which that size is any other one.
     Without `dims`, a rearrange() of the tensor names them.  Raises PatternError if `dims` has anything else.
     """
     _check_dims(dims)
@@ -89,7 +91,7 @@ def weight(dims: str | None = None, *, optional: bool = False) -> Capture:
 
 def _check_dims(dims: str | None) -> None:
     for axis in (dims or "").split():
-        if axis != "..." and not axis.isdecimal() and not axis.removesuffix("?").isidentifier():
+        if axis != "..." and not axis.isdecimal() and not axis.removesuffix("?").removesuffix("?").isidentifier():
             raise PatternError(
                 f"{here()}: \"{dims}\" has '{axis}'; required names of axes, numbers or '...'. Leave the text out "
                 "where a rearrange() of the tensor tells its axes"

@@ -10,6 +10,7 @@ from onnxfuse.dsl.spans import Span
 from onnxfuse.dsl.terms import Term
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import Tensor, is_constant, is_outer, op_of, producer
+from onnxfuse.match.named_dims import axes_of, size_of
 from onnxfuse.match.state import Dims, Miss, State
 
 MAX_VALUE_CHARACTERS = 60  # of an attribute's value in a message
@@ -21,7 +22,7 @@ class NearestMiss:
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
         self._refused = False  # all of the pattern agreed somewhere, but it may not be replaced
-        self._best: tuple[tuple[int, int], Callable[[], str], Span, State, str] | None = None
+        self._best: tuple[tuple[int, int, bool], Callable[[], str], Span, State, str] | None = None
         self._sizes: dict[tuple[tuple[str, str], ...], int] = {}
 
     def forget(self) -> None:
@@ -38,14 +39,16 @@ class NearestMiss:
         *,
         whole: bool = False,
         refused: bool = False,
+        unlike: bool = False,
     ) -> None:
         """Remember why `term` does not fit, if more agreed than at any failure before.
 
         `whole` says that all of the term agreed and a condition failed: that says more than a part that does not fit.
-        `refused` says that all of the pattern agreed, but must not be replaced.
+        `refused` says that all of the pattern agreed, but must not be replaced.  `unlike` says that not even the number
+        of axes agrees, which says less than any other failure.
         """
         self._refused = self._refused or refused
-        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands)
+        reached = len(state.nodes) + len(state.kept) + whole, len(state.operands), not unlike
         if self._best is None or reached > self._best[0]:
             self._best = (reached, sentence, span or term.span, state, hint)
 
@@ -105,6 +108,18 @@ def _token_text(token: str, dims: Dims) -> str:
         return ", ".join(map(str, dims[token]))
     size = dims.get(token.rstrip("?"))
     return token if size is None else f"{token}={size}"
+
+
+def arranged_axes_text(side: str, dims: Dims) -> str:
+    """Return the axes of one side of an arrangement for a message, with the sizes that are known."""
+    return ", ".join(_axis_text(names, dims) for names in axes_of(side))
+
+
+def _axis_text(names: Sequence[str], dims: Dims) -> str:
+    if names == ["..."] and "..." in dims:
+        return ", ".join(map(str, dims["..."]))
+    size, text = size_of(names, dims), "*".join(names)
+    return text if size is None or text.isdecimal() else f"{text}={size}"
 
 
 def number_text(value: object) -> str:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from onnxfuse.analysis import layout as layouts
-from onnxfuse.analysis.dims import Size
+from onnxfuse.analysis.dims import Size, is_known, product
 from onnxfuse.match.state import Dims
 
-Token: TypeAlias = tuple[str, bool]  # a name, and whether the axis may broadcast
+
+class Token(NamedTuple):
+    """A name, whether the axis may broadcast, and whether its size may be one that is not known."""
+
+    name: str
+    may_broadcast: bool
+    may_be_unknown: bool
 
 
 @functools.cache
 def _parsed(spec: str) -> tuple[tuple[Token, ...], bool, tuple[Token, ...]]:
     """Return the tokens before "...", whether that is present, and the tokens after it."""
     before, dots, after = spec.partition("...")
-    head, tail = (tuple((t.rstrip("?"), t.endswith("?")) for t in part.split()) for part in (before, after))
+    head, tail = (tuple(map(_token, part.split())) for part in (before, after))
     return head, bool(dots), tail
+
+
+def _token(text: str) -> Token:
+    return Token(text.rstrip("?"), text.endswith("?"), text.endswith("??"))
 
 
 @functools.lru_cache(maxsize=4096)  # asked for every fusion at every node, of the few shapes that a model has
@@ -44,7 +55,7 @@ def unify(spec: str, shape: Sequence[Size], known: Dims) -> Dims | None:
 def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[str, Any]) -> bool:
     """Bind names to sizes, beginning with the last axis; return whether they agree with what is bound already."""
     left = len(sizes)
-    for name, may_broadcast in reversed(tokens):
+    for name, may_broadcast, may_be_unknown in reversed(tokens):
         if not left:
             if not may_broadcast:
                 return False
@@ -54,11 +65,42 @@ def _bind_from_right(tokens: Sequence[Token], sizes: Sequence[Size], dims: dict[
         if name.isdecimal():
             if found != int(name):
                 return False
-        elif not (may_broadcast and found == 1):
+        elif not (may_broadcast and found == 1) and not (may_be_unknown and not is_known(found)):
             known = dims.setdefault(name, found)
             if known is not found and known != found:
                 return False
     return not left
+
+
+def axes_of(side: str) -> list[list[str]]:
+    """Return the names that each axis of one side of an arrangement is composed of; "..." is an axis here."""
+    return [(inside or single).split() for inside, single in re.findall(r"\(([^)]*)\)|(\S+)", side)]
+
+
+@functools.cache  # asked at every failure to rearrange
+def has_axes_of(side: str, rank: int) -> bool:
+    """Return whether one side of an arrangement may describe a tensor of so many axes."""
+    axes = axes_of(side)
+    return len(axes) - 1 <= rank if ["..."] in axes else len(axes) == rank
+
+
+def arranged_axes_fit(side: str, shape: Sequence[Size], known: Dims) -> bool:
+    """Return whether one side of an arrangement may describe a shape, as far as the sizes of its names are known."""
+    axes = axes_of(side)
+    if not has_axes_of(side, len(shape)):
+        return False
+    dots = next((i for i, names in enumerate(axes) if names == ["..."]), len(axes))
+    tail = axes[dots + 1 :]
+    pairs = [*zip(axes[:dots], shape, strict=False), *zip(tail, shape[len(shape) - len(tail) :], strict=True)]
+    return all(size is None or size == found for names, found in pairs for size in [size_of(names, known)])
+
+
+def size_of(names: Sequence[str], known: Dims) -> Size | None:
+    """Return the size of an axis that is composed of names; None where one of these is not known, or several axes."""
+    if "..." in names:
+        return None
+    sizes = [int(name) if name.isdecimal() else known.get(name) for name in names]
+    return None if None in sizes else product([size for size in sizes if size is not None])
 
 
 def fitted_arrangement(pattern: str, source_rank: int, result_rank: int) -> layouts.Arrangement | None:

@@ -135,7 +135,10 @@ class AssociativeMatcher:
     def _misfit(self, values: Sequence[Tensor]) -> str:
         found = " and ".join(f"'{t.name}' ({origin(self.m.graph, t)})" for t in values)
         wanted = " and ".join(self.m.wanted(term) for term in self.values)
-        return f"{found} are {'multiplied' if self.product else 'added'}; required {wanted}"
+        how = "multiplied" if self.product else "added"
+        if len(values) == 1:
+            return f"{found} is {how} {'by' if self.product else 'to'} a number; required {wanted} and a number"
+        return f"{found} are {how}; required {wanted}"
 
     def _assign(self, values: Sequence[Tensor], i: int, state: State) -> Iterator[State]:
         """Yield the state after each way to read the values from index `i` on as the terms at their indices."""
@@ -157,8 +160,12 @@ class AssociativeMatcher:
         ):
             yield state
         else:
-            where = f" ('{numbers[0][1].name}')" if numbers else ""
-            self.m.fail(self.term, state, lambda: f"the constant is {found:g}{where}; required {required:g}")
+            self.m.fail(self.term, state, lambda: self._other_number(numbers, found, required))
+
+    def _other_number(self, numbers: Sequence[StoredNumber], found: float, required: float) -> str:
+        if not numbers:
+            return f"there is no constant {'factor' if self.product else 'term'}; required {required:g}"
+        return f"the constant is {found:g} ('{numbers[0][1].name}'); required {required:g}"
 
     def _total(self, numbers: Sequence[float]) -> float:
         return math.prod(numbers) if self.product else math.fsum(numbers)

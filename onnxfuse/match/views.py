@@ -13,8 +13,8 @@ from onnxfuse.dsl.terms import VIEW_OPS, Capture, Term
 from onnxfuse.ir.attributes import ints_attribute
 from onnxfuse.ir.node import Node, Tensor, is_constant, op_of, producer
 from onnxfuse.match.context import MatchContext
-from onnxfuse.match.diagnostics import shape_text
-from onnxfuse.match.named_dims import fitted_arrangement
+from onnxfuse.match.diagnostics import arranged_axes_text, shape_text
+from onnxfuse.match.named_dims import arranged_axes_fit, fitted_arrangement, has_axes_of
 from onnxfuse.match.scaling import scale_step
 from onnxfuse.match.state import State
 
@@ -103,7 +103,9 @@ def match_rearrange(
         if fits:
             return  # a nearer source would only keep more views
     if not arranged:
-        m.fail(term, state, lambda: _not_arranged(m, pattern, tensor, nearest_source))
+        shape = m.shapes.shape(tensor)
+        unlike = shape is not None and not has_axes_of(pattern.partition("->")[2], len(shape))
+        m.fail(term, state, lambda: _not_arranged(m, pattern, tensor, nearest_source, state), unlike=unlike)
 
 
 def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
@@ -112,8 +114,11 @@ def _is_rounded(m: MatchContext, source: Tensor, nodes: Sequence[Node]) -> bool:
     return any(m.shapes.dtype(cast.outputs[0]) != m.shapes.dtype(source) for cast in casts)
 
 
-def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor) -> str:
-    sentence = f"'{tensor.name}' ({shape_text(m.shapes.shape(tensor))}) is not made by {pattern}"
+def _not_arranged(m: MatchContext, pattern: str, tensor: Tensor, source: Tensor, state: State) -> str:
+    shape, axes = m.shapes.shape(tensor), pattern.partition("->")[2].strip()
+    if shape is not None and not arranged_axes_fit(axes, shape, state.dims):
+        return f"'{tensor.name}' has shape ({shape_text(shape)}); required ({arranged_axes_text(axes, state.dims)})"
+    sentence = f"'{tensor.name}' ({shape_text(shape)}) is not made by {pattern}"
     return sentence if source is tensor else f"{sentence} of '{source.name}' ({shape_text(m.shapes.shape(source))})"
 
 

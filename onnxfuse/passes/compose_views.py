@@ -13,7 +13,7 @@ from onnxfuse.analysis.layout import Layout, SubAxis, coalesce, identity, reshap
 from onnxfuse.analysis.shape_info import ShapeInfo
 from onnxfuse.ir.attributes import input_index, ints_attribute
 from onnxfuse.ir.graph import Graph, constant_number
-from onnxfuse.ir.node import Node, Tensor, op_of, producer
+from onnxfuse.ir.node import Node, Tensor, consumers, op_of, producer
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
 
@@ -33,16 +33,22 @@ def compose_views(graph: Graph, shapes: ShapeInfo) -> int:
     """Replace chains of views by shorter ones: nothing, or the needed ones of Reshape > Transpose > Reshape.
 
     Sizes may be symbolic; a chain stays if a Reshape in its place would need a target that is computed at run time.
-    Returns the number of chains that were replaced.
+    So does one that makes rows of groups of channels for a GroupNorm: the shape in front of the last Reshape, which may
+    be a view too, is that of the result.  Returns the number of chains that were replaced.
     """
     if graph.opset < 5:  # the target of Reshape was an attribute
         return 0
-    views = [node for node in graph.nodes if op_of(node) in VIEWS]
+    views = [node for node in graph.nodes if op_of(node) in VIEWS and not _makes_rows_of_groups(node)]
     count = sum(_shorten(graph, shapes, node) for node in reversed(views))  # from the ends: the longest chains first
     if count:
         graph.remove_dead()
         graph.sort()
     return count
+
+
+def _makes_rows_of_groups(node: Node) -> bool:
+    readers = consumers(node.outputs[0])
+    return bool(readers) and all(op_of(reader) == "InstanceNormalization" for reader in readers)
 
 
 def _shorten(graph: Graph, shapes: ShapeInfo, last: Node) -> bool:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from onnx import TensorProto
 
-from onnxfuse.analysis.dims import product
+from onnxfuse.analysis.dims import Size, product
 from onnxfuse.analysis.shape_info import CannotInfer, Shape, ShapeInfo
 from onnxfuse.analysis.slice_ranges import SLICING, slice_ranges
 from onnxfuse.ir.attributes import int_attribute, ints_attribute
@@ -23,6 +24,7 @@ from onnxfuse.ir.node import AttributeValue, Node, Tensor, consumers, op_of, pro
 from onnxfuse.passes.compose_views import View, farthest_view, write_scalings, write_views, written_from
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
+from onnxfuse.passes.sizes_of_products import before_transposes
 from onnxfuse.passes.split_merged_heads import ELEMENTWISE
 
 RANK: Final = 4  # of the products that patterns know
@@ -147,14 +149,38 @@ class MergedAttention:
         return None if source is None else self.reshaped(source, _joined(full, at))
 
     def _expanded(self, tensor: Tensor, full: Shape, at: int, wanted: Shape) -> Tensor | None:
-        """Return a tensor that is repeated along the two axes; None where it is repeated a dynamic number of times."""
-        target = [1] * len(full)
+        """Return a tensor that is repeated along the two axes; None where values do not tell how often."""
+        target: list[Size] = [1] * len(full)
         for i, (size, found) in enumerate(zip(wanted, full[at : at + 2], strict=True)):
-            if size != found and not isinstance(size, int):
-                return None
-            target[at + i] = size if isinstance(size, int) else 1
-        stored = self.graph.constant(f"{tensor.name}_sizes", np.array(target, np.int64))
-        return self._emit("Expand", [tensor, stored], (*full[:at], *wanted, *full[at + 2 :]), tensor)
+            target[at + i] = size if size != found or isinstance(size, int) else 1
+        sizes = self._sizes(target, at, f"{tensor.name}_sizes")
+        expanded = (*full[:at], *wanted, *full[at + 2 :])
+        return None if sizes is None else self._emit("Expand", [tensor, sizes], expanded, tensor)
+
+    def _sizes(self, target: Sequence[Size], at: int, stem: str) -> Tensor | None:
+        """Return sizes as a tensor; those of the two axes that are no numbers are read of the values of the attention.
+
+        None where the values have others.
+        """
+        open_axes = [i for i, size in enumerate(target) if not isinstance(size, int)]
+        numbers = np.array([size if isinstance(size, int) else 1 for size in target], np.int64)
+        if not open_axes:
+            return self.graph.constant(stem, numbers)
+        values, axis = self.last.inputs[1], self.axis - at + open_axes[0]
+        shape = self.shapes.shape(values)
+        if len(open_axes) > 1 or shape is None or shape[axis] != target[open_axes[0]]:
+            return None
+        source, axis = before_transposes(values, axis)
+        write, (open_axis,) = (self.graph, self.shapes), open_axes
+        found = emit(*write, "Shape", [source], f"{stem}_of_values", (len(shape),), TensorProto.INT64)
+        index = self.graph.constant(f"{stem}_axis", np.array([axis], np.int64))
+        size = emit(*write, "Gather", [found, index], f"{stem}_size", (1,), TensorProto.INT64, {"axis": 0})
+        parts = [numbers[:open_axis], numbers[open_axis + 1 :]]
+        before, behind = (
+            [self.graph.constant(f"{stem}_{side}", part)] if part.size else []
+            for side, part in zip(("before", "behind"), parts, strict=True)
+        )
+        return emit(*write, "Concat", [*before, size, *behind], stem, (len(target),), TensorProto.INT64, {"axis": 0})
 
     def reshaped(self, tensor: Tensor, wanted: Shape) -> Tensor | None:
         """Return a tensor with the wanted shape; None where a Reshape would need a computed target."""

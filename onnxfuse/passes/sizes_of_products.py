@@ -56,13 +56,13 @@ def _operand_of_axis(shapes: ShapeInfo, product: Node, axis: int) -> tuple[Tenso
     for operand in product.inputs[1:] if behind == -1 else product.inputs:
         shape = shapes.shape(operand)
         if shape is not None and len(shape) >= -behind and shape[behind] == whole[behind]:
-            return _before_transposes(operand, behind + len(shape))
+            return before_transposes(operand, behind + len(shape))
         if behind == -2:
             return None
     return None
 
 
-def _before_transposes(tensor: Tensor, axis: int) -> tuple[Tensor, int]:
+def before_transposes(tensor: Tensor, axis: int) -> tuple[Tensor, int]:
     """Return what Transposes make a tensor of, and an axis of it there."""
     while (node := producer(tensor)) is not None and op_of(node) == "Transpose":
         perm = ints_attribute(node, "perm")

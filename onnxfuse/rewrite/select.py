@@ -35,10 +35,15 @@ class FusionResult:
     def near(self) -> list[Miss]:
         """Return the misses worth reading, nearest first: those where much agreed, at nodes that nothing else fused.
 
-        An attention that is not fused has one in any case: the one where most agreed.
+        An attention that is not fused has one in any case: the one where most agreed.  A fusion that gets what others
+        leave has none in a region, which does as much in one launch.
         """
         taken = {n for one in self.fused if one.fusion != REGION for n in one.replaces if n not in one.joined}
-        unfused = [m for m in self.missed if m.node in self.remaining and m.node not in taken]
+        in_regions = {n for one in self.fused for n in one.replaces} - taken
+        unfused = [
+            m for m in self.missed
+            if m.node in self.remaining and m.node not in taken and not (m.fusion.last and m.node in in_regions)
+        ]  # fmt: skip
         near = {id(m): m for m in unfused if m.matched > 1 and m.matched >= NEAR_MISS_SHARE * m.of}
         nearest: dict[str, Miss] = {}
         for miss in unfused:

@@ -2,7 +2,8 @@
 
 The operator reads how long each sequence is, so that sequences may be padded on the right, and their caches may be
 longer than what they hold.  It is attention over past and new keys, as fusions have it, only where all sequences of the
-batch are as long as the past and the new keys together, which the shapes of the model must tell.
+batch are as long as the past and the new keys together.  The shapes of the model must tell that, or a mask of ones that
+the model makes and counts; a mask that is an input may count fewer.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from typing import Final
 
 from onnxfuse.analysis.dims import Size
-from onnxfuse.analysis.rules import RuleTable
+from onnxfuse.analysis.rules import RuleTable, axes_parameter
+from onnxfuse.analysis.shape_info import CannotInfer
 from onnxfuse.dsl.terms import Term
 from onnxfuse.dsl.words import op, rearrange
-from onnxfuse.ir.node import Tensor, op_of, producer
+from onnxfuse.ir.attributes import tensor_attribute
+from onnxfuse.ir.node import Node, Tensor, op_of, producer
 from onnxfuse.patterns._attention import axis_size
 from onnxfuse.spell_out.attention import Heads, attended, columns_of
 from onnxfuse.spell_out.call import Call, Rule
@@ -85,7 +88,9 @@ def _unequal_lengths(call: Call) -> str | None:
     for index, length in (LENGTHS, keys - 1), (TOTAL, keys):
         found = _number(call, call.tensor(index))
         if found is None:
-            name = call.tensor(index).name
+            name, mask = call.tensor(index).name, _counted_mask(call.tensor(index))
+            if mask is not None:
+                return f"'{name}' counts '{mask.name}': new keys do not stand behind the past of sequences with padding"
             return f"the shapes do not tell the lengths '{name}': sequences may be shorter, padded on the right"
         if found != length:
             return f"'{call.tensor(index).name}' is {found}; required {length}, past and new keys"
@@ -98,9 +103,46 @@ def _number(call: Call, tensor: Tensor) -> Size | None:
     if value is not None and value.size:
         elements = list(value.reshape(-1))
         return elements[0] if all(element == elements[0] for element in elements) else None
-    if node is not None and op_of(node) in UNIFORM:
-        return _number(call, node.inputs[0])
+    op = op_of(node) if node is not None else ""
+    if node is None or (op not in UNIFORM and op not in ("Add", "ConstantOfShape", "ReduceSum", "Sub")):
+        return None
+    if op == "ConstantOfShape":
+        filled = tensor_attribute(node, "value")
+        value = None if filled is None else call.shapes.exact_constant(filled)
+        return None if value is None else int(value.item())
+    first = _number(call, node.inputs[0])
+    if first is None or op in UNIFORM:
+        return first
+    if op == "ReduceSum":
+        return _sum_of_axis(call, node, first)
+    second = _number(call, node.inputs[1])
+    return None if second is None else first + second if op == "Add" else first - second
+
+
+def _sum_of_axis(call: Call, node: Node, number: Size) -> Size | None:
+    """Return the sum of one axis of a tensor whose elements all are a number; None where that is not known."""
+    shape = call.shapes.shape(node.inputs[0])
+    try:
+        axes = None if shape is None else axes_parameter(call.shapes, node, len(shape))
+    except CannotInfer:
+        return None
+    return None if shape is None or axes is None or len(axes) != 1 else number * shape[axes[0]]
+
+
+def _counted_mask(tensor: Tensor) -> Tensor | None:
+    """Return the mask whose elements lengths are sums of, as exporters count them; None where there is none."""
+    while (node := producer(tensor)) is not None and op_of(node) in UNIFORM | {"Add", "ReduceSum", "Sub"}:
+        if op_of(node) == "ReduceSum":
+            return _before_casts(node.inputs[0])
+        tensor = node.inputs[0]
     return None
+
+
+def _before_casts(tensor: Tensor) -> Tensor:
+    """Return what Casts make a tensor of."""
+    while (node := producer(tensor)) is not None and op_of(node) == "Cast":
+        tensor = node.inputs[0]
+    return tensor
 
 
 def _new_heads(call: Call) -> tuple[Term, Term, Term]:
