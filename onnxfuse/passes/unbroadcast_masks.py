@@ -118,7 +118,7 @@ class _Substitution:
         return output
 
     def _int_constant(self, output: Tensor, numbers: Sequence[int] | None) -> Tensor:
-        return self.graph.constant(f"{output.name}_places", np.array(numbers))
+        return self.graph.constant(f"{output.name}_places", np.array(numbers, np.int64))  # may be none
 
     def _single_row(self, node: Node) -> Tensor | None:
         """Return the row of a small table that all indices select, such as the embedding of equal token types."""

@@ -168,5 +168,7 @@ def require_dtypes(shapes: ShapeInfo, tensors: Sequence[Tensor]) -> None:
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """Return an axis as a number that is not negative."""
-    return axis + rank if axis < 0 else axis
+    """Return an axis as a number that is not negative.  Raises StaysOut where there is no such axis."""
+    if not -rank <= axis < rank:
+        raise StaysOut(f"there is no axis {axis} in a tensor of {rank} dims")
+    return axis % rank

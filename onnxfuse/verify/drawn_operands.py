@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Final, TypeAlias
@@ -26,13 +27,15 @@ DRAWN_MAGNITUDES: Final[Mapping[str, tuple[float, float]]] = {
 
 # Of dims that are symbols, by the order of their names: all different, so that none is mistaken for another.
 SYMBOL_SIZES: Final = (2, 3, 5, 7, 4, 6, 9, 11)
+MAX_ELEMENTS: Final = 2**28  # of a tensor that is drawn by its shape; more are a wrong shape, or take too long
 
 
 def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
     """Return values of what a part reads, made from dtypes and symbolic shapes, for a model that does not run.
 
-    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown, and where the nodes
-    that the part replaced read more than its operands and constants: such a tensor may be computed from an operand.
+    Integers are 0 or 1, which index any table.  Raises VerificationError where a shape is unknown or too large, and
+    where the nodes that the part replaced read more than its operands and constants: such a tensor may be computed from
+    an operand.
     """
     for name in part.leaves:
         if name not in unfused.constants and name not in part.operands:
@@ -49,7 +52,10 @@ def operands_by_shape(unfused: UnfusedGraph, part: Part) -> Feeds:
         elif shape is None or not dtype or dtype == onnx.TensorProto.STRING:
             raise VerificationError(f"the original does not run, and the shape or dtype of '{name}' is unknown")
         else:
-            made[name] = _by_shape(name, tuple(max(0, evaluate(size, sizes)) for size in shape), dtype)
+            known = tuple(max(0, evaluate(size, sizes)) for size in shape)
+            if math.prod(known) > MAX_ELEMENTS:
+                raise VerificationError(f"the original does not run, and '{name}' of shape {list(known)} is too large")
+            made[name] = _by_shape(name, known, dtype)
     return made | {name: repeat_columns(made[name], columns) for name, columns in part.repeated.items()}
 
 

@@ -179,3 +179,12 @@ def test_a_gather_that_no_runtime_computes_stays() -> None:
     graph = read_graph(parse("(int64[N] ids) => (y) { y = Gather(none, i0) }", **CONSTANTS))
     assert not unbroadcast_masks(graph, infer_shapes(graph))
     assert [node.op for node in graph.nodes if "y" in [t.name for t in node.outputs]] == ["Gather"]
+
+
+def test_one_element_becomes_a_scalar() -> None:
+    """Its Reshape reads a shape of no sizes, which is of int64 as any other."""
+    nodes = "scalar = Gather<axis=0>(count, zero) row = Reshape(scalar, column) last = Squeeze(row, i0) "
+    used = {name: CONSTANTS[name] for name in ("zero", "one", "column", "i0")}
+    before = parse(f"(int64[1] count) => (y) {{ {nodes} y = Range(zero, last, one) }}", **used)
+    after, _ = apply(before, run_pipeline)
+    assert run(after, {"count": np.array([4])})[0].tolist() == [0, 1, 2, 3]

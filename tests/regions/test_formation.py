@@ -232,6 +232,13 @@ def test_shapes_that_are_computed_stay_out() -> None:
     assert [node.op_type for node in model.graph.node if node.domain == ""] == ["Expand"]
 
 
+def test_a_softmax_along_an_axis_that_is_not_there_stays_out() -> None:
+    """Onnxruntime runs such a model on empty tensors, and does not load a function with it."""
+    source = parsed("a = Neg(x) b = Exp(a) z = Softmax <axis = 2> (b)", inputs="float[n, 6] x")
+    made = fuse_model(source, None, [], regions=True)
+    assert "Softmax" in [node.op_type for node in made.model.graph.node]
+
+
 @pytest.mark.parametrize("dtype", ["string", "uint16"])
 def test_other_dtypes_stay_out(dtype: str) -> None:
     nodes = "e = Equal(x, y) z = Where(e, x, y)"

@@ -187,3 +187,15 @@ def test_parts_that_onnxruntime_does_not_open_in_float32_either_are_not_compared
     assert report.verified is not None and report.verified.status == "none"
     (output,) = report.verified.not_compared
     assert "two nodes with same node name" in output.reason
+
+
+def test_operands_that_no_memory_holds_are_not_drawn() -> None:
+    """Where the original does not run, operands have the shapes that the model declares, which may be wrong."""
+    weights = {name: np.ones(8, np.float32) for name in ("gamma", "beta")} | {"epsilon": np.float32(1e-5)}
+    model = parse(f"main (float[9999999999, 99999, 8] h) => (float[a, b, 8] y) {{ {LAYER_NORM} }}", **weights)
+    result = fused(model)
+    assert result.unfused is not None
+    found = compare_parts(result.unfused, result.model, parts_of(result), None, None)
+    assert [one.reason for one in found.not_compared] == [
+        "the original does not run, and 'h' of shape [9999999999, 99999, 8] is too large"
+    ]
