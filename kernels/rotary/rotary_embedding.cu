@@ -22,7 +22,8 @@ constexpr int STEPS = (PIECES + LANES - 1) / LANES;  // pieces of a thread
 constexpr int GROUPS = (HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
 constexpr int ALL_GROUPS = GROUPS + (MORE_HEADS + THREAD_HEADS - 1) / THREAD_HEADS;
 constexpr int TABLE_ROW = WHOLE_TABLE ? ROTATED : HALF;
-constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED;
+constexpr bool INSIDE = INTERLEAVED && Y_INTERLEAVED && WIDTH > 1;  // a pair lies in one vector, of x and of y
+constexpr bool TABLE_OF_PAIRS = WHOLE_TABLE && INTERLEAVED && !INSIDE;
 constexpr int TO_SECOND = TABLE_OF_PAIRS ? WIDTH : WHOLE_TABLE ? HALF : 0;  // of a piece of the tables
 
 static_assert(HALF % WIDTH == 0 && (SIZE - ROTATED) % WIDTH == 0, "a piece is of one kind");
@@ -51,7 +52,15 @@ __device__ __forceinline__ void interleave(float (&first)[WIDTH], float (&second
 struct Rotation {
     float cos_first[WIDTH], sin_first[WIDTH], cos_second[WIDTH], sin_second[WIDTH];
 
-    __device__ __forceinline__ void load(const COS_T* cos, const SIN_T* sin, INDEX at) {
+    // `at`: the first element of the row of the tables.
+    __device__ __forceinline__ void load(const COS_T* cos, const SIN_T* sin, INDEX at, int piece) {
+        if constexpr (INSIDE && !WHOLE_TABLE) {
+            at += piece * (WIDTH / 2);
+            load_twice(cos + at, cos_first), load_twice(sin + at, sin_first);
+            load_twice(cos + at + HALF / 2, cos_second), load_twice(sin + at + HALF / 2, sin_second);
+            return;
+        }
+        at += piece * WIDTH * (TABLE_OF_PAIRS ? 2 : 1);
         unpack(load_cached<WIDTH>(cos + at), cos_first);
         unpack(load_cached<WIDTH>(sin + at), sin_first);
         unpack(load_cached<WIDTH>(cos + at + TO_SECOND), cos_second);
@@ -59,7 +68,19 @@ struct Rotation {
         if (TABLE_OF_PAIRS) deinterleave(cos_first, cos_second), deinterleave(sin_first, sin_second);
     }
 
+    template <class E>
+    __device__ __forceinline__ static void load_twice(const E* from, float (&to)[WIDTH]) {
+        float values[WIDTH / 2];
+        unpack(load_cached<WIDTH / 2>(from), values);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) to[i] = values[i / 2];
+    }
+
     __device__ __forceinline__ void apply(float (&first)[WIDTH], float (&second)[WIDTH]) const {
+        if constexpr (INSIDE) {
+            apply_inside(first, cos_first, sin_first), apply_inside(second, cos_second, sin_second);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             const float one = first[i], other = second[i];
@@ -67,7 +88,21 @@ struct Rotation {
             second[i] = fmaf(other, cos_second[i], one * sin_second[i]);
         }
     }
+
+    __device__ __forceinline__ static void apply_inside(float (&x)[WIDTH], const float (&cos)[WIDTH],
+                                                        const float (&sin)[WIDTH]) {
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 2) {
+            const float one = x[i], other = x[i + 1];
+            x[i] = fmaf(one, cos[i], -other * sin[i]);
+            x[i + 1] = fmaf(other, cos[i + 1], one * sin[i + 1]);
+        }
+    }
 };
+
+// Whether the two vectors of a piece are neighbours. Neighbouring threads then read every other 16 bytes at once, which
+// takes as long as if they read all; so vectors of whole pairs are HALF apart.
+constexpr bool X_ADJACENT = INTERLEAVED && !INSIDE, Y_ADJACENT = Y_INTERLEAVED && !INSIDE;
 
 // The indices in a head of x and of y of a thread's elements.
 struct Piece {
@@ -76,12 +111,12 @@ struct Piece {
 
     __device__ __forceinline__ explicit Piece(int piece)
         : exists(LANES * STEPS == PIECES || piece < PIECES), rotated(piece < ROTATED_PIECES),
-          first(begin(piece, INTERLEAVED)), second(first + (INTERLEAVED ? WIDTH : HALF)),
-          y_first(begin(piece, Y_INTERLEAVED)), y_second(y_first + (Y_INTERLEAVED ? WIDTH : HALF)) {}
+          first(begin(piece, X_ADJACENT)), second(first + (X_ADJACENT ? WIDTH : HALF)),
+          y_first(begin(piece, Y_ADJACENT)), y_second(y_first + (Y_ADJACENT ? WIDTH : HALF)) {}
 
-    __device__ __forceinline__ static int begin(int piece, bool interleaved) {
+    __device__ __forceinline__ static int begin(int piece, bool adjacent) {
         if (piece >= ROTATED_PIECES) return ROTATED + (piece - ROTATED_PIECES) * WIDTH;
-        return piece * WIDTH * (interleaved ? 2 : 1);
+        return piece * WIDTH * (adjacent ? 2 : 1);
     }
 };
 
@@ -161,9 +196,9 @@ __device__ __forceinline__ void finish(const Heads& heads, const Piece& piece, i
     if (piece.rotated) {
         unpack(raw.second, other);
         if (NORM) scale_by(other, factor, heads.scale + piece.second);
-        if (INTERLEAVED) deinterleave(one, other);
+        if (X_ADJACENT) deinterleave(one, other);
         rotation.apply(one, other);
-        if (Y_INTERLEAVED) interleave(one, other);
+        if (Y_ADJACENT) interleave(one, other);
         store_as(streamed, row + piece.y_second, other);
     }
     store_as(streamed, row + piece.y_first, one);
@@ -204,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Piece piece(lane + s * LANES);
         if (!present || !piece.exists) continue;
         Rotation rotation;
-        if (piece.rotated) rotation.load(cos, sin, table + (lane + s * LANES) * WIDTH * (TABLE_OF_PAIRS ? 2 : 1));
+        if (piece.rotated) rotation.load(cos, sin, table, lane + s * LANES);
 #pragma unroll
         for (int k = 0; k < THREAD_HEADS; ++k)
             if (k < heads.count) finish(heads, piece, k, raw[k][s], factors[k], rotation, STREAMED);
