@@ -19,7 +19,7 @@ from onnxfuse.kernels.gemm import cublaslt, host
 from onnxfuse.kernels.gemm.mma import MMA_ARCH
 from onnxfuse.runtime.plan import Device, FusedNode, Kernel, Launch, Plan, TensorSpec
 
-PARTS = 6  # of the kernels, of which one is compiled in a plain run
+PARTS = 16  # of the kernels, of which one is compiled in a plain run
 
 
 @pytest.fixture(autouse=True)
