@@ -275,6 +275,17 @@ struct Online {
         sum = distance > T(0) ? sum * factor + (T(1) + (x - x)) : sum + factor;
         top = distance > T(0) ? x : top;
     }
+    template <int N>
+    __device__ __forceinline__ void add(const T (&x)[N]) {  // the sum is scaled once
+        T largest = top;
+#pragma unroll
+        for (int i = 0; i < N; ++i) largest = x[i] > largest ? x[i] : largest;
+        T own = T(0);
+#pragma unroll
+        for (int i = 0; i < N; ++i) own += exponential(x[i] - largest);
+        sum = sum * exponential(top - largest) + own;
+        top = largest;
+    }
     __device__ __forceinline__ void merge(const Online& other) {
         const T both = top > other.top ? top : other.top;
         sum = sum * exponential(top - both) + other.sum * exponential(other.top - both);

@@ -346,5 +346,8 @@ class Writer:
         given = [term(instance, reference.lane)]
         if instance.is_extreme:
             given.append(f"int({self.index(coordinates[0], in_lane=has_lanes)})")
+        if instance.kind == "Online" and has_lanes and reference.varies and not (accumulator.varies or self.masks):
+            self.line(f"{accumulator.text}.add({reference.text});")
+            return
         each = f"EACH({self.lanes.width}) " if has_lanes else ""
         self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")
