@@ -226,6 +226,17 @@ def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
     assert "load(x0 + (50257 * o0 + r2_0), " in step.kernel.text and step.grid[0] == 256
 
 
+def test_planes_that_become_the_last_axis_are_read_and_stored_by_vectors() -> None:
+    """The patches of an MAE: a thread has three vectors of eight, and its block exchanges what they become."""
+    program = RegionProgram()
+    x = program.operand(np.zeros((32, 3, 224, 224), np.float16))
+    split = program.op("Reshape", x, shape=[-1, 3, 14, 16, 14, 16])
+    program.outputs = [program.op("Transpose", split, perm=[0, 2, 4, 3, 5, 1])]
+    (step,) = launches_of(program)
+    assert "load(x0 + (" in step.kernel.text and "put_by_block<8, 128>" in step.kernel.text
+    assert step.grid[0] * step.block[0] * 24 == 32 * 3 * 224 * 224
+
+
 def test_a_warp_has_several_short_rows() -> None:
     program = RegionProgram()
     program.outputs = [program.op("Softmax", program.operand(np.zeros((40000, 32), np.float16)), axis=1)]
