@@ -10,6 +10,7 @@ from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
 from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
+from onnxfuse.kernels.region.prevalent import Prevalent, prevalent
 from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import as_size, product
 from onnxfuse.kernels.region.store_text import StoreText
@@ -34,6 +35,10 @@ class ElementsText:
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
             return
+        alike = prevalent(nest, writer.program, writer.shapes) if width > 1 else None
+        if alike and alike.count(self.tiling.threads * width) <= self.tiling.threads:
+            self._alike(variables[0], alike)
+            return
         if self.tiling.repeats > 1:
             short = interleaved(nest)
             if short and short.name == self.tiling.repeated:
@@ -46,6 +51,42 @@ class ElementsText:
             self.parts.split("at", variables, width)
             writer.lanes = Lanes(variables[-1].name, width)
         self.store.write()
+
+    def _alike(self, variable: Variable, alike: Prevalent) -> None:
+        """Write vectors as if all elements were computed alike, and one of the others for each of some threads.
+
+        Vectors have these elements too.  The block that stores vectors stores them afterwards.
+        """
+        nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
+        bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
+        writer.line(f"const {kind} {variable.name} = (at < {bound} ? at : {bound} - 1) * {width};")
+        writer.lanes, writer.within = Lanes(variable.name, width), alike.within
+        found = self._values()
+        writer.lanes, writer.within, known = Lanes(), None, writer.scopes
+        own = {name: writer.declared(name, False) for name in nest.outputs}
+        begin, other, is_other = (writer.new_name() for _ in range(3))
+        skipped = alike.end - alike.begin
+        behind = f"(threadIdx.x % {others} < {alike.begin} ? 0 : {skipped})" if alike.begin else str(skipped)
+        column = f"threadIdx.x % {others} + {behind}"
+        row = f"({begin} / {alike.period} + threadIdx.x / {others})"
+        writer.line(f"const {kind} {begin} = ({kind})block * {threads * width};")
+        writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
+        ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
+        writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
+        writer.scopes = [{}]  # the variable has another value
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            for name, value in self._values().items():
+                writer.assign(own[name], value)
+        writer.scopes, writer.lanes = known, Lanes(variable.name, width)
+        if self.store.release != "0":
+            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_all(found)
+        writer.lanes = Lanes()
+        writer.line("__syncthreads();")
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            self.store.write_all(own)
 
     def _values(self) -> dict[str, Reference]:
         """Write the values of the outputs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from region_drafts import Made, RegionProgram, made, numbers
+import numpy as np
+from region_drafts import FLOATS, Made, RegionProgram, made, numbers
 
 
 def interleaved_axes() -> Iterator[Made]:
@@ -27,3 +28,23 @@ def large_patches(program: RegionProgram, x: str) -> str:
 def bytes_of_planes(program: RegionProgram, x: str) -> tuple[str, str]:
     turned = program.op("Transpose", x, perm=[0, 2, 3, 1])
     return program.op("Cast", program.op("Abs", turned), dtype="uint8", to="uint8"), program.op("Exp", turned)
+
+
+def prevalent_parts() -> Iterator[Made]:
+    """A Concat of which one part has nearly all elements of a row."""
+    for dtype, sizes in (*((dtype, (2, 2, 81)) for dtype in FLOATS), ("int32", (1, 95, 3)), ("float16", (37, 2))):
+        x = numbers((5, 40, sum(sizes)), dtype)
+        grid = numbers((40, 1), dtype, 1)
+        for dynamic in ((), (5,)):
+            yield made(f"parts of {sizes} elements of {dtype} {dynamic}", [x, grid],
+                       lambda p, x, g, s=sizes: decoded(p, x, g, s), dynamic)  # fmt: skip
+
+
+def decoded(program: RegionProgram, x: str, grid: str, sizes: tuple[int, ...]) -> str:
+    """All parts but the largest one are added to a number of their row, and multiplied by their place."""
+    parts = list(program.ops_of("Split", program.op("Abs", x), count=len(sizes), axis=2, sizes=list(sizes)))
+    for i, size in enumerate(sizes):
+        if size < max(sizes):
+            places = program.operand(np.arange(1, size + 1).astype(program.operands[x].dtype))
+            parts[i] = program.op("Mul", program.op("Add", parts[i], grid), places)
+    return program.op("Reshape", program.op("Concat", *parts, axis=2), shape=[0, -1])
