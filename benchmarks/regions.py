@@ -1,7 +1,7 @@
 """Time generated kernels of regions beside torch.compile's kernels for the same graphs, and a copy of the same bytes.
 
-    python benchmarks/regions.py [--out results | --results FILE] [--only 'swin windows,seed 7'] [--generated 200]
-        [--no-named] [--quick] [--processes 16] [--max-autotune]
+    python benchmarks/regions.py [--out results | --results FILE] [--add FILE] [--only 'swin windows,seed 7']
+        [--generated 200] [--random-from 0] [--no-named] [--quick] [--processes 16] [--max-autotune]
     python benchmarks/regions.py --check-cpu        # PyTorch's programs against onnxruntime, without a GPU
 
 Named regions are parts of real networks at real sizes (named_region_texts.py), which `optimize(regions=True)` turns
@@ -12,7 +12,8 @@ must be a tensor of its own in row-major order, as an ONNX output is.  Bytes are
 each input once, and each output once; the copy reads and writes as many together.  All results are compared with the
 program in float32, by PyTorch's own operators, before anything is timed.
 
-Several processes compile what Inductor needs into its cache on disk; then one process times.
+Several processes compile a share of the problems each, and then time them, one process after the other.  A long run can
+be two: `--generated 100`, and then `--random-from 100 --no-named --add FILE` with the results of the first.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ import functools
 import math
 import multiprocessing
 import os
+import queue
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier, Lock
 from typing import Any
 
 import numpy as np
@@ -54,7 +58,8 @@ def chosen(given: argparse.Namespace, share: int = 0, shares: int = 1) -> Iterat
     for region in named[share::shares]:
         yield named_problem(region)
     for i, problem in enumerate(generated_problems(given.generated, LEAST, MOST) if given.generated else ()):
-        if i % shares == share and (not only or problem.name in only):
+        is_own = i >= given.random_from and i % shares == share
+        if is_own and (not only or problem.name in only):
             yield problem
 
 
@@ -192,8 +197,8 @@ def check_cpu(given: argparse.Namespace) -> int:
 # --- timing -----------------------------------------------------------------------------------------------------------
 
 
-def measure(problem: Problem, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of a problem."""
+def measure(problem: Problem, call: Callable[..., Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a problem, of which `call` is what torch.compile makes."""
     from replays import REPLAYS, captured, in_turns
 
     from kernels import L2_BYTES, MAX_SETS, copies
@@ -214,7 +219,6 @@ def measure(problem: Problem, given: argparse.Namespace) -> dict[str, Any]:
     if why := difference(problem, results[0], wanted):
         raise ValueError(f"onnxfuse: {why}")
     try:
-        call = compiled(problem, given)
         found = call(*operands)
         if why := difference(problem, found, wanted):
             raise ValueError(why)
@@ -231,17 +235,32 @@ def measure(problem: Problem, given: argparse.Namespace) -> dict[str, Any]:
     return row | ({"of_inductor": row["us"] / row["inductor_us"]} if "inductor_us" in row else {})
 
 
-def warm(given: argparse.Namespace, share: int) -> None:
-    """Compile a share of the problems, so that Inductor's and onnxfuse's caches on disk have them."""
+def work(
+    given: argparse.Namespace, share: int, turn: Lock, all_compiled: Barrier, rows: Queue[dict[str, Any] | None]
+) -> None:
+    """Compile a share of the problems; when all processes have compiled theirs, put the rows of these, and then None.
+
+    Only the process whose turn it is uses the GPU while times are taken.
+    """
     torch.set_grad_enabled(False)
     torch._dynamo.config.recompile_limit = 10000
-    for problem in chosen(given, share, given.processes):
+    calls = [(problem, compiled(problem, given)) for problem in chosen(given, share, given.processes)]
+    for problem, call in calls:
         with contextlib.suppress(Exception):  # timing the problem reports the error
-            operands = [as_tensor(each, "cuda") for each in problem.operands.values()]
-            compiled(problem, given)(*operands)
+            call(*(as_tensor(each, "cuda") for each in problem.operands.values()))
         with contextlib.suppress(Exception):
             for part in problem.parts:
                 compile_plan(part, problem)
+        torch.cuda.empty_cache()
+    all_compiled.wait()
+    for problem, call in calls:
+        with turn:
+            try:
+                rows.put(measure(problem, call, given))
+            except Exception:  # the others are still worth measuring
+                rows.put({"name": problem.name, "model": problem.model, "failed": traceback.format_exc()})
+            torch.cuda.empty_cache()
+    rows.put(None)
 
 
 def compile_plan(part: Part, problem: Problem) -> None:
@@ -255,14 +274,27 @@ def compile_plan(part: Part, problem: Problem) -> None:
             cached_cubin(step.kernel, gpu(0).arch)
 
 
-def warm_in_processes(given: argparse.Namespace) -> None:
-    """Warm the caches in several processes."""
+def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all problems, as processes measure them.  Raises RuntimeError if one of them dies."""
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=warm, args=(given, share)) for share in range(given.processes)]
+    turn, all_compiled, rows = spawn.Lock(), spawn.Barrier(given.processes), spawn.Queue()
+    workers = [
+        spawn.Process(target=work, args=(given, share, turn, all_compiled, rows), daemon=True)
+        for share in range(given.processes)
+    ]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join()
+    left = len(workers)
+    while left:
+        try:
+            row = rows.get(timeout=5)
+        except queue.Empty:
+            if died := [share for share, worker in enumerate(workers) if worker.exitcode]:
+                raise RuntimeError(f"the processes of the shares {died} have died") from None
+            continue
+        left -= row is None
+        if row is not None:
+            yield row
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -319,21 +351,13 @@ def main(given: argparse.Namespace) -> int:
     from rows import Rows
 
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in each process
-    torch._dynamo.config.recompile_limit = 10000
-    if given.processes > 1:
-        warm_in_processes(given)
     path = given.results or given.out / "regions.json"
     found, rows = list[dict[str, Any]](), Rows(path, ("name",), given.add)
     print(HEAD, flush=True)
-    for problem in chosen(given):
-        try:
-            row = measure(problem, given)
-        except Exception:  # the others are still worth measuring
-            row = {"name": problem.name, "model": problem.model, "failed": traceback.format_exc()}
+    for row in measured(given):
         found.append(row)
         rows.put(row)
         print(line(row), flush=True)
-        torch.cuda.empty_cache()
     for each in summaries(found):
         print(each, flush=True)
     return min(100, sum("failed" in row for row in found))

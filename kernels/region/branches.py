@@ -126,8 +126,8 @@ def _parts(writer: ValueWriter, operation: Operation, place: Place) -> list[Part
     axis, begin, parts = axis_of(operation), ZERO, list[Part]()
     for each in operation.inputs:
         end = begin + writer.shapes.of[each][axis]
-        if begin != end and place[axis].is_below(begin) is not True:
-            after_this = place[axis].is_below(end)
+        if begin != end and writer.is_below(place[axis], begin) is not True:
+            after_this = writer.is_below(place[axis], end)
             if after_this is not False:
                 parts.append((each, begin, end))
             if after_this:

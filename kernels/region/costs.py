@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from onnxfuse.kernels.region.indices import Atom, Index
+from onnxfuse.kernels.region.interleaved import interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
@@ -32,6 +33,7 @@ LINE_BYTES: Final = 128
 SECTOR_BYTES: Final = 32
 WHOLE_SECTOR_LINES: Final = 0.5  # that the first-level cache takes while a sector is stored
 PART_SECTOR_LINES: Final = 1.5  # while a part of one is: the patches of an MAE, stored so, take 21.5 us for 13.7 us
+EXCHANGED: Final = 3  # accesses for a vector that is stored so: to shared memory, from there, and to the output
 WARP: Final = 32
 
 
@@ -40,9 +42,13 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: s
 
     That is memory's bandwidth, the first-level cache, or the instructions themselves.  A thread that does little takes
     as long as THREAD_COST instructions, because it waits for memory.  A thread has vectors at so many neighbouring
-    values of the repeated variable, and reads once what does not depend on it.
+    values of the repeated variable, and reads once what does not depend on it.  Where that is the innermost one of the
+    outputs, blocks exchange in shared memory what they store.
     """
     variables, width = nest.lists[ELEMENTS], lanes.width
+    short = interleaved(nest) if repeated else None
+    is_between = short is not None and short.name == repeated
+    variables = tuple(each for each in variables if not (is_between and each.name == repeated))
     instructions = DIVISION_COST * (len(variables) - 1) * (width if lanes.scattered else 1) / repeats
     instructions += width * len(program.operations)
     divisions, lines = set[Atom](), 0.0
@@ -51,6 +57,11 @@ def cost(nest: Nest, lanes: Lanes, program: Program, shapes: Shapes, repeated: s
         parts, parts_bytes = _parts(access, lanes, shapes)
         times = parts / (1 if repeated in access.address.variables() else repeats)
         times *= 1 if access.operand else len(nest.outputs)
+        if is_between and not access.operand:
+            vectors = len(nest.outputs) * width * access.item_bytes / VECTOR_BYTES
+            instructions += EXCHANGED * vectors * ACCESS_COST
+            lines += EXCHANGED * vectors * WARP * VECTOR_BYTES / LINE_BYTES
+            continue
         given = (access.address, variables, lanes, parts_bytes, access.item_bytes)
         touched = len(_touched(*given, LINE_BYTES))
         instructions += times * ACCESS_COST

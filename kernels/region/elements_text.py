@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from onnxfuse.kernels.region.indices import flat, variable_index
+from onnxfuse.kernels.region.interleaved import chunk_of, interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Variable
+from onnxfuse.kernels.region.operators import BYTES, NUMBER
 from onnxfuse.kernels.region.parts_text import PartsText
+from onnxfuse.kernels.region.prevalent import Prevalent, prevalent
+from onnxfuse.kernels.region.references import Reference
 from onnxfuse.kernels.region.sizes import as_size, product
 from onnxfuse.kernels.region.store_text import StoreText
 
@@ -31,14 +35,64 @@ class ElementsText:
         if self.tiling.has_tail:
             self._elements_with_tail(variables[0])
             return
+        alike = prevalent(nest, writer.program, writer.shapes) if width > 1 else None
+        if alike and alike.count(self.tiling.threads * width) <= self.tiling.threads:
+            self._alike(variables[0], alike)
+            return
         if self.tiling.repeats > 1:
-            self._repeated(variables)
+            short = interleaved(nest)
+            if short and short.name == self.tiling.repeated:
+                self._interleaved(short)
+            else:
+                self._repeated(variables)
             return
         writer.line(f"if (at >= {self.parts.bound(ELEMENTS, width)}) return;")
         if variables:
             self.parts.split("at", variables, width)
             writer.lanes = Lanes(variables[-1].name, width)
         self.store.write()
+
+    def _alike(self, variable: Variable, alike: Prevalent) -> None:
+        """Write vectors as if all elements were computed alike, and one of the others for each of some threads.
+
+        Vectors have these elements too.  The block that stores vectors stores them afterwards.
+        """
+        nest, writer, width, threads = self.nest, self.writer, self.tiling.width, self.tiling.threads
+        bound, kind, others = self.parts.bound(ELEMENTS, width), self.type, alike.others
+        writer.line(f"const {kind} {variable.name} = (at < {bound} ? at : {bound} - 1) * {width};")
+        writer.lanes, writer.within = Lanes(variable.name, width), alike.within
+        found = self._values()
+        writer.lanes, writer.within, known = Lanes(), None, writer.scopes
+        own = {name: writer.declared(name, False) for name in nest.outputs}
+        begin, other, is_other = (writer.new_name() for _ in range(3))
+        skipped = alike.end - alike.begin
+        behind = f"(threadIdx.x % {others} < {alike.begin} ? 0 : {skipped})" if alike.begin else str(skipped)
+        column = f"threadIdx.x % {others} + {behind}"
+        row = f"({begin} / {alike.period} + threadIdx.x / {others})"
+        writer.line(f"const {kind} {begin} = ({kind})block * {threads * width};")
+        writer.line(f"const {kind} {other} = {row} * {alike.period} + {column};")
+        ends = f"{other} < {begin} + {threads * width} && {other} < {writer.arguments.size(variable.extent)}"
+        writer.line(f"const bool {is_other} = {other} >= {begin} && {ends};")
+        writer.scopes = [{}]  # the variable has another value
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            for name, value in self._values().items():
+                writer.assign(own[name], value)
+        writer.scopes, writer.lanes = known, Lanes(variable.name, width)
+        if self.store.release != "0":
+            writer.line(f"if ({self.store.release}) release_successor();")
+        self.store.write_all(found)
+        writer.lanes = Lanes()
+        writer.line("__syncthreads();")
+        with writer.branch(f"if ({is_other})"):
+            writer.line(f"const {kind} {variable.name} = {other};")
+            self.store.write_all(own)
+
+    def _values(self) -> dict[str, Reference]:
+        """Write the values of the outputs."""
+        return {
+            name: self.writer.value(name, self.nest.place_of(name, self.writer.shapes)) for name in self.nest.outputs
+        }
 
     def _repeated(self, variables: Sequence[Variable]) -> None:
         """Write vectors at several values of a variable; what does not depend on it is computed before them."""
@@ -50,6 +104,14 @@ class ElementsText:
         writer.line(f"if (at >= {bound}) return;")
         self.parts.split("at", own, width)
         writer.lanes = Lanes(variables[-1].name, width)
+        self._write_without(repeated)
+        with writer.block(f'_Pragma("unroll") for (int k = 0; k < {repeats}; ++k)'):
+            writer.line(f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;")
+            self.store.write()
+
+    def _write_without(self, repeated: Variable) -> None:
+        """Write the values that do not depend on a variable, in front of the loop over it."""
+        writer = self.writer
         trial = StoreText(self.nest, writer.copy(), self.store.release, self.store.leaving, ())
         trial.writer.lanes = writer.lanes
         trial.write()
@@ -57,9 +119,46 @@ class ElementsText:
             is_read = any(atom.kind == "value" for index in place for atom in index.atoms())  # by the trial's name
             if not is_read and not any(repeated.name in index.variables() for index in place):
                 writer.value(name, place)
+
+    def _interleaved(self, short: Variable) -> None:
+        """Write vectors at all values of the outputs' innermost variable, which is short.
+
+        A block's elements lie side by side.  Its threads exchange them, so that neighbours store neighbouring chunks;
+        those beyond the end compute the last vectors again.
+        """
+        nest, writer, width, repeats = self.nest, self.writer, self.tiling.width, self.tiling.repeats
+        own = [each for each in nest.lists[ELEMENTS] if each != short]
+        bound = writer.arguments.size(self.parts.vectors(product(each.extent for each in own), width))
+        writer.line(f"const {self.type} own = at < {bound} ? at : {bound} - 1;")
+        self.parts.split("own", own, width)
+        writer.lanes = Lanes(own[-1].name, width)
+        self._write_without(short)
+        dtypes = {name: writer.program.dtypes[name] for name in nest.outputs}
+        found = {name: writer.new_name() for name in nest.outputs}
+        for name, array in found.items():
+            writer.line(f"{NUMBER[dtypes[name]]} {array}[{width * repeats}];")
         with writer.block(f'_Pragma("unroll") for (int k = 0; k < {repeats}; ++k)'):
-            writer.line(f"const {self.type} {repeated.name} = {first.name} * {repeats} + k;")
-            self.store.write()
+            writer.line(f"const {self.type} {short.name} = k;")
+            for name, value in self._values().items():
+                writer.line(f"EACH({width}) {found[name]}[j * {repeats} + k] = {value.lane};")
+        if self.store.release != "0":
+            writer.line(f"if ({self.store.release}) release_successor();")
+        self._put_by_block({name: Reference(array) for name, array in found.items()})
+
+    def _put_by_block(self, values: Mapping[str, Reference]) -> None:
+        """Write the stores of what each thread has beside what its neighbours have."""
+        writer, threads, count = self.writer, self.tiling.threads, self.tiling.width * self.tiling.repeats
+        for number, (i, name) in enumerate((i, n) for i, n in enumerate(writer.program.outputs) if n in values):
+            dtype = writer.program.dtypes[name]
+            size, chunk = BYTES[dtype], chunk_of(count, dtype)
+            slots = threads * count // chunk
+            memory = writer.shared((slots + slots // 8) * chunk * size)
+            if number:
+                writer.line("__syncthreads();  // the memory may still be read")
+            total = writer.arguments.size(writer.shapes.sizes.quotient(product(self.nest.shape), as_size(chunk)))
+            left, first = f"{total} - ({self.type})block * {slots}", f"({self.type})block * {threads * count}"
+            given = f"{self.store.leaving}, y{i} + {first}, {values[name].text}, {left}, {memory}"
+            writer.line(f"put_by_block<{chunk}, {threads}>({given});")
 
     def _scattered(self, variables: Sequence[Variable]) -> None:
         """Write elements of which each thread has several, so far apart that a warp's neighbours are side by side.

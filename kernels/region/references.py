@@ -38,6 +38,15 @@ class Reference:
         return Reference(text)
 
 
+@dataclass(frozen=True)
+class Within:
+    """What the text may rely on: an index is `begin` or more, and below `end`."""
+
+    index: Index
+    begin: Size
+    end: Size
+
+
 class ValueWriter(Protocol):
     """What writer.py offers to those who write a part of its text."""
 
@@ -57,6 +66,9 @@ class ValueWriter(Protocol):
 
     def mask(self, condition: str) -> AbstractContextManager[str]:
         """Write for the lanes that a condition chooses; yield the array that says which."""
+
+    def is_below(self, index: Index, bound: Size) -> bool | None:
+        """Return whether an index is less than a bound; None if it depends."""
 
     def index(self, index: Index, in_lane: bool = False) -> str:
         """Return an index as an expression."""

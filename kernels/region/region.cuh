@@ -47,6 +47,19 @@ __device__ __forceinline__ typename Number<T>::Type load_one(const T* from) {
     return values[0];
 }
 
+// What lies in memory as it is, whose place is a multiple of its size or of 16 bytes.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> read_packed(const Pack<T, N>& from) {
+    alignas(16) Pack<T, N> found;
+    copy_elements<u32, N * int(sizeof(T)) / 4>(from.words, found.words);
+    return found;
+}
+template <class T, int N>
+__device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
+    alignas(16) const Pack<T, N> aligned = packed;
+    copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
+}
+
 template <int N>
 __device__ __forceinline__ void put(bool leaving, f32* to, const float (&values)[N]) { store_as(leaving, to, values); }
 template <int N>
@@ -59,6 +72,40 @@ __device__ __forceinline__ void put(bool, T* to, const T (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) aligned[i] = values[i];
     copy_elements<T, N>(aligned, to);
+}
+
+template <int N>
+__device__ __forceinline__ void put_shared(f32* to, const float (&values)[N]) { put_packed(to, pack<f32, N>(values)); }
+template <int N>
+__device__ __forceinline__ void put_shared(f16* to, const float (&values)[N]) { put_packed(to, pack<f16, N>(values)); }
+template <int N>
+__device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) { put_packed(to, pack<bf16, N>(values)); }
+template <int N, class T>
+__device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
+
+// Stores what the threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
+// exchange chunks, so that neighbours store neighbouring ones; `left` of all chunks are there from `to` on.
+template <int CHUNK, int THREADS, int COUNT, class T>
+__device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT], int left,
+                                             u64* memory) {
+    constexpr int EACH_HAS = COUNT / CHUNK;
+    T* slots = reinterpret_cast<T*>(memory);  // one of nine is free, so that few are in the same banks
+#pragma unroll
+    for (int i = 0; i < EACH_HAS; ++i) {
+        typename Number<T>::Type chunk[CHUNK];
+#pragma unroll
+        for (int j = 0; j < CHUNK; ++j) chunk[j] = values[i * CHUNK + j];
+        const int at = threadIdx.x * EACH_HAS + i;
+        put_shared(slots + (at + at / 8) * CHUNK, chunk);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH_HAS; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        if (at >= left) continue;
+        const T* from = slots + (at + at / 8) * CHUNK;
+        store_pack_as(leaving, to + at * CHUNK, read_packed(*reinterpret_cast<const Pack<T, CHUNK>*>(from)));
+    }
 }
 
 template <class T>
@@ -274,6 +321,17 @@ struct Online {
         const T distance = x - top, factor = exponential(distance > T(0) ? -distance : distance);
         sum = distance > T(0) ? sum * factor + (T(1) + (x - x)) : sum + factor;
         top = distance > T(0) ? x : top;
+    }
+    template <int N>
+    __device__ __forceinline__ void add(const T (&x)[N]) {  // the sum is scaled once
+        T largest = top;
+#pragma unroll
+        for (int i = 0; i < N; ++i) largest = x[i] > largest ? x[i] : largest;
+        T own = T(0);
+#pragma unroll
+        for (int i = 0; i < N; ++i) own += exponential(x[i] - largest);
+        sum = sum * exponential(top - largest) + own;
+        top = largest;
     }
     __device__ __forceinline__ void merge(const Online& other) {
         const T both = top > other.top ? top : other.top;

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
 from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
+from onnxfuse.kernels.region.interleaved import MIN_CHUNK_BYTES, chunk_of, interleaved
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
@@ -98,7 +99,8 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     if not nest.levels:
         _, lanes, (repeated, repeats) = _best_lanes(nest, program, shapes, aligned, device)
         count = sizes.value(nest.count(ELEMENTS))
-        width = _narrowed(count, lanes.width, device)
+        is_between = repeats > 1 and (short := interleaved(nest)) is not None and short.name == repeated
+        width = lanes.width if is_between else _narrowed(count, lanes.width, device)
         if lanes.scattered:
             width = width if is_symbolic(count) else _narrowed(count, width, device, SCATTERING_THREADS)
             return Tiling("elements", THREADS, width, is_scattered=True)
@@ -252,9 +254,14 @@ def fastest_variables(
         return nest
     others = [flattened(nest, program, shapes, stored), *_turned(nest, program)]
 
-    def taken(each: Nest) -> tuple[float, bool]:
+    def taken(each: Nest) -> tuple[float, int]:
         own, lanes, repeats = _best_lanes(each, program, shapes, aligned, device)
-        return own / (CHEAPER if lanes.scattered else 1), repeats != ONCE
+        short = interleaved(each)
+        if short and short.name == repeats[0]:  # where memory takes as long, fewer instructions than in one variable
+            order = 1
+        else:
+            order = 0 if each is nest and repeats == ONCE else 2 if repeats == ONCE else 3
+        return own / (CHEAPER if lanes.scattered else 1), order
 
     return min([nest, *others], key=taken)
 
@@ -296,10 +303,18 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
 
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
     Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
-    way together.  Single elements gain nothing: Swin's biases and the patches of an MAE take a tenth longer so.
+    way together.  Single elements gain nothing: Swin's biases take a tenth longer so.  A short variable that is the
+    innermost one of the outputs is repeated as a whole.
     """
     count = shapes.sizes.value(nest.count(ELEMENTS))
     if is_symbolic(count) or nest.bounds or nest.inner or width == 1:
+        return
+    short = interleaved(nest)
+    if short and short.extent.constant:
+        own = width * short.extent.constant
+        chunks = [BYTES[program.dtypes[name]] * chunk_of(own, program.dtypes[name]) for name in nest.outputs]
+        if count // own >= REPEATING_THREADS * device.multiprocessors and min(chunks) >= MIN_CHUNK_BYTES:
+            yield short.name, short.extent.constant
         return
     loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
     for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):

@@ -23,7 +23,7 @@ from onnxfuse.kernels.region.operators import (
 )
 from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
-from onnxfuse.kernels.region.references import Reference
+from onnxfuse.kernels.region.references import Reference, Within
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, product
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
@@ -57,6 +57,7 @@ class Writer:
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
     shared_bytes: int = 0  # of a block's memory
+    within: Within | None = None  # what holds where the next line stands
 
     def copy(self) -> Writer:
         """Return a writer of the same that has written nothing."""
@@ -166,6 +167,15 @@ class Writer:
             return self.arguments.quotient(inner, each.by, "/" if each.kind == "div" else "%")
 
         return text_of(index, self.arguments.size, atom)
+
+    def is_below(self, index: Index, bound: Size) -> bool | None:
+        """Return whether an index is less than a bound; None if it depends."""
+        if self.within and self.within.index == index:
+            if (bound - self.within.end).is_nonnegative:
+                return True
+            if (self.within.begin - bound).is_nonnegative:
+                return False
+        return index.is_below(bound)
 
     def is_contiguous(self, address: Index) -> bool:
         """Return whether a vector access reads or writes all lanes at an address."""
@@ -346,5 +356,8 @@ class Writer:
         given = [term(instance, reference.lane)]
         if instance.is_extreme:
             given.append(f"int({self.index(coordinates[0], in_lane=has_lanes)})")
+        if instance.kind == "Online" and has_lanes and reference.varies and not (accumulator.varies or self.masks):
+            self.line(f"{accumulator.text}.add({reference.text});")
+            return
         each = f"EACH({self.lanes.width}) " if has_lanes else ""
         self.line(f"{each}{accumulator.lane}.add({', '.join(given)});")

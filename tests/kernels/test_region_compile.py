@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
+from region_block_cases import decoded
 from region_cases import all_cases
 from region_drafts import RegionProgram, one
 from region_emulation import plan_of
@@ -224,6 +225,27 @@ def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
     program.outputs = [program.op("ArgMax", x, dtype="int64", axis=1, keepdims=0, select_last_index=0)]
     (step,) = launches_of(program)
     assert "load(x0 + (50257 * o0 + r2_0), " in step.kernel.text and step.grid[0] == 256
+
+
+def test_planes_that_become_the_last_axis_are_read_and_stored_by_vectors() -> None:
+    """The patches of an MAE: a thread has three vectors of eight, and its block exchanges what they become."""
+    program = RegionProgram()
+    x = program.operand(np.zeros((32, 3, 224, 224), np.float16))
+    split = program.op("Reshape", x, shape=[-1, 3, 14, 16, 14, 16])
+    program.outputs = [program.op("Transpose", split, perm=[0, 2, 4, 3, 5, 1])]
+    (step,) = launches_of(program)
+    assert "load(x0 + (" in step.kernel.text and "put_by_block<8, 128>" in step.kernel.text
+    assert step.grid[0] * step.block[0] * 24 == 32 * 3 * 224 * 224
+
+
+def test_vectors_choose_no_part_where_one_prevails() -> None:
+    """The boxes of a YOLO: a thread stores one of the 4 elements in 85 that are not a plain sigmoid."""
+    program = RegionProgram()
+    x, grid = program.operand(np.zeros((8, 19200, 85), np.float16)), program.operand(np.zeros((19200, 1), np.float16))
+    program.outputs = [decoded(program, x, grid, (2, 2, 81))]
+    (step,) = launches_of(program)
+    before, behind = step.kernel.text.split("__syncthreads();")
+    assert "put(1, y0 + (e), " in before and "put_one(1, y0 + (e), " in behind and "bool v0_1[8]" not in before
 
 
 def test_a_warp_has_several_short_rows() -> None:
