@@ -163,7 +163,10 @@ def _joined_by_lanes(
 def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference:
     """Write the value of a Pad with a constant, whose input has the element at `inner` or no such place."""
     x, limits = operation.inputs[0], list[tuple[int, str, Size]]()
+    value = literal(operation.attributes.get("value", 0), writer.program.dtypes[x])
     for axis, (index, dim) in enumerate(zip(inner, writer.shapes.of[x], strict=True)):
+        if index.is_below(ZERO) or index.is_below(dim) is False:
+            return Reference(value)  # a Slice takes padding alone
         low_high = index.range
         if not (low_high and low_high[0].is_nonnegative):
             limits.append((axis, ">=", ZERO))
@@ -180,7 +183,6 @@ def padded(writer: ValueWriter, operation: Operation, inner: Place) -> Reference
         for axis, operator, bound in limits
     )
     dtype = writer.program.dtypes[x]
-    value = literal(operation.attributes.get("value", 0), dtype)
     if by_lanes:
         with writer.mask(condition) as mask:
             inside = writer.value(x, inner)

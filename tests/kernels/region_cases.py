@@ -126,6 +126,9 @@ def maps() -> Iterator[Made]:
     yield one("Transpose of all", "Transpose", numbers((16, 8, 32), "float16"), perm=[2, 1, 0])
     yield made("Split", [x], lambda p, a: p.ops_of("Split", a, count=3, axis=2, sizes=[8, 6, 2]))
     yield one("Squeeze", "Squeeze", x[:1], axes=[0])
+    yield made("Slice of padding alone", [x, x[:, :2]], lambda p, a, b: p.op("Slice", p.op(
+        "Pad", p.op("Concat", a, b, axis=1), pads=[0, 3, 0, 0, 2, 0], mode="constant", value=1.5),
+        axes=[1], starts=[0], ends=[2], steps=[1]))  # fmt: skip
     yield one("Pad that cuts", "Pad", x, pads=[0, -1, 2, 0, -2, -8], mode="constant", value=1.0)
     yield one("Gather of a scalar place", "Gather", x, np.array(-2), axis=2)
     yield one("Transpose of bytes", "Transpose", numbers((16, 32), "bool", 1, 0, 1), perm=[1, 0])
