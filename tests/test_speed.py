@@ -23,7 +23,7 @@ from onnxfuse import Report, optimize
 NODES = 10_000
 MANY = 40_000  # 800 blocks of a transformer
 COUNTED = 2_000  # nodes of the model whose calls for each node are counted, with CPython 3.11
-CALLS = {"transformer": 1_600, "decoder": 1_950, "elementwise": 1_500}  # allowed; 1,493, 1,813 and 1,381 found
+CALLS = {"transformer": 1_600, "decoder": 1_950, "elementwise": 1_620}  # allowed; 1,493, 1,813 and 1,551 found
 # Seconds of the processor for NODES and for MANY.  On a machine whose two cores eight programs shared, the transformer
 # took 3.6 and 14.6, the decoder 4.3, the elementwise model 3.7.
 LIMIT, MANY_LIMIT = 6.0, 25.0
@@ -170,10 +170,13 @@ MODELS: dict[str, Callable[[int], onnx.ModelProto]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_functions(name: str) -> None:
-    """They are few for each node, and twice the nodes take no more than twice the calls."""
+    """They are few for each node, and twice the nodes take hardly more than twice the calls.
+
+    A search for a cycle between regions ends at 256 of them, which the smaller model does not have on a level.
+    """
     half, whole = calls_of(name, COUNTED // 2), calls_of(name, COUNTED)
     assert whole <= CALLS[name] * COUNTED, f"{whole / COUNTED:.0f} calls for each node"
-    assert whole <= 2.1 * half, f"{half} calls for {COUNTED // 2} nodes, {whole} for {COUNTED}"
+    assert whole <= 2.2 * half, f"{half} calls for {COUNTED // 2} nodes, {whole} for {COUNTED}"
 
 
 @pytest.mark.parametrize("name", MODELS)

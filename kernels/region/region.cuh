@@ -83,9 +83,9 @@ __device__ __forceinline__ void put_shared(bf16* to, const float (&values)[N]) {
 template <int N, class T>
 __device__ __forceinline__ void put_shared(T* to, const T (&values)[N]) { put(false, to, values); }
 
-// Stores what the threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
+// Stores what the N threads of a block have, each of them COUNT elements behind those of the thread before it.  Threads
 // exchange chunks, so that neighbours store neighbouring ones; `left` of all chunks are there from `to` on.
-template <int CHUNK, int THREADS, int COUNT, class T>
+template <int CHUNK, int N, int COUNT, class T>
 __device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename Number<T>::Type (&values)[COUNT], int left,
                                              u64* memory) {
     constexpr int EACH_HAS = COUNT / CHUNK;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void put_by_block(bool leaving, T* to, const typename
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < EACH_HAS; ++i) {
-        const int at = i * THREADS + threadIdx.x;
+        const int at = i * N + threadIdx.x;
         if (at >= left) continue;
         const T* from = slots + (at + at / 8) * CHUNK;
         store_pack_as(leaving, to + at * CHUNK, read_packed(*reinterpret_cast<const Pack<T, CHUNK>*>(from)));

@@ -79,13 +79,13 @@ struct Rotation {
     __device__ __forceinline__ void apply(float (&first)[WIDTH], float (&second)[WIDTH]) const {
         if constexpr (INSIDE) {
             apply_inside(first, cos_first, sin_first), apply_inside(second, cos_second, sin_second);
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) {
-            const float one = first[i], other = second[i];
-            first[i] = fmaf(one, cos_first[i], -other * sin_first[i]);
-            second[i] = fmaf(other, cos_second[i], one * sin_second[i]);
+            for (int i = 0; i < WIDTH; ++i) {
+                const float one = first[i], other = second[i];
+                first[i] = fmaf(one, cos_first[i], -other * sin_first[i]);
+                second[i] = fmaf(other, cos_second[i], one * sin_second[i]);
+            }
         }
     }
 

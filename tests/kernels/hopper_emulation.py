@@ -12,6 +12,7 @@ from emulated_build import load
 from onnxfuse.runtime.plan import Kernel, TensorMap
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+HEADS = ("elementwise/activations.cuh", "program.cuh", "epilogue.cuh")
 MAX_RANK = 5
 # What reads through a null pointer stops, even where the value is not used: a compiler may drop all that follows.
 NULL_POINTERS = ("-fsanitize=null", "-fsanitize-undefined-trap-on-error")
@@ -42,7 +43,7 @@ def map_of(argument: TensorMap, address: int) -> Map:
 
 def compiled(kernel: Kernel, sources: Sequence[str], last: str, folder: Path) -> ctypes.CDLL:
     """Return the library of a kernel's sources below the epilogue's, followed by the line `last`."""
-    texts = [(KERNELS / name).read_text() for name in ("elementwise/activations.cuh", "epilogue.cuh", *sources)]
+    texts = [(KERNELS / name).read_text() for name in HEADS + tuple(sources)]
     text = re.sub(r"(?m)^#(include|pragma).*$", "", "\n".join(texts))
     memory = "extern __shared__ __align__(1024) char memory[];"
     assert memory in text
