@@ -139,12 +139,22 @@ def _types_in_onnxruntime(model: onnx.ModelProto) -> list[tuple[int, list[Dim]]]
 
 def types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     """Return the types that onnx infers, by the name of the value; none where it refuses the model."""
+    known = inferred(model)
+    return types_in(known.graph) if known else {}
+
+
+def inferred(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return the model with the types that onnx infers, in bodies too; None where it refuses the model."""
     if names_huge_size(model):
-        return {}
+        return None
     try:
-        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
-        return {}
+        return None
+
+
+def types_in(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
+    """Return the types of values that a graph records, without those of its bodies."""
     found = {v.name: v.type for v in (*graph.input, *graph.value_info, *graph.output) if v.HasField("type")}
     for tensor in graph.initializer:
         found.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tensor.dims))

@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from drafts import FLOATS, WORD, shape_at, types
+from drafts import FLOATS, WORD, inferred, shape_at, types, types_in
 from onnx import TensorProto, helper, numpy_helper
 from overflow import allow_exact, without_overflow
 from undetermined import (
@@ -207,25 +207,38 @@ class Session:
 
 
 def rounded_otherwise(model: onnx.ModelProto, seed: int, dtypes: Sequence[int]) -> Iterator[Session]:
-    """Yield the model with each result of these dtypes moved by an ulp, up or down at random.
+    """Yield the model with each result of these dtypes moved by an ulp, up or down at random, in bodies too.
 
     In float32 each element moves by itself: among scores that are offset by 10000, that is what changes their softmax.
     """
-    known, opset = types(model), next((each.version for each in model.opset_import if not each.domain), 0)
+    typed, opset = inferred(model) or model, next((each.version for each in model.opset_import if not each.domain), 0)
     for shake in range(SHAKES):
-        random, shaken = Random(seed + shake), onnx.ModelProto()
-        shaken.CopyFrom(model)
-        nodes = list(shaken.graph.node)
-        del shaken.graph.node[:]
-        for node in nodes:
-            moves = []
-            for index, name in enumerate(node.output):
-                dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
-                if name and dtype in dtypes:
-                    node.output[index] = f"{name}::exact"
-                    moves += _move(node.output[index], name, dtype, random, opset)
-            shaken.graph.node.extend([node, *moves])
+        shaken = onnx.ModelProto()
+        shaken.CopyFrom(typed)
+        _shake(shaken.graph, {}, Random(seed + shake), dtypes, opset)
         yield Session(shaken)
+
+
+def _shake(
+    graph: onnx.GraphProto, outside: Mapping[str, onnx.TypeProto], random: Random, dtypes: Sequence[int], opset: int
+) -> None:
+    known = {**outside, **types_in(graph)}
+    nodes = list(graph.node)
+    del graph.node[:]
+    del graph.value_info[:]
+    for node in nodes:
+        moves = []
+        for index, name in enumerate(node.output):
+            dtype = known[name].tensor_type.elem_type if name in known else TensorProto.UNDEFINED
+            if name and dtype in dtypes:
+                own = f"{name}::{random.getrandbits(64)}"  # a body may have a value of the same name
+                node.output[index] = f"{own}::exact"
+                moves += _move(node.output[index], own, dtype, random, opset)
+                moves[-1].output[0] = name
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _shake(attribute.g, known, random, dtypes, opset)
+        graph.node.extend([node, *moves])
 
 
 def _move(source: str, target: str, dtype: int, random: Random, opset: int) -> list[onnx.NodeProto]:

@@ -321,6 +321,17 @@ def test_rounding_otherwise_moves_each_element_by_itself(opset: int) -> None:
         assert len(set(moved["y"])) > 1 and np.abs(moved["y"] + 1).max() <= 2 * ULP
 
 
+def test_results_in_bodies_are_moved_too() -> None:
+    """A name of a branch may be one of the graph around it."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float16[4] x, bool c) => (float16[4] y) {
+      y = If (c) <then_branch = one () => (float16[4] y) { a = Exp(x) y = Log(a) },
+                  else_branch = two () => (float16[4] z) { z = Neg(x) }> }"""
+    model, feeds = onnx.parser.parse_model(text), {"x": np.ones(4, np.float16), "c": np.array(True)}
+    found = [outputs_of(session, feeds) for session in rounded_otherwise(model, 1, [onnx.TensorProto.FLOAT16])]
+    assert len({each["y"].tobytes() for each in found if each}) > 1
+    assert all(found)
+
+
 def test_a_rounding_on_purpose_that_is_lost_is_found() -> None:
     there = CHAIN.replace("a = Abs(x)", "w = Cast<to=10>(x) v = Cast<to=1>(w) a = Abs(v)")
     verdict = compare(onnx.parser.parse_model(there), onnx.parser.parse_model(CHAIN), {"n": 50}, 0)
