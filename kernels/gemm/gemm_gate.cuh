@@ -1,5 +1,5 @@
-// A gate in front of the main loop of gemm_mma.cuh: `pixels` neighbouring rows of x, those of an image, share K factors, by
-// which their elements are multiplied, and are rounded to T as if the product were stored.
+// A gate in front of the main loop of gemm_mma.cuh: `pixels` neighbouring rows of x, those of an image, share K factors.
+// The elements of x are multiplied by these, and rounded to T as if the gated x were stored.
 //
 // A thread holds factors in the layout of its fragments of x, and loads those of a step of k while the step before is
 // multiplied. They come from L1, to which a block reads the factors of its rows before it waits for x.

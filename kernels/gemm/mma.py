@@ -64,8 +64,6 @@ GATED_CONFIGS: Final = (
     MmaConfig(128, 64, 64, 4, 2, 2, min_blocks=2),
     MmaConfig(64, 64, 64, 4, 2, 2, min_blocks=2),
 )
-
-
 # Of products whose x has a gate: where y has few columns and memory is the limit, and for few rows.
 GATE_CONFIGS: Final = (
     MmaConfig(128, 32, 64, 4, 4, 1, min_blocks=4),

@@ -152,9 +152,7 @@ def in_one_launch(node: FusedNode, inputs: Sequence[TensorSpec], problem: Proble
     )  # fmt: skip
     kernel = Kernel("squeeze_excite", "squeeze_excite", defines)
     grid = (-(-problem.images // IMAGES) * CLUSTER, 1, 1)
-    launch = Launch(
-        kernel, grid, (THREADS, 1, 1), arguments, shared, CLUSTER, pdl=device.arch >= PDL_ARCH
-    )  # fmt: skip
+    launch = Launch(kernel, grid, (THREADS, 1, 1), arguments, shared, CLUSTER, pdl=device.arch >= PDL_ARCH)
     return Plan((problem.gate,), (launch,))
 
 

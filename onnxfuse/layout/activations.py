@@ -13,7 +13,8 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, op_of, producer
 from onnxfuse.layout.axes import Perm
 from onnxfuse.layout.bodies import followed_by
-from onnxfuse.layout.residuals import GATE, function_name
+from onnxfuse.layout.one_node import put_one_node
+from onnxfuse.layout.residuals import GATE
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 # The activations that are one operator in every opset, with no inputs but x; those in several nodes are fused nodes.
@@ -52,17 +53,12 @@ def add_activations(
     drop_functions(graph, set(found.values()))
     functions, made = LocalFunctions(graph), list[Fused]()
     for node, gate in found.items():
-        original, output, op = _original(node, originals), node.outputs[0], op_of(node)
+        original, op = _original(node, originals), op_of(node)
         attributes = _attributes(gate, node)
         body = followed_by(bodies[gate.op], op, list(attributes), values=node.attrs)
         record = records[gate.name]
         made.append(replace(record, replaces=(*record.replaces, node.name or original), output=original))
-        inputs, name = list(gate.inputs), gate.name
-        for each in (gate, node):
-            each.inputs.clear()
-            each.outputs.clear()
-        graph.add_node(function_name(functions, body, GATE), inputs, [output], attributes, name=name, domain=DOMAIN)
-        graph.record_type(output, shapes.dtype(output), shapes.shape(output))
+        put_one_node(graph, shapes, functions, (gate, node), gate, body, list(gate.inputs), attributes)
     if made:
         graph.remove_dead()
         graph.sort()

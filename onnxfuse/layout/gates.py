@@ -12,7 +12,8 @@ from onnxfuse.ir.domain import DOMAIN
 from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, producer
 from onnxfuse.layout.bodies import behind
-from onnxfuse.layout.residuals import CONVOLUTION, GATE, function_name
+from onnxfuse.layout.one_node import put_one_node
+from onnxfuse.layout.residuals import CONVOLUTION, GATE
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 OPERAND: Final = "gate"  # of a channel_scale, and the last one of a convolution that has taken it in
@@ -33,18 +34,13 @@ def join_gates(graph: Graph, shapes: ShapeInfo, records: Mapping[str, Fused]) ->
     drop_functions(graph, {*found, *found.values()})
     functions, made = LocalFunctions(graph), list[Fused]()
     for node, gate in found.items():
-        output, record, before = node.outputs[0], records[node.name], records[gate.name]
+        record, before = records[node.name], records[gate.name]
         attributes: dict[str, AttributeValue] = {**node.attrs, "operands": " ".join([*operands_of(node), OPERAND])}
         body = behind(bodies[node.op], "x", bodies[gate.op], list(attributes))
         made.append(replace(record, replaces=(*before.replaces, *record.replaces)))
         x, factors = gate.inputs
-        inputs, name = [x, *node.inputs[1:], factors], node.name
-        for each in (gate, node):
-            each.inputs.clear()
-            each.outputs.clear()
-        op = function_name(functions, body, CONVOLUTION)
-        graph.add_node(op, inputs, [output], attributes, name=name, domain=DOMAIN)
-        graph.record_type(output, shapes.dtype(output), shapes.shape(output))
+        inputs = [x, *node.inputs[1:], factors]
+        put_one_node(graph, shapes, functions, (gate, node), node, body, inputs, attributes)
     if made:
         graph.remove_dead()
         graph.sort()

@@ -16,6 +16,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, Tensor, is_constant, op_of, producer
 from onnxfuse.layout.axes import Perm, to_last
 from onnxfuse.layout.bodies import followed_by
+from onnxfuse.layout.one_node import put_one_node
 from onnxfuse.layout.writer import image_rank
 from onnxfuse.passes.emit import emit
 from onnxfuse.passes.fold_shapes import reshape_target
@@ -165,14 +166,9 @@ def add_residuals(
         attributes = _attributes(product, rank=len(shapes.shape(output) or ()))
         name, fusion = product.name, str_attribute(product, "fusion", "")
         body = followed_by(bodies[product.op], "Add", list(attributes), operand=RESIDUAL)
-        op = function_name(functions, body, fusion)
         record = records.get(name) or Fused(fusion, name, (name,), {}, one.original)
         made.append(replace(record, replaces=(*record.replaces, one.add.name or one.original), output=one.original))
-        for node in (product, one.add):
-            node.inputs.clear()
-            node.outputs.clear()
-        graph.add_node(op, inputs, [output], attributes, name=name, domain=DOMAIN)
-        graph.record_type(output, shapes.dtype(output), shapes.shape(output))
+        put_one_node(graph, shapes, functions, (product, one.add), product, body, inputs, attributes)
     if made:
         graph.remove_dead()
         graph.sort()
@@ -211,13 +207,3 @@ def _attributes(product: Node, rank: int) -> dict[str, AttributeValue]:
     names = {*str_attribute(product, "attributes", "").split(), *own}
     operands = f"{str_attribute(product, 'operands', '')} {RESIDUAL}"
     return {**product.attrs, "operands": operands, "attributes": " ".join(sorted(names)), **own}
-
-
-def function_name(functions: LocalFunctions, body: onnx.FunctionProto, fusion: str) -> str:
-    """Return the name of the function with that body: one that the model has, or a new one."""
-    for function in functions.graph.functions:
-        body.name = function.name
-        if body == function:
-            return function.name
-    body.name = fusion
-    return functions.add(body)

@@ -15,7 +15,7 @@ from onnxfuse.ir.graph import Graph
 from onnxfuse.ir.node import AttributeValue, Node, producer
 from onnxfuse.layout.bodies import behind, with_operands
 from onnxfuse.layout.gates import is_fused, is_pointwise, operands_of
-from onnxfuse.layout.residuals import function_name
+from onnxfuse.layout.one_node import put_one_node
 from onnxfuse.rewrite.replace import Fused, LocalFunctions, drop_functions
 
 SQUEEZE: Final = "squeeze_excite"
@@ -35,18 +35,12 @@ def join_squeezes(graph: Graph, shapes: ShapeInfo, records: Mapping[str, Fused])
     drop_functions(graph, {node for nodes in found for node in nodes})
     functions, made = LocalFunctions(graph), list[Fused]()
     for mean, first, second in found:
-        output = second.outputs[0]
         attributes = _attributes(first, second)
         body = _body(bodies[mean.op], bodies[first.op], bodies[second.op], attributes)
         replaced = (name for node in (mean, first, second) for name in records[node.name].replaces)
         made.append(Fused(SQUEEZE, second.name, tuple(replaced), {}, records[second.name].output))
-        inputs, name = [mean.inputs[0], *first.inputs[1:], *second.inputs[1:]], second.name
-        for each in (mean, first, second):
-            each.inputs.clear()
-            each.outputs.clear()
-        op = function_name(functions, body, SQUEEZE)
-        graph.add_node(op, inputs, [output], attributes, name=name, domain=DOMAIN)
-        graph.record_type(output, shapes.dtype(output), shapes.shape(output))
+        inputs = [mean.inputs[0], *first.inputs[1:], *second.inputs[1:]]
+        put_one_node(graph, shapes, functions, (mean, first, second), second, body, inputs, attributes)
     if made:
         graph.remove_dead()
         graph.sort()
