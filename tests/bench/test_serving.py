@@ -18,8 +18,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ENGINES = ("onnxruntime", "onnxfuse")
 PARTS = ("visits", "load", "cache", "memory", "cold")
-FEW = ["--parts", ",".join(PARTS), "--provider", "cpu", "--range", "batch:1..3", "--range", "seq:2..32", "--fresh", "12", "--threads", "1,3",
-       "--seconds", "0.1", "--tokens", "16", "--shapes", "60", "--starts", "1"]  # fmt: skip
+FEW = [
+    "--parts", ",".join(PARTS), "--provider", "cpu", "--range", "batch:1..3", "--range", "seq:2..32", "--fresh", "12",
+    "--threads", "1,3", "--seconds", "0.1", "--tokens", "16", "--shapes", "60", "--starts", "1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
