@@ -6,17 +6,26 @@ import math
 from typing import Final
 
 from onnxfuse.kernels.region.indices import NOTHING, flat, variable_index
+from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, Nest, Variable
 from onnxfuse.kernels.region.operators import BYTES
 from onnxfuse.kernels.tensors import VECTOR_BYTES
 
-MAX_INTERLEAVED: Final = 8  # elements of such an axis
+MAX_INTERLEAVED: Final = 32  # elements of such an axis, and of all vectors of a thread
 MIN_CHUNK_BYTES: Final = 4  # of what a thread stores at once
 
 
 def chunk_of(count: int, dtype: str) -> int:
     """Return how many elements a thread stores at once where each of a block has so many side by side."""
     return math.gcd(count, VECTOR_BYTES // BYTES[dtype])
+
+
+def interleaved_lanes(short: Variable, lanes: Lanes) -> Lanes:
+    """Return lanes along the same variable, as many as a thread can have at all values of the short one."""
+    width = lanes.width
+    while width > 1 and width * (short.extent.constant or 1) > MAX_INTERLEAVED:
+        width //= 2
+    return Lanes(lanes.variable, width)
 
 
 def interleaved(nest: Nest) -> Variable | None:

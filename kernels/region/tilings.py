@@ -11,7 +11,13 @@ from typing import Final, Literal, TypeAlias
 from onnxfuse.kernels.elementwise.elements import RESIDENT_THREADS, SMALL_VECTORS, SMALL_WIDTH
 from onnxfuse.kernels.region.costs import BYTE_COST, THREAD_COST, WARP, cost, cost_of_bytes
 from onnxfuse.kernels.region.indices import NOTHING, flat, replaced
-from onnxfuse.kernels.region.interleaved import MIN_CHUNK_BYTES, chunk_of, interleaved
+from onnxfuse.kernels.region.interleaved import (
+    MAX_INTERLEAVED,
+    MIN_CHUNK_BYTES,
+    chunk_of,
+    interleaved,
+    interleaved_lanes,
+)
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, Variable, flattened
 from onnxfuse.kernels.region.operators import BYTES
@@ -290,7 +296,9 @@ def _best_lanes(
     others += [Lanes(name, width_along(nest, ELEMENTS, program, shapes, aligned, "stores"))]
     others += [Lanes("", MAX_WIDTH, names), Lanes("", MAX_WIDTH // 2, names)] if names else []
     found = {(lanes, ONCE): cost(nest, lanes, program, shapes) for lanes in dict.fromkeys([whole, *others])}
-    for lanes in dict.fromkeys([whole, *others[:2]]):
+    short = interleaved(nest)
+    repeating = [interleaved_lanes(short, others[1])] if short else [whole, *others[:2]]
+    for lanes in dict.fromkeys(repeating):
         for repeats in _repeats(nest, lanes.width, program, shapes, device):
             found[lanes, repeats] = cost(nest, lanes, program, shapes, *repeats)
     best = min(found, key=lambda each: (found[each], each[0].scattered != frozenset()))
@@ -304,17 +312,21 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
     A warp has one value of such a variable at a time, so that what it reads and stores then is as near as without.
     Half as many threads as the GPU holds at a time are left, and their loads are in no branch, so that all are under
     way together.  Single elements gain nothing: Swin's biases take a tenth longer so.  A short variable that is the
-    innermost one of the outputs is repeated as a whole.
+    innermost one of the outputs is repeated as a whole, and known where it chooses among the parts of a Concat.
     """
     count = shapes.sizes.value(nest.count(ELEMENTS))
-    if is_symbolic(count) or nest.bounds or nest.inner or width == 1:
+    if is_symbolic(count) or nest.inner:
         return
     short = interleaved(nest)
     if short and short.extent.constant:
         own = width * short.extent.constant
         chunks = [BYTES[program.dtypes[name]] * chunk_of(own, program.dtypes[name]) for name in nest.outputs]
-        if count // own >= REPEATING_THREADS * device.multiprocessors and min(chunks) >= MIN_CHUNK_BYTES:
+        is_enough = count // own >= REPEATING_THREADS * device.multiprocessors and own <= MAX_INTERLEAVED
+        is_known = all(index.variables() <= {short.name} for index, _ in nest.bounds)
+        if is_enough and is_known and min(chunks) >= MIN_CHUNK_BYTES:
             yield short.name, short.extent.constant
+        return
+    if nest.bounds or width == 1:
         return
     loads, inner = [each.address.variables() for each in accesses(nest, program) if each.operand], 1
     for before, each in itertools.pairwise(reversed(nest.lists[ELEMENTS])):

@@ -50,6 +50,7 @@ class Writer:
     conditions: int = 0  # how many branches are open
     masks: list[str] = field(default_factory=list)  # arrays that say which lanes need what is written; the last counts
     scopes: list[dict[Any, Reference]] = field(default_factory=lambda: [{}])
+    kept: dict[Any, None] = field(default_factory=dict)  # all that was known anywhere
     masked_scopes: list[int] = field(default_factory=list)  # the numbers of those that masks opened
     found: list[tuple[Instance, bool]] = field(default_factory=list)  # reductions that were written in place
     stored_read: list[tuple[Key, Index]] = field(default_factory=list)  # and where among its places
@@ -121,8 +122,8 @@ class Writer:
         return next((scope[key] for scope in reversed(self.scopes) if key in scope), None)
 
     def values(self) -> list[tuple[str, Place]]:
-        """Return the values that the text has where the next line stands, in the order in which it computed them."""
-        return [key for key in self.scopes[0] if isinstance(key, tuple) and len(key) == 2]
+        """Return the values that the text has, in branches too, in the order in which it computed them."""
+        return [key for key in self.kept if isinstance(key, tuple) and len(key) == 2]
 
     def keep(self, key: Any, reference: Reference) -> Reference:
         """Note that the text has a value from here on; if all lanes have it, behind the masks as well."""
@@ -130,6 +131,7 @@ class Writer:
         while not reference.masked and scope in self.masked_scopes:
             scope -= 1
         self.scopes[scope][key] = reference
+        self.kept[key] = None
         return reference
 
     def declare(self, kind: str, value: str, varies: bool, exact: bool = True, masked: bool = False) -> Reference:
