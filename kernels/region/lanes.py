@@ -6,7 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from onnxfuse.kernels.region.indices import Index
-from onnxfuse.kernels.region.sizes import ONE, Size, Sizes
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, Sizes
+
+
+def variable_of(index: Index, name: str) -> Index:
+    """Return the part of an index that is a variable."""
+    terms = [each for each in index.terms if each[0].kind == "variable" and each[0].name == name]
+    return Index(ZERO, tuple((atom, ONE) for atom, _ in terms))
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,30 @@ class Lanes:
         """Return whether an index is below a bound in all lanes or in none."""
         difference = index + -bound
         return not self.vary(difference) or (self.rest is None and self.are_contiguous(difference, sizes))
+
+    def step_of(self, address: Index) -> int:
+        """Return a number of neighbours that have one address, of which the lanes meet two at most; 0 if there is none.
+
+        That is so for a column that is broadcast, where vectors lie across rows: the address depends on quotients by
+        multiples of a row's elements alone.
+        """
+        divisors = None if self.scattered or self.rest else self._divisors(address)
+        step = min(divisors, default=0) if divisors else 0
+        return step if step >= self.width and all(each % step == 0 for each in divisors or ()) else 0
+
+    def _divisors(self, index: Index) -> list[int] | None:
+        """Return by what the lanes' variable is divided; None if an index depends on it in another way."""
+        found = list[int]()
+        for atom, _ in index.terms:
+            if self.variable not in (atom.of.variables() if atom.of else {atom.name, *atom.varies}):
+                continue
+            by = atom.by.constant
+            is_quotient = atom.kind == "div" and atom.of is not None and atom.of == variable_of(atom.of, self.variable)
+            inner = [by] if is_quotient and by else self._divisors(atom.of) if atom.of else None
+            if inner is None:
+                return None
+            found += inner
+        return found
 
     def _without_variable(self, index: Index) -> Index:
         return Index(index.constant, tuple(each for each in index.terms if each[0].name != self.variable))

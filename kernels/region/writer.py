@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from onnxfuse.kernels.region import branches, maps
 from onnxfuse.kernels.region.arguments import Arguments
-from onnxfuse.kernels.region.indices import Atom, Index, flat, text_of, variable_index
+from onnxfuse.kernels.region.indices import Atom, Index, flat, replaced, text_of, variable_index
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.operators import (
@@ -25,7 +25,7 @@ from onnxfuse.kernels.region.program import Operation, Program
 from onnxfuse.kernels.region.reductions import Instance, Key, finished, instance_of, term
 from onnxfuse.kernels.region.references import Reference, Within
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
-from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, product
+from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size, product
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
@@ -233,7 +233,24 @@ class Writer:
             self.line(f"{kind} {found.text}[{self.lanes.width}];")
             self.line(f"load({name} + ({self.index(address)}), {found.text});")
             return found
+        step = self.lanes.step_of(address)
+        if step:
+            return self._load_step(name, address, step)
         return self.declare(kind, f"load_one({name} + ({self.index(address, in_lane=True)}))", True)
+
+    def _load_step(self, name: str, address: Index, step: int) -> Reference:
+        """Load what the first and the last lane have: lanes from the next multiple of `step` on have the latter."""
+        kind, lanes = NUMBER[self.program.dtypes[name]], self.lanes
+        variable = next(each for each in address.atoms() if each.kind == "variable" and each.name == lanes.variable)
+        own = variable_index(lanes.variable, variable.extent)
+        last = replaced(address, {lanes.variable: own + (lanes.width - 1)})
+        key = ("beyond", lanes, step)
+        beyond = self.known(key)
+        if beyond is None:
+            rest = self.arguments.quotient(lanes.variable, as_size(step), "%")
+            beyond = self.keep(key, self.declare("bool", f"{rest} + j >= {step}", True))
+        near, far = (self.declare(kind, f"load_one({name} + ({self.index(each)}))", False) for each in (address, last))
+        return self.declare(kind, f"{beyond.lane} ? {far.text} : {near.text}", True)
 
     def _elementwise(self, operation: Operation, name: str, place: Place) -> Reference:
         target, given = self.program.dtypes[name], list[Reference]()

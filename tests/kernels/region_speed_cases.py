@@ -117,6 +117,10 @@ def flat_vectors() -> Iterator[Made]:
         x, row, column = (numbers(shape, dtype, i) for i, shape in enumerate([(3, 5, 7), (5, 1), (7,)]))
         yield made(f"sums of broadcasts of {dtype}", [x, row, column],
                    lambda p, x, a, b: p.op("Add", p.op("Add", x, a), b))  # fmt: skip
+    for dynamic in ((), (6,)):
+        shapes = (6, 14, 28, 22), (6, 14, 28, 1), (6, 14, 1, 22), (6, 1, 1, 1)
+        yield made(f"sums of what several elements share {dynamic}", [numbers(shape, "float16") for shape in shapes],
+                   lambda p, x, a, b, c: p.op("Mul", p.op("Add", p.op("Add", x, a), b), c), dynamic)  # fmt: skip
     yield made("mask of odd rows", [numbers((3, 5, 9), "bool", 1, 0, 1), numbers((3, 1, 9), "bool", 2, 0, 1)],
                lambda p, a, b: p.op("And", a, p.op("Not", b)))  # fmt: skip
     yield made("two outputs of odd rows", [numbers((6, 5, 3), "float16"), numbers((3,), "int64")],
