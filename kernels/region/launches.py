@@ -72,15 +72,16 @@ def _launch(
     total = sum(blocks)
     largest = maximum(*(sizes.value(product(shape)) for shape in region.shapes.of.values()))
     arguments = Arguments(sizes, not largest + total * threads < WORD)
-    body = _body(region, works, blocks, arguments, stored, (str(is_released(total, region.device)), leaving))
+    given = str(is_released(total, region.device)), leaving
+    body, shared = _body(region, works, blocks, arguments, stored, given)
     read = {name: each for name, each in parameters.items() if re.search(rf"\b{name}\b", body)}
     declared = ", ".join([*(text for text, _ in read.values()), *arguments.declared])
     operators = " ".join(each.name for each in program.operations)
     head = HEAD.format(operators=operators, threads=threads, parameters=declared)
     precise = int(any(dtype == "float32" for dtype in program.dtypes.values()))
     kernel = Kernel("region", "region", {"PRECISE": precise}, text=f"{head}{body}}}\n")
-    given = (*(argument for _, argument in read.values()), *arguments.values)
-    return Launch(kernel, (total, 1, 1), (threads, 1, 1), given, pdl=region.device.arch >= PDL_ARCH)
+    passed = (*(argument for _, argument in read.values()), *arguments.values)
+    return Launch(kernel, (total, 1, 1), (threads, 1, 1), passed, shared, pdl=region.device.arch >= PDL_ARCH)
 
 
 def _blocks(nest: Nest, tiling: Tiling, sizes: Sizes) -> int:
@@ -105,9 +106,9 @@ def _body(
     arguments: Arguments,
     stored: Mapping[Key, Stored],
     given: tuple[str, str],
-) -> str:
-    """Return the text of all works; each block runs one of them."""
-    lines, before, begin, shared = list[str](), 0, "", 0
+) -> tuple[str, int]:
+    """Return the text of all works, of which each block runs one, and the bytes of dynamic shared memory."""
+    lines, before, begin, shared, row_bytes = list[str](), 0, "", 0, 0
     for i, work in enumerate(works):
         end = before + blocks[i]
         bound = arguments.size(region.shapes.sizes.named(f"blocks before {end!r}", end))
@@ -119,5 +120,7 @@ def _body(
         NestText(work.nest, work.tiling, writer, *given, work.stored).write()
         lines += writer.lines
         before, begin, shared = end, bound, max(shared, writer.shared_bytes)
+        row_bytes = max(row_bytes, writer.row_bytes)
     declared = [f"    __shared__ u64 shared[{-(-shared // 8)}];"] if shared else []
-    return "\n".join([*declared, *lines, "    }", ""])
+    declared += ["    extern __shared__ uint4 row_memory[];"] if row_bytes else []
+    return "\n".join([*declared, *lines, "    }", ""]), row_bytes

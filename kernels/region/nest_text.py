@@ -9,6 +9,7 @@ from typing import Final
 
 from onnxfuse.kernels.region.elements_text import ElementsText
 from onnxfuse.kernels.region.indices import flat
+from onnxfuse.kernels.region.kept_text import KeptText
 from onnxfuse.kernels.region.lanes import Lanes
 from onnxfuse.kernels.region.maps import Place
 from onnxfuse.kernels.region.nests import ELEMENTS, ROWS, Nest, in_variables
@@ -21,10 +22,9 @@ from onnxfuse.kernels.region.store_text import StoreText
 from onnxfuse.kernels.region.stored import Stored
 from onnxfuse.kernels.region.stored_text import merge_shares, merge_whole
 from onnxfuse.kernels.region.tile_text import TileText, tiles
-from onnxfuse.kernels.region.tilings import Tiling
+from onnxfuse.kernels.region.tilings import MAX_HELD, Tiling
 from onnxfuse.kernels.region.writer import Writer
 
-MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
 UNROLLED: Final = 4  # rounds of a loop that reduces, so that several loads are under way at a time
 
 
@@ -45,6 +45,7 @@ class NestText:
         self.parts, self.store = PartsText(nest, tiling, writer), StoreText(nest, writer, release, leaving, own)
         self.reads: list[tuple[str, list[tuple[str, Place]]]] = []  # by loop: its list, and its vectors of operands
         self.held: dict[str, dict[tuple[str, Place], str]] = {}  # by list: vectors that registers hold, and where
+        self.kept = KeptText(nest, tiling, writer, self._enter)
         self.batched: dict[int, list[tuple[str, Place]]] = {}  # by number of a loop: vectors that are read in batches
         self.ahead: list[tuple[str, Place]] = []  # vectors that are read where a tile is stored
         self.number = 0  # of the next loop
@@ -56,8 +57,12 @@ class NestText:
             trial._write()
             self.ahead = trial.ahead
             self.held = trial.repeated() if self.tiling.shares == ONE else {}
+            if self.tiling.row_memory:
+                held = trial.repeated()
+                for name in dict.fromkeys(name for name, _ in trial.reads if name not in held):
+                    self.kept.choose(name, [own for of, own in trial.reads if of == name], self._held_width(name))
             for number, (name, keys) in enumerate(trial.reads):
-                own = list(dict.fromkeys(keys))
+                own = [key for key in dict.fromkeys(keys) if key not in self.kept.vectors.get(name, {})]
                 if (
                     name not in self.held
                     and self._rounds(name) != 1
@@ -112,6 +117,9 @@ class NestText:
             self.parts.split("row", nest.lists[ROWS], 1)
         for name in self.held:
             self._hold(name, "lane", lanes)
+        for name in self.kept.vectors:
+            whole = "", self.parts.bound(name, self._held_width(name))
+            self.kept.start(name, *(self._head(name) if name in self.tiling.shifted else whole))
         for level in nest.levels:
             self._level(level, *self._shared("lane", lanes))
         self.store.write_rows(f"lane == 0{f' && {exists}' if exists else ''}")
@@ -166,6 +174,16 @@ class NestText:
             if keys and rounds and rounds * width * len(keys) <= MAX_HELD:
                 found[name] = {key: f"held{len(found)}_{i}" for i, key in enumerate(keys)}
         return found
+
+    def _head(self, name: str) -> tuple[str, str]:
+        """Write how many elements stand in front of shifted vectors, and how many vectors there are."""
+        writer, lanes = self.writer, self.tiling.shifted[name]
+        assert lanes.rest is not None
+        (variable,), width, head, count = self.nest.lists[name], lanes.width, writer.new_name(), writer.new_name()
+        size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
+        shift = writer.arguments.quotient(rest, as_size(width), "%")
+        writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
+        return head, count
 
     def _rounds(self, name: str) -> int:
         """Return how often a thread's turn comes in a loop over a list; 0 if that depends on dynamic dims."""
@@ -229,7 +247,8 @@ class NestText:
         writer, before = self.writer, self.writer.lanes
         seen, at, held = len(writer.vectors), f"at_{writer.new_name()}", self.held.get(name, {})
         bound = count or self.parts.bound(name, self._width_along(name))
-        text = f"for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
+        unrolled = f'_Pragma("unroll {UNROLLED}") ' if name in self.kept.vectors else ""
+        text = f"{unrolled}for ({self.type} {at} = {start}; {at} < {bound}; {at} += {step})"
         if held:
             rounds = self._rounds(name)
             writer.line(f'_Pragma("unroll") for (int k = 0, {at} = {start}; k < {rounds}; ++k, {at} += {step})')
@@ -238,6 +257,8 @@ class NestText:
             if not fills:
                 self._keep(held)
             self._enter(name, at, head)
+            if not fills:
+                self.kept.read(name, at, head, bound)
             yield
         if not fills:
             self.reads.append((name, writer.vectors[seen:]))
@@ -277,6 +298,7 @@ class NestText:
                 with writer.block(condition):
                     self._keep(held)
                     self._enter(name, at, head)
+                    self.kept.read(name, at, head, bound)
                     yield
                 writer.lanes = before
 
@@ -313,12 +335,8 @@ class NestText:
         if lanes is None:
             yield from self._loops_of_vectors(name, start, str(step))
             return
-        assert lanes.rest is not None
-        (variable,), width, before = self.nest.lists[name], lanes.width, writer.lanes
-        at, head, count = (writer.new_name() for _ in range(3))
-        size, rest = writer.arguments.size(variable.extent), writer.index(lanes.rest)
-        shift = writer.arguments.quotient(rest, as_size(width), "%")
-        writer.line(f"const int {head} = ({width} - {shift}) % {width}, {count} = ({size} - {head}) / {width};")
+        (variable,), width, before, at = self.nest.lists[name], lanes.width, writer.lanes, writer.new_name()
+        size, (head, count) = writer.arguments.size(variable.extent), self._head(name)
         yield from self._loops_of_vectors(name, start, str(step), head, count)
         with writer.block(f"for ({self.type} {at} = {start}; {at} < {size} - {count} * {width}; {at} += {step})"):
             writer.line(f"const {self.type} {variable.name} = {at} < {head} ? {at} : {at} + {count} * {width};")
@@ -333,6 +351,7 @@ class NestText:
             with self._loop(name, start, step, head=head, count=count):
                 yield
         self.number += 1
+        self.kept.arrived.add(name)
 
     def _level(self, level: tuple[Instance, ...], start: str, step: str) -> None:
         """Write the reductions of one level: loops over the elements, then what merges the threads' parts."""

@@ -60,6 +60,19 @@ __device__ __forceinline__ void put_packed(T* to, const Pack<T, N>& packed) {
     copy_elements<u32, N * int(sizeof(T)) / 4>(aligned.words, reinterpret_cast<u32*>(to));
 }
 
+// Copies to shared memory that were started since the last call are waited for together.
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LATEST>
+__device__ __forceinline__ void wait_for_copies_but() {  // all but those of the latest calls of commit_copies
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATEST) : "memory");
+#endif
+}
+
 template <int N>
 __device__ __forceinline__ void put(bool leaving, f32* to, const float (&values)[N]) { store_as(leaving, to, values); }
 template <int N>

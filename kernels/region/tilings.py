@@ -40,6 +40,13 @@ MAX_WARP_ELEMENTS: Final = 1024  # of a row that a warp has to itself
 FEW_ROWS: Final = 4  # on a multiprocessor
 MANY_ROUNDS_FEW_ROWS: Final = 8  # the same where a lane would have more than MAX_WARP_ROUNDS vectors of a row
 FEW_ROWS_WARP_ELEMENTS: Final = 256  # of a row that a warp has to itself where rows are few
+MAX_HELD: Final = 32  # numbers of a row that a thread holds in registers from one loop to the next
+MIN_KEPT_BYTES: Final = 16384  # of a row in shared memory: the first-level cache still has a shorter one
+KEPT_THREADS: Final = 1024  # on a multiprocessor that keeps rows so
+KEPT_DTYPES: Final = ("float16", "bfloat16", "float32")
+COPYING_ARCH: Final = 80  # from which on copies to shared memory take no registers
+MIN_COPIED: Final = 4  # bytes of such a copy
+SPARE_BYTES: Final = 2048  # of shared memory: what a block needs besides its row
 MIN_SHIFTED: Final = 2048  # elements of rows of which vectors start elsewhere in each
 MAX_WARP_ROUNDS: Final = 8  # vectors of a lane
 ROUND_COST: Final = 16  # instructions for one of them
@@ -76,7 +83,7 @@ class Tiling:
     together, along whose elements their vectors lie; in "columns", vectors lie across rows, and threads of a block
     below each other share theirs.  Several blocks may have `shares` of a row, whose accumulators a launch behind
     merges: to "merge", a warp has a row of them.  In a "tile", a block reads along one variable and stores along the
-    last one.
+    last one.  A block with row memory keeps there what several loops read of its row.
     """
 
     way: Way
@@ -94,6 +101,7 @@ class Tiling:
     shifted: Mapping[str, Lanes] = field(default_factory=dict)  # by list: vectors that start elsewhere in each row
     lanes: int = 32  # threads of a warp that have a row together
     shares: Size = ONE  # blocks that have a row, or a column's threads, together
+    row_memory: int = 0  # bytes of dynamic shared memory
 
 
 def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, device: Device) -> Tiling:
@@ -134,7 +142,29 @@ def tiling_of(nest: Nest, program: Program, shapes: Shapes, aligned: bool, devic
     width = shifted[name].width if name in shifted else widths[name]
     rounds = length // (width * ROW_THREADS)
     shares = _shares(rows, rounds, sizes, device, fewest=MIN_SHARES if width > 1 else MIN_NARROW_SHARES)
-    return Tiling("block", ROW_THREADS, inner_widths=widths, shares=shares, shifted=shifted)
+    memory = _row_memory(nest, name, width, name in shifted, program, shapes, device) if shares == ONE else 0
+    blocks = device.shared_per_block // memory if memory else math.inf
+    threads = ROW_THREADS if ROW_THREADS * blocks >= KEPT_THREADS else 2 * ROW_THREADS
+    return Tiling("block", threads, inner_widths=widths, shares=shares, shifted=shifted, row_memory=memory)
+
+
+def _row_memory(
+    nest: Nest, name: str, width: int, is_shifted: bool, program: Program, shapes: Shapes, device: Device
+) -> int:
+    """Return how many bytes of shared memory a block has for what several loops read of its row; 0 if it needs none.
+
+    Registers hold shorter rows, unless their vectors start elsewhere in each.
+    """
+    count, last = nest.count(name).constant, nest.lists[name][-1].name
+    loops = sum(nest.elements_of(level[0], shapes)[0] == name for level in nest.levels) + (name == ELEMENTS)
+    along = [each for each in accesses(nest, program) if each.operand and each.address.factor(last) == ONE]
+    along = [each for each in along if program.dtypes[each.operand] in KEPT_DTYPES]
+    if count is None or loops < 2 or not along or device.arch < COPYING_ARCH:
+        return 0
+    if not is_shifted and count * len(along) <= MAX_HELD * ROW_THREADS:
+        return 0
+    needed = sum(count * each.item_bytes for each in along if width * each.item_bytes >= MIN_COPIED)
+    return needed if MIN_KEPT_BYTES <= needed <= device.shared_per_block - SPARE_BYTES else 0
 
 
 def _shifted(nest: Nest, name: str, program: Program, shapes: Shapes) -> Lanes | None:
@@ -341,10 +371,18 @@ def _repeats(nest: Nest, width: int, program: Program, shapes: Shapes, device: D
 
 
 def of_one_block(tilings: Sequence[Tiling]) -> list[Tiling]:
-    """Return tilings for blocks of equal size, because one launch has the blocks of all nests."""
-    threads = max(tiling.threads for tiling in tilings)
+    """Return tilings for blocks of equal size, because one launch has the blocks of all nests.
+
+    None of several keeps rows: blocks of the others would get as much shared memory, and few would run at a time.
+    """
+    threads, is_alone = max(tiling.threads for tiling in tilings), len(tilings) == 1
     return [
-        replace(each, threads=threads, columns=threads if each.columns == each.threads else each.columns)
+        replace(
+            each,
+            threads=threads,
+            columns=threads if each.columns == each.threads else each.columns,
+            row_memory=each.row_memory if is_alone else 0,
+        )
         for each in tilings
     ]
 

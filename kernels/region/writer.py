@@ -27,6 +27,7 @@ from onnxfuse.kernels.region.references import Reference, Within
 from onnxfuse.kernels.region.shapes import Shapes, axis_of
 from onnxfuse.kernels.region.sizes import ONE, ZERO, Size, as_size, product
 from onnxfuse.kernels.region.stored import StoredByKey, place_in
+from onnxfuse.kernels.tensors import VECTOR_BYTES
 from onnxfuse.region_operators import ELEMENTWISE, FLOATS, GATHERS, HALVES, REDUCTIONS
 
 MAX_LINES: Final = 3000  # of one loop nest: a program that gives more takes too long to compile
@@ -58,6 +59,7 @@ class Writer:
     vectors: list[tuple[str, Place]] = field(default_factory=list)  # operands that were read as whole vectors
     bounds: list[tuple[Index, Size]] = field(default_factory=list)  # comparisons of an index in branches
     shared_bytes: int = 0  # of a block's memory
+    row_bytes: int = 0  # of the memory that keeps a row
     within: Within | None = None  # what holds where the next line stands
 
     def copy(self) -> Writer:
@@ -116,6 +118,11 @@ class Writer:
         """Return the memory that a block's threads share, of which so many bytes are used."""
         self.shared_bytes = max(self.shared_bytes, size)
         return "shared"
+
+    def row_memory(self, size: int) -> str:
+        """Return memory that keeps a part of a row, of so many bytes."""
+        begin, self.row_bytes = self.row_bytes, self.row_bytes + -(-size // VECTOR_BYTES) * VECTOR_BYTES
+        return f"row_memory + {begin // VECTOR_BYTES}"
 
     def known(self, key: Any) -> Reference | None:
         """Return what the text has for a key where the next line stands."""

@@ -44,7 +44,8 @@ def run(plan: Plan, kernels: Sequence[Any], arrays: Sequence[np.ndarray], aligne
             buffers[each.kind][each.index][1] if isinstance(each, Pointer) else SCALARS[each.type](each.value)
             for each in step.arguments
         ]
-        kernel(step.grid, step.block, tuple(arguments))
+        kernel.max_dynamic_shared_size_bytes = step.shared
+        kernel(step.grid, step.block, tuple(arguments), shared_mem=step.shared)
     for (whole, view), spec in zip(written, plan.outputs, strict=True):
         end = view.data.ptr - whole.data.ptr + view.nbytes
         assert bool((whole[end:] == 0xFF).all()), f"written beyond the end of {spec}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from architectures import DEVICES, H200, T4, to_compile
 from kernel_hosts import host_of
-from region_block_cases import decoded
+from region_block_cases import decoded, sines_and_cosines
 from region_cases import all_cases
 from region_drafts import RegionProgram, one
 from region_emulation import plan_of
@@ -227,15 +227,47 @@ def test_rows_of_odd_lengths_are_read_by_vectors() -> None:
     assert "load(x0 + (50257 * o0 + r2_0), " in step.kernel.text and step.grid[0] == 256
 
 
+@pytest.mark.parametrize(("dtype", "length", "threads"), [("float16", 50257, 512), ("float32", 12288, 256)])
+def test_long_rows_are_read_once(dtype: str, length: int, threads: int) -> None:
+    """Shared memory keeps them from the loop that reduces to the one that stores, of several blocks if they fit."""
+    (step,) = launches_of(one("", "LogSoftmax", np.zeros((512, length), dtype), axis=1)[1])
+    assert abs(step.shared - length * np.dtype(dtype).itemsize) < 16
+    assert step.block[0] == threads and "load(x0" not in step.kernel.text
+    assert compile_cubin(step.kernel, 90).registers <= 65536 // 1024
+
+
+def test_rows_that_exceed_shared_memory_are_read_again() -> None:
+    (step,) = launches_of(one("", "Softmax", np.zeros((512, 60000), np.float32), axis=1)[1])
+    assert step.shared == 0 and step.kernel.text.count("load(x0") == 4  # two loops, each in whole batches and a rest
+
+
+def test_rows_are_read_again_beside_blocks_that_need_no_shared_memory() -> None:
+    program = RegionProgram()
+    x, other = program.operand(np.zeros((512, 12288), np.float32)), program.operand(np.zeros((7, 9), np.float16))
+    program.outputs = [program.op("Softmax", x, axis=1), program.op("Neg", other)]
+    (step,) = launches_of(program)
+    assert step.shared == 0 and step.grid[0] == 512 + 1
+
+
 def test_planes_that_become_the_last_axis_are_read_and_stored_by_vectors() -> None:
     """The patches of an MAE: a thread has three vectors of eight, and its block exchanges what they become."""
     program = RegionProgram()
-    x = program.operand(np.zeros((32, 3, 224, 224), np.float16))
-    split = program.op("Reshape", x, shape=[-1, 3, 14, 16, 14, 16])
+    split = program.op(
+        "Reshape", program.operand(np.zeros((32, 3, 224, 224), np.float16)), shape=[-1, 3, 14, 16, 14, 16]
+    )
     program.outputs = [program.op("Transpose", split, perm=[0, 2, 4, 3, 5, 1])]
     (step,) = launches_of(program)
     assert "load(x0 + (" in step.kernel.text and "put_by_block<8, 128>" in step.kernel.text
     assert step.grid[0] * step.block[0] * 24 == 32 * 3 * 224 * 224
+
+
+def test_a_thread_computes_one_part_of_a_short_concat() -> None:
+    """A branch on a number that the compiler knows: no thread computes sines and cosines of the same element."""
+    program = RegionProgram()
+    x, powers = program.operand(np.zeros((196608, 1), np.float32)), program.operand(np.zeros(10, np.float32))
+    program.outputs = [sines_and_cosines(program, x, powers)]
+    (step,) = launches_of(program)
+    assert "if (o1 < 10) {" in step.kernel.text and step.kernel.text.count("load_one(x0") == 1
 
 
 def test_vectors_choose_no_part_where_one_prevails() -> None:
