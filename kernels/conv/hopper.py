@@ -1,4 +1,4 @@
-"""The host side of conv_hopper.cu, conv_hopper_split.cu and conv_hopper_tf32.cu: tiles of convolutions on Hopper."""
+"""The host side of the convolutions on Hopper's matrix units: which tiles, and where TMA finds x and w."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import operator
 from dataclasses import replace
 from typing import Final, Literal
 
+from onnxfuse.kernels.conv import hopper_slices
+from onnxfuse.kernels.conv.hopper_slices import SlicedConfig
 from onnxfuse.kernels.conv.matrix import as_gemm
 from onnxfuse.kernels.conv.problem import Conv, plain_pads, three
 from onnxfuse.kernels.conv.usual import usual
@@ -23,6 +25,7 @@ from onnxfuse.runtime.symint import best_first, is_symbolic, maximum
 
 K_BLOCK_BYTES: Final = (128, 64, 32)  # of the channels of a block of k
 MAX_CONFIGS: Final = 6
+MAX_SLICED: Final = 2  # of the configs whose slices of k epilogue.cu adds up
 MAX_FEW_OF_PADS: Final = 2  # for each combination of dynamic pads, which are constants of the kernel
 MAX_CORNER: Final = {1: 32767, 2: 127, 3: 15}  # of the walk of TMA, by the number of spatial axes
 MAX_OFFSET: Final = {1: 65534, 2: 254, 3: 30}  # of a filter's tap
@@ -52,7 +55,11 @@ def implementations(conv: Conv, device: Device) -> list[Implementation]:
         return []
     conv = plain_pads(conv)
     gemm = gemm_of_blocks(conv)
-    found = best_first(fitting(conv, device), lambda config: cycles(gemm, config, device))
+    # Sums of a known number of slices need scratch memory of a known size.
+    sliced = [] if is_symbolic(conv.n, *conv.sizes) else hopper_slices.fitting(conv, gemm, device)
+    best_sliced = sorted(sliced, key=lambda config: cycles(gemm, config, device))[:MAX_SLICED]
+    every: list[HopperConfig | SlicedConfig] = [*fitting(conv, device), *best_sliced]
+    found = best_first(every, lambda config: cycles(gemm, config, device))
     return [implementation(conv, config, device) for config in found[:MAX_CONFIGS]]
 
 
@@ -74,8 +81,10 @@ def _few(problems: tuple[Conv, ...], device: Device, most: int) -> list[HopperCo
     return few(CONFIGS, [gemm_of_blocks(each) for each in problems], cost, most)
 
 
-def cycles(gemm: Gemm, config: HopperConfig, device: Device) -> float:
+def cycles(gemm: Gemm, config: HopperConfig | SlicedConfig, device: Device) -> float:
     """Estimate the clock cycles of a convolution, whose product is `gemm`."""
+    if isinstance(config, SlicedConfig):
+        return hopper_slices.cycles(gemm, config, device, WALK_CYCLES)
     return hopper.cycles(gemm, config, device, WALK_CYCLES)
 
 
@@ -113,8 +122,12 @@ def gemm_of_blocks(conv: Conv) -> Gemm:
     return replace(as_gemm(conv), k=conv.taps * -(-conv.c // block) * block)
 
 
-def implementation(conv: Conv, config: HopperConfig, device: Device) -> Implementation:
-    """Return the one launch by that config."""
+def implementation(conv: Conv, config: HopperConfig | SlicedConfig, device: Device) -> Implementation:
+    """Return the one launch by that config, or two of slices of k."""
+    if isinstance(config, SlicedConfig):
+        macros, maps = defines(hopper_slices.plain(conv), config.tile, device), operand_maps(conv, config.tile)
+        sizes = three(conv.y_sizes)
+        return hopper_slices.implementation(config, gemm_of_blocks(conv), device, macros, maps, sizes)
     gemm, name = gemm_of_blocks(conv), "conv_hopper_split" if config.split_k > 1 else "conv_hopper"
     source = "conv_hopper_tf32" if conv.dtype == "float32" and config.split_k == 1 else name
     launch = hopper.kernel_launch(source, gemm, config, device, defines(conv, config, device), arguments(conv, config))
@@ -135,7 +148,6 @@ def defines(conv: Conv, config: HopperConfig, device: Device) -> Defines:
 def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     gemm, y_sizes = gemm_of_blocks(conv), three(conv.y_sizes)
-    maps = [pixel_map(conv, config), weight_map(conv, config)]
     if config.split_k > 1 or conv.dtype == "float32":
         results: list[Argument] = [conv.y, conv.residual or ABSENT]
     else:
@@ -143,7 +155,12 @@ def arguments(conv: Conv, config: HopperConfig) -> tuple[Argument, ...]:
     scalars = [Scalar(conv.alpha, "float32"), Scalar(conv.beta, "float32")]
     integers = (conv.pixels, conv.m, *y_sizes, hopper.group_m(gemm, config))
     vectors = (each or ABSENT for each in (conv.bias, conv.extra, conv.column_scale))
-    return (*maps, *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+    return (*operand_maps(conv, config), *results, *vectors, *scalars, *(Scalar(value, "int32") for value in integers))
+
+
+def operand_maps(conv: Conv, config: HopperConfig) -> tuple[TensorMap, TensorMap]:
+    """Return the maps of x and w."""
+    return pixel_map(conv, config), weight_map(conv, config)
 
 
 def pixel_map(conv: Conv, config: HopperConfig) -> TensorMap:

@@ -118,12 +118,7 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
     geometric mean, and 9 % at most; of twelve others in TF32, 1.1 %. CLUSTER_CYCLES is from 112 products and
     convolutions of convolutional networks, with m from 196 to 25088.
     """
-    rows, columns = config.tile_m, config.tile_n
-    multiply = rows * columns * TILE_K / 2048  # in TF32 as well, of half as many elements
-    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
-    load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
-    step = max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
-    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * step
+    mainloop = -(-gemm.k // (stage_k(gemm) * config.split_k)) * step_cycles(config, row_cycles)
     if config.split_k > 1:  # the blocks exchange their sums; large clusters start late
         others = config.split_k - 1
         exchange = 750 * others + config.tile_m * config.tile_n * 4 * others / config.split_k / 16
@@ -131,11 +126,20 @@ def cycles(gemm: Gemm, config: HopperConfig, device: Device, row_cycles: float =
         return mainloop + exchange + CLUSTER_CYCLES + PENALTY * waiting
     instructions = 8 + {"none": 0, "gelu": 13}.get(gemm.activation, 10) + 4 * bool(gemm.residual)
     moved = ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual)) / 32  # cycles for what an element of y moves
-    epilogue = rows * tile_columns(gemm, config) * max(instructions / 128, moved)
+    epilogue = config.tile_m * tile_columns(gemm, config) * max(instructions / 128, moved)
     rounds = -(-tile_count(gemm, config) // device.multiprocessors)
     if config.pingpong:  # the other consumer multiplies meanwhile, and waits for what is left
         return rounds * (mainloop + 0.45 * epilogue) + 0.55 * epilogue
     return rounds * (mainloop + epilogue + SHARED_TILE_CYCLES)
+
+
+def step_cycles(config: HopperConfig, row_cycles: float = 0.0) -> float:
+    """Estimate the clock cycles of a stage of k, as `cycles` does."""
+    rows, columns = config.tile_m, config.tile_n
+    multiply = rows * columns * TILE_K / 2048  # in TF32 as well, of half as many elements
+    shared = 2 * rows + columns + rows * columns / 64  # 128 bytes each, that TMA writes and wgmmas of 64 rows read
+    load = (rows + columns) * ROW_BYTES / 56  # bytes a cycle from L2
+    return max(0.95 * multiply + 0.4 * shared, load, row_cycles * rows) + TURN_CYCLES * config.pingpong
 
 
 def fits(gemm: Gemm, config: HopperConfig, device: Device) -> bool:

@@ -11,12 +11,14 @@ from conv_cases import BOTH, NUMPY, ConvCase, with_vectors
 from kernel_runs import RELATIVE, compile_all, in_turns, launch, result, upload
 from test_gemm_gpu import ACTIVATION_16
 
-from onnxfuse.kernels.conv import hopper
+from onnxfuse.kernels.conv import hopper, hopper_slices
+from onnxfuse.kernels.conv.hopper_slices import SlicedConfig
 from onnxfuse.runtime.cuda_driver import gpu
 from onnxfuse.runtime.plan import Device, Launch, Plan, TensorSpec
 
 pytestmark = pytest.mark.gpu
 
+MAX_SLICED = 6  # configs whose blocks have slices of k, about
 LARGEST = float(np.finfo(np.float16).max)
 # The error of sums in fp32, relative to the sum of their terms' magnitudes; in TF32, both operands are rounded.
 SUMS, SUMS_TF32 = 1e-6, 2.0**-10
@@ -69,9 +71,12 @@ def tf32_cases() -> Iterator[ConvCase]:
     yield from with_vectors(ConvCase(2, 64, 35, (12, 9), (3, 3), (), (1, 1, 1, 1), dtype="float32", tf32=True))
 
 
-def configs(case: ConvCase, device: Device) -> list[hopper.HopperConfig]:
+def configs(case: ConvCase, device: Device) -> list[hopper.HopperConfig | SlicedConfig]:
     """Return every config for the first case of each dtype; for others a third of those that fit, in turns."""
-    fitting = hopper.fitting(case.problem(), device)
+    conv = case.problem()
+    sliced = hopper_slices.fitting(conv, hopper.gemm_of_blocks(conv), device)
+    step = max(1, len(sliced) // MAX_SLICED)
+    fitting = [*hopper.fitting(conv, device), *sliced[::step]]
     return fitting if case.sizes == (9, 11) and case.extra == BOTH else in_turns(fitting, case, 3)
 
 

@@ -32,7 +32,7 @@ struct int2 { int x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-struct Index { int x; };
+struct Index { int x, z; };
 static thread_local Index threadIdx, blockIdx;
 static Index gridDim;
 

@@ -1,0 +1,102 @@
+"""The host side of conv_hopper_slices.cu: convolutions of few tiles on Hopper, by blocks that have slices of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from onnxfuse.kernels.conv.problem import Conv
+from onnxfuse.kernels.gemm import hopper
+from onnxfuse.kernels.gemm.cublaslt import epilogue
+from onnxfuse.kernels.gemm.hopper import HopperConfig
+from onnxfuse.kernels.gemm.problem import Gemm
+from onnxfuse.kernels.implementation import Implementation
+from onnxfuse.kernels.tensors import ITEM_BYTES, Defines
+from onnxfuse.runtime.plan import Argument, Device, Kernel, Launch, Pointer, Scalar
+
+TILES: Final = (HopperConfig(128, 64), HopperConfig(128, 128), HopperConfig(128, 160), HopperConfig(256, 128))
+MAX_SLICES: Final = 16
+MIN_STEPS: Final = 4  # stages of k, in a slice
+
+# Cycles of a multiprocessor of an H200.
+START_CYCLES: Final = 1500  # until the first stage has arrived; not measured
+SECOND_LAUNCH_CYCLES: Final = 7000  # not measured; much, so that short products stay in clusters
+SUM_BYTES: Final = 24  # of sums and of what epilogue.cu moves, each cycle
+
+
+@dataclass(frozen=True)
+class SlicedConfig:
+    """The tile of a block, and the blocks that have a slice of k each."""
+
+    tile: HopperConfig
+    slices: int
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"{self.tile.name} in {self.slices} slices"
+
+
+def fitting(conv: Conv, gemm: Gemm, device: Device) -> list[SlicedConfig]:
+    """Return the configs where one of blocks without slices would leave multiprocessors idle; `gemm` is its product.
+
+    Sums of two columns are stored at a time, so that y has an even number of channels.
+    """
+    if conv.program or conv.m % 2:
+        return []
+    steps = -(-gemm.k // hopper.stage_k(gemm))
+    found = []
+    for tile in TILES:
+        most = min(MAX_SLICES, steps // MIN_STEPS, device.multiprocessors // hopper.tile_count(gemm, tile))
+        if tile.tile_n <= 64 * -(-conv.m // 64):
+            found += [SlicedConfig(tile, slices) for slices in range(2, most + 1)]
+    return found
+
+
+def cycles(gemm: Gemm, config: SlicedConfig, device: Device, row_cycles: float) -> float:
+    """Estimate the clock cycles, to be compared with those of other configs of Hopper."""
+    tile, slices = config.tile, config.slices
+    steps = -(-gemm.k // (hopper.stage_k(gemm) * slices))
+    stored = 4 * tile.tile_m * tile.tile_n
+    moved = gemm.m * gemm.n * (4 * slices + ITEM_BYTES[gemm.dtype] * (1 + bool(gemm.residual))) / device.multiprocessors
+    kernels = START_CYCLES + steps * hopper.step_cycles(tile, row_cycles) + SECOND_LAUNCH_CYCLES
+    return kernels + (stored + moved) / SUM_BYTES
+
+
+def plain(conv: Conv) -> Conv:
+    """Return the convolution without its epilogue, which is epilogue.cu's."""
+    return replace(
+        conv, bias=None, slope=None, column_scale=None, column_shift=None, residual=None, activation="none",
+        alpha=0.0, beta=0.0,
+    )  # fmt: skip
+
+
+def implementation(
+    config: SlicedConfig,
+    gemm: Gemm,
+    device: Device,
+    defines: Defines,
+    operands: tuple[Argument, ...],
+    sizes: tuple[int, ...],
+) -> Implementation:
+    """Return the launch of the kernel, and that of epilogue.cu.
+
+    gemm      the product of the convolution, with its epilogue
+    defines   the macros of the convolution without its epilogue
+    operands  the maps of x and w
+    sizes     of y on three axes
+    """
+    tile, slices = config.tile, config.slices
+    stages = min(hopper.MAX_STAGES, (device.shared_per_block - hopper.BARRIER_BYTES) // hopper.stage_bytes(tile))
+    kernel = Kernel("conv_hopper_slices", "conv_hopper_slices", {**defines, "STAGES": stages}, arch_specific=True)
+    integers = (gemm.m, gemm.n, *sizes, hopper.group_m(gemm, tile))
+    launch = Launch(
+        kernel,
+        (hopper.tile_count(gemm, tile), 1, slices),
+        (128 * (1 + tile.consumers), 1, 1),
+        (*operands, Pointer("scratch", 0), *(Scalar(value, "int32") for value in integers)),
+        shared=stages * hopper.stage_bytes(tile) + hopper.BARRIER_BYTES,
+        pdl=True,
+    )
+    sums = 4 * slices * gemm.m * gemm.n
+    return Implementation(f"conv_hopper_slices {config.name}", (launch, epilogue(gemm, device, slices)), (sums,))
