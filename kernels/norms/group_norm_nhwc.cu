@@ -25,26 +25,26 @@ group_norm_nhwc(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, Y_T* y, 
     cluster_arrive();
     wait_for_predecessor();
 
+    const X_T* pixel = x + (u64)image * pixels * CHANNELS + cluster % SUBSETS * SUBSET;
+    pixel += (u64)min(begin, pixels - 1) * CHANNELS;
     int count = 0;
     Normalization normalization;
     if (thread.active) {
 #pragma unroll 4
-        for (int pixel = begin + thread.row; pixel < end; pixel += LANES_P, ++count)
-            copy_to_shared<WIDTH>(slots[count * BLOCK], x + first + (u64)pixel * CHANNELS);
+        for (int at = begin + thread.row; at < end; at += LANES_P, ++count)
+            copy_to_shared<WIDTH>(slots[count * BLOCK], x + first + (u64)at * CHANNELS);
         normalization.load_weights(scale + channel, bias + channel);
     }
+    Moments moments(pixel, thread);
     wait_for_copies();
-    ChannelMoments moments;
-    moments.count = 0.0f;
-    if (count > 0) moments.begin(slots[0]);
     for (int k = 0; k < count; ++k) moments.add(slots[k * BLOCK]);
-    block_moments(memory.block, thread, moments, end - begin);
+    block_moments(memory.block, thread, moments, pixel, end - begin);
 
     if constexpr (CLUSTER > 1) cluster_wait();  // the peers have started, so that their shared memory exists
     for (int at = threadIdx.x; at < GROUPS * CLUSTER; at += BLOCK) {
         const int group = at % GROUPS;
         store_peer(&memory.part_means[cluster_rank()][group], at / GROUPS, memory.block.means[group]);
-        store_peer(&memory.part_squares[cluster_rank()][group], at / GROUPS, memory.block.sums[group]);
+        store_peer(&memory.part_squares[cluster_rank()][group], at / GROUPS, memory.block.squares[group]);
     }
     cluster_arrive();
     cluster_wait();

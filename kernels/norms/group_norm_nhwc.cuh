@@ -1,13 +1,12 @@
 // Mean and variance of groups of channels of channels-last tensors: x is (n, pixels, CHANNELS).
 //
 // A block has SUBSET channels, which are whole groups of GROUP, of some pixels of one image: VECTORS threads side by
-// side in a pixel, and LANES_P such rows of threads. A vector may belong to several groups, so each thread has moments
-// of each channel of its own, which are merged as by Chan, Golub and LeVeque (1979): sums over the block give the means
-// of its groups, and then the squares around these.
+// side in a pixel, and LANES_P such rows of threads. A group's moments are sums over the block of the differences from
+// one of its values, the shift, and of their squares. As that value is among those that are added up, the error of the
+// squares around the mean is at most that of a number as many times as large as there are values.
 //
 //   WIDTH       channels of a vector access; divides SUBSET
 //   BLOCK       threads of a block: VECTORS * LANES_P, and idle ones up to a multiple of 32
-//   SHARES      rows of partial sums on the way from LANES_P rows to one
 //   PRECISE, ACTIVATION, STREAMED, WEIGHTS_CONSTANT  as in activations.cuh and rows.cuh; STREAMED may depend on the
 //               arguments and gridDim
 #pragma once
@@ -23,11 +22,22 @@ constexpr int WARPS = BLOCK / 32;
 static_assert(SUBSET % WIDTH == 0 && SUBSET % GROUP == 0 && CHANNELS % SUBSET == 0, "whole vectors and groups");
 static_assert(BLOCK % 32 == 0 && VECTORS * LANES_P <= BLOCK, "whole warps");
 
+constexpr int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
+
+constexpr int SPAN = common_divisor(GROUP, WIDTH);  // neighbouring channels of a thread that are of one group
+constexpr int SPANS = WIDTH / SPAN, GROUP_SPANS = GROUP / SPAN;
+
+// The threads that add up what a block has of a group: a power of two.
+constexpr int group_lanes() {
+    int lanes = 1;
+    while (lanes < 32 && 2 * lanes * GROUPS <= BLOCK) lanes *= 2;
+    return lanes;
+}
+constexpr int GROUP_LANES = group_lanes();
+
 struct GroupMemory {
-    float values[LANES_P][SUBSET];
-    float shares[SHARES][SUBSET];
-    float sums[GROUPS];
-    float means[GROUPS];
+    float2 spans[LANES_P][SPANS][VECTORS];  // sums of differences, and of their squares
+    float means[GROUPS], squares[GROUPS];   // squares around the means
 };
 
 struct Thread {
@@ -40,89 +50,89 @@ struct Thread {
     __device__ __forceinline__ int group(int i) const { return (vector * WIDTH + i) / GROUP; }
 };
 
-// Moments of the channels of a thread, from sums around the first value: the error of `squares` is at most that of a
-// number `count` times as large.
-struct ChannelMoments {
-    float first[WIDTH], sums[WIDTH], squares[WIDTH];
-    float count;
+// The sums of a thread's channels. `pixel` is the block's first pixel, whose first channel of each group is its shift.
+struct Moments {
+    float shifts[SPANS], sums[SPANS], squares[SPANS];
 
-    __device__ __forceinline__ void begin(const Pack<X_T, WIDTH>& raw) {
-        unpack(raw, first);
+    __device__ __forceinline__ Moments(const X_T* pixel, const Thread& thread) {
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) sums[i] = squares[i] = 0.0f;
-        count = 0.0f;
+        for (int i = 0; i < SPANS; ++i) {
+            shifts[i] = shift_of(pixel, thread.group(i * SPAN));
+            sums[i] = squares[i] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ static float shift_of(const X_T* pixel, int group) {
+        float shift[1];
+        unpack(load_cached<1>(pixel + group * GROUP), shift);
+        return shift[0];
     }
     __device__ __forceinline__ void add(const Pack<X_T, WIDTH>& raw) {
         float values[WIDTH];
         unpack(raw, values);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
-            const float centred = values[i] - first[i];
-            sums[i] += centred;
-            squares[i] = fmaf(centred, centred, squares[i]);
+            const float difference = values[i] - shifts[i / SPAN];
+            sums[i / SPAN] += difference;
+            squares[i / SPAN] = fmaf(difference, difference, squares[i / SPAN]);
         }
-        count += 1.0f;
     }
 };
 
-// Sets memory.sums to the sums of `values` over the channels of each group and the threads of the block.
-__device__ __forceinline__ void sum_groups(GroupMemory& memory, const Thread& thread, const float (&values)[WIDTH]) {
-    if (thread.active) {
+// Sums two values over lanes that are neighbours.
+template <int LANES>
+__device__ __forceinline__ void sum_lanes(float& a, float& b) {
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) memory.values[thread.row][thread.vector * WIDTH + i] = values[i];
+    for (int offset = LANES / 2; offset > 0; offset /= 2) {
+        a += __shfl_xor_sync(0xffffffffu, a, offset);
+        b += __shfl_xor_sync(0xffffffffu, b, offset);
     }
-    __syncthreads();
-    for (int at = threadIdx.x; at < SHARES * SUBSET; at += BLOCK) {
-        const int share = at / SUBSET, channel = at % SUBSET;
-        float sum = 0.0f;
-        for (int row = share; row < LANES_P; row += SHARES) sum += memory.values[row][channel];
-        memory.shares[share][channel] = sum;
-    }
-    __syncthreads();
-    for (int group = threadIdx.x / 32; group < GROUPS; group += WARPS) {
-        float sum = 0.0f;
-        for (int at = threadIdx.x % 32; at < SHARES * GROUP; at += 32)
-            sum += memory.shares[at / GROUP][group * GROUP + at % GROUP];
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        if (threadIdx.x % 32 == 0) memory.sums[group] = sum;
-    }
-    __syncthreads();
 }
 
-// Sets memory.means to the means of the block's groups, over `pixels`, and memory.sums to the squares around these.
-__device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread& thread, const ChannelMoments& moments,
-                                              int pixels) {
-    float values[WIDTH];
+// Sets memory.means to the means of the block's groups, over `pixels`, and memory.squares to the squares around these.
+__device__ __forceinline__ void block_moments(GroupMemory& memory, const Thread& thread, const Moments& moments,
+                                              const X_T* pixel, int pixels) {
+    if (thread.active) {
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i)
-        values[i] = moments.count > 0.0f ? fmaf(moments.count, moments.first[i], moments.sums[i]) : 0.0f;
-    sum_groups(memory, thread, values);
-    for (int group = threadIdx.x; group < GROUPS; group += BLOCK)
-        memory.means[group] = __fdiv_rn(memory.sums[group], max(float(pixels) * GROUP, 1.0f));
-    __syncthreads();
-    const float each = __fdividef(1.0f, fmaxf(moments.count, 1.0f));
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-        if (!(moments.count > 0.0f)) continue;
-        const float mean = moments.sums[i] * each;  // around the first value
-        const float delta = moments.first[i] + mean - memory.means[thread.group(i)];
-        const float squares = moments.squares[i] - moments.sums[i] * mean;
-        values[i] = fmaf(moments.count * delta, delta, squares < 0.0f ? 0.0f : squares);
+        for (int i = 0; i < SPANS; ++i) memory.spans[thread.row][i][thread.vector] = make_float2(moments.sums[i], moments.squares[i]);
     }
-    sum_groups(memory, thread, values);
+    __syncthreads();
+#pragma unroll
+    for (int first = 0; first < GROUPS; first += BLOCK / GROUP_LANES) {
+        const int group = first + threadIdx.x / GROUP_LANES;
+        float sum = 0.0f, squares = 0.0f, shift = 0.0f;
+        if (group < GROUPS) {
+            shift = Moments::shift_of(pixel, group);
+            for (int at = threadIdx.x % GROUP_LANES; at < LANES_P * GROUP_SPANS; at += GROUP_LANES) {
+                const int span = group * GROUP_SPANS + at % GROUP_SPANS;
+                const float2 both = memory.spans[at / GROUP_SPANS][span % SPANS][span / SPANS];
+                sum += both.x;
+                squares += both.y;
+            }
+        }
+        sum_lanes<GROUP_LANES>(sum, squares);
+        if (group < GROUPS && threadIdx.x % GROUP_LANES == 0) {
+            const float mean = __fdiv_rn(sum, fmaxf(float(pixels) * GROUP, 1.0f));  // around the shift
+            memory.means[group] = shift + mean;
+            const float around = fmaf(-sum, mean, squares);
+            memory.squares[group] = around < 0.0f ? 0.0f : around;  // NaN stays
+        }
+    }
+    __syncthreads();
 }
 
 // What turns the elements of a thread's channels into results.
 struct Normalization {
+    Pack<SCALE_T, WIDTH> scale;
+    Pack<BIAS_T, WIDTH> bias;
     float means[WIDTH], slopes[WIDTH], offsets[WIDTH];
 
-    template <class S, class B>
-    __device__ __forceinline__ void load_weights(const S* scale, const B* bias) {
-        unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(scale), slopes);
-        unpack(load_cached<WIDTH, WEIGHTS_CONSTANT>(bias), offsets);
+    __device__ __forceinline__ void load_weights(const SCALE_T* from_scale, const BIAS_T* from_bias) {
+        scale = load_cached<WIDTH, WEIGHTS_CONSTANT>(from_scale);
+        bias = load_cached<WIDTH, WEIGHTS_CONSTANT>(from_bias);
     }
     __device__ __forceinline__ void set(const Thread& thread, const float* group_means, const float* group_slopes) {
+        unpack(scale, slopes);
+        unpack(bias, offsets);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             means[i] = group_means[thread.group(i)];

@@ -33,13 +33,14 @@ MAX_THREADS: Final = 1024
 SECTOR_BYTES: Final = 32  # what memory moves at once
 STATIC_BYTES: Final = 48 << 10  # of shared memory of a block, without asking
 MAX_CHUNKS: Final = 256  # of an image, in two launches
-CHUNK_PIXELS: Final = 4  # of a thread, at least
+CHUNK_PIXELS: Final = 2  # of a thread, at least
 MAX_CANDIDATES: Final = 2  # of one launch
 USUAL_IMAGES: Final = (1, 2, 8, 32)  # for which tilings are chosen where the numbers are symbolic
 USUAL_PIXELS: Final = (64, 256, 1024, 4096, 16384)
 MAX_USUAL_TILINGS: Final = 4  # each is a kernel
 # Pixels of an image from which two launches are expected to be faster: on an H200, in fp16, a 256x256x256 image takes
-# 29 us in two and 94 in one, 128x128x512 18 and 31, 64x64x512 8.9 and 13, but two of 32x32x1280 14 and 8.9.
+# 29 us in two and 94 in one, 128x128x512 18 and 31, 64x64x512 8.9 and 13, but two of 32x32x1280 14 and 8.9. That was
+# before sums around one shift of a group; it has not been measured since, and 1024 may be the better bound.
 LARGE_IMAGE: Final = 4096
 LEAST_ROOM: Final = 24 << 10  # bytes of shared memory, from which an image of symbolic size gets a half of it or all
 
@@ -64,14 +65,9 @@ class GroupTiling:
         """Return the threads of a block, with those that only make warps whole."""
         return math.ceil(self.subset // self.width * self.lanes_p / 32) * 32
 
-    @property
-    def shares(self) -> int:
-        """Return SHARES of group_norm_nhwc.cuh."""
-        return min(self.lanes_p, max(1, self.threads // self.subset))
-
     def group_floats(self, group: int) -> int:
         """Return the floats of GroupMemory of group_norm_nhwc.cuh."""
-        return (self.lanes_p + self.shares) * self.subset + 2 * (self.subset // group)
+        return 2 * self.lanes_p * self.subset // math.gcd(group, self.width) + 2 * (self.subset // group)
 
     def memory_bytes(self, group: int) -> int:
         """Return the bytes of shared memory besides the pixels, a multiple of 16."""
@@ -180,9 +176,12 @@ def _streamed(norm: GroupNorm, blocks_of_image: str) -> int | str:
 
 def _chunks(norm: GroupNorm, tiling: GroupTiling, device: Device) -> int:
     """Return the parts of an image, each of which blocks of their own add up in the first of two launches."""
-    most = maximum(1, minimum(MAX_CHUNKS, norm.pixels // (tiling.lanes_p * CHUNK_PIXELS)))
     wanted = math.ceil(2 * device.multiprocessors / (norm.images * (norm.channels // tiling.subset)))
-    return minimum(most, wanted)  # type: ignore[no-any-return]
+    each = maximum(CHUNK_PIXELS, math.ceil(norm.pixels / (tiling.lanes_p * minimum(MAX_CHUNKS, wanted))))
+    chunks: int = math.ceil(
+        norm.pixels / (tiling.lanes_p * each)
+    )  # of as many pixels as rows of threads take at a time
+    return chunks
 
 
 def _two_launch_plan(norm: GroupNorm, tiling: GroupTiling, chunks: int, device: Device) -> Plan:
@@ -283,5 +282,4 @@ def _subsets(channels: int, group: int, width: int) -> Iterator[int]:
 def _constants(tiling: GroupTiling) -> Defines:
     return {
         "SUBSET": tiling.subset, "WIDTH": tiling.width, "LANES_P": tiling.lanes_p, "BLOCK": tiling.threads,
-        "SHARES": tiling.shares,
     }  # fmt: skip

@@ -1,13 +1,14 @@
 // The second of two launches of group_norm for large images: it merges the `partials` that
 // group_norm_nhwc_statistics.cu left, and computes y = activation((x - mean) / sqrt(var + epsilon) * scale + bias).
 //
-// Blocks begin with the pixels that the first launch read last, which L2 may still have.
+// Blocks begin with the pixels that the first launch read last, which L2 may still have. Their first pixels are on their
+// way while partials are merged, by sums of differences from the first chunk's mean.
 #include "group_norm_nhwc.cuh"
 
-constexpr int LOADS = 4;
+constexpr int LOADS = 3;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCK <= 512 && !PRECISE ? 2 : 1)
-group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const float* partials, Y_T* y,
+group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, const float2* partials, Y_T* y,
                       float epsilon, int pixels, int chunks) {
     __shared__ float means[GROUPS], slopes[GROUPS];
     const Thread thread;
@@ -16,43 +17,56 @@ group_norm_nhwc_apply(const X_T* x, const SCALE_T* scale, const BIAS_T* bias, co
     const int each = (pixels + chunks - 1) / chunks;
     const int begin = min(int(chunk) * each, pixels), end = min(begin + each, pixels);
     const int channel = subset * SUBSET + thread.vector * WIDTH;
-    wait_for_predecessor();
+    const u64 first = (u64)image * pixels * CHANNELS + channel;
+    int pixel = begin + thread.row;
+    Pack<X_T, WIDTH> raw[LOADS];
+    const auto load_pixels = [&] {
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k)
+            if (pixel + k * LANES_P < end) raw[k] = load_once<WIDTH>(x + first + (u64)(pixel + k * LANES_P) * CHANNELS);
+    };
+    release_successor();
     Normalization normalization;
-    if (thread.active) normalization.load_weights(scale + channel, bias + channel);
-    for (int group = threadIdx.x / 32; group < GROUPS; group += WARPS) {
-        const float* parts = partials + 2 * (((u64)image * SUBSETS + subset) * GROUPS + group) * chunks;
-        float mean = 0.0f, squares = 0.0f;
-        for (int i = threadIdx.x % 32; i < chunks; i += 32)
-            mean += parts[2 * i] * float(min((i + 1) * each, pixels) - min(i * each, pixels));
+    if (WEIGHTS_CONSTANT && thread.active) normalization.load_weights(scale + channel, bias + channel);
+    wait_for_predecessor();
+    if (thread.active) {
+        if (!WEIGHTS_CONSTANT) normalization.load_weights(scale + channel, bias + channel);
+        load_pixels();
+    }
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) mean += __shfl_xor_sync(0xffffffffu, mean, offset);
-        mean = __fdiv_rn(mean, float(pixels));
-        for (int i = threadIdx.x % 32; i < chunks; i += 32) {
-            const float delta = parts[2 * i] - mean;
-            const float elements = float(min((i + 1) * each, pixels) - min(i * each, pixels)) * GROUP;
-            squares += fmaf(elements * delta, delta, parts[2 * i + 1]);
+    for (int from = 0; from < GROUPS; from += BLOCK / GROUP_LANES) {
+        const int group = from + threadIdx.x / GROUP_LANES;
+        float sum = 0.0f, squares = 0.0f, shift = 0.0f;
+        if (group < GROUPS) {
+            const float2* parts = partials + (((u64)image * SUBSETS + subset) * GROUPS + group) * chunks;
+            shift = parts[0].x;
+#pragma unroll 2
+            for (int i = threadIdx.x % GROUP_LANES; i < chunks; i += GROUP_LANES) {
+                const float2 part = parts[i];
+                const float difference = part.x - shift;
+                const float elements = float(max(min(each, pixels - i * each), 0)) * GROUP;
+                sum = fmaf(elements, difference, sum);
+                squares += fmaf(elements * difference, difference, part.y);
+            }
         }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-        if (threadIdx.x % 32 == 0) {
-            means[group] = mean;
-            slopes[group] = rsqrtf(__fdiv_rn(squares, float(pixels) * GROUP) + epsilon);
+        sum_lanes<GROUP_LANES>(sum, squares);
+        if (group < GROUPS && threadIdx.x % GROUP_LANES == 0) {
+            const float elements = float(pixels) * GROUP, mean = __fdiv_rn(sum, elements);
+            const float around = fmaf(-sum, mean, squares);
+            means[group] = shift + mean;
+            slopes[group] = rsqrtf(__fdiv_rn(around < 0.0f ? 0.0f : around, elements) + epsilon);
         }
     }
     __syncthreads();
     if (!thread.active) return;
     normalization.set(thread, means, slopes);
-    const u64 first = (u64)image * pixels * CHANNELS + channel;
-    int pixel = begin + thread.row;
-    for (; pixel + (LOADS - 1) * LANES_P < end; pixel += LOADS * LANES_P) {
-        Pack<X_T, WIDTH> raw[LOADS];
-#pragma unroll
-        for (int k = 0; k < LOADS; ++k) raw[k] = load_once<WIDTH>(x + first + (u64)(pixel + k * LANES_P) * CHANNELS);
+#pragma unroll 1
+    while (pixel < end) {
 #pragma unroll
         for (int k = 0; k < LOADS; ++k)
-            normalization.store_result(y + first + (u64)(pixel + k * LANES_P) * CHANNELS, raw[k], STREAMED);
+            if (pixel + k * LANES_P < end)
+                normalization.store_result(y + first + (u64)(pixel + k * LANES_P) * CHANNELS, raw[k], STREAMED);
+        pixel += LOADS * LANES_P;
+        load_pixels();
     }
-    for (; pixel < end; pixel += LANES_P)
-        normalization.store_result(y + first + (u64)pixel * CHANNELS,
-                                   load_once<WIDTH>(x + first + (u64)pixel * CHANNELS), STREAMED);
 }

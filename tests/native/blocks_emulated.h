@@ -31,6 +31,8 @@ using u32 = unsigned;
 using u64 = unsigned long long;
 
 struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
