@@ -81,6 +81,7 @@ def _rotated(name: str, turned: str) -> str:
 TABLES = ", T[1,{rows},{size}] cos, T[1,{rows},{size}] sin"
 HEAD_AXIS = "c = Unsqueeze (cos, one) s = Unsqueeze (sin, one) "
 ALIBI = "bias = Mul (slopes, places)"  # slopes times positions of keys, from the last one on
+CAP = "small = Div (scores, cap) tanh = Tanh (small) capped = Mul (tanh, cap)"
 FORMS = {
     form.name: form
     for form in (
@@ -89,8 +90,9 @@ FORMS = {
         Form("alibi", behind=f"{ALIBI} biased = Add (scores, bias)", scores="biased"),
         Form("causal alibi", behind=f"{ALIBI} biased = Add (scores, bias) masked = Where (seen, biased, lowest)",
              scores="masked", share=0.5, peer="causal"),
-        Form("softcap", behind="small = Div (scores, cap) tanh = Tanh (small) capped = Mul (tanh, cap)",
-             scores="capped"),
+        Form("softcap", behind=CAP, scores="capped"),
+        Form("causal softcap", behind=f"{CAP} masked = Where (seen, capped, lowest)", scores="masked", share=0.5,
+             peer="causal"),
         Form("cosine", before=f"{_cosine('q')} {_cosine('k')}", q="q_unit", k="k_unit", scale="factors"),
         Form("wide", key_size=1.5, value_size=1.5),
         Form("latent", key_size=1.5, peer="wide"),

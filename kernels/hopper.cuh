@@ -192,6 +192,11 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 leading, u32 s
     return KIND << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
 
+// The descriptor of an operand that begins so many bytes later.
+__device__ __forceinline__ u64 moved(u64 descriptor, u32 bytes) {
+    return (descriptor & 0xffffffff00000000) | (u32(descriptor) + (bytes >> 4));
+}
+
 // Called before the first wgmma, and after ordinary writes to its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -42,17 +42,18 @@
 // ---- a consumer warpgroup ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u32 keys) {
+    const u64 a = matrix_descriptor<128>(queries, 0, 1024), b = matrix_descriptor<128>(keys, 0, 1024);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step)
-        wgmma<false>(T(), s, matrix_descriptor<128>(queries + step / 4 * QO_PANEL + step % 4 * 32, 0, 1024),
-                     matrix_descriptor<128>(keys + step / 4 * PANEL + step % 4 * 32, 0, 1024), step != 0);
+        wgmma<false>(T(), s, moved(a, step / 4 * QO_PANEL + step % 4 * 32), moved(b, step / 4 * PANEL + step % 4 * 32),
+                     step != 0);
     wgmma_commit();
 }
 
 __device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const u32 (&p)[BLOCK_N / 16][4], u32 values) {
+    const u64 b = matrix_descriptor<128>(values, PANEL, 1024);
 #pragma unroll
-    for (int step = 0; step < BLOCK_N / 16; ++step)
-        wgmma<true>(T(), o, p[step], matrix_descriptor<128>(values + step * 16 * 128, PANEL, 1024), true);
+    for (int step = 0; step < BLOCK_N / 16; ++step) wgmma<true>(T(), o, p[step], moved(b, step * 16 * 128), true);
     wgmma_commit();
 }
 
@@ -100,7 +101,7 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // the keys is read by each warp for itself, and each releases it: the last warp in k_taken, the others at once. The
 // last thread of a warp does that, because racecheck remembers only that one of the threads that read a word, and sees
 // no order through __syncwarp.
-__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, float (&o)[RESULTS], float exponent,
+__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, const LateCap& late_cap, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {
     const auto next_tile = [&]() -> u32 {
@@ -130,14 +131,18 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
     if (info == END) return k_taken();
     float s[SCORES], factor[2];
     u32 p[BLOCK_N / 16][4];
+    const auto to_weights = [&] {
+        const bool in_units = score_mod.apply(s, info);
+        if constexpr (LATE_CAP) softmax.update(s, late_cap, in_units, factor);
+        else softmax.update(s, exponent, factor);
+    };
     wgmma_fence();
     multiply_keys(s, qo, k_buffers + k_ring.stage * K_STAGE);
     score_mod.prepare(info);
     wgmma_wait<0>();
     settle(s);
     k_taken();
-    score_mod.apply(s, info);
-    softmax.update(s, exponent, factor);
+    to_weights();
     pack_weights(s, p);
     if (PINGPONG && score_mod.group == WARPGROUPS - 1) named_barrier_arrive(1, 256);
     info = next_tile();
@@ -152,14 +157,13 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, f
         wgmma_wait<1>();
         settle(s);
         k_taken();
-        score_mod.apply(s, info);
-        softmax.update(s, exponent, factor);
+        to_weights();
+        info = next_tile();
         wgmma_wait<0>();
         settle(o);
         v_taken();
         pack_weights(s, p);
         rescale(o, factor);
-        info = next_tile();
     }
     k_taken();
     if (PINGPONG && score_mod.group == 0) named_barrier(1, 256);
@@ -190,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
                  int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
-                 float masked_score, float unit, float lowest, float second_pass_below, const MASK_T* mask,
+                 float masked_score, float unit, float lowest, float second_pass_below, float cap_rate, float cap_largest,
+                 float cap_lowest, float cap_0, float cap_1, float cap_2, float cap_3, float cap_4, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
                  long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
                  const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
@@ -258,6 +263,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     score_mod.bias_pairs = (bias_batch | bias_head | bias_query | keys) % 2 == 0;
     score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
+    const LateCap late_cap = {cap, cap_rate, cap_largest, cap_lowest, {cap_0, cap_1, cap_2, cap_3, cap_4}};
     Ring k_ring, v_ring;
     Softmax softmax;
     float o[RESULTS];
@@ -268,7 +274,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
         softmax = Softmax();
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
-        consume(score_mod, softmax, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers, barriers,
+        consume(score_mod, softmax, late_cap, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers, barriers,
                 k_ring, v_ring);
         if (!SECOND_PASS || pass == 1) break;
         bool found = false;

@@ -155,12 +155,21 @@ struct ScoreMod {
         }
     }
 
-    __device__ __forceinline__ void apply(float (&s)[SCORES], u32 info) const {
-        const int first = (info & END) * BLOCK_N + column;
-        if constexpr (!SCALE_IN_EXPONENT) {
+    __device__ __forceinline__ void to_natural_units(float (&s)[SCORES]) const {
 #pragma unroll
-            for (int i = 0; i < SCORES; ++i)
-                s[i] = SOFTCAP ? softcapped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
+        for (int i = 0; i < SCORES; ++i) {
+            if (LATE_CAP && i % 8 == 0) __syncwarp();  // few tiles need it: it must not take more registers than others
+            s[i] = SOFTCAP ? softcapped(s[i] * scale, cap, cap_reciprocal) : s[i] * scale;
+        }
+    }
+
+    // Returns whether the scores are in their units; with LATE_CAP they are products of q and k unless what is added
+    // needs their units.
+    __device__ __forceinline__ bool apply(float (&s)[SCORES], u32 info) const {
+        const int first = (info & END) * BLOCK_N + column;
+        const bool in_units = !LATE_CAP || (SECOND_PASS && masked != minus_infinity()) || (ADDITIVE && kind(info) == 1);
+        if constexpr (!SCALE_IN_EXPONENT) {
+            if (in_units) to_natural_units(s);
             if constexpr (BIAS == 1) added_bias.add(s, unit, lowest);
         }
         if constexpr (BIAS == 2) added_bias.add_times(s, slope);
@@ -178,6 +187,7 @@ struct ScoreMod {
             for (int i = 0; i < SCORES; ++i)
                 if (first + i / 4 * 8 + i % 2 >= (ADD_MASKED_SCORE ? keys : limit[i / 2 % 2])) s[i] = minus_infinity();
         }
+        return in_units;
     }
 
     // Adds `masked` to the scores that the mask or the diagonal leaves out.
@@ -186,6 +196,40 @@ struct ScoreMod {
 #pragma unroll
         for (int i = 0; i < SCORES; ++i)
             if ((by_mask && !counts(i)) || first + i / 4 * 8 + i % 2 >= limit[i / 2 % 2]) s[i] += masked;
+    }
+};
+
+// The cap where LATE_CAP applies it, to products of q and k that become weights at once. While those of a row are small it
+// is an odd polynomial, in FMAs alone: one unit computes all exponentials and reciprocals, 16 a clock, and bounds the
+// kernel otherwise. The numbers are from hopper.py, as arguments, which take no registers.
+struct LateCap {
+    float cap;
+    float rate;     // 2 log2(e) scale / cap
+    float largest;  // product for which the polynomial holds
+    float lowest;   // score of a row's reference from which the products below -largest have no weight
+    float terms[CAP_TERMS];  // times log2(e)
+
+    __device__ __forceinline__ float score(float product) const {
+        if (product == minus_infinity()) return product;
+        return cap - 2.0f * cap * reciprocal(1.0f + exp2_fast(rate * product));
+    }
+    __device__ __forceinline__ bool is_small(float product, float reference) const {
+        return product <= largest && reference >= lowest;
+    }
+    __device__ __forceinline__ void score_all(float (&s)[SCORES]) const {
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i) {
+            if (i % 8 == 0) __syncwarp();  // else more at once than there are registers
+            s[i] = score(s[i]);
+        }
+    }
+    // The weight of a product; `from` is log2(e) times the reference.
+    __device__ __forceinline__ float small_weight(float product, float from) const {
+        const float square = product * product;
+        float sum = terms[CAP_TERMS - 1];
+#pragma unroll
+        for (int i = CAP_TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
+        return exp2_fast(fmaf(product, sum, -from));
     }
 };
 
@@ -207,13 +251,8 @@ struct Softmax {
     __device__ __forceinline__ void update(float (&s)[SCORES], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float best = top[r];
-#pragma unroll
-            for (int j = 0; j < BLOCK_N / 8; ++j) best = fmaxf(best, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-            best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
-            best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
-            if (LAZY_RESCALE && (best - top[r]) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 8.0f) best = top[r];
-            float from = best == minus_infinity() ? 0.0f : best, before = top[r];  // -inf less -inf would be NaN
+            float before = raise(largest(s, r), r, scale);
+            float from = reference(r);
             if (SCALE_IN_EXPONENT) {
                 if (FAR_SCORES && from * scale < -FAR) {
 #pragma unroll
@@ -231,15 +270,68 @@ struct Softmax {
                     }
             } else {
                 factor[r] = exp2_fast(LOG2_E * (before - from));
-#pragma unroll
-                for (int j = 0; j < BLOCK_N / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& value = s[4 * j + 2 * r + e];
-                        value = exp2_fast(LOG2_E * (value - from));
-                    }
+                exponentiate(s, r, from);
             }
-            top[r] = best;
+        }
+        add(s, factor);
+    }
+
+    // The same where the cap is late; unless the scores are `in_units`, they are products of q and k.
+    __device__ __forceinline__ void update(float (&s)[SCORES], const LateCap& cap, bool in_units, float (&factor)[2]) {
+        bool small = !in_units;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float best = largest(s, r), before = raise(in_units ? best : cap.score(best), r, 1.0f);
+            factor[r] = exp2_fast(LOG2_E * (before - reference(r)));
+            small &= cap.is_small(best, reference(r));
+        }
+        if (__all_sync(0xffffffffu, small)) {
+            const float from[2] = {LOG2_E * reference(0), LOG2_E * reference(1)};
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i) s[i] = cap.small_weight(s[i], from[i / 2 % 2]);
+            add(s, factor);
+        } else {
+            if (!in_units) cap.score_all(s);
+            exponentiate(s, 0, reference(0));
+            exponentiate(s, 1, reference(1));
+            add(s, factor);
+        }
+    }
+
+    // The largest score of row r in this tile, in all lanes of the row.
+    __device__ __forceinline__ static float largest(const float (&s)[SCORES], int r) {
+        float best = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 8; ++j) best = fmaxf(best, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+        best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
+        return fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
+    }
+
+    // Raises the top of row r to a score, and returns what it was before.
+    __device__ __forceinline__ float raise(float to, int r, float scale) {
+        const float before = top[r], best = fmaxf(before, to);
+        const bool keeps = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 8.0f;
+        if (!keeps) top[r] = best;
+        return before;
+    }
+
+    // The score of row r whose weight is 1; -inf less -inf would be NaN.
+    __device__ __forceinline__ float reference(int r) const { return top[r] == minus_infinity() ? 0.0f : top[r]; }
+
+    // Turns scores in natural units into weights.
+    __device__ __forceinline__ static void exponentiate(float (&s)[SCORES], int r, float from) {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& value = s[4 * j + 2 * r + e];
+                value = exp2_fast(LOG2_E * (value - from));
+            }
+    }
+
+    __device__ __forceinline__ void add(const float (&s)[SCORES], const float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
             sum[r] *= factor[r];
 #pragma unroll
             for (int j = 0; j < BLOCK_N / 8; ++j) sum[r] += s[4 * j + 2 * r] + s[4 * j + 2 * r + 1];

@@ -35,6 +35,7 @@ static_assert(!REALLOCATES_REGISTERS || WARPGROUPS * CONSUMER_REGISTERS + PRODUC
                                             65536 / THREADS / 8 * 8 * (WARPGROUPS + 1),
               "no thread waits for registers that do not exist");
 
+constexpr int CAP_TERMS = 5;
 constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // a row's, or a thread's
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;

@@ -19,10 +19,18 @@ from onnxfuse.runtime.symint import always, best_first, is_symbolic, maximum, mi
 PANEL: Final = 64  # columns that lie together in shared memory: 128 bytes
 ALIGNMENT: Final = 8  # elements; the strides of tensor maps are multiples of 16 bytes
 BARRIER_BYTES: Final = 512  # reserved for mbarriers
-LAZY_RESCALE_FROM: Final = 64  # a wider head_dim_v is rescaled only if a row's maximum has grown by much
+LAZY_RESCALE_FROM: Final = 0  # a wider head_dim_v is rescaled only if a row's maximum has grown by much
 L2_KEY_VALUE_BYTES: Final = 24 << 20  # keys and values of the heads that run together; L2 has 50 MB
 LOWEST: Final = -3.4028234663852886e38
 DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # what a mask adds may be divided by a scale between these, in fp32
+LOG2_E: Final = math.log2(math.e)
+# A polynomial in odd powers that differs from tanh by at most 1.1e-6 up to CAP_RANGE, which under a cap of 50 moves a
+# score by 5.3e-5: a tenth of what fp16 loses when it rounds the weight. It grows with x everywhere.
+CAP_POLYNOMIAL: Final = (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)
+CAP_RANGE: Final = 0.9
+CAPS: Final = (24.0, 100.0)  # below, the polynomial rarely holds for all scores that count
+CAP_RATES: Final = (1e-4, 1e3)  # of scale / cap, whose powers are fp32
+WEIGHTLESS: Final = 17.5  # exp(-17.5) is below half of the smallest fp16 number
 NEGLIGIBLE_GAP: Final = 128.0  # a score so far below another has no weight beside it
 
 
@@ -241,7 +249,7 @@ def _launch(
         *(problem.queries, problem.keys, problem.heads, problem.gqa_group, problem.batch),
         *(0 if problem.causal is None else problem.causal, _heads_in_l2(problem)),
     )
-    scalars = (problem.scale, problem.softcap or 1.0, *_score_scalars(problem))
+    scalars = (problem.scale, problem.softcap or 1.0, *_score_scalars(problem), *_late_cap_scalars(problem))
     flag_strides = (0, 0)  # of batch and head, in planes of flags
     if mask:
         by_batch, by_head, _ = mask.differs
@@ -276,6 +284,25 @@ def _scales_in_exponent(problem: Attention) -> bool:
     return plain and (not divided or DIVISIBLE_SCALES[0] <= problem.scale <= DIVISIBLE_SCALES[1])
 
 
+def _caps_late(problem: Attention) -> bool:
+    """Return whether the cap is applied where scores become weights, by a polynomial while they are small."""
+    return (
+        CAPS[0] <= problem.softcap <= CAPS[1]
+        and problem.bias is None
+        and CAP_RATES[0] <= problem.scale / problem.softcap <= CAP_RATES[1]
+    )
+
+
+def _late_cap_scalars(problem: Attention) -> tuple[float, ...]:
+    """Return the numbers of LateCap: zeros where no cap is applied late."""
+    if not _caps_late(problem):
+        return (0.0,) * (3 + len(CAP_POLYNOMIAL))
+    cap, rate = problem.softcap, problem.scale / problem.softcap
+    lowest = WEIGHTLESS - math.tanh(CAP_RANGE) * cap
+    terms = (LOG2_E * cap * term * rate ** (2 * i + 1) for i, term in enumerate(CAP_POLYNOMIAL))
+    return (2 * LOG2_E * rate, CAP_RANGE / rate, lowest, *terms)
+
+
 def _score_scalars(problem: Attention) -> tuple[float, float, float, float]:
     """Return masked_score, unit, lowest and second_pass_below of attention_hopper.cu, in the units of its scores."""
     unit = 1 / problem.scale if _scales_in_exponent(problem) else 1.0
@@ -305,6 +332,7 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
         "CAUSAL": int(problem.causal is not None),
         "SCALE_IN_EXPONENT": int(_scales_in_exponent(problem)),
         "SOFTCAP": int(problem.softcap != 0),
+        "LATE_CAP": int(_caps_late(problem)),
         "ZERO_MASKED_ROWS": int(problem.zero_masked_rows),
         **blocks.mask_defines(problem),
         "ADD_MASKED_SCORE": int(problem.add_masked_score),

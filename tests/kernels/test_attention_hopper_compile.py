@@ -52,6 +52,14 @@ FINITE: dict[str, Any] = {"mask_kind": "inverted", "mask": scores("bool", query=
 CAUSAL: dict[str, Any] = {"causal": 0, "add_masked_score": True, "masked_score": -65504.0}
 SLOPES: dict[str, Any] = {
     "bias": scores("float32", query=0), "slopes": HeadNumbers(Pointer("input", 4), "float32")}  # fmt: skip
+
+
+def float_arguments(launch: Launch) -> list[float]:
+    """Return the numbers that a launch passes in fp32."""
+    numbers = (x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32")
+    return [float(np.float32(number)) for number in numbers]
+
+
 PROBLEMS = [
     *(problem(size) for size in (8, 32, 64, 128)),
     *(problem(size, dtype="bfloat16", causal=0) for size in (64, 80, 96, 128, 160, 192, 256)),
@@ -67,6 +75,10 @@ PROBLEMS = [
     *(problem(size, **SLOPES) for size in (64, 128)),
     problem(64, **{**SLOPES, "bias": scores("float32")}, **additive("float16")),
     problem(128, **SLOPES, softcap=30.0, **BOOLEAN),
+    *(problem(size, softcap=50.0) for size in (64, 128, 192, 256)),
+    *(problem(size, softcap=50.0, **CAUSAL) for size in (64, 128, 192, 256)),
+    *(problem(size, softcap=50.0, **additive("float16")) for size in (64, 128)),
+    problem(64, softcap=50.0, **FINITE),
 ]
 
 
@@ -129,8 +141,7 @@ def test_what_a_mask_leaves_out_is_infinitely_low(changes: dict[str, Any]) -> No
     for candidate in hopper.implementations(problem(64, **BOOLEAN, **changes), H200):
         launch = candidate.steps[-1]
         assert isinstance(launch, Launch)
-        numbers = [x.value for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"]
-        assert numbers[2] == -math.inf
+        assert float_arguments(launch)[2] == -math.inf
 
 
 def test_a_mask_of_all_heads_is_not_judged_by_random_values() -> None:
@@ -149,12 +160,42 @@ def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: fl
     for candidate in hopper.implementations(problem(64, **{**BOOLEAN, "masked_score": masked, "scale": scale}), H200):
         launch = candidate.steps[-1]
         assert isinstance(launch, Launch)
-        _, _, score, unit, lowest, wanted = (
-            float(np.float32(x.value)) for x in launch.arguments if isinstance(x, Scalar) and x.type == "float32"
-        )
+        _, _, score, unit, lowest, wanted, *_ = float_arguments(launch)
         times = scale * 1.4426951 if launch.kernel.defines["SCALE_IN_EXPONENT"] else 1.0
         assert all(math.isfinite(np.float32(x * times)) for x in (score, lowest, wanted))
         assert lowest <= score <= wanted and unit == pytest.approx(1 / scale if times != 1.0 else 1.0)
+
+
+@pytest.mark.parametrize("cap", [24.0, 50.0, 100.0])
+@pytest.mark.parametrize("scale", [0.0125, 0.0625, 1.0, 50.0])
+def test_a_late_cap_is_a_tanh_while_scores_are_small_and_negligible_below(cap: float, scale: float) -> None:
+    launch = hopper.implementations(problem(64, softcap=cap, scale=scale), H200)[0].steps[-1]
+    assert isinstance(launch, Launch) and launch.kernel.defines["LATE_CAP"]
+    rate, largest, lowest, *terms = (np.float32(x) for x in float_arguments(launch)[6:])
+
+    def capped(products: np.ndarray) -> np.ndarray:
+        """Return log2(e) times the capped scores, as LateCap::small_weight computes them."""
+        squares, found = products * products, np.full_like(products, terms[-1])
+        for term in terms[-2::-1]:
+            found = found * squares + term
+        return products * found
+
+    products = np.linspace(-largest, largest, 10001, dtype=np.float32)
+    scores = cap * np.tanh(scale / cap * products.astype(np.float64))
+    assert np.abs(capped(products) * math.log(2) - scores).max() < 1.1e-6 * cap + 4e-7 * np.abs(scores).max()
+    assert rate == pytest.approx(2 * math.log2(math.e) * scale / cap)
+    assert largest * scale > 0.89 * cap, "scores up to nine tenths of the cap are small"
+    with np.errstate(over="ignore"):
+        below = capped(-largest * np.geomspace(1, 1e9, 10001, dtype=np.float32))
+    assert np.all(np.diff(below[np.isfinite(below)]) < 0), "lower products have lower scores"
+    assert np.exp2(below - lowest * math.log2(math.e)).max() < 2.0**-25, "no fp16 weight"
+
+
+def test_a_late_cap_needs_products_that_rise_with_scores_and_nothing_added_before_the_weights() -> None:
+    bias = {"bias": scores("float16")}
+    for changes in ({"softcap": 5.0}, {"softcap": 50.0, "scale": -0.5}, {"softcap": 50.0, **bias}, {}):
+        launch = hopper.implementations(problem(64, **changes), H200)[0].steps[-1]
+        assert isinstance(launch, Launch) and not launch.kernel.defines["LATE_CAP"]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])

@@ -27,6 +27,7 @@ SCORE = 4e-6  # relative to the largest score: the loss of fp32 sums of 256 prod
 # Relative to the largest score of a row once the mask is added: a mask's -65504 in other units, the sum and its
 # exponent are rounded to fp32, which shows in fully masked rows.
 MASKED_SCORE = 3 * 2.0**-24
+CAP = 1.1e-6  # relative to the cap: what the polynomial that stands for small tanhs differs from them
 
 LOWEST = float(np.finfo(np.float32).min)
 LOWEST_HALF = float(np.finfo(np.float16).min)
@@ -95,6 +96,17 @@ CASES = [
     Case(64, softcap=5.0, amplitude=3.0),
     Case(128, softcap=20.0, bias_dtype="float16", mask_kind="boolean", causal=True),
     Case(64, softcap=20.0, bias_dtype="float32", mask_kind="additive", mask_dtype="float32"),
+    # Caps that are applied late: small scores, some beyond the polynomial's range, and most at the cap.
+    *(Case(size, softcap=50.0, amplitude=amplitude) for size in (64, 128) for amplitude in (1.0, 4.0, 12.0)),
+    *(Case(size, softcap=30.0, dtype="bfloat16", causal=True, amplitude=3.0) for size in (64, 128, 256)),
+    *(Case(64, softcap=50.0, scale=scale, amplitude=3.0) for scale in (-0.2, 1e-3, 40.0)),
+    *(
+        Case(size, softcap=50.0, causal=True, added=True, masked_score=LOWEST_HALF, amplitude=amplitude)
+        for size, amplitude in ((64, 1.0), (128, 4.0))
+    ),
+    *(Case(64, softcap=50.0, mask_kind="boolean", masked_score=score) for score in (MINUS_INFINITY, -1e4, LOWEST)),
+    Case(64, softcap=50.0, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF, amplitude=4.0),
+    Case(128, softcap=50.0, mask_kind="additive", mask_dtype="float32"),
     *(Case(size, causal=True, added=True, masked_score=LOWEST_HALF, mask_kind="boolean") for size in (64, 128, 256)),
     *(Case(64, causal=True, added=True, masked_score=LOWEST_HALF, **more) for more in ({}, {"amplitude": 50.0})),
     Case(64, added=True, masked_score=LOWEST_HALF, mask_kind="boolean"),
@@ -189,7 +201,7 @@ def attention(case: Case, problem: Attention, q: Any, k: Any, v: Any, mask: Any,
     s = problem.softcap * cupy.tanh(s / problem.softcap) if problem.softcap else s
     if bias is not None:
         s = s + (bias * slopes_of(problem.heads)[:, None, None] if problem.slopes else bias)
-    lost = SCORE * float(cupy.abs(s).max())
+    lost = SCORE * float(cupy.abs(s).max()) + CAP * problem.softcap
     sees = cupy.ones((), bool) if mask is None or mask.dtype != bool else mask != (problem.mask_kind == "inverted")
     if problem.causal is not None:
         sees = sees & (cupy.arange(problem.keys) <= cupy.arange(problem.queries)[:, None] + problem.causal)
@@ -309,6 +321,8 @@ def test_attention(case: Case, device: Device) -> None:
         *(Case(64), Case(128, causal=True), Case(64, mask_kind="boolean"), Case(64, bias_dtype="float16")),
         *(Case(size, mask_kind="additive", mask_dtype="float16", masked_score=LOWEST_HALF) for size in (64, 128)),
         Case(64, mask_kind="additive", mask_dtype="float32", masked_score=LOWEST),
+        *(Case(size, softcap=50.0, amplitude=3.0) for size in (64, 128)),
+        Case(64, bias_dtype="float16", sloped=True),
         *(Case(size, mask_kind="boolean", masked_score=LOWEST_HALF, causal=True, added=True) for size in (64, 128)),
     ],
     ids=str,
