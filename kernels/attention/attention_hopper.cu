@@ -46,8 +46,16 @@ __device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step)
         wgmma<false>(T(), s, moved(a, step / 4 * QO_PANEL + step % 4 * 32), moved(b, step / 4 * PANEL + step % 4 * 32),
-                     step != 0);
+                     BIAS_FIRST || step != 0);
     wgmma_commit();
+}
+
+// Sets the scores of both rows to the bias of their columns, of which `bias` is the thread's first.
+__device__ __forceinline__ void begin_with(float (&s)[SCORES], const float* bias) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 2)  // volatile: loading a pair twice takes less than copying it
+        asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(s[i]), "=f"(s[i + 1]) : "r"(shared_address(bias + i / 4 * 8)) : "memory");
 }
 
 __device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const u32 (&p)[BLOCK_N / 16][4], u32 values) {
@@ -104,14 +112,17 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, const LateCap& late_cap, float (&o)[RESULTS], float exponent,
                                         int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
                                         Ring& k_ring, Ring& v_ring) {
+    const auto read = [&] {  // what came with the keys
+        __syncwarp();
+        const bool tells = threadIdx.x % 32 >= (BIAS_FIRST ? 28 : 31) && threadIdx.x % 128 < 127;
+        if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+    };
     const auto next_tile = [&]() -> u32 {
         barrier_wait(shared_address(barriers.k_full + k_ring.stage), k_ring.phase);
         if (!MASK) return --tiles < 0 ? END : tiles;
         const u32 info = reread(barriers.tile[k_ring.stage]);
         score_mod.read_row(barriers.bits[k_ring.stage]);
-        __syncwarp();
-        const bool tells = threadIdx.x % 32 == 31 && threadIdx.x % 128 < 96;
-        if (tells) barrier_arrive(shared_address(barriers.k_empty + k_ring.stage));
+        if (!BIAS_FIRST) read();
         return info;
     };
     const auto k_taken = [&] {
@@ -127,26 +138,44 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         v_ring.advance();
     };
 
-    u32 info = next_tile();
-    if (info == END) return k_taken();
     float s[SCORES], factor[2];
-    u32 p[BLOCK_N / 16][4];
-    const auto to_weights = [&] {
-        const bool in_units = score_mod.apply(s, info);
-        if constexpr (LATE_CAP) softmax.update(s, late_cap, in_units, factor);
-        else softmax.update(s, exponent, factor);
+    const auto begin = [&] {
+        if constexpr (!BIAS_FIRST) return;
+        begin_with(s, barriers.bias[k_ring.stage] + score_mod.column);
+        read();
     };
+    const auto end = [&] {
+        if (BIAS_FIRST) read();
+        k_taken();
+    };
+
+    u32 info = next_tile();
+    if (info == END) return end();
+    u32 p[BLOCK_N / 16][4];
+    Scores scores = Scores::IN_UNITS;  // with LATE_CAP
+    const auto raise = [&] {
+        const bool in_units = score_mod.apply(s, info);
+        if constexpr (LATE_CAP) scores = softmax.raise(s, late_cap, in_units, factor);
+        else softmax.raise(s, exponent, factor);
+    };
+    const auto weigh = [&] {
+        if constexpr (LATE_CAP) softmax.weigh(s, late_cap, scores, factor);
+        else softmax.weigh(s, exponent, factor);
+    };
+    begin();
     wgmma_fence();
     multiply_keys(s, qo, k_buffers + k_ring.stage * K_STAGE);
     score_mod.prepare(info);
     wgmma_wait<0>();
     settle(s);
     k_taken();
-    to_weights();
+    raise();
+    weigh();
     pack_weights(s, p);
     if (PINGPONG && score_mod.group == WARPGROUPS - 1) named_barrier_arrive(1, 256);
     info = next_tile();
     while (info != END) {
+        begin();
         if (PINGPONG) named_barrier(1 + score_mod.group, 256);
         settle(o);
         wgmma_fence();
@@ -157,7 +186,8 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         wgmma_wait<1>();
         settle(s);
         k_taken();
-        to_weights();
+        raise();
+        weigh();
         info = next_tile();
         wgmma_wait<0>();
         settle(o);
@@ -165,7 +195,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         pack_weights(s, p);
         rescale(o, factor);
     }
-    k_taken();
+    end();
     if (PINGPONG && score_mod.group == 0) named_barrier(1, 256);
     settle(o);
     wgmma_fence();
@@ -181,9 +211,9 @@ __device__ __forceinline__ void init(Barriers& barriers) {
     barrier_init(shared_address(&barriers.queries), 1);
     barrier_init(shared_address(&barriers.vote), WARPGROUPS * 4);
     for (int stage = 0; stage < STAGES; ++stage) {
-        barrier_init(shared_address(barriers.k_full + stage), 1);
+        barrier_init(shared_address(barriers.k_full + stage), BIAS_FIRST ? 32 : 1);
         barrier_init(shared_address(barriers.v_full + stage), 1);
-        barrier_init(shared_address(barriers.k_empty + stage), WARPGROUPS * (MASK ? 4 : 1));
+        barrier_init(shared_address(barriers.k_empty + stage), WARPGROUPS * (BIAS_FIRST ? 16 : MASK ? 4 : 1));
         barrier_init(shared_address(barriers.v_empty + stage), WARPGROUPS);
     }
     barriers.second_pass = 0;
@@ -194,8 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
                  int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
-                 float masked_score, float unit, float lowest, float second_pass_below, float cap_rate, float cap_largest,
-                 float cap_lowest, float cap_0, float cap_1, float cap_2, float cap_3, float cap_4, const MASK_T* mask,
+                 float masked_score, float unit, float lowest, float second_pass_below, float cap_rate,
+                 float smallest_product, float smallest_reference, float smallest_0, float smallest_1, float smallest_2,
+                 float small_product, float small_reference, float small_0, float small_1, float small_2,
+                 float small_3, float small_4, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
                  long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
                  const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
@@ -216,9 +248,15 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     const int plane = (at.batch * flags_batch + at.head * flags_head) * row_tiles;
     const long long mask_plane = at.batch * mask_batch + at.head * mask_head;
 
+    const auto head_slope = [&] {  // in the scores' units
+        float slope[1];
+        unpack(load_cached<1>(slopes + at.head), slope);
+        return slope[0] * unit;
+    };
+
     if (warp >= CONSUMERS / 32) {
         if constexpr (REALLOCATES_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        if (warp > CONSUMERS / 32 || (lane && !MASK)) return;
+        if (warp > CONSUMERS / 32 || (lane && !MASK && !BIAS_FIRST)) return;
         if (lane == 0) {
             const u32 barrier = shared_address(&barriers.queries);
             barrier_arrive_expect(barrier, WARPGROUPS * K_PANELS * QO_PANEL);
@@ -226,7 +264,9 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                 load(q, qo + i / K_PANELS * QO_BYTES + i % K_PANELS * QO_PANEL, barrier, i % K_PANELS * 64,
                      at.first + i / K_PANELS * 64, at.head, at.batch);
         }
-        Producer producer = {k, v, at, k_buffers, barriers};
+        const long long bias_plane = at.batch * bias_batch + at.head * bias_head;
+        const ColumnBias column_bias = {bias + bias_plane, BIAS_FIRST ? head_slope() : 0.0f, keys, lane};
+        Producer producer = {k, v, at, k_buffers, barriers, column_bias};
         if constexpr (ROW_MASK) {
             RowMask rows = {mask + mask_plane, keys, lane};
             produce(producer, rows, tiles, all, lane == 0);
@@ -254,16 +294,14 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     score_mod.mask = mask + mask_plane + first_row * mask_query, score_mod.next_mask = second_row * int(mask_query);
     score_mod.bias = bias + at.batch * bias_batch + at.head * bias_head + first_row * bias_query;
     score_mod.next_bias = second_row * int(bias_query);
-    if constexpr (BIAS == 2) {
-        float slope[1];
-        unpack(load_cached<1>(slopes + at.head), slope);
-        score_mod.slope = slope[0] * unit;
-    }
+    if constexpr (BIAS == 2 && !BIAS_FIRST) score_mod.slope = head_slope();
     score_mod.mask_pairs = (mask_batch | mask_head | mask_query | keys) % 2 == 0;
     score_mod.bias_pairs = (bias_batch | bias_head | bias_query | keys) % 2 == 0;
     score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
-    const LateCap late_cap = {cap, cap_rate, cap_largest, cap_lowest, {cap_0, cap_1, cap_2, cap_3, cap_4}};
+    const LateCap late_cap = {
+        cap, cap_rate, {smallest_product, smallest_reference, {smallest_0, smallest_1, smallest_2}},
+        {small_product, small_reference, {small_0, small_1, small_2, small_3, small_4}}};
     Ring k_ring, v_ring;
     Softmax softmax;
     float o[RESULTS];

@@ -55,6 +55,27 @@ struct RowMask {
     }
 };
 
+// The bias of the columns of each tile, of a head whose slope is in the scores' units.
+struct ColumnBias {
+    const BIAS_T* elements;
+    float slope;
+    int keys, lane;
+
+    __device__ __forceinline__ void load(int tile, float (&values)[BIAS_WORDS]) const {
+#pragma unroll
+        for (int w = 0; w < BIAS_WORDS; ++w) {
+            float one[1];
+            unpack(load_cached<1>(elements + min(tile * BLOCK_N + w * 32 + lane, keys - 1)), one);
+            values[w] = slope * one[0];
+        }
+    }
+    __device__ __forceinline__ void store(float* to, const float (&values)[BIAS_WORDS]) const {
+#pragma unroll
+        for (int w = 0; w < BIAS_WORDS; ++w)
+            if (w * 32 + lane < BLOCK_N) *const_cast<volatile float*>(to + w * 32 + lane) = values[w];
+    }
+};
+
 // The number of tiles that the block's rows see on their side of the diagonal.
 __device__ __forceinline__ int tiles_of(const Shape& shape, int first) {
     int keys = shape.keys;
@@ -67,8 +88,22 @@ struct Producer {
     const WorkTile& at;
     u32 buffers;
     Barriers& barriers;
+    const ColumnBias& bias;
     Ring k_ring, v_ring;
     int pending = -1;  // the tile whose values are copied next: keys are a tile ahead, as the products need them
+
+    // Writes the bias of a tile's columns with all lanes, each of which arrives; the leader does so in copy_keys.
+    __device__ __forceinline__ void write_bias(u32 tile, bool leader) {
+        if constexpr (BIAS_FIRST) {
+            float values[BIAS_WORDS];
+            if (tile != END) bias.load(tile, values);
+            barrier_wait(shared_address(barriers.k_empty + k_ring.stage), k_ring.phase ^ 1);
+            if (tile != END) bias.store(barriers.bias[k_ring.stage], values);
+            if (leader) return;
+            barrier_arrive(shared_address(barriers.k_full + k_ring.stage));
+            k_ring.advance();
+        }
+    }
 
     __device__ __forceinline__ void copy_keys(u32 info, const u32 (&bits)[BIT_WORDS]) {
         const u32 full = shared_address(barriers.k_full + k_ring.stage);
@@ -114,12 +149,15 @@ __device__ __forceinline__ void produce(Producer& producer, Mask& mask, int tile
             if (MASK) {
                 kinds = mask.kinds(tile, bits);
                 if (pass == 1) kinds = (BOOLEAN ? 3 : 1) * EACH_GROUP;
-                if (kinds == 0 || !leader) continue;
+                if (kinds == 0) continue;
             }
+            producer.write_bias(tile, leader);
+            if (!leader) continue;
             producer.copy_keys(tile | kinds << KINDS, bits);
             producer.copy_values();
             producer.pending = tile;
         }
+        producer.write_bias(END, leader);
         if (leader) {
             producer.copy_values();
             producer.copy_keys(END, bits);

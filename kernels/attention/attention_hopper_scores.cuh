@@ -119,7 +119,7 @@ struct ScoreMod {
     // Starts the loads of what else the tile's scores need, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
-        if constexpr (BIAS) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
+        if constexpr (BIAS && !BIAS_FIRST) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
         if constexpr (ADDITIVE && !LATE_MASK) {
             if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first, mask_pairs);
         }
@@ -172,7 +172,7 @@ struct ScoreMod {
             if (in_units) to_natural_units(s);
             if constexpr (BIAS == 1) added_bias.add(s, unit, lowest);
         }
-        if constexpr (BIAS == 2) added_bias.add_times(s, slope);
+        if constexpr (BIAS == 2 && !BIAS_FIRST) added_bias.add_times(s, slope);
         if constexpr (ADD_MASKED_SCORE) {
             add_masked(s, first, MASK && kind(info) != 2);
         } else if (ADDITIVE && kind(info) == 1) {
@@ -199,22 +199,40 @@ struct ScoreMod {
     }
 };
 
-// The cap where LATE_CAP applies it, to products of q and k that become weights at once. While those of a row are small it
-// is an odd polynomial, in FMAs alone: one unit computes all exponentials and reciprocals, 16 a clock, and bounds the
-// kernel otherwise. The numbers are from hopper.py, as arguments, which take no registers.
-struct LateCap {
-    float cap;
-    float rate;     // 2 log2(e) scale / cap
-    float largest;  // product for which the polynomial holds
+// An odd polynomial of the products of q and k that gives log2(e) times their capped scores while they are small.
+template <int TERMS>
+struct CapPolynomial {
+    float largest;  // product for which it holds
     float lowest;   // score of a row's reference from which the products below -largest have no weight
-    float terms[CAP_TERMS];  // times log2(e)
+    float terms[TERMS];
+
+    __device__ __forceinline__ bool holds(float product, float reference) const {
+        return product <= largest && reference >= lowest;
+    }
+    // Turns products into weights; `from` is log2(e) times the rows' references.
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], const float (&from)[2]) const {
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i) {
+            const float square = s[i] * s[i];
+            float sum = terms[TERMS - 1];
+#pragma unroll
+            for (int k = TERMS - 2; k >= 0; --k) sum = fmaf(sum, square, terms[k]);
+            s[i] = exp2_fast(fmaf(s[i], sum, -from[i / 2 % 2]));
+        }
+    }
+};
+
+// The cap where LATE_CAP applies it: to products of q and k, which become weights at once. Exponentials and reciprocals
+// come from one unit, 16 a clock, and bound the kernel; so the tanh is a polynomial where one holds for all scores of a
+// warp, which takes FMAs alone. Its numbers are from hopper.py, as arguments, which take no registers.
+struct LateCap {
+    float cap, rate;  // rate: 2 log2(e) scale / cap
+    CapPolynomial<3> smallest;
+    CapPolynomial<5> small;
 
     __device__ __forceinline__ float score(float product) const {
         if (product == minus_infinity()) return product;
         return cap - 2.0f * cap * reciprocal(1.0f + exp2_fast(rate * product));
-    }
-    __device__ __forceinline__ bool is_small(float product, float reference) const {
-        return product <= largest && reference >= lowest;
     }
     __device__ __forceinline__ void score_all(float (&s)[SCORES]) const {
 #pragma unroll
@@ -223,15 +241,10 @@ struct LateCap {
             s[i] = score(s[i]);
         }
     }
-    // The weight of a product; `from` is log2(e) times the reference.
-    __device__ __forceinline__ float small_weight(float product, float from) const {
-        const float square = product * product;
-        float sum = terms[CAP_TERMS - 1];
-#pragma unroll
-        for (int i = CAP_TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
-        return exp2_fast(fmaf(product, sum, -from));
-    }
 };
+
+// What the scores of a warp are with LATE_CAP.
+enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
 // With LAZY_RESCALE a row's reference is raised only if its largest score is 2^8 times above it: weights up to 256 are
 // as exact in fp16 and bf16 as those up to 1, and results are rescaled for few tiles instead of most.
@@ -247,53 +260,73 @@ struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // of this thread's columns
 
-    // Turns scores into weights; `factor` returns what earlier weights and results are to be multiplied by.
-    __device__ __forceinline__ void update(float (&s)[SCORES], float scale, float (&factor)[2]) {
+    // Raises the rows' references to this tile's scores; `factor` returns what earlier weights and results are to be
+    // multiplied by.
+    __device__ __forceinline__ void raise(const float (&s)[SCORES], float scale, float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float before = raise(largest(s, r), r, scale);
+            const float before = raise(r, largest(s, r), scale), from = reference(r);
+            if (is_far(from, scale)) factor[r] = exp2_fast(__fmul_rn(before - from, scale));
+            else if (SCALE_IN_EXPONENT) factor[r] = exp2_fast(__fmul_rn(before, scale) - __fmul_rn(from, scale));
+            else factor[r] = exp2_fast(LOG2_E * (before - from));
+        }
+    }
+
+    // The same with LATE_CAP, unless the scores are `in_units` of products. Returns what they are.
+    __device__ __forceinline__ Scores raise(const float (&s)[SCORES], const LateCap& cap, bool in_units,
+                                            float (&factor)[2]) {
+        bool small = true, smallest = true;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float best = largest(s, r), before = raise(r, in_units ? best : cap.score(best), 1.0f);
+            factor[r] = exp2_fast(LOG2_E * (before - reference(r)));
+            small &= cap.small.holds(best, reference(r));
+            smallest &= cap.smallest.holds(best, reference(r));
+        }
+        if (in_units) return Scores::IN_UNITS;
+        if (__all_sync(0xffffffffu, smallest)) return Scores::SMALLEST_PRODUCTS;
+        return __all_sync(0xffffffffu, small) ? Scores::SMALL_PRODUCTS : Scores::PRODUCTS;
+    }
+
+    // Turns scores into weights, and adds them to the rows' sums.
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], float scale, const float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
             float from = reference(r);
-            if (SCALE_IN_EXPONENT) {
-                if (FAR_SCORES && from * scale < -FAR) {
-#pragma unroll
-                    for (int j = 0; j < BLOCK_N / 8; ++j) s[4 * j + 2 * r] -= from, s[4 * j + 2 * r + 1] -= from;
-                    before -= from, from = 0.0f;
-                }
-                const float scaled = __fmul_rn(from, scale);
-                factor[r] = exp2_fast(__fmul_rn(before, scale) - scaled);
-#pragma unroll
-                for (int j = 0; j < BLOCK_N / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float& value = s[4 * j + 2 * r + e];
-                        value = exp2_fast(__fmaf_rn(value, scale, -scaled));
-                    }
-            } else {
-                factor[r] = exp2_fast(LOG2_E * (before - from));
-                exponentiate(s, r, from);
+            if (!SCALE_IN_EXPONENT) {
+                weigh(s, r, from);
+                continue;
             }
+            if (is_far(from, scale)) {
+#pragma unroll
+                for (int j = 0; j < BLOCK_N / 8; ++j) s[4 * j + 2 * r] -= from, s[4 * j + 2 * r + 1] -= from;
+                from = 0.0f;
+            }
+            const float scaled = __fmul_rn(from, scale);
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& value = s[4 * j + 2 * r + e];
+                    value = exp2_fast(__fmaf_rn(value, scale, -scaled));
+                }
         }
         add(s, factor);
     }
 
-    // The same where the cap is late; unless the scores are `in_units`, they are products of q and k.
-    __device__ __forceinline__ void update(float (&s)[SCORES], const LateCap& cap, bool in_units, float (&factor)[2]) {
-        bool small = !in_units;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float best = largest(s, r), before = raise(in_units ? best : cap.score(best), r, 1.0f);
-            factor[r] = exp2_fast(LOG2_E * (before - reference(r)));
-            small &= cap.is_small(best, reference(r));
-        }
-        if (__all_sync(0xffffffffu, small)) {
-            const float from[2] = {LOG2_E * reference(0), LOG2_E * reference(1)};
-#pragma unroll
-            for (int i = 0; i < SCORES; ++i) s[i] = cap.small_weight(s[i], from[i / 2 % 2]);
+    __device__ __forceinline__ void weigh(float (&s)[SCORES], const LateCap& cap, Scores scores,
+                                          const float (&factor)[2]) {
+        const float from[2] = {LOG2_E * reference(0), LOG2_E * reference(1)};
+        if (scores == Scores::SMALLEST_PRODUCTS) {
+            cap.smallest.weigh(s, from);
+            add(s, factor);
+        } else if (scores == Scores::SMALL_PRODUCTS) {
+            cap.small.weigh(s, from);
             add(s, factor);
         } else {
-            if (!in_units) cap.score_all(s);
-            exponentiate(s, 0, reference(0));
-            exponentiate(s, 1, reference(1));
+            if (scores == Scores::PRODUCTS) cap.score_all(s);
+            weigh(s, 0, reference(0));
+            weigh(s, 1, reference(1));
             add(s, factor);
         }
     }
@@ -308,7 +341,7 @@ struct Softmax {
     }
 
     // Raises the top of row r to a score, and returns what it was before.
-    __device__ __forceinline__ float raise(float to, int r, float scale) {
+    __device__ __forceinline__ float raise(int r, float to, float scale) {
         const float before = top[r], best = fmaxf(before, to);
         const bool keeps = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 8.0f;
         if (!keeps) top[r] = best;
@@ -318,8 +351,12 @@ struct Softmax {
     // The score of row r whose weight is 1; -inf less -inf would be NaN.
     __device__ __forceinline__ float reference(int r) const { return top[r] == minus_infinity() ? 0.0f : top[r]; }
 
-    // Turns scores in natural units into weights.
-    __device__ __forceinline__ static void exponentiate(float (&s)[SCORES], int r, float from) {
+    __device__ __forceinline__ static bool is_far(float reference, float scale) {
+        return SCALE_IN_EXPONENT && FAR_SCORES && reference * scale < -FAR;
+    }
+
+    // Turns scores of row r in natural units into weights.
+    __device__ __forceinline__ static void weigh(float (&s)[SCORES], int r, float from) {
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 8; ++j)
 #pragma unroll

@@ -23,6 +23,9 @@ constexpr bool ADDITIVE = MASK == 2;
 constexpr bool ROW_MASK = MASK && !MASK_QUERY;                 // the same for all queries
 constexpr bool TILES_DIFFER = CAUSAL || (MASK && MASK_QUERY);  // later rows are expected to see more keys
 
+// The tensor cores add the products to the biases of the columns, which the producer writes beside the keys.
+constexpr bool BIAS_FIRST = BIAS == 2 && SCALE_IN_EXPONENT && BIAS_KEY && !BIAS_QUERY;
+
 constexpr int CONSUMERS = WARPGROUPS * 128;
 // Whether the producer's warpgroup gives registers to the consumers.
 constexpr bool REALLOCATES_REGISTERS = WARPGROUPS > 1 && BLOCKS_PER_SM == 1;
@@ -35,8 +38,8 @@ static_assert(!REALLOCATES_REGISTERS || WARPGROUPS * CONSUMER_REGISTERS + PRODUC
                                             65536 / THREADS / 8 * 8 * (WARPGROUPS + 1),
               "no thread waits for registers that do not exist");
 
-constexpr int CAP_TERMS = 5;
 constexpr int BIT_WORDS = ((ROW_MASK ? BLOCK_N : SCORES) + 31) / 32;  // a row's, or a thread's
+constexpr int BIAS_WORDS = (BLOCK_N + 31) / 32;  // of a lane of the producer
 constexpr int KINDS = 24;  // the bit of a stage's info at which the tile's kinds begin, 2 bits for each warpgroup
 constexpr u32 EACH_GROUP = 0x55;
 constexpr u32 END = (1u << KINDS) - 1;
@@ -53,6 +56,7 @@ struct Barriers {
     u64 queries, vote, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 tile[STAGES], bits[STAGES][ROW_MASK ? BIT_WORDS : 1];  // info and mask bits of a stage of keys
     u32 second_pass;  // 1: a warpgroup has voted for it
+    alignas(8) float bias[BIAS_FIRST ? STAGES : 1][BIAS_FIRST ? BLOCK_N : 2];  // of the columns, in the scores' units
 };
 
 struct Ring {

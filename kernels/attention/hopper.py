@@ -24,10 +24,13 @@ L2_KEY_VALUE_BYTES: Final = 24 << 20  # keys and values of the heads that run to
 LOWEST: Final = -3.4028234663852886e38
 DIVISIBLE_SCALES: Final = (1e-6, 1e6)  # what a mask adds may be divided by a scale between these, in fp32
 LOG2_E: Final = math.log2(math.e)
-# A polynomial in odd powers that differs from tanh by at most 1.1e-6 up to CAP_RANGE, which under a cap of 50 moves a
-# score by 5.3e-5: a tenth of what fp16 loses when it rounds the weight. It grows with x everywhere.
-CAP_POLYNOMIAL: Final = (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)
-CAP_RANGE: Final = 0.9
+# Polynomials in odd powers that differ from tanh by at most TANH_ERROR up to a range, and rise with x everywhere. Under
+# a cap of 50 they move a score by 6e-5: an eighth of what fp16 loses when it rounds the weight.
+CAP_POLYNOMIALS: Final = (
+    (0.4, (0.99997883, -0.33225425, 0.11942388)),
+    (0.9, (0.99998674, -0.33298706, 0.13076786, -0.04593853, 0.00984349)),
+)
+TANH_ERROR: Final = 1.2e-6
 CAPS: Final = (24.0, 100.0)  # below, the polynomial rarely holds for all scores that count
 CAP_RATES: Final = (1e-4, 1e3)  # of scale / cap, whose powers are fp32
 WEIGHTLESS: Final = 17.5  # exp(-17.5) is below half of the smallest fp16 number
@@ -121,7 +124,7 @@ def implementations(problem: Attention, device: Device) -> list[Implementation]:
     configs = [
         config
         for config in CONFIGS[limit]
-        if config.shared(problem.head_dim, problem.head_dim_v) * config.blocks <= device.shared_per_block
+        if _shared(problem, config) * config.blocks <= device.shared_per_block
         and _registers(problem, config, late_mask=True) <= config.registers
         and (problem.mask is None or wider > 64 or config.warpgroups * config.block_n <= 128)
     ]
@@ -169,7 +172,8 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
     `late_mask`: a mask's elements are loaded after the products.
     """
     columns = ALIGNMENT * math.ceil(problem.head_dim_v / ALIGNMENT)
-    added = [x for x in (problem.bias, None if late_mask else problem.mask) if x and x.dtype != "bool"]
+    bias = None if _begins_with_bias(problem) else problem.bias
+    added = [x for x in (bias, None if late_mask else problem.mask) if x and x.dtype != "bool"]
     words = sum(
         (config.block_n // 8 if x.key_stride else 1) * (2 if x.differs[2] else 1) * ITEM_BYTES[x.dtype] // 2
         for x in added
@@ -180,7 +184,8 @@ def _registers(problem: Attention, config: HopperAttentionConfig, late_mask: boo
 
 def _lacks_registers(problem: Attention, config: HopperAttentionConfig) -> bool:
     """Return whether registers have no room for the elements of an additive mask during the products."""
-    added = [x for x in (problem.mask, problem.bias) if x and x.reads_pairs(2, problem.keys) == 2]
+    bias = None if _begins_with_bias(problem) else problem.bias
+    added = [x for x in (problem.mask, bias) if x and x.reads_pairs(2, problem.keys) == 2]
     dynamic = len(added) if len(added) == 2 or any(x.differs[2] for x in added) else 0
     return _registers(problem, config, late_mask=False) + dynamic * DYNAMIC_PAIRS_REGISTERS > config.registers
 
@@ -272,9 +277,23 @@ def _launch(
         (row_tiles * problem.heads * problem.batch, 1, 1),
         (config.threads, 1, 1),
         arguments,
-        config.shared(problem.head_dim, problem.head_dim_v),
+        _shared(problem, config),
         pdl=True,
     )
+
+
+def _shared(problem: Attention, config: HopperAttentionConfig) -> int:
+    """Return the bytes of shared memory of a block."""
+    bias = 4 * config.stages * config.block_n if _begins_with_bias(problem) else 0
+    return config.shared(problem.head_dim, problem.head_dim_v) + bias
+
+
+def _begins_with_bias(problem: Attention) -> bool:
+    """Return whether the tensor cores add the products to the bias of the columns: BIAS_FIRST."""
+    bias = problem.bias
+    if not (problem.slopes and bias):
+        return False
+    return _scales_in_exponent(problem) and bias.key_stride == 1 and not bias.differs[2]
 
 
 def _scales_in_exponent(problem: Attention) -> bool:
@@ -296,11 +315,13 @@ def _caps_late(problem: Attention) -> bool:
 def _late_cap_scalars(problem: Attention) -> tuple[float, ...]:
     """Return the numbers of LateCap: zeros where no cap is applied late."""
     if not _caps_late(problem):
-        return (0.0,) * (3 + len(CAP_POLYNOMIAL))
+        return (0.0,) * (1 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS))
     cap, rate = problem.softcap, problem.scale / problem.softcap
-    lowest = WEIGHTLESS - math.tanh(CAP_RANGE) * cap
-    terms = (LOG2_E * cap * term * rate ** (2 * i + 1) for i, term in enumerate(CAP_POLYNOMIAL))
-    return (2 * LOG2_E * rate, CAP_RANGE / rate, lowest, *terms)
+    numbers = [2 * LOG2_E * rate]
+    for limit, polynomial in CAP_POLYNOMIALS:
+        numbers += [limit / rate, WEIGHTLESS - math.tanh(limit) * cap]
+        numbers += [LOG2_E * cap * term * rate ** (2 * i + 1) for i, term in enumerate(polynomial)]
+    return tuple(numbers)
 
 
 def _score_scalars(problem: Attention) -> tuple[float, float, float, float]:

@@ -171,24 +171,28 @@ def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: fl
 def test_a_late_cap_is_a_tanh_while_scores_are_small_and_negligible_below(cap: float, scale: float) -> None:
     launch = hopper.implementations(problem(64, softcap=cap, scale=scale), H200)[0].steps[-1]
     assert isinstance(launch, Launch) and launch.kernel.defines["LATE_CAP"]
-    rate, largest, lowest, *terms = (np.float32(x) for x in float_arguments(launch)[6:])
-
-    def capped(products: np.ndarray) -> np.ndarray:
-        """Return log2(e) times the capped scores, as LateCap::small_weight computes them."""
-        squares, found = products * products, np.full_like(products, terms[-1])
-        for term in terms[-2::-1]:
-            found = found * squares + term
-        return products * found
-
-    products = np.linspace(-largest, largest, 10001, dtype=np.float32)
-    scores = cap * np.tanh(scale / cap * products.astype(np.float64))
-    assert np.abs(capped(products) * math.log(2) - scores).max() < 1.1e-6 * cap + 4e-7 * np.abs(scores).max()
+    rate, *numbers = (np.float32(x) for x in float_arguments(launch)[6:])
     assert rate == pytest.approx(2 * math.log2(math.e) * scale / cap)
-    assert largest * scale > 0.89 * cap, "scores up to nine tenths of the cap are small"
-    with np.errstate(over="ignore"):
-        below = capped(-largest * np.geomspace(1, 1e9, 10001, dtype=np.float32))
-    assert np.all(np.diff(below[np.isfinite(below)]) < 0), "lower products have lower scores"
-    assert np.exp2(below - lowest * math.log2(math.e)).max() < 2.0**-25, "no fp16 weight"
+    for (limit, _), (largest, lowest, *terms) in zip(
+        hopper.CAP_POLYNOMIALS, (numbers[:5], numbers[5:]), strict=True
+    ):
+        products = np.linspace(-largest, largest, 10001, dtype=np.float32)
+        exact = cap * np.tanh(scale / cap * products.astype(np.float64))
+        found = capped(products, terms) * math.log(2)
+        assert np.abs(found - exact).max() < hopper.TANH_ERROR * cap + 4e-7 * np.abs(exact).max()
+        assert largest * scale == pytest.approx(limit * cap)
+        with np.errstate(over="ignore"):
+            below = capped(-largest * np.geomspace(1, 1e9, 10001, dtype=np.float32), terms)
+        assert np.all(np.diff(below[np.isfinite(below)]) < 0), "lower products have lower scores"
+        assert np.exp2(below - lowest * math.log2(math.e)).max() < 2.0**-25, "no fp16 weight"
+
+
+def capped(products: np.ndarray, terms: list[np.float32]) -> np.ndarray:
+    """Return log2(e) times the capped scores, as CapPolynomial computes them."""
+    squares, found = products * products, np.full_like(products, terms[-1])
+    for term in terms[-2::-1]:
+        found = found * squares + term
+    return products * found
 
 
 def test_a_late_cap_needs_products_that_rise_with_scores_and_nothing_added_before_the_weights() -> None:

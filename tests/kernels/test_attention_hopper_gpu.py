@@ -27,7 +27,7 @@ SCORE = 4e-6  # relative to the largest score: the loss of fp32 sums of 256 prod
 # Relative to the largest score of a row once the mask is added: a mask's -65504 in other units, the sum and its
 # exponent are rounded to fp32, which shows in fully masked rows.
 MASKED_SCORE = 3 * 2.0**-24
-CAP = 1.1e-6  # relative to the cap: what the polynomial that stands for small tanhs differs from them
+CAP = hopper.TANH_ERROR  # relative to the cap
 
 LOWEST = float(np.finfo(np.float32).min)
 LOWEST_HALF = float(np.finfo(np.float16).min)
