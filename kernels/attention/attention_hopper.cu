@@ -9,15 +9,17 @@
 //       have arrived) and `empty` (all consumers have read it). Under a mask each stage of keys carries the number of
 //       its tile and what is to be masked in it, and consumers take what comes until END; without a mask no tile is
 //       skipped, and they count.
-//   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal
-//       (attention_hopper_scores.cuh), run the online softmax, and multiply the weights, in registers, by the values.
-//       While the tensor cores multiply a tile's weights by its values, the next tile's softmax runs. With PINGPONG the
-//       warpgroups issue their products in turns, so that one's softmax runs beside the other's products: 651 against
-//       514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
+//   Consumers  compute scores by wgmma from shared memory, apply cap, bias, mask and diagonal, run the online softmax
+//       (attention_hopper_scores.cuh), and multiply the weights, in registers, by the values. A tile's weights are
+//       multiplied by its values right behind the next tile's scores, so that the warpgroups' products and softmaxes
+//       alternate. With PINGPONG the warpgroups issue their products in turns, so that one's softmax runs beside the
+//       other's products: 651 against 514 TFLOP/s on an H200 (two warpgroups, head_dim 128, 8192 keys).
 // The result goes through shared memory, where the queries were, and TMA stores it.
 //
 // Scores. With SCALE_IN_EXPONENT they are in units of q k^T and the scale goes into the exponent: what a mask adds is
-// divided by the scale. Otherwise, with a bias (without slopes) or a cap, they are in natural units.
+// divided by the scale. Otherwise, with a bias (without slopes) or a cap, they are in natural units; with LATE_CAP they
+// are the bare products of q and k until they become weights. With BIAS_FIRST the bias is one of slopes, the same for
+// all rows: the producer writes it beside the keys, and the accumulators of the tensor cores begin with it.
 //
 // Masks. attention_blocks.cu has found what a mask leaves of each tile; if the mask is the same for all queries, the
 // producer finds it itself. Tiles of which nothing is left are skipped, and a mask's elements are read only if they
@@ -31,8 +33,8 @@
 //   CAUSAL, SOFTCAP, BIAS     1: there is one           ZERO_MASKED_ROWS  rows without a key are 0, else NaN
 //   BIAS 2         the bias of a head is its slope, of type SLOPE_T, times the elements
 //   MASK   0 none, 1 boolean (INVERTED: false counts), 2 additive (elements up to NEGLIGIBLE are skipped at first)
-//   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT   as above
-//   LAZY_RESCALE   results are rescaled only if a row's maximum has grown by much: attention_hopper_scores.cuh
+//   ADD_MASKED_SCORE, SECOND_PASS, SCALE_IN_EXPONENT, LATE_CAP   as above
+//   KEPT, LAZY_RESCALE   when a row's reference is raised and results are rescaled: attention_hopper_scores.cuh
 //   LATE_MASK      a mask's elements are loaded after the products, during which registers have no room for them
 //   MASK_T, MASK_KEY, MASK_QUERY, MASK_PAIRS   element type; whether it differs along keys and queries; whether two
 //                  neighbouring keys are one access, 2: if lengths are even. BIAS_T and so on likewise
@@ -109,9 +111,9 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
 // the keys is read by each warp for itself, and each releases it: the last warp in k_taken, the others at once. The
 // last thread of a warp does that, because racecheck remembers only that one of the threads that read a word, and sees
 // no order through __syncwarp.
-__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, const LateCap& late_cap, float (&o)[RESULTS], float exponent,
-                                        int tiles, u32 qo, u32 k_buffers, u32 v_buffers, Barriers& barriers,
-                                        Ring& k_ring, Ring& v_ring) {
+__device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, const LateCap& late_cap,
+                                        float (&o)[RESULTS], float exponent, int tiles, u32 qo, u32 k_buffers,
+                                        u32 v_buffers, Barriers& barriers, Ring& k_ring, Ring& v_ring) {
     const auto read = [&] {  // what came with the keys
         __syncwarp();
         const bool tells = threadIdx.x % 32 >= (BIAS_FIRST ? 28 : 31) && threadIdx.x % 128 < 127;
@@ -152,15 +154,16 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
     u32 info = next_tile();
     if (info == END) return end();
     u32 p[BLOCK_N / 16][4];
-    Scores scores = Scores::IN_UNITS;  // with LATE_CAP
-    const auto raise = [&] {
-        const bool in_units = score_mod.apply(s, info);
-        if constexpr (LATE_CAP) scores = softmax.raise(s, late_cap, in_units, factor);
-        else softmax.raise(s, exponent, factor);
-    };
-    const auto weigh = [&] {
-        if constexpr (LATE_CAP) softmax.weigh(s, late_cap, scores, factor);
-        else softmax.weigh(s, exponent, factor);
+    const auto raise_and_weigh = [&](bool in_units) {
+        if constexpr (LATE_CAP) {
+            const Scores scores = softmax.raise(s, late_cap, in_units, factor);
+            softmax.weigh(s, late_cap, scores, factor);
+        } else {
+            softmax.raise(s, exponent, factor);
+            softmax.weigh(s, exponent, factor);
+        }
+        softmax.decide(exponent, late_cap);
+        pack_weights(s, p);
     };
     begin();
     wgmma_fence();
@@ -169,9 +172,7 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
     wgmma_wait<0>();
     settle(s);
     k_taken();
-    raise();
-    weigh();
-    pack_weights(s, p);
+    raise_and_weigh(score_mod.apply(s, info));
     if (PINGPONG && score_mod.group == WARPGROUPS - 1) named_barrier_arrive(1, 256);
     info = next_tile();
     while (info != END) {
@@ -186,14 +187,16 @@ __device__ __forceinline__ void consume(ScoreMod& score_mod, Softmax& softmax, c
         wgmma_wait<1>();
         settle(s);
         k_taken();
-        raise();
-        weigh();
+        const bool in_units = score_mod.apply(s, info);
         info = next_tile();
         wgmma_wait<0>();
         settle(o);
         v_taken();
-        pack_weights(s, p);
-        rescale(o, factor);
+        const bool may_keep = softmax.keeps && !(LATE_CAP && in_units);
+        if (!may_keep || !softmax.keep(s, p, exponent, late_cap)) {
+            raise_and_weigh(in_units);
+            rescale(o, factor);
+        }
     }
     end();
     if (PINGPONG && score_mod.group == 0) named_barrier(1, 256);
@@ -225,9 +228,9 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out, int queries, int keys,
                  int heads, int repeats, int batches, int causal, int heads_in_l2, float scale, float cap,
                  float masked_score, float unit, float lowest, float second_pass_below, float cap_rate,
-                 float smallest_product, float smallest_reference, float smallest_0, float smallest_1, float smallest_2,
-                 float small_product, float small_reference, float small_0, float small_1, float small_2,
-                 float small_3, float small_4, const MASK_T* mask,
+                 float cap_highest, float smallest_product, float smallest_reference, float smallest_0,
+                 float smallest_1, float smallest_2, float small_product, float small_reference, float small_0,
+                 float small_1, float small_2, float small_3, float small_4, const MASK_T* mask,
                  long long mask_batch, long long mask_head, long long mask_query, const BIAS_T* bias,
                  long long bias_batch, long long bias_head, long long bias_query, const SLOPE_T* slopes,
                  const unsigned char* flags, const u32* bits, int flags_batch, int flags_head) {
@@ -300,7 +303,7 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
     score_mod.bits_from = bits, score_mod.own_tiles = (plane + min(first / 64, row_tiles - 1)) * key_tiles;
 
     const LateCap late_cap = {
-        cap, cap_rate, {smallest_product, smallest_reference, {smallest_0, smallest_1, smallest_2}},
+        cap, cap_rate, cap_highest, {smallest_product, smallest_reference, {smallest_0, smallest_1, smallest_2}},
         {small_product, small_reference, {small_0, small_1, small_2, small_3, small_4}}};
     Ring k_ring, v_ring;
     Softmax softmax;
@@ -312,8 +315,8 @@ attention_hopper(const __grid_constant__ TensorMap q, const __grid_constant__ Te
         softmax = Softmax();
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) o[i] = 0.0f;
-        consume(score_mod, softmax, late_cap, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers, barriers,
-                k_ring, v_ring);
+        consume(score_mod, softmax, late_cap, o, exponent, pass == 0 ? tiles : all, qo_group, k_buffers, v_buffers,
+                barriers, k_ring, v_ring);
         if (!SECOND_PASS || pass == 1) break;
         bool found = false;
 #pragma unroll

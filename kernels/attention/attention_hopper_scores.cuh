@@ -119,7 +119,8 @@ struct ScoreMod {
     // Starts the loads of what else the tile's scores need, while the products run.
     __device__ __forceinline__ void prepare(u32 info) {
         const int tile = info & END, first = tile * BLOCK_N + column;
-        if constexpr (BIAS && !BIAS_FIRST) added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
+        if constexpr (BIAS && !BIAS_FIRST)
+            added_bias.load(bias + first * BIAS_KEY, next_bias, keys - first, bias_pairs);
         if constexpr (ADDITIVE && !LATE_MASK) {
             if (kind(info) == 1) added_mask.load(mask + first * MASK_KEY, next_mask, keys - first, mask_pairs);
         }
@@ -209,16 +210,17 @@ struct CapPolynomial {
     __device__ __forceinline__ bool holds(float product, float reference) const {
         return product <= largest && reference >= lowest;
     }
-    // Turns products into weights; `from` is log2(e) times the rows' references.
+    // Returns the weight of a product; `from` is log2(e) times the row's reference.
+    __device__ __forceinline__ float weight(float product, float from) const {
+        const float square = product * product;
+        float sum = terms[TERMS - 1];
+#pragma unroll
+        for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
+        return exp2_fast(fmaf(product, sum, -from));
+    }
     __device__ __forceinline__ void weigh(float (&s)[SCORES], const float (&from)[2]) const {
 #pragma unroll
-        for (int i = 0; i < SCORES; ++i) {
-            const float square = s[i] * s[i];
-            float sum = terms[TERMS - 1];
-#pragma unroll
-            for (int k = TERMS - 2; k >= 0; --k) sum = fmaf(sum, square, terms[k]);
-            s[i] = exp2_fast(fmaf(s[i], sum, -from[i / 2 % 2]));
-        }
+        for (int i = 0; i < SCORES; ++i) s[i] = weight(s[i], from[i / 2 % 2]);
     }
 };
 
@@ -227,6 +229,7 @@ struct CapPolynomial {
 // warp, which takes FMAs alone. Its numbers are from hopper.py, as arguments, which take no registers.
 struct LateCap {
     float cap, rate;  // rate: 2 log2(e) scale / cap
+    float highest;    // score of a row's reference up to which weights of at most KEPT mean that `smallest` holds
     CapPolynomial<3> smallest;
     CapPolynomial<5> small;
 
@@ -246,8 +249,11 @@ struct LateCap {
 // What the scores of a warp are with LATE_CAP.
 enum class Scores { IN_UNITS, PRODUCTS, SMALL_PRODUCTS, SMALLEST_PRODUCTS };
 
-// With LAZY_RESCALE a row's reference is raised only if its largest score is 2^8 times above it: weights up to 256 are
-// as exact in fp16 and bf16 as those up to 1, and results are rescaled for few tiles instead of most.
+// A row's reference is the score whose weight is 1. It need not be the largest score: larger weights are as exact in
+// fp16 and bf16, and results need not be rescaled while it stays. So tiles are weighed with the references as they are;
+// only where a thread's weights of a row add up to more than KEPT are the largest scores looked for, and the references
+// raised. Without that the loop for 64 keys of 64 elements takes 200 instructions instead of 253. With LAZY_RESCALE a
+// reference is not raised to scores less than 2^4 times above it.
 //
 // Below -FAR the rounded product of a score with the scale is so far from the exact one that weights overflow
 // (SCALE_IN_EXPONENT). Only rows of which a mask leaves nothing come there, and under additive masks in fp16 none.
@@ -259,6 +265,43 @@ constexpr bool FAR_SCORES = SECOND_PASS && (ADD_MASKED_SCORE || !IS_HALF<MASK_T>
 struct Softmax {
     float top[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};  // of this thread's columns
+    float scaled[2];              // the rows' references as exponents of 2
+    bool keeps = false;           // whether the references of the warp may be kept
+
+    // Turns scores into packed weights relative to the references as they are, without looking for the largest. Returns
+    // false, and changes nothing else, if weights of the warp are so large that a reference must be raised.
+    __device__ __forceinline__ bool keep(const float (&s)[SCORES], u32 (&p)[BLOCK_N / 16][4], float scale,
+                                         const LateCap& cap) {
+        float more[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < SCORES / 2; ++i) {
+            float weights[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float value = s[2 * i + e], from = scaled[i % 2];
+                if (LATE_CAP) weights[e] = cap.smallest.weight(value, from);
+                else weights[e] = exp2_fast(__fmaf_rn(value, SCALE_IN_EXPONENT ? scale : LOG2_E, -from));
+            }
+            p[i / 4][i % 4] = narrow(T(), weights);
+            more[i % 2] += weights[0] + weights[1];
+        }
+        if (!__all_sync(0xffffffffu, more[0] <= KEPT && more[1] <= KEPT)) return false;
+        sum[0] += more[0], sum[1] += more[1];
+        return true;
+    }
+
+    // Finds out whether the references of the warp may be kept for the next tile.
+    __device__ __forceinline__ void decide(float scale, const LateCap& cap) {
+        bool may = true;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scaled[r] = __fmul_rn(reference(r), SCALE_IN_EXPONENT ? scale : LOG2_E);
+            may &= top[r] > minus_infinity() && !is_far(top[r], scale);
+            if (!SCALE_IN_EXPONENT) may &= fabsf(top[r]) < 1000.0f;  // else rounding `scaled` would change weights
+            if (LATE_CAP) may &= top[r] >= cap.smallest.lowest && top[r] <= cap.highest;
+        }
+        keeps = __all_sync(0xffffffffu, may);
+    }
 
     // Raises the rows' references to this tile's scores; `factor` returns what earlier weights and results are to be
     // multiplied by.
@@ -343,8 +386,8 @@ struct Softmax {
     // Raises the top of row r to a score, and returns what it was before.
     __device__ __forceinline__ float raise(int r, float to, float scale) {
         const float before = top[r], best = fmaxf(before, to);
-        const bool keeps = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 8.0f;
-        if (!keeps) top[r] = best;
+        const bool stays = LAZY_RESCALE && (best - before) * (SCALE_IN_EXPONENT ? scale : LOG2_E) <= 4.0f;
+        if (!stays) top[r] = best;
         return before;
     }
 

@@ -33,6 +33,7 @@ CAP_POLYNOMIALS: Final = (
 TANH_ERROR: Final = 1.2e-6
 CAPS: Final = (24.0, 100.0)  # below, the polynomial rarely holds for all scores that count
 CAP_RATES: Final = (1e-4, 1e3)  # of scale / cap, whose powers are fp32
+KEPT: Final = 1024  # weights up to which a row's reference is kept
 WEIGHTLESS: Final = 17.5  # exp(-17.5) is below half of the smallest fp16 number
 NEGLIGIBLE_GAP: Final = 128.0  # a score so far below another has no weight beside it
 
@@ -315,9 +316,9 @@ def _caps_late(problem: Attention) -> bool:
 def _late_cap_scalars(problem: Attention) -> tuple[float, ...]:
     """Return the numbers of LateCap: zeros where no cap is applied late."""
     if not _caps_late(problem):
-        return (0.0,) * (1 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS))
+        return (0.0,) * (2 + sum(2 + len(polynomial) for _, polynomial in CAP_POLYNOMIALS))
     cap, rate = problem.softcap, problem.scale / problem.softcap
-    numbers = [2 * LOG2_E * rate]
+    numbers = [2 * LOG2_E * rate, math.tanh(CAP_POLYNOMIALS[0][0]) * cap - math.log(KEPT)]
     for limit, polynomial in CAP_POLYNOMIALS:
         numbers += [limit / rate, WEIGHTLESS - math.tanh(limit) * cap]
         numbers += [LOG2_E * cap * term * rate ** (2 * i + 1) for i, term in enumerate(polynomial)]
@@ -349,6 +350,7 @@ def _defines(problem: Attention, config: HopperAttentionConfig, mask: ScoreTenso
         "STAGES": config.stages,
         "BLOCKS_PER_SM": config.blocks,
         "PINGPONG": int(config.pingpong),
+        "KEPT": KEPT,
         "LAZY_RESCALE": int(problem.head_dim_v > LAZY_RESCALE_FROM),
         "CAUSAL": int(problem.causal is not None),
         "SCALE_IN_EXPONENT": int(_scales_in_exponent(problem)),

@@ -171,11 +171,9 @@ def test_finite_masked_scores_stay_finite_in_every_unit(masked: float, scale: fl
 def test_a_late_cap_is_a_tanh_while_scores_are_small_and_negligible_below(cap: float, scale: float) -> None:
     launch = hopper.implementations(problem(64, softcap=cap, scale=scale), H200)[0].steps[-1]
     assert isinstance(launch, Launch) and launch.kernel.defines["LATE_CAP"]
-    rate, *numbers = (np.float32(x) for x in float_arguments(launch)[6:])
+    rate, highest, *numbers = (np.float32(x) for x in float_arguments(launch)[6:])
     assert rate == pytest.approx(2 * math.log2(math.e) * scale / cap)
-    for (limit, _), (largest, lowest, *terms) in zip(
-        hopper.CAP_POLYNOMIALS, (numbers[:5], numbers[5:]), strict=True
-    ):
+    for (limit, _), (largest, lowest, *terms) in zip(hopper.CAP_POLYNOMIALS, (numbers[:5], numbers[5:]), strict=True):
         products = np.linspace(-largest, largest, 10001, dtype=np.float32)
         exact = cap * np.tanh(scale / cap * products.astype(np.float64))
         found = capped(products, terms) * math.log(2)
@@ -185,9 +183,12 @@ def test_a_late_cap_is_a_tanh_while_scores_are_small_and_negligible_below(cap: f
             below = capped(-largest * np.geomspace(1, 1e9, 10001, dtype=np.float32), terms)
         assert np.all(np.diff(below[np.isfinite(below)]) < 0), "lower products have lower scores"
         assert np.exp2(below - lowest * math.log2(math.e)).max() < 2.0**-25, "no fp16 weight"
+    largest, _, *terms = numbers[:5]
+    weight = np.exp2(capped(largest, terms) - highest * math.log2(math.e))
+    assert weight == pytest.approx(hopper.KEPT, rel=1e-3), "weights that are kept are of products in the first range"
 
 
-def capped(products: np.ndarray, terms: list[np.float32]) -> np.ndarray:
+def capped(products: Any, terms: list[np.float32]) -> Any:
     """Return log2(e) times the capped scores, as CapPolynomial computes them."""
     squares, found = products * products, np.full_like(products, terms[-1])
     for term in terms[-2::-1]:
