@@ -163,6 +163,17 @@ __device__ __forceinline__ void store_wait_read() {
 // barrier.
 __device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- words of shared memory --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_word(u32 to, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+// Loads two neighbours, each time it is called: two loads take less than a load and two copies.
+__device__ __forceinline__ void load_words(u32 from, float& first, float& second) {
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(from) : "memory");
+}
+
 // ---- 8 x 8 matrices of 16-bit elements between registers and shared memory ---------------------------------------
 // Lane i gives the address of row i % 8 of matrix i / 8; register j has elements 2 (lane % 4) and the next of row
 // lane / 4 of matrix j, as wgmma's accumulators have them.

@@ -55,9 +55,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[SCORES], u32 queries, u
 // Sets the scores of both rows to the bias of their columns, of which `bias` is the thread's first.
 __device__ __forceinline__ void begin_with(float (&s)[SCORES], const float* bias) {
 #pragma unroll
-    for (int i = 0; i < SCORES; i += 2)  // volatile: loading a pair twice takes less than copying it
-        asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(s[i]), "=f"(s[i + 1]) : "r"(shared_address(bias + i / 4 * 8)) : "memory");
+    for (int i = 0; i < SCORES; i += 2) load_words(shared_address(bias + i / 4 * 8), s[i], s[i + 1]);
 }
 
 __device__ __forceinline__ void multiply_values(float (&o)[RESULTS], const u32 (&p)[BLOCK_N / 16][4], u32 values) {
@@ -91,7 +89,7 @@ __device__ __forceinline__ void write(const TensorMap& out, const WorkTile& at, 
         for (int j = 0; j < VALUE_COLUMNS / 8; ++j) {
             const float both[2] = {o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor};
             const u32 to = qo + j / 8 * QO_PANEL + (line + 8 * r) * 128 + (j % 8 ^ line % 8) * 16 + lane % 4 * 4;
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(narrow(T(), both)) : "memory");
+            store_word(to, narrow(T(), both));
         }
     }
     store_fence();

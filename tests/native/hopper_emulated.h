@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -106,11 +107,22 @@ u32 narrow(T type, const float* from) {
 inline void wait_for_predecessor() {}
 inline void release_successor() {}
 
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 static float exp2_fast(float x) { return exp2f(x); }
 static float reciprocal(float x) { return 1 / x; }
 
 template <class T, int N>
 struct Pack { u32 words[(N * sizeof(T) + 3) / 4]; };
+
+enum class Use { ONCE, OFTEN, CONSTANT };
+
+template <Use USE, int BYTES>
+void load_bytes(const char* from, u32* to) {
+    memcpy(to, from, BYTES);
+}
 
 template <int N, class T>
 Pack<T, N> load_cached(const T* from) {
@@ -400,6 +412,22 @@ Word __shfl_sync(unsigned, Word value, int lane) {
     emulated::end_exchange();
     return found;
 }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+    u32 word;
+    memcpy(&word, &value, 4);
+    const float found = __uint_as_float(emulated::exchange(word)[threadIdx.x % 32 ^ mask]);
+    emulated::end_exchange();
+    return found;
+}
+inline u32 __ballot_sync(unsigned, bool mine) {
+    const u32* all = emulated::exchange(mine);
+    u32 found = 0;
+    for (int i = 0; i < 32; ++i) found |= all[i] << i;
+    emulated::end_exchange();
+    return found;
+}
+inline bool __all_sync(unsigned threads, bool mine) { return __ballot_sync(threads, mine) == 0xffffffffu; }
+inline bool __any_sync(unsigned threads, bool mine) { return __ballot_sync(threads, mine) != 0; }
 inline void __syncwarp() {}
 inline void __syncthreads() { emulated::arrive(emulated::here->named[0], emulated::THREADS, true); }
 
@@ -460,6 +488,12 @@ void store_wait_read() {
         for (const Stored& stored : stores.front()) perform(stored);
 }
 
+inline void store_word(u32 to, u32 word) { memcpy(here->memory + to, &word, 4); }
+inline void load_words(u32 from, float& first, float& second) {
+    memcpy(&first, here->memory + from, 4);
+    memcpy(&second, here->memory + from + 4, 4);
+}
+
 inline void store_matrices(u32 to, const u32 (&words)[4]) {
     const u32* rows = exchange(to);
     const int lane = threadIdx.x % 32;
@@ -478,6 +512,7 @@ u64 matrix_descriptor(u32 address, u32 leading, u32 stride) {
     static_assert(SWIZZLE == 128);
     return u64(1) << 62 | u64(stride >> 4) << 32 | u64(leading >> 4) << 16 | u64((address & 0x3ffff) >> 4);
 }
+inline u64 moved(u64 descriptor, u32 bytes) { return (descriptor >> 32 << 32) + u32(u32(descriptor) + (bytes >> 4)); }
 inline void wgmma_fence() { sync_warpgroup(); }
 inline void wgmma_commit() { products.emplace_back(); }
 template <int PENDING>
@@ -499,6 +534,30 @@ void wgmma(T, float (&d)[COUNT], u64 a, u64 b, bool accumulate) {
             const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
             float sum = 0;
             for (int k = 0; k < 32 / int(sizeof(T)); ++k) sum += element<T>(a, false, row, k) * element<T>(b, ALONG_N, column, k);
+            sums[i] = accumulate ? sums[i] + sum : sum;
+        }
+    });
+}
+
+// The same with `a` in registers, which are read when something waits.
+template <bool ALONG_N, class T, int COUNT>
+void wgmma(T, float (&d)[COUNT], const u32 (&a)[4], u64 b, bool accumulate) {
+    if (products.empty()) products.emplace_back();
+    float* sums = d;
+    const u32* words = a;
+    products.back().push_back([=] {
+        float rows[2][16];  // of the two rows of this thread: its lanes pass two words each at a time
+        const int thread = threadIdx.x % 128;
+        for (int word = 0; word < 4; ++word) {
+            const u32* all = exchange(words[word]);
+            for (int lane = 0; lane < 4; ++lane)
+                widen(T(), all[thread % 32 / 4 * 4 + lane], rows[word % 2] + word / 2 * 8 + lane * 2);
+            end_exchange();
+        }
+        for (int i = 0; i < COUNT; ++i) {
+            float sum = 0;
+            for (int k = 0; k < 16; ++k)
+                sum += rows[i / 2 % 2][k] * element<T>(b, ALONG_N, i / 4 * 8 + thread % 4 * 2 + i % 2, k);
             sums[i] = accumulate ? sums[i] + sum : sum;
         }
     });
